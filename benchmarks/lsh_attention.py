@@ -32,7 +32,7 @@ from transformers import DynamicCache
 import retrofit
 from retrofit.passes import LSHAttention
 from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention
-from retrofit.passes.lsh_attention.hashing import hash_buckets, random_rotations
+from retrofit.passes.lsh_attention.key_buckets import hash_buckets, random_rotations
 from retrofit.passes.lsh_attention.seen_keys import seen_by_comparison
 from retrofit.runtime.peak_memory import peak_bytes
 from retrofit.surgery.fused_attention import AnsweredFusedAttention

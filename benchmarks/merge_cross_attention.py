@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 import retrofit
-from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
+from retrofit.passes.merge_cross_attention.merged_layer import OtherTokens
 
 SPEC = "merge-cross-attention(attentions={}, weight={})"
 FORMS = {

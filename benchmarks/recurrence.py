@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import retrofit
-from retrofit.passes.recurrence.linear_scan import all_states, in_chunks
+from retrofit.passes.recurrence.simple_recurrent_unit import all_states, in_chunks
 
 DECODERS, ENCODERS = ("recurrence(rank={})",), ("recurrence(rank={})", "recurrence(rank={}, bidirectional=true)")
 LENGTHS = (64, 256, 1024)  # of the scan by itself

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofit
 from retrofit.passes import Reversible
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
-from retrofit.passes.reversible.two_stream_layer import SecondStream
+from retrofit.passes.reversible.two_streams import SecondStream
 from retrofit.runtime.peak_memory import peak_bytes
 
 BITS = (1, 2, 4)

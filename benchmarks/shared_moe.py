@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, GPT2Config, LlamaConfig
 
 import retrofit
-from retrofit.passes.shared_moe.expert_load import expert_load
+from retrofit.passes.shared_moe.mixture_of_experts import expert_load
 from retrofit.passes.shared_moe.shared_moe import SharedMoE
 
 VOCABULARY = 1000

@@ -2,20 +2,35 @@
 
     logits[s·M + m] = Σ_i x_i D[i,s] E[i,m]        M = ⌈V/S⌉; of the S·M logits the first V are returned
 
+The start on calibration data are the factors whose predictions are nearest to the dense head's.
+
+First the squared error of the logits, Σ_t w_t ‖x_t (W − Ŵ)‖² = tr (W − Ŵ)ᵀ A (W − Ŵ) with A = Σ_t w_t x_t x_tᵀ, is lowered by
+alternating least squares. Given E, D solves a linear system of d unknowns for each module, with the same matrix for all of them,
+and so does E given D for each place in a module:
+
+    (A ∘ E Eᵀ) D = R,  R[i,s] = Σ_m E[i,m] (A W)[i, s·M+m]              (A ∘ D Dᵀ) E = R,  R[i,m] = Σ_s D[i,s] (A W)[i, s·M+m]
+
+W is taken less its mean over the vocabulary, which no probability depends on. Then Adam lowers
+
+    Σ_t w_t KL(softmax(x_t W + b) ‖ softmax(x_t Ŵ + b)) / Σ_t w_t
+
+w_t keeps tokens with huge x from deciding (`token_weights`). Of the start from the weights and these two the one is kept whose KL
+is least on windows held out.
+
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.3.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
-from retrofit.passes import sparse_loss_reference as once_more
-from retrofit.passes.multiplicative import Multiplicative
-from retrofit.passes.sparse_loss_fit import TOKENS, DenseHead, fit_to_data
+from retrofit.passes.multiplicative import Multiplicative, fit_problem
 from retrofit.sdk import (
     CAST,
     LAYOUT,
@@ -25,15 +40,185 @@ from retrofit.sdk import (
     Edit,
     MethodReference,
     ModuleReference,
+    Observed,
     Pass,
     Plan,
+    Problems,
     Site,
+    SiteCall,
     op,
     option,
     set_aside,
     split_calibration,
+    token_weights,
     weight_product,
 )
+
+CALIBRATED = 0.1  # of the own square of a fit on data: its product with what it is fitted to, on rows of one kind or the other
+
+
+def multiplicative_head(call: SiteCall) -> Tensor:
+    """logits[s·M + m] = Σ_i x_i D[i,s] E[i,m], the first V of them, plus the bias."""
+    head: Any = call.module
+    return logits(head, call.options.modules, call.args[0])
+
+
+def logits(head: Any, modules: int, x: Tensor) -> Tensor:
+    d, e = head.product.d.to(x.dtype), head.product.e.to(x.dtype)
+    of_modules = [(x * d[:, s]) @ e for s in range(modules)]  # (…, M) each
+    found = torch.cat(of_modules, -1)[..., : head.vocabulary]
+    return found if head.bias is None else found + head.bias
+
+
+def start(observed: Observed) -> Problems:
+    """D and E were fitted to the dense head: to each of its rows as well as can be, without data.
+
+    With data they were fitted to what is predicted on it: then the dense head only lies along Ŵ, ⟨Ŵ, W⟩ near ‖Ŵ‖², on random rows
+    or on those that the dense head received. Along inputs that the data do not have the fit may be far too long. A pass before this
+    one that widened the head may have divided its rows among the blocks: then they are one multiple of the dense head's.
+    """
+    for site in observed.sites:
+        head: Any = site.module
+        known = observed.dense_probes.get(site.dense_path)
+        if known is None:
+            observed.not_compared(site.path, "no module of the dense model multiplies by its matrix alone")
+            continue
+        if not observed.is_calibrated:
+            features, rows = observed.dense_rows[site.dense_path]
+            if len(head.product.d) > known[0].shape[-1]:
+                rows = rows * multiple(head, features, rows)
+            problem = fit_problem(head.product.d, head.product.e, features, rows)
+            if problem:
+                yield site.path, problem
+            continue
+        received = (known, observed.dense_products[site.dense_path])
+        agreements = [agreement(head, observed.options.modules, *one) for one in received]
+        if not any(CALIBRATED <= one <= 1 / CALIBRATED for one in agreements):
+            ratio = " or ".join(f"{one:.2g}" for one in agreements)
+            yield site.path, f"the dense head is {ratio} times as long along it: it was not fitted to it"
+
+
+@torch.no_grad()
+def multiple(head: Any, features: list[int], rows: Tensor) -> float:
+    """Return the multiple of the dense head's rows, all of these together, that the fit lies at: ‖Ŵ‖² / ⟨Ŵ, W⟩."""
+    d, e = head.product.d[features].double(), head.product.e[features].double()
+    found = (d.unsqueeze(-1) * e.unsqueeze(-2)).flatten(1)[:, : rows.shape[1]]
+    return float(found.square().sum() / (found * rows.double()).sum().clamp_min(1e-30))
+
+
+@torch.no_grad()
+def agreement(head: Any, modules: int, x: Tensor, y: Tensor) -> float:
+    """⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, of which the dense head makes y; a number that all logits of a row have says nothing.
+
+    A head that was widened before reads x in each of its blocks: of these it makes y too, at either exact start of AltUp.
+    """
+    x = x.repeat(1, -(-len(head.product.d) // x.shape[-1]))[:, : len(head.product.d)]
+    bias = 0.0 if head.bias is None else head.bias.detach().double()
+    found, y = (z - z.mean(-1, keepdim=True) for z in (logits(head, modules, x.double()) - bias, y.double()))
+    return float((found * y).sum() / found.square().sum().clamp_min(1e-30))
+
+
+TOKENS = 8192  # that the head is fitted on
+SWEEPS = 12  # of the alternation
+RIDGE = 1e-4  # added to the diagonal of a system, as a fraction of its mean
+TINY = 1e-30
+STEPS = 120  # of Adam
+BATCH = 128  # tokens a step
+RATE = 0.03  # of Adam, relative to the factors' root mean square; falls to zero along a cosine
+CHUNK = 256  # held-out tokens at a time
+
+Factors = tuple[Tensor, Tensor]  # D (d, S) and E (d, M)
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseHead:
+    """What the multiplicative head is to predict: softmax(x W + b), W (d, V)."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def log_probabilities(self, x: Tensor, factors: Factors | None = None) -> Tensor:
+        """(tokens, d) to (tokens, V); with `factors` those of the multiplicative head."""
+        matrix = self.weight if factors is None else product(factors)[:, : self.weight.shape[1]]
+        logits = x @ matrix
+        return (logits if self.bias is None else logits + self.bias).log_softmax(-1)
+
+    def divergence(self, x: Tensor, factors: Factors) -> Tensor:
+        """Return the KL divergence of each token, in nats: (tokens)."""
+        found, dense = self.log_probabilities(x, factors), self.log_probabilities(x).detach()
+        return F.kl_div(found, dense, reduction="none", log_target=True).sum(-1)
+
+    @torch.no_grad()
+    def mean_divergence(self, x: Tensor, factors: Factors) -> float:
+        """Return the weighted mean of the divergence, in nats a token."""
+        weights = token_weights(x)
+        found = torch.cat([self.divergence(part, factors) for part in x.split(CHUNK)])
+        return float(found @ weights / weights.sum())
+
+
+def fit_to_data(layer: Multiplicative, head: DenseHead, x: Tensor, held_out: Tensor) -> tuple[float, float]:
+    """`layer`, which starts from the weights, has the factors of least KL; returns that before and after, on `held_out`.
+
+    `x` and `held_out`, (tokens, d), are inputs of the dense head.
+    """
+    start = layer.d.detach().float(), layer.e.detach().float()
+    candidates = [start, lower_squared_error(start, head.weight, x)]
+    divergences = [head.mean_divergence(held_out, candidate) for candidate in candidates]
+    nearest = candidates[divergences.index(min(divergences))]
+    candidates.append(lower_divergence(nearest, head, x))
+    divergences.append(head.mean_divergence(held_out, candidates[-1]))
+    best = divergences.index(min(divergences))
+    with torch.no_grad():
+        layer.d.copy_(candidates[best][0])
+        layer.e.copy_(candidates[best][1])
+    return divergences[0], divergences[best]
+
+
+def product(factors: Factors) -> Tensor:
+    """Return the dense matrix of a multiplicative layer: (d, S·M)."""
+    d, e = factors
+    return (d.unsqueeze(-1) * e.unsqueeze(-2)).flatten(1)
+
+
+def lower_squared_error(factors: Factors, weight: Tensor, x: Tensor) -> Factors:
+    """Return the factors after some sweeps of alternating least squares on the logits of x, (tokens, d)."""
+    d, e = factors
+    modules, size = d.shape[1], e.shape[1]
+    moments = (x * token_weights(x).unsqueeze(-1)).t() @ x / len(x)
+    target = F.pad(weight - weight.mean(1, keepdim=True), (0, modules * size - weight.shape[1]))
+    wanted = (moments @ target).unflatten(1, (modules, size))
+    for _ in range(SWEEPS):
+        d = solve(moments * (e @ e.t()), torch.einsum("im,ism->is", e, wanted))
+        e = solve(moments * (d @ d.t()), torch.einsum("is,ism->im", d, wanted))
+        ratio = (d.norm(dim=1, keepdim=True).clamp_min(TINY) / e.norm(dim=1, keepdim=True).clamp_min(TINY)).sqrt()
+        d, e = d / ratio, e * ratio
+    return d, e
+
+
+def solve(system: Tensor, right: Tensor) -> Tensor:
+    """Return the solution of a positive semi-definite system, which gets a ridge."""
+    ridge = RIDGE * system.diagonal().mean().clamp_min(TINY)
+    return torch.linalg.solve(system + ridge * torch.eye(len(system)).to(system), right)
+
+
+@torch.enable_grad()
+def lower_divergence(factors: Factors, head: DenseHead, x: Tensor) -> Factors:
+    """Return the factors after `STEPS` steps of Adam on the weighted KL divergence."""
+    values = [nn.Parameter(factor.clone()) for factor in factors]
+    rates = [RATE * float(value.detach().square().mean().sqrt().clamp_min(1e-12)) for value in values]
+    optimizer = torch.optim.Adam(
+        [{"params": [value], "lr": rate} for value, rate in zip(values, rates, strict=True)], betas=(0.9, 0.95)
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+    weights, generator = token_weights(x), torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        rows = torch.randint(len(x), (min(BATCH, len(x)),), generator=generator).to(x.device)
+        loss = head.divergence(x[rows], (values[0], values[1])) @ weights[rows] / weights[rows].sum()
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+    return values[0].detach(), values[1].detach()
 
 
 class MultiplicativeHead(nn.Module):
@@ -84,7 +269,7 @@ class OutputHead:
 
 
 def find_output_head(anatomy: Anatomy) -> OutputHead:
-    """The model's output head; raises `DoesNotFitError` where it has none, or none with a module of its own."""
+    """Return the model's output head; raises `DoesNotFitError` where it has none, or none with a module of its own."""
     head, flow, program = anatomy.head, anatomy.flow, anatomy.program
     if head is None:
         raise DoesNotFitError(
@@ -139,14 +324,14 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
 
 
 def reads(node: fx.Node, parameter: str, anatomy: Anatomy) -> bool:
-    """Whether a value that depends on no input is the parameter, or computed from it."""
+    """Return whether a value that depends on no input is the parameter, or computed from it."""
     if node in anatomy.flow.depends:
         return False
     return anatomy.program.parameters.get(node) == parameter or parameter in anatomy.flow.parameters_of([node])
 
 
 def is_stored(node: fx.Node, anatomy: Anatomy) -> bool:
-    """Whether a value is a parameter, in whatever layout and dtype."""
+    """Return whether a value is a parameter, in whatever layout and dtype."""
     while node not in anatomy.program.parameters and op(node) in LAYOUT | CAST and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node in anatomy.program.parameters
@@ -172,9 +357,7 @@ class SparseLoss(Pass[SparseLossPlan]):
     places_by: ClassVar[tuple[str, ...]] = ()
     already: ClassVar[str] = "the head is sparse already"
     candidates: ClassVar[tuple[str, ...]] = ("modules=16", "modules=64")
-    reference: ClassVar[MethodReference] = MethodReference(
-        {MultiplicativeHead: ModuleReference(once_more.multiplicative_head)}, start=once_more.start
-    )
+    reference: ClassVar[MethodReference] = MethodReference({MultiplicativeHead: ModuleReference(multiplicative_head)}, start=start)
 
     modules: int = option(16, "S, the number of modules the vocabulary is divided into", minimum=1, weights="within")
 
@@ -227,7 +410,7 @@ class SparseLoss(Pass[SparseLossPlan]):
 
 
 def record_inputs(model: nn.Module, path: str, calibration: Calibration) -> Tensor:
-    """What the module at `path` receives on calibration data, in float32: (tokens, d)."""
+    """Return what the module at `path` receives on calibration data, in float32: (tokens, d)."""
     rows: list[Tensor] = []
     calibration.observe(model, {path: lambda x: rows.append(set_aside(x.float()))})
     return torch.cat(rows)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.passes import sum_reference as once_more
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
@@ -26,15 +25,35 @@ from retrofit.sdk import (
     MethodReference,
     ModuleReference,
     NearMiss,
+    Observed,
     Pass,
     Plan,
+    Problems,
     Site,
+    SiteCall,
     Wrapper,
     argument_place,
     find_argument,
     map_first,
     shape,
 )
+
+
+def summed_embedding(call: SiteCall) -> Tensor:
+    """E[id] + S[id]; nothing for an id that the table has no row for."""
+    module: Any = call.module
+    ids = call.argument(module.place)
+    y = call.given("layer", {module.place: ids}, 0)
+    table = module.extra.weight
+    rows = [table[id] if id < len(table) else torch.zeros_like(table[0]) for id in ids.flatten().tolist()]
+    return y + torch.stack(rows).view(*ids.shape, -1)
+
+
+def start(observed: Observed) -> Problems:
+    """S begins at zero."""
+    for site in observed.sites:
+        if bool(site.module.extra.weight.any()):  # type: ignore[union-attr,operator]
+            yield site.path, "the extra embedding does not begin at zero"
 
 
 class SummedEmbedding(Wrapper):
@@ -52,7 +71,7 @@ class SummedEmbedding(Wrapper):
 
     def look_up(self, ids: Tensor) -> Tensor:
         rows = len(self.extra.weight)
-        if all(len(one) <= rows for one in self.layer.parameters()):
+        if all(len(parameter) <= rows for parameter in self.layer.parameters()):
             return self.extra(ids)  # type: ignore[no-any-return]
         return F.embedding(ids.clamp(max=rows - 1), self.extra.weight) * (ids < rows).unsqueeze(-1)
 
@@ -96,7 +115,7 @@ class SummedTable(SummedEmbedding, nn.Embedding):
 
 
 def reads_past(reader: FrameType) -> bool:
-    """Whether the table is read by the layer of PEFT that looks tokens up itself and never calls the embedding."""
+    """Return whether the table is read by the layer of PEFT that looks tokens up itself and never calls the embedding."""
     peft = sys.modules.get("peft.tuners.trainable_tokens.layer")
     return peft is not None and isinstance(reader.f_locals.get("self"), peft.TrainableTokensLayer)
 
@@ -115,12 +134,14 @@ def summed(layer: nn.Module, extra: nn.Embedding) -> SummedEmbedding:
 
 
 def owns(module: nn.Module, weight: nn.Parameter) -> bool:
-    """Whether the weight is the module's own parameter, or all the parameters it has, under whatever names."""
-    return any(one is weight for one in module.parameters(recurse=False)) or {*map(id, module.parameters())} == {id(weight)}
+    """Return whether the weight is the module's own parameter, or all the parameters it has, under whatever names."""
+    return any(parameter is weight for parameter in module.parameters(recurse=False)) or {*map(id, module.parameters())} == {
+        id(weight)
+    }
 
 
 def other_holders(model: nn.Module, weight: nn.Parameter, sites: Sequence[Site]) -> list[str]:
-    """The paths of the embeddings that hold the token table outside of the sites: the one that a model sets in both its stacks."""
+    """Return the paths of embeddings that hold the token table outside of the sites: one that a model sets in both its stacks."""
     found: list[str] = []
     for path, module in model.named_modules():
         inside = tuple(f"{one}." for one in (*(site.name for site in sites), *found))  # a summed table has its own
@@ -146,7 +167,7 @@ class SumEmbedding(Pass[SumPlan]):
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, Table 7"
     rewrites: ClassVar[str] = "token embedding"
     reference: ClassVar[MethodReference] = MethodReference(
-        {SummedEmbedding: ModuleReference(once_more.summed_embedding, ("layer",))}, start=once_more.start
+        {SummedEmbedding: ModuleReference(summed_embedding, ("layer",))}, start=start
     )
     remedy: ClassVar[str] = "apply it to a model of text; altup(embedding=recycled) widens any stream"
     way_around: ClassVar[str] = "its own code may depend on the stream's width: try altup(embedding=recycled)"

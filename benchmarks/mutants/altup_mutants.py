@@ -17,10 +17,10 @@ DYNAMIC = on(TWO_MODELS, "altup(k=2, coefficients=dynamic)")
 EXTRA = on("gpt2 llama", "altup(k=3, extra=8)")
 
 layers = functools.partial(Mutant, "altup", "passes/altup/layers.py")
-fused = functools.partial(Mutant, "altup", "passes/altup/contraction.py")
-blocks = functools.partial(Mutant, "altup", "passes/altup/blocks.py")
+fused = functools.partial(Mutant, "altup", "passes/altup/layers.py")
+blocks = functools.partial(Mutant, "altup", "passes/altup/layers.py")
 whole = functools.partial(Mutant, "altup", "passes/altup/altup.py")
-growth = functools.partial(Mutant, "altup", "passes/altup/growth.py")
+growth = functools.partial(Mutant, "altup", "passes/altup/plan.py")
 
 MUTANTS = [
     layers(

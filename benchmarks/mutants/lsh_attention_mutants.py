@@ -13,13 +13,13 @@ SHARED = on("bert", "lsh-attention(rounds=2, buckets=4, chunk=4, share=queries)"
 LISTED = on(DECODERS, "lsh-attention(rounds=1, buckets=2, chunk=2)")  # few keys are seen, so that lists are read
 TESTS = "tests/passes/lsh_attention/test_bucketed_attention.py::"
 
-hashes = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/hashing.py")
+hashes = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/key_buckets.py")
 orders = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/key_orders.py")
 attention = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/seen_keys.py")
 module = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/bucketed_attention.py")
 kept = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/key_buckets.py")
-lists = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/bucket_lists.py")
-tiles = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/fused_tiles.py")
+lists = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/key_buckets.py")
+tiles = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/seen_keys.py")
 whole = functools.partial(Mutant, "lsh-attention", "passes/lsh_attention/lsh_attention.py")
 
 MUTANTS = [

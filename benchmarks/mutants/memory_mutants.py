@@ -17,7 +17,7 @@ SUM = on(MODELS, "sum")
 
 tables = functools.partial(Mutant, "memory", "passes/memory/external_memory.py")
 layer = functools.partial(Mutant, "memory", "passes/memory/memory_layer.py")
-ids = functools.partial(Mutant, "memory", "passes/memory/token_ids.py")
+ids = functools.partial(Mutant, "memory", "passes/memory/memory_layer.py")
 whole = functools.partial(Mutant, "memory", "passes/memory/memory.py")
 summed = functools.partial(Mutant, "sum", "passes/sum.py")
 

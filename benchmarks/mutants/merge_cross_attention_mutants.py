@@ -13,10 +13,10 @@ WEIGHED = on("t5", "merge-cross-attention(weight=0.1)")
 OPERATOR = "tests/passes/merge_cross_attention/test_joint_attention.py::"
 
 joint = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/joint_attention.py")
-others = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/other_keys.py")
+others = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/joint_attention.py")
 layer = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/merged_layer.py")
-borrowed = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/borrowed_code.py")
-cache = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/second_layers.py")
+borrowed = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/attention_calls.py")
+cache = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/merged_layer.py")
 whole = functools.partial(Mutant, "merge-cross-attention", "passes/merge_cross_attention/merge_cross_attention.py")
 
 MUTANTS = [

@@ -12,7 +12,7 @@ DECODING = on(DECODERS, "recurrence(rank=4)")
 BOTH = on(ENCODERS, "recurrence(rank=4, bidirectional=true)")
 EXPORTED = on("gpt2", "recurrence(rank=4)", "onnx")
 
-scan = functools.partial(Mutant, "recurrence", "passes/recurrence/linear_scan.py")
+scan = functools.partial(Mutant, "recurrence", "passes/recurrence/simple_recurrent_unit.py")
 unit = functools.partial(Mutant, "recurrence", "passes/recurrence/simple_recurrent_unit.py")
 layer = functools.partial(Mutant, "recurrence", "passes/recurrence/recurrent_feed_forward.py")
 whole = functools.partial(Mutant, "recurrence", "passes/recurrence/recurrence.py")
@@ -159,7 +159,7 @@ MUTANTS = [
     ),
     unit(
         "nothing says that W_in gets its gradient later",
-        "return [one for one in self.parameters() if one is not self.w_out]",
+        "return [parameter for parameter in self.parameters() if parameter is not self.w_out]",
         "return []",
         trials=DEFAULT,
     ),

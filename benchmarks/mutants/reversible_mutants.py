@@ -15,12 +15,12 @@ LAYERS = "tests/passes/reversible/test_reversible_layers.py"
 SWAPS = "tests/passes/reversible/test_two_streams.py"
 
 chain = functools.partial(Mutant, "reversible", "passes/reversible/chain.py")
-fixed = functools.partial(Mutant, "reversible", "passes/reversible/fixed_point.py")
+fixed = functools.partial(Mutant, "reversible", "passes/reversible/chain.py")
 call = functools.partial(Mutant, "reversible", "passes/reversible/repeated_call.py")
 layer = functools.partial(Mutant, "reversible", "passes/reversible/reversible_layer.py")
 streams = functools.partial(Mutant, "reversible", "passes/reversible/two_streams.py")
 branches = functools.partial(Mutant, "reversible", "passes/reversible/branch_calls.py")
-swapped = functools.partial(Mutant, "reversible", "passes/reversible/two_stream_layer.py")
+swapped = functools.partial(Mutant, "reversible", "passes/reversible/two_streams.py")
 whole = functools.partial(Mutant, "reversible", "passes/reversible/reversible.py")
 
 MUTANTS = [
@@ -211,7 +211,7 @@ MUTANTS = [
     ),
     streams(
         "what two streams do not reproduce is no error",
-        "if not all(torch.equal(one, other) for one, other in zip(found_sums, self.start or (), strict=True)):",
+        "if not all(torch.equal(found_sum, other) for found_sum, other in zip(found_sums, self.start or (), strict=True)):",
         "if False:",
         trials=TWO_STREAMS,
         test=f"{SWAPS}::test_what_cannot_be_computed_again_is_an_error_with_the_reason",

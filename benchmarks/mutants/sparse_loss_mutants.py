@@ -37,8 +37,8 @@ MUTANTS = [
     ),
     head(
         "the head's bias is taken away",
-        "logits + self.bias",
-        "logits - self.bias",
+        "None else logits + self.bias\n",
+        "None else logits - self.bias\n",
         trials=on("bert", "sparse-loss(modules=4)"),
     ),
     head(

@@ -14,13 +14,13 @@ OUTPUT = on(TWO_MODELS, "sparse-qkv(output=mult-conv)")
 CALIBRATED = on("gpt2 llama", "sparse-qkv", "calibrated")
 
 conv = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/modular_projection.py")
-columns = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/replaced_projections.py")
+columns = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_attention.py")
 attention = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_attention.py")
 projections = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_projections.py")
-gates = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/mask_gates.py")
+gates = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_attention.py")
 mask = functools.partial(Mutant, "sparse-qkv", "retrofit/surgery/visible_tokens.py")
 whole = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_qkv.py")
-fit = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/least_squares_fit.py")
+fit = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/fitting.py")
 
 MUTANTS = [
     conv(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from on_cuda.parts import Part, attempt
 from on_cuda.timing import in_turns, peak_bytes
 from retrofit.passes import LSHAttention
-from retrofit.passes.recurrence.linear_scan import all_states, in_chunks
+from retrofit.passes.recurrence.simple_recurrent_unit import all_states, in_chunks
 
 WIDTH, ROUNDS = 1024, 2  # 16 heads; of hashes
 LENGTHS = (1024, 4096, 16384, 65536)

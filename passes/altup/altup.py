@@ -21,11 +21,9 @@ from typing import ClassVar
 import torch
 from torch import fx, nn
 
-from retrofit.passes.altup import reference as once_more
-from retrofit.passes.altup.blocks import BlockScale, Blockwise, DivideAndProject, Replicated
-from retrofit.passes.altup.growth import REPEATED, Growth, grow
-from retrofit.passes.altup.layers import COEFFICIENTS, AltUpLayer
-from retrofit.passes.altup.plan import AltUpPlan, LayerPlan, WideHead, WideTable
+from retrofit.passes.altup import reference as method_reference
+from retrofit.passes.altup.layers import COEFFICIENTS, AltUpLayer, BlockScale, Blockwise, DivideAndProject, Replicated
+from retrofit.passes.altup.plan import REPEATED, AltUpPlan, Growth, LayerPlan, WideHead, WideTable, grow
 from retrofit.passes.altup.widening import WideningPlan, WidthPropagation
 from retrofit.sdk import (
     Anatomy,
@@ -59,14 +57,14 @@ class AltUp(Pass[AltUpPlan]):
     way_around: ClassVar[str] = "its own code may depend on the stream's width: try embedding=recycled"
     reference: ClassVar[MethodReference] = MethodReference(
         {
-            AltUpLayer: ModuleReference(once_more.altup_layer, ("layer",), key="stream_out"),
-            Blockwise: ModuleReference(once_more.blockwise, ("layer",)),
-            Replicated: ModuleReference(once_more.replicated, ("layer",)),
-            BlockScale: ModuleReference(once_more.block_scale),
-            DivideAndProject: ModuleReference(once_more.divide_and_project),
+            AltUpLayer: ModuleReference(method_reference.altup_layer, ("layer",), key="stream_out"),
+            Blockwise: ModuleReference(method_reference.blockwise, ("layer",)),
+            Replicated: ModuleReference(method_reference.replicated, ("layer",)),
+            BlockScale: ModuleReference(method_reference.block_scale),
+            DivideAndProject: ModuleReference(method_reference.divide_and_project),
         },
-        once_more.wiring,
-        once_more.start,
+        method_reference.wiring,
+        method_reference.start,
     )
 
     k: int = option(2, "K, the number of d-wide blocks in the stream", minimum=2)
@@ -143,7 +141,7 @@ class AltUp(Pass[AltUpPlan]):
         )
 
     def chosen_stacks(self, anatomy: Anatomy, near_misses: list[NearMiss]) -> list[Stack]:
-        """The stacks to widen: of several streams that run through the same layers, the one through most of them."""
+        """Return the stacks to widen: of several streams that run through the same layers, the one through most of them."""
         chosen: list[Stack] = []
         for stack in sorted(anatomy.stacks, key=lambda one: -len(one.layers)):
             taken = {(layer.name, layer.call) for other in chosen for layer in other.layers if layer.name}
@@ -159,7 +157,7 @@ class AltUp(Pass[AltUpPlan]):
         return depth % self.k if self.selection == "alternating" else 0
 
     def homes(self, stack: Stack) -> list[int]:
-        """The block that holds the dense stream before each layer, and the first one after the last."""
+        """Return the block that holds the dense stream before each layer, and the first one after the last."""
         return [0 if is_shared(stack) else self.active(depth) for depth in range(len(stack.layers))] + [0]
 
     def wide_table(self, name: str, paths: list[str], model: nn.Module) -> WideTable:
@@ -171,7 +169,7 @@ class AltUp(Pass[AltUpPlan]):
         return WideTable(growth, width, tuple(paths))
 
     def wide_heads(self, widening: WideningPlan, model: nn.Module) -> Iterator[WideHead]:
-        """Every head reads the whole stream, with a result that is the dense one's."""
+        """Yield every head reads the whole stream, with a result that is the dense one's."""
         for name, head in widening.heads.items():
             tied = name in widening.tables
             if not head.path and (tied or self.extra):
@@ -191,7 +189,7 @@ class AltUp(Pass[AltUpPlan]):
 
     @property
     def new_columns(self) -> str:
-        """How many elements a token table, or a head of its own, gets."""
+        """Return how many elements a token table, or a head of its own, gets."""
         return "V·e" if self.extra else "(K−1)·V·d"
 
     def repeated_parameter(self, name: str, model: nn.Module) -> Growth:
@@ -206,7 +204,7 @@ class AltUp(Pass[AltUpPlan]):
     def layer_plans(
         self, stack: Stack, deepest: int, widening: WideningPlan, starts_wide: bool, ends_wide: bool
     ) -> Iterator[LayerPlan]:
-        """The wrapper of each layer's module."""
+        """Yield the wrapper of each layer's module."""
         shared = is_shared(stack)
         trained = selected_depths(self.layers, len(stack.layers), self.name, deepest)
         if shared and not (starts_wide and ends_wide):
@@ -238,7 +236,7 @@ class AltUp(Pass[AltUpPlan]):
             )
 
     def new_parameters(self, plan: AltUpPlan, model: nn.Module) -> Iterator[tuple[str, int]]:
-        """The terms of the parameter formula."""
+        """Yield the terms of the parameter formula."""
 
         def term(growth: Growth) -> tuple[str, int]:
             return f"{growth.name}, {growth.what}", growth.new_elements(model)
@@ -291,7 +289,7 @@ class AltUp(Pass[AltUpPlan]):
             edit.add_handle(model.get_submodule(path).register_forward_pre_hook(end.require_end, with_kwargs=True))
 
     def widen_table(self, table: WideTable, edit: Edit) -> DivideAndProject | None:
-        """The table is wide where it is looked up; returns the projection of its extra columns, if there are any."""
+        """Widen the table where it is looked up; return the projection of its extra columns, if there are any."""
         weight = edit.model.get_parameter(table.growth.name)
         grow(table.growth, edit)
         if not self.extra:
@@ -353,14 +351,14 @@ class AltUp(Pass[AltUpPlan]):
 
 
 def arguments_meeting_stream(anatomy: Anatomy) -> tuple[str, ...]:
-    """The arguments that the example inputs leave out, where modules outside the layers compute nothing without them.
+    """Return the arguments that the example inputs leave out, where modules outside the layers compute nothing without them.
 
     What these compute, the features of an image say, may be put among the looked-up tokens, which become wide.
     """
     model, program = anatomy.model, anatomy.program
     used = {id(model.get_parameter(name)) for node, name in program.parameters.items() if node.users}
     inside = tuple(f"{layer.name}." for layer in anatomy.layers if layer.name)
-    idle = any(id(one) not in used and not name.startswith(inside) for name, one in model.named_parameters())
+    idle = any(id(parameter) not in used and not name.startswith(inside) for name, parameter in model.named_parameters())
     return left_out(model, program.examples) if idle else ()
 
 
@@ -373,7 +371,7 @@ def reader_of(stack: Stack, anatomy: Anatomy) -> tuple[str, str] | None:
 
 
 def is_shared(stack: Stack) -> bool:
-    """Whether one module runs at several depths."""
+    """Return whether one module runs at several depths."""
     return len({layer.name for layer in stack.layers}) < len(stack.layers)
 
 
@@ -422,7 +420,7 @@ def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFi
 
 
 def token_look_ups(stack: Stack, anatomy: Anatomy) -> list[fx.Node]:
-    """The token look-ups that the stack's stream begins with: those in the largest table."""
+    """Return the token look-ups that the stack's stream begins with: those in the largest table."""
     names = {part.node for part in anatomy.embeddings}
     entry = anatomy.node(stack.entry)
     found = [node for node in anatomy.flow.nodes if node.name in names and anatomy.flow.reaches(node, entry)]
@@ -431,7 +429,7 @@ def token_look_ups(stack: Stack, anatomy: Anatomy) -> list[fx.Node]:
 
 
 def stays_wide(stack: Stack, look_ups: list[fx.Node], anatomy: Anatomy) -> bool:
-    """Whether the stream, wide from the look-ups on, stays so up to a head with one output a token, or one tied to their table."""
+    """Return whether the wide stream stays wide up to a head with one output a token, or one tied to the table of look-ups."""
     head = anatomy.head
     if not look_ups or head is None or stack is not anatomy.stacks[-1]:
         return False

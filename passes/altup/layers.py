@@ -4,20 +4,175 @@
     compute   x̃ = layer(x^j)
     correct   x_new^i = x̂^i + g[i] (x̃ − x̂^j)
 
-Predict and correct are one linear map over the K+1 vectors x^1 … x^K, x̃: A = [P − g p_jᵀ | g].
+Predict and correct are one linear map over the K+1 vectors x^1 … x^K, x̃: A = [P − g p_jᵀ | g], with one coefficient for all
+columns of a block.
+
+The sums run in a fixed order, element by element, so that coefficients 0, 1 and −1 give exact results in every dtype, also under
+autocast and with TF32: what a matrix product does not promise.
+
+Around the stream stand modules that let a d-wide module read it, and those at its ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.passes.altup.contraction import combine_blocks, contract, weighted_sum
-from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, with_item
+from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, is_exporting, map_first, with_item
+
+
+def mix(x: Tensor, a: Tensor) -> Tensor:
+    """Row r of the result is Σ_c a[r,c] x^c, in the order of c: x (…, C·d) and a [R, C], or one a per token, give (…, R, d)."""
+    blocks = x.unflatten(-1, (a.shape[-1], 1, -1)).unbind(-3)  # C of (…, 1, d)
+    columns = a.unsqueeze(-1).unbind(-2)  # C of ([…,] R, 1)
+    mixed, add = blocks[0] * columns[0], addition()
+    for c in range(1, len(blocks)):
+        mixed = add(mixed, blocks[c], columns[c])
+    return mixed
+
+
+def mix_and_add(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
+    """Block r of the result is Σ_c a[r,c] x^c + g[r] y: y comes last, and stays bit for bit where the terms before it cancel."""
+    return addition()(mix(x, a), y.unsqueeze(-2), g).flatten(-2)
+
+
+def addition() -> Callable[..., Tensor]:
+    """x + a·b for tensors: in place on x, except in an export, whose graph must have no side effects."""
+    return torch.addcmul if is_exporting() else Tensor.addcmul_
+
+
+class Contraction(torch.autograd.Function):
+    """`mix_and_add` that keeps x and y alive for the backward pass, and neither of them where the coefficients are not trained."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
+        trained = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
+        ctx.save_for_backward(a, g, *((x, y) if trained else ()))
+        return mix_and_add(x, y, a, g)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        a, g, *kept = ctx.saved_tensors
+        wants_x, wants_y, wants_a, wants_g = ctx.needs_input_grad
+        grad_x = mix(grad, a.mT).flatten(-2) if wants_x else None
+        grad_y = mix(grad, g.mT).squeeze(-2) if wants_y else None
+        grad_a = grad_g = None
+        if kept:
+            x, y = kept[0].unflatten(-1, (a.shape[-1], -1)), kept[1].unsqueeze(-1)  # (…, C, d), (…, d, 1)
+            rows = grad.unflatten(-1, (a.shape[-2], -1))  # (…, R, d)
+            with torch.autocast(grad.device.type, enabled=False):
+                grad_a = (rows @ x.mT).sum_to_size(a.shape) if wants_a else None
+                grad_g = (rows @ y).sum_to_size(g.shape) if wants_g else None
+        return grad_x, grad_y, grad_a, grad_g
+
+
+def contract(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
+    """Σ_c a[r,c] x^c + g[r] y in x's dtype: x (…, C·d), y (…, d), a ([…,] R, C), g ([…,] R, 1) give (…, R·d)."""
+    dtype = x.dtype
+    if y.dtype != dtype or a.dtype != dtype or g.dtype != dtype:
+        y, a, g = y.to(dtype), a.to(dtype), g.to(dtype)
+    if torch.is_grad_enabled() and not is_exporting():
+        return Contraction.apply(x, y, a, g)  # type: ignore[no-any-return]
+    return mix_and_add(x, y, a, g)
+
+
+def combine_blocks(x: Tensor, weights: Sequence[float]) -> Tensor:
+    """Σ_i weights[i] x^i: (…, K·d) gives (…, d)."""
+    return weighted_sum(x.unflatten(-1, (len(weights), -1)).unbind(-2), weights)
+
+
+def weighted_sum(terms: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Σ_i weights[i] terms[i], those of weight 0 left out: a single one of weight 1 is returned as it is."""
+    (first, weight), *others = [(term, weight) for term, weight in zip(terms, weights, strict=True) if weight] or [(terms[0], 0.0)]
+    total = first if weight == 1.0 else first * weight
+    for term, weight in others:
+        total = torch.add(total, term, alpha=weight)
+    return total
+
+
+class Blockwise(Wrapper):
+    """The d-wide `layer` reads each block of its K·d-wide argument `wide` on its own; its outputs are concatenated."""
+
+    def __init__(self, layer: nn.Module, k: int, wide: int | str = 0) -> None:
+        super().__init__(layer)
+        self.k, self.place = k, argument_place(layer, wide)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find_argument(self.place, arguments, keywords)
+        outputs = []
+        for block in container[key].chunk(self.k, -1):
+            container[key] = block
+            outputs.append(self.layer(*arguments, **keywords))
+        blocks = [output if isinstance(output, Tensor) else output[0] for output in outputs]
+        return map_first(outputs[0], lambda _: torch.cat(blocks, -1))
+
+
+class Replicated(Wrapper):
+    """The output of `layer`, K times side by side."""
+
+    def __init__(self, layer: nn.Module, k: int) -> None:
+        super().__init__(layer)
+        self.k = k
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return map_first(self.layer(*args, **kwargs), lambda y: torch.cat([y] * self.k, -1))
+
+
+class BlockScale(nn.Module):
+    """Block i is multiplied by scale[i]; `before`, a forward pre-hook of a module, does so to the module's first argument.
+
+    A scale that is not learned is plain numbers: a buffer would round 1/3 to the dtype of the weights.
+    """
+
+    def __init__(self, scale: Sequence[float], *, learnable: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(scale, dtype=torch.get_default_dtype())) if learnable else tuple(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = x.chunk(len(self.scale), -1)
+        return torch.cat([block * weight for block, weight in zip(blocks, self.scale, strict=True)], -1)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self(args[0]), *args[1:])
+
+
+class DivideAndProject(nn.Module):
+    """An extra width e, divided into K−1 sub-blocks, each projected to d (external-memory paper, §5.4).
+
+    `after`, a forward hook of the look-up, widens its d+e columns to K·d; `before`, a forward pre-hook of the head, narrows K·d
+    columns to d+e with the same matrices transposed.
+    """
+
+    def __init__(self, extra: int, k: int, width: int) -> None:
+        super().__init__()
+        part = extra // (k - 1)
+        self.weight = nn.Parameter(torch.randn(k - 1, width, part) / part**0.5)  # (K−1, d, e/(K−1))
+
+    def forward(self, extra: Tensor) -> Tensor:
+        """(…, e) gives (…, (K−1)·d)."""
+        parts = extra.unflatten(-1, (len(self.weight), -1))  # (…, K−1, e/(K−1))
+        return torch.einsum("...kp,kdp->...kd", parts, self.weight.to(extra.dtype)).flatten(-2)
+
+    def narrow(self, blocks: Tensor) -> Tensor:
+        """(…, (K−1)·d) gives (…, e)."""
+        return torch.einsum("...kd,kdp->...kp", blocks.unflatten(-1, (len(self.weight), -1)), self.weight.to(blocks.dtype)).flatten(
+            -2
+        )
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        width = self.weight.shape[1]
+        return torch.cat([output[..., :width], self(output[..., width:])], -1)
+
+    def before(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        x, width = args[0], self.weight.shape[1]
+        return (torch.cat([x[..., :width], self.narrow(x[..., width:])], -1), *args[1:])
+
 
 HOME = "altup_home"  # an attribute of the streams that layers return: the block that holds the dense stream
 EVERY = -1  # where all blocks hold it
@@ -157,7 +312,7 @@ class AltUpLayer(Wrapper):
 
     @staticmethod
     def count(width: int, k: int) -> int:
-        """How many parameters the method adds to a layer."""
+        """Return how many parameters the method adds to a layer."""
         return k**2 + k
 
     def extra_repr(self) -> str:

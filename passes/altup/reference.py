@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.passes.altup.growth import REPEATED
+from retrofit.passes.altup.plan import REPEATED
 from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
 
 # ── Modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -80,14 +80,14 @@ def routed(layer: Any, v: Tensor) -> Tensor:
 
 
 def blockwise(call: SiteCall) -> Tensor:
-    """The dense module on each block by itself."""
+    """Return the dense module on each block by itself."""
     module: Any = call.module
     blocks = call.argument(module.place).split(call.argument(module.place).shape[-1] // call.options.k, -1)
     return torch.cat([call.given("layer", {module.place: block}, 0) for block in blocks], -1)
 
 
 def replicated(call: SiteCall) -> Tensor:
-    """The dense module's output K times."""
+    """Return the dense module's output K times."""
     named: dict[tuple[int | None, str | None], Any] = {(index, None): value for index, value in enumerate(call.args)}
     named |= {(None, name): value for name, value in call.kwargs.items()}
     places = {place: value for place, value in named.items() if isinstance(value, Tensor)}
@@ -115,7 +115,7 @@ def divide_and_project(call: SiteCall) -> Tensor:
 
 
 def combination(options: Any) -> list[float]:
-    """The weights of the blocks where they become the dense stream."""
+    """Return the weights of the blocks where they become the dense stream."""
     return [1 / options.k] * options.k if options.init == "lockstep" else [1.0] + [0.0] * (options.k - 1)
 
 
@@ -229,7 +229,7 @@ def start_problems(layer: Any, options: Any, j: int, n: int) -> Iterator[str]:
 
 
 def table_start(observed: Observed) -> Problems:
-    """The new columns of a token table are noise with the spread of the dense ones (hop), or copies of these (lockstep).
+    """New columns of a token table are noise with the spread of the dense ones (hop), or copies of these (lockstep).
 
     A table that is added to the stream as a parameter, as one of positions may be, is repeated.
     """

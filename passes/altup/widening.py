@@ -9,16 +9,20 @@ outermost module call around it. What none of these covers is refused with the r
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 from torch import fx
 
-from retrofit.passes.altup.dimensions import GONE, dimension_after
 from retrofit.sdk import (
     CAST,
     DROPOUT,
     JOIN,
     LAYOUT,
+    LIKE,
+    MASKING,
     NORM,
+    POINTWISE,
     SELECTION,
     Anatomy,
     Call,
@@ -33,6 +37,167 @@ from retrofit.sdk import (
     shape,
     weight_product,
 )
+
+REDUCTIONS = frozenset("sum mean amax amin max min any all prod var std norm linalg_vector_norm".split())
+TESTS = frozenset("isnan isinf isfinite eq ne lt gt le ge logical_and logical_not logical_or".split())
+GONE = 0  # the result does not have the dimension
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One operation on a value with the shape `before`, and its dimension `dim`, counted from the end."""
+
+    node: fx.Node
+    before: tuple[int, ...]
+    out: tuple[int, ...]
+    dim: int
+
+    @property
+    def index(self) -> int:
+        return len(self.before) - self.dim
+
+    @property
+    def extent(self) -> int:
+        return self.before[self.index]
+
+    def argument(self, position: int, name: str, default: Any) -> Any:
+        return self.node.args[position] if len(self.node.args) > position else self.node.kwargs.get(name, default)
+
+    def axes(self, position: int, name: str, default: Any = 0) -> list[int]:
+        """Return the dimensions, counted from the front, that the argument names."""
+        given = self.argument(position, name, default)
+        return [int(axis) % len(self.before) for axis in (given if isinstance(given, (list, tuple, range)) else [given])]
+
+
+def dimension_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
+    """Return where dimension `dim` of the operand `source` is after `node`, from the end, or `GONE`; None if it is read across."""
+    before, out, name = shape(source), shape(node), op(node)
+    if before is None:
+        return dim
+    if out is None:  # several results
+        step = Step(node, before, (), dim)
+        return dim if name == "native_dropout" or step.index not in split_axes(step, name) else None
+    step = Step(node, before, out, dim)
+    if name in LIKE:
+        return dim if name.endswith("_like") and out == before else GONE
+    if name in POINTWISE - JOIN or name in TESTS:
+        return dim
+    rule = RULES.get(name)
+    if rule is not None:
+        return rule(step)
+    if name in CAST | DROPOUT | MASKING:
+        return dim
+    if name in LAYOUT:
+        return same_end(step)
+    if name in SELECTION:
+        return dim if out[-dim:] == before[-dim:] else None
+    return None
+
+
+def same_end(step: Step) -> int | None:
+    """Return a change of layout that leaves the dimension and all after it as they were."""
+    return step.dim if step.out[len(step.out) - step.dim :] == step.before[step.index :] else None
+
+
+def same_extent(step: Step) -> int | None:
+    return step.dim if step.out[-step.dim] == step.extent else None
+
+
+def after_transpose(step: Step) -> int:
+    size = len(step.before)
+    first, second = step.axes(1, "dim0", size - 2)[0], step.axes(2, "dim1", size - 1)[0]
+    return size - {first: second, second: first}.get(step.index, step.index)
+
+
+def after_permute(step: Step) -> int:
+    return len(step.before) - step.axes(1, "dims").index(step.index)
+
+
+def after_unsqueeze(step: Step) -> int:
+    axis = int(step.argument(1, "dim", 0)) % (len(step.before) + 1)
+    return step.dim + (axis > step.index)
+
+
+def after_squeeze(step: Step) -> int | None:
+    if step.extent == 1:
+        return None
+    axes = step.axes(1, "dim") if len(step.node.args) > 1 else range(len(step.before))
+    return step.dim - sum(step.before[axis] == 1 and axis > step.index for axis in axes)
+
+
+def split_axes(step: Step, name: str) -> list[int]:
+    return step.axes(1, "dim") if name == "unbind" else step.axes(2, "dim")
+
+
+def after_selection_along(position: int) -> Callable[[Step], int | None]:
+    """Entries left out along the dimensions that the argument at `position` names."""
+
+    def rule(step: Step) -> int | None:
+        return None if step.index in step.axes(position, "dim") and step.before != step.out else step.dim
+
+    return rule
+
+
+def after_reordering_along(position: int) -> Callable[[Step], int | None]:
+    """Entries in another order along the dimensions that the argument at `position` names: all of them where it names none."""
+
+    def rule(step: Step) -> int | None:
+        return None if step.index in step.axes(position, "dims", range(len(step.before))) else step.dim
+
+    return rule
+
+
+def after_select(step: Step) -> int | None:
+    (axis,) = step.axes(1, "dim")
+    return None if axis == step.index else step.dim - (axis > step.index)
+
+
+def after_index(step: Step) -> int | None:
+    touched = [position for position, pick in enumerate(step.argument(1, "indices", ())) if pick is not None]
+    return step.dim if step.index not in touched and step.out[-step.dim] == step.extent else None
+
+
+def after_put(step: Step) -> int | None:
+    """Other rows put in over leading dimensions."""
+    return step.dim if step.dim == 1 and step.out == step.before else None
+
+
+def after_join(step: Step) -> int | None:
+    return None if step.index in step.axes(1, "dim") else step.dim
+
+
+def after_pad(step: Step) -> int | None:
+    padding = list(step.argument(1, "pad", ()))
+    return None if any(padding[2 * step.dim - 2 : 2 * step.dim]) else step.dim
+
+
+def after_reduction(step: Step) -> int | None:
+    given = step.argument(1, "dim", None)
+    if given is None or isinstance(given, fx.Node):
+        return GONE if op(step.node) in ("any", "all") else None
+    axes = step.axes(1, "dim")
+    if step.index in axes:
+        return None
+    return step.dim if len(step.out) == len(step.before) else step.dim - sum(axis > step.index for axis in axes)
+
+
+RULES: dict[str, Callable[[Step], int | None]] = {
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "mT", "numpy_T"), after_transpose),
+    **dict.fromkeys(("expand", "expand_as", "detach", "alias", "clone", "contiguous", "getitem"), same_extent),
+    **dict.fromkeys(("slice", "narrow"), after_selection_along(1)),
+    **dict.fromkeys(("index_select", "flip"), after_reordering_along(1)),
+    **dict.fromkeys(("pad", "constant_pad_nd"), after_pad),
+    **dict.fromkeys(JOIN, after_join),
+    **dict.fromkeys(REDUCTIONS, after_reduction),
+    "roll": after_reordering_along(2),
+    "permute": after_permute,
+    "unsqueeze": after_unsqueeze,
+    "squeeze": after_squeeze,
+    "select": after_select,
+    "index": after_index,
+    "index_put": after_put,
+    "masked_scatter": after_put,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +274,7 @@ class WidthPropagation:
             self.live |= self.flow.ancestors[node]
 
     def find_heads(self) -> set[fx.Node]:
-        """The products that make the model's outputs: the head, and others that lead to no layer and not to the head."""
+        """Return the products that make the model's outputs: the head, and others that lead to no layer and not to the head."""
         if self.anatomy.head is None:
             return set()
         head = self.anatomy.node(self.anatomy.head.node)
@@ -128,16 +293,16 @@ class WidthPropagation:
         )
 
     def other_kind(self, node: fx.Node) -> str:
-        """The fix that leaves the stacks before `node` as they are; "" where all are of one kind, or both are before it."""
+        """Return the fix of leaving the stacks before `node` as they are; "" if all are of one kind, or both are before it."""
         kinds = {stack.entry: stack.kind for stack in self.stacks}
         starts = [one for one in self.flow.nodes if one.name in kinds and one is not node and self.flow.reaches(one, node)]
-        others = set(kinds.values()) - {kinds[one.name] for one in starts}
+        others = set(kinds.values()) - {kinds[start.name] for start in starts}
         if not starts or len(others) != 1:
             return ""
         return f"leave the {kinds[starts[0].name]} as it is: stacks={others.pop()}"
 
     def run(self) -> WideningPlan:
-        """The plan; raises `DoesNotFitError` at the first operation the wide stream cannot pass."""
+        """Return the plan; raises `DoesNotFitError` at the first operation the wide stream cannot pass."""
         for node in self.flow.nodes:
             layer = self.layer_around(node)
             if layer is not None:
@@ -162,7 +327,7 @@ class WidthPropagation:
         return next((call for call in self.flow.call_of(node).chain if call in self.calls), None)
 
     def leave_layer(self, call: Call, node: fx.Node) -> None:
-        """What a layer returns as the stream is wide, unless the stack ends there."""
+        """Make the stream that a layer returns wide, unless the stack ends there."""
         if call.outputs.get(self.calls[call].layer.stream_places()[1]) is node and self.leaves[call] is not None:
             self.wide[node] = self.leaves[call]  # type: ignore[assignment]
         inputs = set(call.inputs.values())
@@ -207,7 +372,7 @@ class WidthPropagation:
         self.wide[node] = WideValue(after, home, computed)
 
     def broadcasts(self, part: fx.Node, node: fx.Node, dim: int) -> bool:
-        """Whether a narrow operand meets the wide dimension with extent one, or is no value that meets it."""
+        """Return whether a narrow operand meets the wide dimension with extent one, or is no value that meets it."""
         size, out = shape(part), shape(node)
         if size is None or out is None or op(node) in ("index", "index_select", "gather", "type_as", "view_as"):
             return True
@@ -259,7 +424,7 @@ class WidthPropagation:
             chain.append(below[0])
 
     def wide_users(self, node: fx.Node, chain: list[fx.Node]) -> set[fx.Node]:
-        """The users of a narrow contribution that may read it replicated: those on its way and those that read a wide value."""
+        """Return the users of a narrow contribution that may read it replicated: on its way, or readers of a wide value."""
         return {user for user in self.flow.uses[node] if user in chain or any(part in self.wide for part in user.all_input_nodes)}
 
     def holds_wide(self, call: Call) -> bool:
@@ -311,7 +476,7 @@ class WidthPropagation:
                 self.wide[leaves] = WideValue(1, home, computed)
 
     def liftable(self, call: Call) -> bool:
-        """Whether the call takes one wide argument, as its last dimension, and holds no look-up, layer or head."""
+        """Return whether the call takes one wide argument, as its last dimension, and holds no look-up, layer or head."""
         inputs = {part for part in call.inputs.values() if part in self.wide}
         if len(inputs) != 1 or self.wide[next(iter(inputs))].dim != 1 or not call.outputs:
             return False
@@ -340,5 +505,5 @@ class WidthPropagation:
 
 
 def leads_only_to(node: fx.Node, readers: set[fx.Node]) -> bool:
-    """Whether `node` only rearranges a weight for some of `readers`."""
+    """Return whether `node` only rearranges a weight for some of `readers`."""
     return op(node) in LAYOUT | CAST and all(user in readers or leads_only_to(user, readers) for user in node.users)

@@ -11,6 +11,8 @@ key has its own value. Up to `chunk` keys the attention is torch's own.
 With `shared`, keys are queries: s_j = q·k_j / |k_j| + mask_j, and a query's own key has s = −1e5, which counts where it sees
 nothing else.
 
+It replaces the attention within a module's own code: that code's call of torch's fused attention is answered by it.
+
 Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.
 """
 
@@ -24,11 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from retrofit.passes.lsh_attention.hashing import hash_buckets
-from retrofit.passes.lsh_attention.key_buckets import in_heads, known_buckets
+from retrofit.passes.lsh_attention.key_buckets import hash_buckets, in_heads, known_buckets
 from retrofit.passes.lsh_attention.key_orders import order_by_bucket, order_by_position
 from retrofit.passes.lsh_attention.seen_keys import HIDDEN, Operands, by_comparison, by_lists, by_order, most_seen
-from retrofit.sdk import cond, query_positions
+from retrofit.sdk import AnsweredFusedAttention, RetrofitError, Wrapper, cache_among, child_modules, cond, query_positions
 
 FEW = 4  # queries that look for their keys one by one, as in decoding
 OWN = -1e5  # the score of a query's own key where keys are queries
@@ -61,7 +62,7 @@ class BucketedAttention(nn.Module):
         enable_gqa: bool = False,
         cache: Cache | None = None,
     ) -> Tensor:
-        """The result for the arguments of `scaled_dot_product_attention`: (batch, heads, n_q, d_v).
+        """Return the result for the arguments of `scaled_dot_product_attention`: (batch, heads, n_q, d_v).
 
         Some models give the query heads that share a key as so many queries of one token.
         """
@@ -99,7 +100,7 @@ class BucketedAttention(nn.Module):
         is_causal: bool,
         scale: float | None,
     ) -> Operands:
-        """What the attention computes with: the same arguments, with a row for each head of each sequence."""
+        """Return what the attention computes with: the same arguments, with a row for each head of each sequence."""
         q = query.reshape(query.shape[0] * self.heads, -1, query.shape[-1])
         n_q, n_k = q.shape[1], key.shape[2]
         mask = given[0].reshape((1,) * (4 - given[0].dim()) + given[0].shape) if given else None
@@ -127,7 +128,7 @@ class BucketedAttention(nn.Module):
         )
 
     def bucketed(self, operands: Operands, key: Tensor, cache: Cache | None) -> Tensor:
-        """The result, (rows, n_q, d_v), for more keys than one chunk."""
+        """Return the result, (rows, n_q, d_v), for more keys than one chunk."""
         n_q, n_k = operands.q.shape[1], key.shape[2]
         if self.causal:  # what a query sees is not behind it
             operands = dataclasses.replace(operands, causal=False)
@@ -160,12 +161,12 @@ class BucketedAttention(nn.Module):
 
 
 def visible_keys_of(mask: Tensor) -> Tensor:
-    """Which keys a mask of 4 dimensions shows, of its own shape."""
+    """Return which keys a mask of 4 dimensions shows, of its own shape."""
     return mask if mask.dtype == torch.bool else mask > HIDDEN
 
 
 def hidden_from_all(operands: Operands, n_k: int) -> Any:
-    """Which keys no query sees, (batch, n_k), None where there are none.
+    """Return which keys no query sees, (batch, n_k), None where there are none.
 
     `NotImplemented` where heads differ in it, or where the queries are not the last tokens.
     """
@@ -180,17 +181,44 @@ def hidden_from_all(operands: Operands, n_k: int) -> Any:
 
 
 def first_visible(mask: Tensor | None, device: torch.device) -> Tensor:
-    """The first key that each query may see by a mask of 4 dimensions, without its last."""
+    """Return the first key that each query may see by a mask of 4 dimensions, without its last."""
     if mask is None:
         return torch.zeros(1, 1, 1, dtype=torch.long, device=device)
     return visible_keys_of(mask).to(torch.uint8).argmax(-1)
 
 
 def visible_to_some_head(mask: Tensor) -> Tensor:
-    """The same for all heads: (batch or 1, n_q or 1, n_k)."""
+    """Return the same for all heads: (batch or 1, n_q or 1, n_k)."""
     return visible_keys_of(mask).any(1)
 
 
 def as_given(y: Tensor, query: Tensor) -> Tensor:
-    """The result (rows, n_q, d_v) laid out as the queries were given."""
+    """Return the result (rows, n_q, d_v) laid out as the queries were given."""
     return y.reshape(*query.shape[:-1], y.shape[-1])
+
+
+class InterceptedAttention(Wrapper):
+    """Calls the attention module `layer`, whose code attends by `attention`."""
+
+    def __init__(self, layer: nn.Module, attention: BucketedAttention, keeps_buckets: bool) -> None:
+        super().__init__(layer)
+        self.attention, self.keeps_buckets = attention, keeps_buckets
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        children = child_modules(self)
+        cache = cache_among(args, kwargs) if self.keeps_buckets else None
+        calls: list[bool] = []
+
+        def answer(*operands: Any, **named: Any) -> Tensor:
+            calls.append(True)
+            return children["attention"](*operands, **named, cache=cache)  # type: ignore[no-any-return]
+
+        with AnsweredFusedAttention(answer):
+            result = children["layer"](*args, **kwargs)
+        if not torch.compiler.is_compiling() and not calls:
+            raise RetrofitError(
+                f"the attention {self.attention.name} does not call torch's scaled_dot_product_attention any more",
+                why="attention in buckets replaces that call",
+                remedy="choose attn_implementation='sdpa', as when the model was rewritten",
+            )
+        return result

@@ -3,6 +3,21 @@
 They follow what becomes of the keys: rows that beams choose, rows that are repeated, tokens that are taken back. So do the lists of
 the newest keys of every bucket, which a decoding step reads. A cache of fixed length, or one that drops keys, has its keys hashed
 as they are.
+
+The bucket of a vector in each round is a locality-sensitive hash, by random rotations that never change.
+
+    bucket(x) = argmax [x R; −x R]          R: (d, buckets / 2), one for each round
+
+Vectors at a small angle to one another are likely to have the same bucket. The largest of the numbers is the same whatever the
+length of x, so that nothing has to be normalized.
+
+The lists hold the newest keys of every bucket, by their places in the cache: a decoding step looks at no others.
+
+    places[round, row, bucket, i mod room]          the place of the i-th key of the bucket
+    counts[round, row, bucket]                      how many keys it has
+
+Rows are the key heads of all sequences. `room` is more than a query sees, so that keys may be taken back; behind more of them the
+lists are made again, from the buckets of all keys. Padding is in no list.
 """
 
 from __future__ import annotations
@@ -13,9 +28,113 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from retrofit.passes.lsh_attention.bucket_lists import BucketLists
-from retrofit.passes.lsh_attention.hashing import hash_buckets
 from retrofit.sdk import histories_of, staying_tokens
+
+AT_ONCE, MANY_AT_ONCE = 4096, 1 << 18  # vectors, on a CPU and elsewhere
+
+
+def random_rotations(width: int, rounds: int, buckets: int, seed: int, like: Tensor) -> Tensor:
+    """R of all rounds, (rounds, d, buckets / 2), the same for the same seed on every device; no values where `like` has none."""
+    if like.is_meta:
+        return torch.empty(rounds, width, buckets // 2, device="meta", dtype=like.dtype)
+    drawn = torch.randn(rounds, width, buckets // 2, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(device=like.device, dtype=like.dtype)
+
+
+def hash_buckets(x: Tensor, rotations: Tensor) -> Tensor:
+    """Return the bucket of each vector in each round: x (…, tokens, d), R (rounds, d, b / 2) to (rounds, …, tokens)."""
+    dtype = torch.promote_types(torch.promote_types(x.dtype, rotations.dtype), torch.float32)
+    x, rotations = x.detach().to(dtype), rotations.detach().to(dtype)
+    vectors = x.numel() // x.shape[-1] if not torch.compiler.is_compiling() else 0
+    at_once = AT_ONCE if x.device.type == "cpu" else MANY_AT_ONCE
+    if vectors <= at_once:
+        return torch.stack([buckets_of(x, rotation) for rotation in rotations])
+    parts = x.reshape(-1, x.shape[-1]).split(at_once)  # of which the products stay in a processor's cache
+    rounds = [torch.cat([buckets_of(part, rotation) for part in parts]) for rotation in rotations]
+    return torch.stack(rounds).view(len(rotations), *x.shape[:-1])
+
+
+def buckets_of(x: Tensor, rotation: Tensor) -> Tensor:
+    """Return the bucket of each vector by one rotation."""
+    y = x @ rotation
+    largest = y.abs().argmax(-1, keepdim=True)
+    return (largest + rotation.shape[-1] * (y.gather(-1, largest) < 0)).squeeze(-1)
+
+
+SPARE = 64  # keys that may be taken back
+
+
+class BucketLists:
+    """The lists of `buckets` buckets, of which a query sees the last `chunk` keys."""
+
+    def __init__(self, values: Tensor, hidden: Tensor | None, buckets: int, chunk: int) -> None:
+        """`values` are the buckets of all keys, (rounds, batch, heads, n); `hidden` (batch, n) which of them are padding."""
+        self.hidden, self.room, self.taken = hidden, chunk + SPARE, 0
+        codes = values if hidden is None else torch.where(hidden.unsqueeze(1), buckets, values)
+        codes = codes.flatten(1, 2).long()  # (rounds, rows, n)
+        rounds, rows, n = codes.shape
+        self.counts = codes.new_zeros(rounds, rows, buckets + 1).scatter_add_(-1, codes, torch.ones_like(codes))
+        place = torch.arange(n, device=codes.device)
+        keys = (codes * n + place).sort(-1).values % n  # by bucket, then by place
+        owners = codes.gather(-1, keys)
+        number = place - (self.counts.cumsum(-1) - self.counts).gather(-1, owners)  # of a key in its bucket
+        recent = number >= self.counts.gather(-1, owners) - self.room
+        slots = torch.where(recent, owners * self.room + number % self.room, buckets * self.room)  # one of padding, read by nobody
+        self.places = codes.new_zeros(rounds, rows, (buckets + 1) * self.room).scatter_(-1, slots, keys)
+
+    def append(self, new: Tensor, hidden: Tensor | None, first: int) -> None:
+        """Keys of these buckets, (rounds, batch, heads, tokens), come behind the others, at the places from `first` on."""
+        if hidden is not None:
+            padding = self.counts.shape[-1] - 1
+            new = torch.where(hidden.unsqueeze(1), padding, new)
+            before = self.hidden if self.hidden is not None else hidden.new_zeros(hidden.shape[0], first)
+            self.hidden = torch.cat([before, hidden], -1)
+        elif self.hidden is not None:
+            self.hidden = torch.cat([self.hidden, self.hidden.new_zeros(self.hidden.shape[0], new.shape[-1])], -1)
+        self.places, self.counts = writable(self.places), writable(self.counts)
+        for token, bucket in enumerate(new.flatten(1, 2).long().unbind(-1)):  # (rounds, rows) each
+            bucket = bucket.unsqueeze(-1)
+            count = self.counts.gather(-1, bucket)
+            self.places.scatter_(-1, bucket * self.room + count % self.room, first + token)
+            self.counts.scatter_(-1, bucket, count + 1)
+
+    def take_back(self, removed: Tensor) -> bool:
+        """Remove the last keys, of these buckets; return whether the lists still hold what a query may see."""
+        count = removed.shape[-1]
+        self.taken += count
+        if self.hidden is not None:
+            left, padding = self.hidden.shape[1] - count, self.counts.shape[-1] - 1
+            removed = torch.where(self.hidden[:, left:].unsqueeze(1), padding, removed)
+            self.hidden = self.hidden[:, :left]
+        codes = removed.flatten(1, 2).long()
+        self.counts = self.counts.scatter_add(-1, codes, -torch.ones_like(codes))
+        return self.taken <= SPARE // 2
+
+    def choose(self, rows: Tensor, heads: int) -> None:
+        """Only these sequences are left, in this order."""
+        self.places, self.counts = (
+            one.unflatten(1, (-1, heads)).index_select(1, rows).flatten(1, 2) for one in (self.places, self.counts)
+        )
+        self.hidden = None if self.hidden is None else self.hidden.index_select(0, rows)
+
+    def newest(self, bucket: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """Return the newest `count` keys of a bucket, (rounds, rows · group, n_q): places, the newest first, and which there are.
+
+        (rounds, rows · group, n_q, count) each.
+        """
+        group = bucket.shape[1] // self.counts.shape[1]
+        owner = torch.arange(bucket.shape[1], device=bucket.device).view(1, -1, 1) // group
+        each = torch.arange(bucket.shape[0], device=bucket.device).view(-1, 1, 1)
+        total = self.counts[each, owner, bucket].unsqueeze(-1)
+        number = total - 1 - torch.arange(count, device=bucket.device)
+        slots = bucket.unsqueeze(-1) * self.room + number % self.room
+        return self.places[each.unsqueeze(-1), owner.unsqueeze(-1), slots], number >= 0
+
+
+def writable(x: Tensor) -> Tensor:
+    """x, or a copy of it where it was made in inference mode and is written to outside of it."""
+    return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
+
 
 SMALLEST = 64  # tokens there is room for behind those so far
 
@@ -46,7 +165,7 @@ class KeyBuckets:
         self.length = end
 
     def lists_for(self, hidden: Tensor | None, tokens: int, buckets: int, chunk: int) -> BucketLists:
-        """The lists of all keys, the last `tokens` of which are new; `hidden` (batch, n) says which of them are padding."""
+        """Return the lists of all keys, the last `tokens` of which are new; `hidden` (batch, n) says which of them are padding."""
         old = self.length - tokens
         if self.lists is not None and self.listed == old and same(self.lists.hidden, None if hidden is None else hidden[:, :old]):
             self.lists.append(self.values[..., old:], None if hidden is None else hidden[:, old:], old)
@@ -76,7 +195,7 @@ class KeyBuckets:
 
 
 def same(known: Tensor | None, hidden: Tensor | None) -> bool:
-    """Whether both say the same of the same keys; None: none is hidden."""
+    """Return whether both say the same of the same keys; None: none is hidden."""
     if known is None or hidden is None:
         one = known if hidden is None else hidden
         return one is None or not bool(one.any())
@@ -84,7 +203,7 @@ def same(known: Tensor | None, hidden: Tensor | None) -> bool:
 
 
 def known_buckets(key: Tensor, tokens: int, rotations: Tensor, cache: Cache | None, name: str) -> KeyBuckets | None:
-    """The buckets that the cache keeps of the keys, (batch, heads, n_k, d), the last `tokens` of which are new; None: none.
+    """Return the buckets that the cache keeps of the keys, (batch, heads, n_k, d), the last `tokens` of which are new; None: none.
 
     Heads that the model repeats for its queries have the buckets of one.
     """
@@ -106,6 +225,6 @@ def known_buckets(key: Tensor, tokens: int, rotations: Tensor, cache: Cache | No
 
 
 def in_heads(values: Tensor, heads: int) -> Tensor:
-    """The buckets (rounds, batch, h, tokens) for another number of heads, each key head having been repeated or not."""
+    """Return the buckets (rounds, batch, h, tokens) for another number of heads, each key head having been repeated or not."""
     held = values.shape[2]
     return values[:, :, :: held // heads] if held >= heads else values.repeat_interleave(heads // held, 2)

@@ -37,7 +37,7 @@ class KeyOrder:
     window: int  # keys that hold all that they see, the last of them those of their chunk
 
     def rows(self, part: slice) -> KeyOrder:
-        """The order of some of the rows."""
+        """Return the order of some of the rows."""
         if part.stop is None or self.keys.shape[0] == 1:
             return self
         parts: dict[str, Any] = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -45,7 +45,7 @@ class KeyOrder:
 
 
 def order_by_bucket(query: Tensor, key: Tensor, positions: Tensor, buckets: int, chunk: int, causal: bool) -> KeyOrder:
-    """The order of one round: the buckets of the queries (rows, n_q), which are at `positions` (n_q), and of the keys (rows, n_k).
+    """Return the order of one round: the buckets of the queries (rows, n_q), at `positions` (n_q), and of the keys (rows, n_k).
 
     `buckets` is the number of buckets, that of padding among them.
     """
@@ -69,7 +69,7 @@ def order_by_bucket(query: Tensor, key: Tensor, positions: Tensor, buckets: int,
 
 
 def order_by_position(positions: Tensor, n_k: int, chunk: int) -> KeyOrder:
-    """The keys as they come, of which each query sees the last `chunk` up to its own position: one order for all rows."""
+    """Return the keys as they come, of which each query sees the last `chunk` up to its own position: one order for all rows."""
     place = torch.arange(n_k, device=positions.device).unsqueeze(0)
     before = positions.unsqueeze(0) + 1
     query_ranks = torch.arange(positions.shape[0], device=positions.device).unsqueeze(0)
@@ -77,7 +77,7 @@ def order_by_position(positions: Tensor, n_k: int, chunk: int) -> KeyOrder:
 
 
 def seen(keys: Tensor, ranks: Tensor, query_ranks: Tensor, before: Tensor, start: Tensor, chunk: int, causal: bool) -> KeyOrder:
-    """The order with what each query sees: it stands behind `before` keys, and its bucket begins at `start`."""
+    """Return the order with what each query sees: it stands behind `before` keys, and its bucket begins at `start`."""
     tile = chunk // 2 if causal and chunk % 2 == 0 else chunk  # smaller ones have fewer places for keys that are not seen
     chunks = (before - 1).clamp(min=0) // tile
     if causal:
@@ -105,7 +105,7 @@ class Tiles:
 
 
 def tiles_of(order: KeyOrder) -> Tiles:
-    """The queries of an order in tiles: a chunk of keys with few queries has one too, so there are at most n_q/C + n_k/C."""
+    """Return the queries of an order in tiles: a chunk of keys with few queries has one too, so there are at most n_q/C + n_k/C."""
     chunk = order.tile
     rows, n_q = order.chunks.shape
     n_k = order.keys.shape[-1]

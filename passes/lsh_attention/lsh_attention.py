@@ -1,7 +1,7 @@
 """The pass lsh-attention: self-attention within buckets of locality-sensitive hashes, in several rounds.
 
-What a query sees is in `key_orders.py`, the attention over it in `bucketed_attention.py` and `seen_keys.py`, the hashes in
-`hashing.py`, and how the module gets at the attention in a model's own code in `intercepted_attention.py`.
+What a query sees is in `key_orders.py`, the attention over it, which answers the attention in a model's own code, in
+`bucketed_attention.py` and `seen_keys.py`, the hashes and buckets in `key_buckets.py`.
 
 Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.
 """
@@ -15,10 +15,9 @@ from typing import ClassVar
 import torch
 from torch import fx
 
-from retrofit.passes.lsh_attention import reference as once_more
-from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention
-from retrofit.passes.lsh_attention.hashing import random_rotations
-from retrofit.passes.lsh_attention.intercepted_attention import InterceptedAttention
+from retrofit.passes.lsh_attention import reference as method_reference
+from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention, InterceptedAttention
+from retrofit.passes.lsh_attention.key_buckets import random_rotations
 from retrofit.sdk import (
     Anatomy,
     Attention,
@@ -87,9 +86,9 @@ class LSHAttention(Pass[LSHAttentionPlan]):
     places_by: ClassVar[tuple[str, ...]] = ("layers", "stacks")
     already: ClassVar[str] = "it attends in buckets already"
     reference: ClassVar[MethodReference] = MethodReference(
-        {BucketedAttention: ModuleReference(once_more.bucketed_attention, cached=True)},
-        wiring=once_more.wiring,
-        start=once_more.start,
+        {BucketedAttention: ModuleReference(method_reference.bucketed_attention, cached=True)},
+        wiring=method_reference.wiring,
+        start=method_reference.start,
     )
 
     rounds: int = option(2, "rounds of hashes", minimum=1)
@@ -215,9 +214,9 @@ class SiteFinder:
             raise unfit(name, "its mask hides later keys at one depth and shows them at another")
 
     def made_by(self, path: str) -> tuple[str, str]:
-        """The modules that make the queries and the keys of an attention; raises `DoesNotFitError` where one cannot make both."""
-        found = [one for one in self.projections or () if f"{path}.".startswith(f"{one.name}.")]
-        modules = {letter: one for site in found for one in site.projections for letter in one.letters}
+        """Return the modules that make the queries and keys of an attention; raise `DoesNotFitError` where one cannot make both."""
+        found = [projection for projection in self.projections or () if f"{path}.".startswith(f"{projection.name}.")]
+        modules = {letter: projection for site in found for projection in site.projections for letter in projection.letters}
         query, key = modules.get("q"), modules.get("k")
         if query is None or key is None or query.letters != ("q",) or key.letters != ("k",):
             raise unfit(path, "no module makes its queries alone, and another its keys", SHARE_NONE)
@@ -226,7 +225,7 @@ class SiteFinder:
         return query.matrix.module, key.matrix.module
 
     def core(self, branch: Branch) -> Attention:
-        """The one attention in a branch, fused."""
+        """Return the one attention in a branch, fused."""
         name = branch.name or branch.output
         if branch.role == "cross-attention":
             raise unfit(name, "it reads another stream, and queries and keys of two streams are not sorted together")
@@ -244,7 +243,7 @@ class SiteFinder:
         return cores[0]
 
     def cap(self, core: Attention) -> fx.Node | None:
-        """The tanh through which scores that are written out go to their softmax."""
+        """Return the tanh through which scores that are written out go to their softmax."""
         inside = self.flow.between(core.query, core.softmax) if core.softmax is not None else []
         return next((node for node in inside if op(node) == "tanh"), None)
 
@@ -268,7 +267,7 @@ class SiteFinder:
 
 
 def names_in_code(module: torch.nn.Module) -> tuple[str, ...]:
-    """The names that the code of a module's forward reads."""
+    """Return the names that the code of a module's forward reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
 

@@ -20,7 +20,7 @@ def bucketed_attention(call: SiteCall) -> Tensor:
     module: Any = call.module
     options = call.options
     # torch's own attention counts as an operation that draws numbers; without dropout, as in recorded calls, it draws none
-    call.draws = [one for one in call.draws if not one.operation.startswith("_scaled_dot_product")]
+    call.draws = [draw for draw in call.draws if not draw.operation.startswith("_scaled_dot_product")]
     query, key, value, mask, _, is_causal = (call.argument((place, name), None) for place, name in enumerate(ARGUMENTS))
     q = query.reshape(len(query), module.heads, -1, query.shape[-1])
     visible, bias = visibility(mask, bool(is_causal), q, key.shape[2])
@@ -47,7 +47,7 @@ def bucketed_attention(call: SiteCall) -> Tensor:
 
 
 def visibility(mask: Tensor | None, is_causal: bool, q: Tensor, n_k: int) -> tuple[Tensor, Tensor]:
-    """Which keys the mask shows to each query, and what it adds: (batch, heads, n_q, n_k) each."""
+    """Return which keys the mask shows to each query, and what it adds: (batch, heads, n_q, n_k) each."""
     size = (*q.shape[:3], n_k)
     visible, bias = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.float64)
     if mask is not None:
@@ -58,7 +58,7 @@ def visibility(mask: Tensor | None, is_causal: bool, q: Tensor, n_k: int) -> tup
 
 
 def first_position(mask: Tensor | None, is_causal: bool, visible: Tensor, n_q: int, n_k: int) -> int:
-    """The place of the first query among the keys: the queries are the last tokens that any of them sees."""
+    """Return the place of the first query among the keys: the queries are the last tokens that any of them sees."""
     if mask is None:
         return 0 if is_causal else n_k - n_q
     if n_q == n_k:
@@ -67,7 +67,7 @@ def first_position(mask: Tensor | None, is_causal: bool, visible: Tensor, n_q: i
 
 
 def seen_keys(q: Tensor, k: Tensor, real: list[bool], place: int, module: Any, options: Any) -> list[int]:
-    """The keys that a query sees by its place and its buckets."""
+    """Return the keys that a query sees by its place and its buckets."""
     if len(k) <= options.chunk:
         return list(range(len(k)))
     found = set(range(max(0, place - options.chunk + 1), place + 1)) if module.causal else set()

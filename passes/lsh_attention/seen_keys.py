@@ -1,17 +1,98 @@
-"""Attention over the keys that each query sees: in an order of the keys, tile by tile; or by comparing it with all keys."""
+"""Attention over the keys that each query sees: in an order of the keys, tile by tile; or by comparing it with all keys.
+
+Without gradients tiles are computed by torch's fused kernel of the CPU, which returns the logarithm of each sum too.
+
+A score is computed, weighed and multiplied by its value while it is in the processor's cache. Which keys a query sees is said by a
+bias, made of rows of small tables.
+
+The kernel is private to torch: where a version has none of this name, or one that takes or returns something else, tiles are a
+product, a softmax and a product as everywhere else, and no other numbers.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.passes.lsh_attention.bucket_lists import BucketLists
-from retrofit.passes.lsh_attention.fused_tiles import UNSEEN, fused, is_fused, last_keys, window_bias
+from retrofit.passes.lsh_attention.key_buckets import BucketLists
 from retrofit.passes.lsh_attention.key_orders import KeyOrder, Tiles, tiles_of
+
+UNSEEN = -1e30  # what is added to the score of a key that is not seen
+KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+TAKES = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
+
+
+@functools.cache
+def kernel(name: str) -> Any:
+    """Torch's operation of this name, None where there is none that takes and returns what is expected here."""
+    packet = getattr(torch.ops.aten, name, None)
+    operation = getattr(packet, "default", None)
+    if operation is None:
+        return None
+    takes = tuple(argument.name for argument in operation._schema.arguments)
+    returns = [str(one.type) for one in operation._schema.returns]
+    return operation if takes == TAKES and returns == ["Tensor", "Tensor"] else None
+
+
+def is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return whether the kernel can be called: it exists, in float32 on a CPU, outside of tracing, without gradients."""
+    followed = torch.is_grad_enabled() and any(one.requires_grad for one in (q, k, v))
+    plain = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in (q, k, v))
+    return (
+        plain and q.shape[-1] == v.shape[-1] and not followed and not torch.compiler.is_compiling() and kernel(KERNEL) is not None
+    )
+
+
+def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Σ softmax(s) v and the logarithm of Σ exp(s): q (rows, tiles, C, d), k and v (rows, tiles, keys, d), bias likewise."""
+    bias = bias.expand(q.shape[0], q.shape[1], -1, -1)
+    y, total = kernel(KERNEL)(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    return y, total
+
+
+def window_bias(first: Tensor, last: Tensor, size: int) -> Tensor:
+    """0 for each place [first, last) of a window of so many, else `UNSEEN` or less: (…, size)."""
+    place = torch.arange(size + 1, device=first.device)
+    behind = torch.where(place[:-1] >= place.unsqueeze(-1), 0.0, UNSEEN)  # of each place, which of the window are at it or behind
+    before = torch.where(place[:-1] < place.unsqueeze(-1), 0.0, UNSEEN)
+    rows = (table.index_select(0, end.clamp(0, size).flatten()) for table, end in ((behind, first), (before, last)))
+    bias, other = rows
+    return bias.add_(other).view(*first.shape, size)
+
+
+def last_keys(q: Tensor, k: Tensor, v: Tensor, first: int, chunk: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Each query, the first at position `first`, over the last `chunk` keys up to its own position: rows (rows, n, d) of all.
+
+    The queries of a tile see a window of keys by the same bias wherever it is; windows overlap, and none is copied.
+    """
+    rows, n_q, d = q.shape
+    size = max(1, chunk // 2)
+    n_k, tiles, before = k.shape[1], -(-n_q // size), -(-chunk // size)  # tiles before which some of a window is before all keys
+    place = torch.arange(chunk + size, device=q.device)
+    own = torch.arange(size, device=q.device).unsqueeze(-1)
+    bias = torch.where((place > own) & (place <= own + chunk), 0.0, UNSEEN)
+    queries = F.pad(q, (0, 0, 0, tiles * size - n_q)).view(rows, tiles, size, d)
+    behind = max(0, first + tiles * size - n_k)
+    windows = []
+    for x in (k, v):
+        padded = F.pad(x, (0, 0, chunk, behind)).contiguous()
+        shape, strides = (rows, tiles, chunk + size, d), (padded.stride(0), size * d, d, 1)
+        windows.append(padded.as_strided(shape, strides, padded.storage_offset() + first * d))
+    ys, totals = [], []
+    for part in (*(slice(number, number + 1) for number in range(before)), slice(before, None)):
+        if part.start < tiles:
+            seen = bias if part.stop is None else bias.where(place >= chunk - first - part.start * size, UNSEEN)
+            y, total = fused(queries[:, part], windows[0][:, part], windows[1][:, part], seen, scale)
+            ys.append(y.flatten(1, 2))
+            totals.append(total.flatten(1, 2))
+    return torch.cat(ys, 1)[:, :n_q], torch.cat(totals, 1)[:, :n_q]
+
 
 AT_ONCE = 1 << 20  # scores that are computed at once on a CPU: those of some tiles stay in its cache
 MANY_AT_ONCE = 1 << 25  # and elsewhere, where more of them keep the processors busy and each operation takes its time to begin
@@ -39,12 +120,12 @@ class Operands:
     unit_keys: bool = False  # whether keys are to be made of length 1 where they are read
 
     def part(self, rows: slice) -> Operands:
-        """Those of some rows."""
+        """Return those of some rows."""
         return self if rows.stop is None else dataclasses.replace(self, q=self.q[rows], first=rows.start)
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing but their places says which keys are seen, and the fused kernel can be called."""
+        """Return whether nothing but their places says which keys are seen, and the fused kernel can be called."""
         plain = self.mask is None and self.own is None and not self.causal and not self.dropout
         return plain and is_fused(self.q, self.k, self.v)
 
@@ -59,7 +140,7 @@ class Operands:
         return x.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, x.shape[-1])
 
     def keys_at(self, index: Tensor) -> Tensor:
-        """The keys at `index` (rows, m): (rows, m, d)."""
+        """Return the keys at `index` (rows, m): (rows, m, d)."""
         keys = self.at_keys(self.k, index)
         return F.normalize(keys, dim=-1) if self.unit_keys else keys
 
@@ -92,7 +173,7 @@ class Operands:
         return torch.where(visible, s, UNSEEN)
 
     def first_of_rows(self) -> Tensor | None:
-        """The first key that each query may see, (rows, n_q); None where it is not seen as such."""
+        """Return the first key that each query may see, (rows, n_q); None where it is not seen as such."""
         if self.first_keys is None:
             return None
         batch, heads, _ = self.first_keys.shape
@@ -118,7 +199,7 @@ def weighed(s: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
 
 
 def by_order(operands: Operands, orders: Sequence[KeyOrder], local: KeyOrder | None, chunk: int) -> Tensor:
-    """The result, (rows, n_q, d_v), of rounds that are orders of the keys. A key counts in the first round in which it is seen.
+    """Return the result, (rows, n_q, d_v), of rounds that are orders of the keys. A key counts in the first round that shows it.
 
     `local` is the order by position, of which no query sees keys in another round.
     """
@@ -136,7 +217,7 @@ def by_order(operands: Operands, orders: Sequence[KeyOrder], local: KeyOrder | N
 
 
 def parts_of(operands: Operands, chunk: int) -> Iterator[slice]:
-    """The rows, as many at a time as are computed at once; all where a program is traced."""
+    """Yield the rows, as many at a time as are computed at once; all where a program is traced."""
     rows, n_q, _ = operands.q.shape
     return slices(rows, 2 * chunk * (n_q + operands.k.shape[1]), operands.q.device)
 
@@ -152,7 +233,7 @@ def slices(count: int, scores: int, device: torch.device) -> Iterator[slice]:
 
 
 def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder]) -> tuple[Tensor, Tensor]:
-    """The result of one round, (rows, n_q, d_v), without what rounds `before` show, and the logarithm of its sum, (rows, n_q)."""
+    """Return the result of one round, (rows, n_q, d_v), without keys of rounds `before`, and the log of its sum, (rows, n_q)."""
     rows = operands.q.shape[0]
     tiles = tiles_of(order)
     parts = (tiles.part(part) for part in slices(tiles.keys.shape[1], order.tile * order.window * rows, tiles.keys.device))
@@ -164,7 +245,7 @@ def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder]) -
 
 
 def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """The result (rows, tiles · size, d_v) of the queries of some tiles, and the logarithm of its sum (rows, tiles · size)."""
+    """Return the result (rows, tiles · size, d_v) of the queries of some tiles, and the log of its sum (rows, tiles · size)."""
     rows = operands.q.shape[0]
     queries, keys = tiles.queries.expand(rows, -1), tiles.keys.expand(rows, -1, -1)
     shape = rows, tiles.keys.shape[1], tiles.size  # rows, tiles, queries of a tile
@@ -183,7 +264,7 @@ def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], 
 
 
 def first_key_round(operands: Operands, first: Tensor, orders: Sequence[KeyOrder]) -> tuple[Tensor, Tensor]:
-    """The round in which each query sees the first key it may see, `first` (rows, n_q), where no other round shows it."""
+    """Return the round in which each query sees the first key it may see, `first` (rows, n_q), where no other round shows it."""
     rows = operands.q.shape[0]
     if operands.is_plain:  # it is the first of all, for every query
         k, v = (x[:, :1].index_select(0, operands.rows // operands.group) for x in (operands.k, operands.v))
@@ -216,13 +297,13 @@ def bias_of(order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles, queries: 
 
 
 def seen_before(other: KeyOrder, queries: Tensor, keys: Tensor) -> Tensor:
-    """Whether a query of a tile sees a key in another round: (rows, tiles, C, keys)."""
+    """Return whether a query of a tile sees a key in another round: (rows, tiles, C, keys)."""
     ranks = other.ranks.expand(keys.shape[0], -1).gather(-1, keys.flatten(1)).view_as(keys)
     return in_stretch(other, queries, ranks)
 
 
 def last_keys_round(operands: Operands, local: KeyOrder, chunk: int) -> tuple[Tensor, Tensor]:
-    """The round in which each query sees the last `chunk` keys, as `one_round` has it."""
+    """Return the round in which each query sees the last `chunk` keys, as `one_round` has it."""
     if not operands.is_plain:
         return one_round(operands, local, ())
     k, v = (x.index_select(0, operands.rows // operands.group) for x in (operands.k, operands.v))
@@ -230,7 +311,7 @@ def last_keys_round(operands: Operands, local: KeyOrder, chunk: int) -> tuple[Te
 
 
 def in_window(order: KeyOrder, tiles: Tiles) -> Tensor:
-    """Whether each query of the tiles sees their keys, which have consecutive ranks: (rows, tiles, C, keys)."""
+    """Return whether each query of the tiles sees their keys, which have consecutive ranks: (rows, tiles, C, keys)."""
     rows, count, size = tiles.ranks.shape
     place = torch.arange(size + 1, device=tiles.ranks.device)
     table = place[:-1] >= place.unsqueeze(-1)  # of each place in a window, whether a key is at it or behind it
@@ -240,7 +321,7 @@ def in_window(order: KeyOrder, tiles: Tiles) -> Tensor:
 
 
 def in_stretch(order: KeyOrder, queries: Tensor, ranks: Tensor) -> Tensor:
-    """Whether each of the queries (rows, tiles · C) sees the keys at these ranks (rows, tiles, keys): (rows, tiles, C, keys)."""
+    """Return which keys at these ranks (rows, tiles, keys) each query (rows, tiles · C) sees: (rows, tiles, C, keys)."""
     rows, tiles, _ = ranks.shape
     ends = (one.expand(rows, -1).gather(-1, queries).int().view(rows, tiles, -1, 1) for one in (order.first, order.last))
     (first, last), ranks = ends, ranks.int().unsqueeze(-2)
@@ -248,7 +329,7 @@ def in_stretch(order: KeyOrder, queries: Tensor, ranks: Tensor) -> Tensor:
 
 
 def combine(operands: Operands, rounds: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The results of all rounds, each weighed by its share of the sum."""
+    """Return the results of all rounds, each weighed by its share of the sum."""
     totals = torch.stack([total for _, total in rounds])
     weights = totals.softmax(0).unsqueeze(-1)
     y = sum((result * weight for (result, _), weight in zip(rounds[1:], weights[1:], strict=True)), rounds[0][0] * weights[0])
@@ -260,7 +341,7 @@ def combine(operands: Operands, rounds: Sequence[tuple[Tensor, Tensor]]) -> Tens
 
 
 def by_comparison(operands: Operands, buckets: tuple[Tensor, Tensor] | None, chunk: int) -> Tensor:
-    """The result, (rows, n_q, d_v), of few queries, or where each sees all keys: `buckets` is None then.
+    """Return the result, (rows, n_q, d_v), of few queries, or where each sees all keys: `buckets` is None then.
 
     Else these are the buckets of queries and keys, (rounds, rows, n_q) and (rounds, rows, n_k), of causal attention.
     """
@@ -285,12 +366,12 @@ def by_comparison(operands: Operands, buckets: tuple[Tensor, Tensor] | None, chu
 
 
 def most_seen(rounds: int, chunk: int) -> int:
-    """How many keys a query of causal attention sees at most."""
+    """Return how many keys a query of causal attention sees at most."""
     return (rounds + 1) * chunk + 1
 
 
 def over_keys(operands: Operands, keys: Tensor, visible: Tensor) -> Tensor:
-    """The result, (rows, n_q, d_v), over these keys of each query, (rows, n_q, m), as far as they are visible."""
+    """Return the result, (rows, n_q, d_v), over these keys of each query, (rows, n_q, m), as far as they are visible."""
     k, v = (one.view(*keys.shape, -1) for one in (operands.keys_at(keys.flatten(1)), operands.at_keys(operands.v, keys.flatten(1))))
     queries = torch.arange(keys.shape[1], device=keys.device).view(1, -1, 1)
     s = operands.scores(((operands.q * operands.scale).unsqueeze(-2) @ k.mT).squeeze(-2), visible, queries, keys)
@@ -299,7 +380,7 @@ def over_keys(operands: Operands, keys: Tensor, visible: Tensor) -> Tensor:
 
 
 def by_lists(operands: Operands, query: Tensor, lists: BucketLists, key: Tensor, chunk: int) -> Tensor:
-    """The result, (rows, n_q, d_v), of few queries of causal attention, which are the last tokens: no other keys are looked at.
+    """Return the result, (rows, n_q, d_v), of few queries of causal attention, the last tokens, without looking at other keys.
 
     `query` are the buckets of the queries, (rounds, rows, n_q), `key` those of all keys, (rounds, batch, heads, n_k).
     """
@@ -327,7 +408,7 @@ def by_lists(operands: Operands, query: Tensor, lists: BucketLists, key: Tensor,
 
 
 def seen_by_comparison(query: Tensor, key: Tensor, positions: Tensor, chunk: int) -> Tensor:
-    """Which keys each query sees in some round of causal attention, (rows, n_q, n_k)."""
+    """Return which keys each query sees in some round of causal attention, (rows, n_q, n_k)."""
     place, own = torch.arange(key.shape[-1], device=key.device), positions.unsqueeze(-1)
     earlier = place <= own
     seen = earlier & (place > own - chunk)

@@ -50,7 +50,7 @@ class ExternalMemory(nn.Module):
         return y if weight is None else y * weight.unsqueeze(-1).to(y.dtype)
 
     def look_up(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The index of each token's expert, and the weight of the expert's output (None: 1)."""
+        """Return the index of each token's expert, and the weight of the expert's output (None: 1)."""
         raise NotImplementedError
 
     def rows(self, table: Tensor, i: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class ExternalMemory(nn.Module):
         return self.by_gathering(x, i) if self.gathers(i.shape[0]) else self.by_grouping(x, i)
 
     def gathers(self, tokens: int) -> bool:
-        """Whether each token's expert is gathered: cheaper for few tokens, and the only way in exported programs."""
+        """Return whether each token's expert is gathered: cheaper for few tokens, and the only way in exported programs."""
         return is_exporting() or tokens <= max(FEW, self.buckets // 2)
 
     def by_gathering(self, x: Tensor, i: Tensor) -> Tensor:
@@ -71,13 +71,13 @@ class ExternalMemory(nn.Module):
         return torch.bmm(torch.bmm(x.unsqueeze(1), u).relu(), v.transpose(1, 2)).squeeze(1)
 
     def matrices(self, table: Tensor, i: Tensor) -> Tensor:
-        """The matrices at these indices: (tokens, d, r)."""
+        """Return the matrices at these indices: (tokens, d, r)."""
         if self.sparse and torch.is_grad_enabled() and table.requires_grad and not is_exporting():
             return MatricesWithSparseGradient.apply(table, i)  # type: ignore[no-any-return, no-untyped-call]
         return F.embedding(i, table.flatten(1)).unflatten(-1, (self.width, self.rank))
 
     def by_grouping(self, x: Tensor, i: Tensor) -> Tensor:
-        """The tokens are sorted by expert and multiplied by a grouped product."""
+        """Return the result by a grouped product of the tokens sorted by expert."""
         i, order = torch.sort(i)
         ends = torch.searchsorted(i, torch.arange(self.buckets, device=i.device), right=True).to(torch.int32)
         padding = -self.rank % (16 // self.u.element_size())  # the kernels need rows of whole 16 bytes
@@ -87,12 +87,12 @@ class ExternalMemory(nn.Module):
         return product(hidden, v.transpose(1, 2), ends).index_select(0, torch.argsort(order))
 
     def late_parameters(self) -> tuple[str, ...]:
-        """The names of the parameters whose gradient is zero while all f_i are."""
+        """Return the names of the parameters whose gradient is zero while all f_i are."""
         return ("u",) if self.rank else ()
 
     @staticmethod
     def count(buckets: int, width: int, rank: int) -> int:
-        """The number of parameters."""
+        """Return the number of parameters."""
         return (2 * rank if rank else 1) * buckets * width
 
     def extra_repr(self) -> str:

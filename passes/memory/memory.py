@@ -4,6 +4,8 @@
 
 The lookups and experts f_i are in `external_memory`. They are zero at the start, which makes it the dense model's function.
 
+Tables go to modules whose input and output are the stream, or the input and output of a feed-forward.
+
 The Power of External Memory in Increasing Predictive Model Capacity (2023), §3, Alg. 1 and its supplement; Alternating Updates for
 Efficient Transformers (NeurIPS 2023), supplement C.
 """
@@ -18,12 +20,11 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedConfig
 
-from retrofit.passes.memory import reference as once_more
+from retrofit.passes.memory import reference as method_reference
 from retrofit.passes.memory.external_memory import FEW, ExternalMemory, LshMemory, SoftmaxMemory, TokenIdMemory
-from retrofit.passes.memory.memory_layer import MemoryLayer
-from retrofit.passes.memory.table_places import TablePlaces
-from retrofit.passes.memory.token_ids import (
+from retrofit.passes.memory.memory_layer import (
     TOKEN_IDS,
+    MemoryLayer,
     TokenIdInjector,
     TokenIdReader,
     TokenIdSource,
@@ -34,8 +35,15 @@ from retrofit.passes.memory.token_ids import (
     trace_forwarding,
 )
 from retrofit.sdk import (
+    BEFORE_THE_OUTER,
+    BEFORE_TWO_STREAMS,
+    LAYER_WITHIN,
+    ON_TWO_STREAMS,
     Anatomy,
+    DoesNotFitError,
     Edit,
+    InnerLayers,
+    Layer,
     MethodReference,
     ModuleReference,
     NearMiss,
@@ -44,11 +52,51 @@ from retrofit.sdk import (
     Site,
     Stack,
     WrappedModule,
+    WrappedModules,
     collect_near_miss,
     is_all_zeros,
     option,
     selected_depths,
 )
+
+NO_FEED_FORWARD = "beside=layers needs no FFN; emit='graph' makes each a module"
+
+
+class TablePlaces:
+    """Finds the places for tables in one model."""
+
+    def __init__(self, anatomy: Anatomy) -> None:
+        self.model, self.modules = anatomy.model, WrappedModules(anatomy, no_place, NO_FEED_FORWARD)
+        self.within = InnerLayers(anatomy.flow)
+
+    def of_layer(self, layer: Layer, stack: Stack, beside: str, near_misses: list[NearMiss]) -> list[WrappedModule]:
+        """Return the places at one layer: the layer itself or its FFNs, as `beside` says; a near miss for each that has none."""
+        places: list[WrappedModule] = []
+        with collect_near_miss(layer.name or layer.exit, near_misses):
+            if beside == "layers" and self.is_on_two_streams(layer):
+                raise no_place(layer.name, ON_TWO_STREAMS, BEFORE_TWO_STREAMS)
+            around = self.modules.stream_module(layer, stack)
+            if beside == "layers":
+                return [around]
+            if self.within.inside(layer) is not layer:
+                raise no_place(layer.name, LAYER_WITHIN, BEFORE_THE_OUTER)
+            if not layer.ffns:
+                raise no_place(layer.name, "it has no FFN", NO_FEED_FORWARD)
+            for branch in layer.ffns:
+                with collect_near_miss(branch.name or layer.name, near_misses):
+                    places.append(self.modules.feed_forward(branch, stack.width))
+        return places
+
+    def is_on_two_streams(self, layer: Layer) -> bool:
+        """Return whether a module around the layer adds its branches to a stream that is not what the layer returns."""
+        steps = layer.name.split(".")
+        above = [self.model.get_submodule(".".join(steps[:count])) for count in range(len(steps) + 1)]
+        return any(getattr(one, "adds_branches", False) for one in above)
+
+
+def no_place(name: str, why: str, remedy: str) -> DoesNotFitError:
+    return DoesNotFitError(f"memory: {name} can have no table", why=why, remedy=remedy)
+
 
 SAME_ENTRY = "the stream is all zeros there, and every token would look the same entry up"
 ROWS = "memory_rows"  # in a config of transformers: the rows of its tables, by the token table that they were sized for
@@ -66,13 +114,13 @@ class StackTables:
     closed: frozenset[str] = frozenset()  # the layers whose own code takes no keywords
 
     def injected(self, layer: str, beside: str) -> tuple[str, ...]:
-        """The paths inside a layer that token ids are injected at: of FFNs, or of the layer in a graph around it."""
+        """Return the paths inside a layer that token ids are injected at: of FFNs, or of the layer in a graph around it."""
         if self.source is None or (beside == "layers" and layer not in self.closed):
             return ()
         return tuple(place.path[len(layer) + 1 :] for place in self.places[layer] if place.path != layer)
 
     def wrapped_names(self, beside: str) -> Iterator[str]:
-        """The paths in the rewritten model of the modules that have a table."""
+        """Yield the paths in the rewritten model of the modules that have a table."""
         for layer, places in self.places.items():
             inner = f"{layer}.layer" if self.injected(layer, beside) else layer
             yield from (f"{inner}{place.path[len(layer) :]}" for place in places)
@@ -95,7 +143,8 @@ class Memory(Pass[MemoryPlan]):
     paper: ClassVar[str] = "The Power of External Memory in Increasing Predictive Model Capacity, §3"
     rewrites: ClassVar[str] = "layer or feed-forward"
     reference: ClassVar[MethodReference] = MethodReference(
-        {MemoryLayer: ModuleReference(once_more.memory_layer, ("layer",), key="stream_out", tokens=FEW)}, start=once_more.start
+        {MemoryLayer: ModuleReference(method_reference.memory_layer, ("layer",), key="stream_out", tokens=FEW)},
+        start=method_reference.start,
     )
 
     lookup: str = option("token-id", "what a token's entry is found by", choices=("token-id", "softmax", "lsh"))
@@ -149,7 +198,7 @@ class Memory(Pass[MemoryPlan]):
         )
 
     def places(self, anatomy: Anatomy, stack: Stack, near_misses: list[NearMiss]) -> dict[str, tuple[WrappedModule, ...]]:
-        """The places for tables in a stack, by layer; layers without any are included."""
+        """Return the places for tables in a stack, by layer; layers without any are included."""
         finder = TablePlaces(anatomy)
         places: dict[str, tuple[WrappedModule, ...]] = {layer.name: () for layer in stack.layers if layer.name}
         for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())):
@@ -165,7 +214,7 @@ class Memory(Pass[MemoryPlan]):
         return places
 
     def with_routes(self, stacks: list[StackTables], anatomy: Anatomy) -> tuple[StackTables, ...]:
-        """The stacks, each with the route by which ids reach its layers; raises `DoesNotFitError` where there is none."""
+        """Return the stacks, each with the route by which ids reach its layers; raises `DoesNotFitError` where there is none."""
         model = anatomy.model
         routes = [
             (tables.source, [model.get_submodule(layer) for layer in tables.places])
@@ -183,7 +232,7 @@ class Memory(Pass[MemoryPlan]):
         )
 
     def formula(self, stacks: tuple[StackTables, ...]) -> tuple[int, str]:
-        """The number of parameters of all the tables, and how it comes about."""
+        """Return the number of parameters of all the tables, and how it comes about."""
         sizes: collections.Counter[tuple[int, int]] = collections.Counter()
         for tables in stacks:
             sizes[tables.rows, tables.width] += sum(map(len, tables.places.values()))
@@ -213,7 +262,10 @@ class Memory(Pass[MemoryPlan]):
     def add_table(self, place: WrappedModule, tables: StackTables, edit: Edit) -> None:
         """The module at `place` becomes a `MemoryLayer` around it."""
         module = edit.model.get_submodule(place.path)
-        like = next((one for one in (*module.parameters(), *edit.model.parameters()) if one.is_floating_point()), torch.empty(()))
+        like = next(
+            (parameter for parameter in (*module.parameters(), *edit.model.parameters()) if parameter.is_floating_point()),
+            torch.empty(()),
+        )
         memory = self.table(tables.rows, tables.width, like)
         place.install(edit, lambda layer: MemoryLayer(layer, memory, stream_in=place.stream_in, stream_out=place.stream_out))
         for name in memory.late_parameters():

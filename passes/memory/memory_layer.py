@@ -1,14 +1,205 @@
-"""A layer, or a feed-forward, whose output a memory is added to."""
+"""A layer, or a feed-forward, whose output a memory is added to, and how token ids reach the tables that are looked up by them.
+
+Ids come as the keyword `token_ids` of the layers' calls. The innermost module that takes a stack's ids and runs its layers adds the
+keyword to its own call. Where the model's code forwards keywords to the layers that is all (found out by tracing it). Elsewhere the
+keyword is injected into the layers for each call.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 
-from retrofit.passes.memory.external_memory import ExternalMemory
-from retrofit.passes.memory.token_ids import TOKEN_IDS, reads_token_ids
-from retrofit.sdk import Wrapper, argument_place, find_argument, with_item
+from retrofit.passes.memory.external_memory import ExternalMemory, TokenIdMemory
+from retrofit.sdk import (
+    Anatomy,
+    ArgumentPlace,
+    CaptureError,
+    DoesNotFitError,
+    Edit,
+    ForwardWithAuxiliaryLosses,
+    InjectingForward,
+    Part,
+    Stack,
+    Wrapper,
+    argument_place,
+    call_with_keywords,
+    capture,
+    child_modules,
+    find_argument,
+    is_token_id,
+    own_forward,
+    shape,
+    with_item,
+)
+
+TOKEN_IDS = "token_ids"  # the keyword
+
+
+def reads_token_ids(module: nn.Module) -> bool:
+    """Return whether a memory inside `module` reads the keyword `token_ids`, and the code around it takes it."""
+    if isinstance(module, TokenIdInjector) or any(isinstance(child, TokenIdMemory) for child in module.children()):
+        return True
+    if isinstance(module, Wrapper):
+        return reads_token_ids(child_modules(module)["layer"])
+    return any(isinstance(part, TokenIdMemory) for part in module.modules()) and takes_keyword(module, TOKEN_IDS)
+
+
+def takes_keyword(module: nn.Module, name: str) -> bool:
+    """Return whether the module's forward takes a keyword of this name, or any."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+class TokenIdInjector(Wrapper):
+    """Calls `layer` with the keyword `token_ids` injected into its submodules at `paths`."""
+
+    def __init__(self, layer: nn.Module, paths: tuple[str, ...]) -> None:
+        super().__init__(layer)
+        self.paths, self.forwards_ids = paths, reads_token_ids(layer)
+
+    def forward(self, *args: Any, token_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        ids = {TOKEN_IDS: token_ids}
+        keywords = {**kwargs, **(ids if self.forwards_ids else {})}
+        return call_with_keywords(child_modules(self)["layer"], self.paths, ids, args, keywords)
+
+
+class TokenIdReader:
+    """Reads the token ids from a module's call, as the keyword `token_ids` for the layers inside."""
+
+    def __init__(self, place: ArgumentPlace) -> None:
+        self.place = place
+
+    def __call__(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Tensor]:
+        position, keyword = self.place
+        ids = kwargs.get(keyword) if keyword is not None else None
+        if ids is None and position is not None and position < len(args):
+            ids = args[position]
+        if ids is None:
+            raise DoesNotFitError(
+                f"the model was called without {keyword or 'token ids'}",
+                why="its layers look their memory up by token id, and embeddings have none",
+                remedy="call it with ids instead of inputs_embeds, or rewrite with memory(lookup=softmax)",
+            )
+        return {TOKEN_IDS: ids}
+
+    def add_keyword(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Return a forward pre-hook: the module is called with the keyword too, and its code forwards it."""
+        return args, {**kwargs, **self(args, kwargs)}
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenIdSource:
+    """The innermost module that takes a stack's token ids and runs its layers."""
+
+    path: str
+    place: ArgumentPlace
+    table: str  # name of the parameter that the ids are looked up in
+    vocabulary: int  # its rows
+
+
+def find_token_id_source(anatomy: Anatomy, stack: Stack) -> TokenIdSource:
+    """Return where the stack's token ids enter; raises `DoesNotFitError` where they do not."""
+    flow, entry = anatomy.flow, anatomy.node(stack.entry)
+    tables = [part for part in anatomy.embeddings if flow.reaches(anatomy.node(part.node), entry)]
+    table: Part | None = max(tables, key=lambda part: part.shape[0], default=None)
+    if table is None:
+        raise no_ids(stack, "its stream is not made from token ids")
+    index: Any = anatomy.node(table.node).args[1]
+    origins = {node for node in flow.nodes if flow.reaches(node, index) and is_token_id(node, flow)}
+    calls = {(call.path, call.index): call for call in anatomy.program.calls}
+    layers = [calls[layer.name, layer.call] for layer in stack.layers if layer.name]
+    ids_shape = (shape(entry) or ())[:-1]
+    for call in layers[0].chain:
+        if call in layers or not all(call.encloses(other) for other in layers):
+            continue
+        for key, node in call.inputs.items():
+            if node in origins and key is not None and shape(node) == ids_shape:
+                place = argument_place(anatomy.model.get_submodule(call.path), key)
+                return TokenIdSource(call.path, place, table.parameter, table.shape[0])
+    raise no_ids(stack, f"no module around its layers takes ids of the stream's shape {ids_shape}")
+
+
+def no_ids(stack: Stack, why: str) -> DoesNotFitError:
+    return DoesNotFitError(
+        f"memory: {stack.name or 'the stack'} has no token ids", why=why, remedy="lookup=softmax and lookup=lsh need no ids"
+    )
+
+
+def trace_forwarding(
+    model: nn.Module, routes: Sequence[tuple[TokenIdSource, list[nn.Module]]], inputs: Mapping[str, Any]
+) -> list[bool]:
+    """For each source of ids and its layers, whether the model's code forwards the keyword to every call of them: by tracing it.
+
+    The hooks by which the keyword is added and observed are removed afterwards.
+    """
+    if not routes:
+        return []
+    arrived: dict[nn.Module, bool] = {}
+
+    def observing(layer: nn.Module) -> Callable[..., Any]:
+        def observe(called: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:  # `called` may be a proxy
+            arrived[layer] = arrived.get(layer, True) and TOKEN_IDS in kwargs
+            return args, {name: value for name, value in kwargs.items() if name != TOKEN_IDS or reads_token_ids(layer)}
+
+        return observe
+
+    handles = []
+    for source, layers in routes:
+        add_keyword = TokenIdReader(source.place).add_keyword
+        handles.append(model.get_submodule(source.path).register_forward_pre_hook(add_keyword, with_kwargs=True))
+        handles += [layer.register_forward_pre_hook(observing(layer), with_kwargs=True) for layer in layers]
+    try:
+        capture(model, inputs)
+    except CaptureError:  # a forward takes no other keyword, or passes it to one that does not
+        return [False] if len(routes) == 1 else [trace_forwarding(model, [route], inputs)[0] for route in routes]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [all(arrived.get(layer, False) for layer in layers) for _, layers in routes]
+
+
+def present_injection(module: nn.Module, source: TokenIdSource) -> tuple[ForwardWithAuxiliaryLosses | None, list[InjectingForward]]:
+    """Return the replacements of the module's forward by earlier passes: the one around the others, and those that inject ids.
+
+    Raises `DoesNotFitError` where something else has replaced it, so that no ids can be injected.
+    """
+    held = own_forward(module)
+    outer = held if isinstance(held, ForwardWithAuxiliaryLosses) else None  # adds to the loss whatever runs inside it
+    inner = held if outer is None else outer.inner
+    injecting: list[InjectingForward] = []
+    while isinstance(inner, InjectingForward) and isinstance(inner.keywords_from, TokenIdReader):
+        injecting.append(inner)
+        inner = inner.inner
+    if inner is None:
+        return outer, injecting
+    raise DoesNotFitError(
+        f"memory: the token ids do not reach the layers inside {source.path or 'the model'}",
+        why="its code does not forward them, and its forward has been replaced already",
+        remedy="apply memory before other tools change the model, or with lookup=softmax",
+    )
+
+
+def inject_token_ids(source: TokenIdSource, paths: tuple[str, ...], edit: Edit) -> None:
+    """Each call of the source's module injects the ids into its submodules at `paths`, and where earlier memories inject theirs.
+
+    Several stacks inside one module have ids of their own, from other arguments.
+    """
+    module = edit.model.get_submodule(source.path)
+    outer, present = present_injection(module, source)
+    routes: dict[ArgumentPlace, tuple[str, ...]] = {one.keywords_from.place: one.paths for one in reversed(present)}
+    routes[source.place] = tuple(dict.fromkeys((*routes.get(source.place, ()), *paths)))
+    forward: InjectingForward | None = None
+    for place, injected in routes.items():
+        forward = InjectingForward(module, injected, TokenIdReader(place), forward)
+    if outer is None:
+        edit.set_attribute(module, "forward", forward)
+    else:
+        edit.set_attribute(outer, "inner", forward)
 
 
 class MemoryLayer(Wrapper):

@@ -27,7 +27,7 @@ def memory_layer(call: SiteCall) -> Tensor:
 
 
 def token_ids(call: SiteCall, x: Tensor) -> list[int]:
-    """The id of each position's token: they must be those of the model's input."""
+    """Return the id of each position's token: they must be those of the model's input."""
     ids = call.kwargs.get("token_ids")
     if ids is None:
         raise Deviation("it receives no token ids")
@@ -47,7 +47,7 @@ def jittered(call: SiteCall, x: Tensor) -> Tensor:
 
 
 def look_up(memory: Any, options: Any, x: Tensor, id: int) -> tuple[int | None, Any]:
-    """The index of a token's expert, None where it has none, and the weight of its output."""
+    """Return the index of a token's expert, None where it has none, and the weight of its output."""
     if options.lookup == "token-id":
         rows = len(memory.u if options.rank else memory.b)
         return (id if id < rows else None), 1.0

@@ -7,22 +7,56 @@
 In the first attention of a layer the decoder's tokens are its own keys and the encoder's the others; in the second, which began as
 the cross-attention, it is the other way round. At w = 0 the others are not there: the dense attention.
 
+Where scores are written out, the model's own code makes both sets of keys, and multiplies its weights by its values:
+
+    p = softmax([s; t + log w])            s: scores of the attention's own keys, t: those of the other keys, w = 1 in the method
+    y = p_s v + p_t v'                     by the product that the model's own code makes of its weights and its values
+
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.1.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.passes.merge_cross_attention.core_calls import answered_core, recorded_core
-from retrofit.passes.merge_cross_attention.other_keys import FIRST, AttentionToOthers
+from retrofit.passes.merge_cross_attention.attention_calls import AnsweredScores, RecordedScores, answered_core, recorded_core
 from retrofit.sdk import AnsweredFusedAttention, is_exporting
+
+NONE, FIRST = "none", "first"  # positions between a token of the decoder and one of the encoder
+
+
+class AttentionToOthers(nn.Module):
+    """Has w, the weight of the other keys; `share` of it is in use, all of it but while a dial turns."""
+
+    def __init__(self, heads: int, positions: str, encoder_is_own: bool, weight: float, like: Tensor) -> None:
+        """`weight` is w at the start; below 1 it is trained, a number for each head."""
+        super().__init__()
+        self.heads, self.positions, self.encoder_is_own = heads, positions, encoder_is_own
+        self.share = 1.0
+        self.log_weight: nn.Parameter | None = None
+        if weight < 1:
+            self.log_weight = nn.Parameter(torch.full((heads,), math.log(weight), dtype=like.dtype, device=like.device))
+
+    @property
+    def weighs(self) -> bool:
+        """Return whether the other keys count with a weight other than 1."""
+        return self.log_weight is not None or self.share != 1
+
+    def added(self) -> Tensor | float:
+        """log w of each head, (1, heads, 1, 1), and of the share that is in use; 0 where w is 1."""
+        share = math.log(self.share) if self.share != 1 else 0.0
+        return share if self.log_weight is None else self.log_weight.view(1, -1, 1, 1) + share
+
+    def extra_repr(self) -> str:
+        return f"heads={self.heads}, positions={self.positions}, encoder_is_own={self.encoder_is_own}"
+
 
 FEW = 8  # queries whose scores are written out, as in decoding: no copy of the keys is made then
 HIDDEN = -1e4  # an additive mask below this hides
@@ -40,7 +74,7 @@ class Part:
 
     @staticmethod
     def of(given: Mapping[str, Any], heads: int) -> Part:
-        """The part in an attention's arguments; some models give the heads that share a key as so many queries of one token."""
+        """Return the part in an attention's arguments; some models pass heads that share a key as several queries of a token."""
         query, key, mask = given["query"], given["key"], given.get("attn_mask")
         q = query.reshape(query.shape[0], heads, -1, query.shape[-1])
         keys = key.shape[-2]
@@ -64,7 +98,7 @@ class Part:
         return s.masked_fill(~self.mask, torch.finfo(s.dtype).min) if self.mask.dtype == torch.bool else s + self.mask
 
     def laid_out(self, is_bias: bool) -> Tensor:
-        """The mask for all queries and keys, (batch or 1, heads or 1, T, K): a bias, or what is visible."""
+        """Return the mask for all queries and keys, (batch or 1, heads or 1, T, K): a bias, or what is visible."""
         tokens, keys = self.q.shape[2], self.k.shape[2]
         if self.mask is None:
             like = self.q.new_zeros(1, 1, 1, 1) if is_bias else self.q.new_ones(1, 1, 1, 1, dtype=torch.bool)
@@ -119,7 +153,7 @@ class JointAttention(AttentionToOthers):
         enable_gqa: bool = False,
         other: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """The result for the arguments of `scaled_dot_product_attention` and those of the other keys: of the shape of the query.
+        """Return the result, in the shape of the query, for the arguments of `scaled_dot_product_attention` and of the other keys.
 
         `other` has no query where that is the one of the call.
         """
@@ -147,7 +181,7 @@ class JointAttention(AttentionToOthers):
         return y.reshape(*query.shape[:-1], value.shape[-1])
 
     def written_out(self, own: Part, others: Part, dropout: float) -> Tensor:
-        """The scores of the two sets next to each other, no key copied."""
+        """Return the scores of the two sets next to each other, no key copied."""
         s, t = own.scores(), others.scores()
         if self.weighs:
             t = t + self.added()
@@ -174,14 +208,39 @@ class JointAttention(AttentionToOthers):
 
     @staticmethod
     def recorded(calls: list[dict[str, Any]]) -> AnsweredFusedAttention:
-        """A context in which the operands of torch's fused attention go into `calls`."""
+        """Return a context in which the operands of torch's fused attention go into `calls`."""
         return recorded_core(calls)
 
     def answering(self, other: Mapping[str, Any] | None, calls: list[bool]) -> AnsweredFusedAttention:
-        """A context in which this module, with the keys `other` besides, answers for torch's fused attention."""
+        """Return a context in which this module, with the keys `other` besides, answers for torch's fused attention."""
         return answered_core(self, other, calls)
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
     """x with its own copy of a shared head for each head that reads it: (batch, heads, K, width)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+class JointSoftmax(AttentionToOthers):
+    """The weights of the keys of a call and of others."""
+
+    replaces = "a softmax between two products"
+
+    def forward(self, scores: Tensor, dtype: torch.dtype | None = None, *, other: Mapping[str, Any] | None = None) -> Tensor:
+        """Of scores (…, T, K) and others (…, T, K') the weights (…, T, K + K'); … is batch and heads, or their product."""
+        if other is None:
+            return scores.softmax(-1, dtype)
+        others = other["scores"].reshape(*scores.shape[:-1], -1).to(scores.dtype)
+        if self.weighs:
+            by_head = others.reshape(-1, self.heads, *others.shape[-2:])
+            others = (by_head + self.added()).to(scores.dtype).reshape(others.shape)
+        return torch.cat([scores, others], -1).softmax(-1, dtype)
+
+    @staticmethod
+    def recorded(calls: list[dict[str, Any]]) -> RecordedScores:
+        """Return a context in which the scores and the values of a written-out attention go into `calls`."""
+        return RecordedScores(calls)
+
+    def answering(self, other: Mapping[str, Any] | None, calls: list[bool]) -> AnsweredScores:
+        """Return a context in which this module, with the keys `other` besides, answers for the softmax."""
+        return AnsweredScores(self, other, calls)

@@ -5,8 +5,7 @@
     y   = y_2 + FFN(y_2)
 
 A decoder token sees all tokens of the encoder that are no padding, and of the decoder those up to itself. The attention over both
-is in `joint_attention.py`, where scores are written out in `joint_softmax.py`; the layer around it is in `merged_layer.py`, what is
-found in a model in `merged_sites.py`.
+is in `joint_attention.py`, the layer around it in `merged_layer.py`, what is found in a model in `merged_sites.py`.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.1.
 """
@@ -19,9 +18,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from retrofit.passes.merge_cross_attention import reference as once_more
-from retrofit.passes.merge_cross_attention.joint_attention import FEW, JointAttention
-from retrofit.passes.merge_cross_attention.joint_softmax import JointSoftmax
+from retrofit.passes.merge_cross_attention import reference as method_reference
+from retrofit.passes.merge_cross_attention.joint_attention import FEW, FIRST, NONE, JointAttention, JointSoftmax
 from retrofit.passes.merge_cross_attention.merged_layer import (
     Joint,
     MergedCrossAttention,
@@ -29,10 +27,9 @@ from retrofit.passes.merge_cross_attention.merged_layer import (
     MergedSelfAttention,
     NoCrossAttention,
     Nothing,
+    OtherTokens,
 )
 from retrofit.passes.merge_cross_attention.merged_sites import GoneBranch, MergedSite, SiteFinder
-from retrofit.passes.merge_cross_attention.other_keys import FIRST, NONE
-from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
@@ -74,11 +71,11 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     recovery: ClassVar[Recovery] = Recovery(align=0.25, anneal=0.5, dial=OtherTokens())
     reference: ClassVar[MethodReference] = MethodReference(
         {
-            JointAttention: ModuleReference(once_more.joint_attention, length=FEW),
-            JointSoftmax: ModuleReference(once_more.joint_softmax),
+            JointAttention: ModuleReference(method_reference.joint_attention, length=FEW),
+            JointSoftmax: ModuleReference(method_reference.joint_softmax),
         },
-        wiring=once_more.wiring,
-        start=once_more.start,
+        wiring=method_reference.wiring,
+        start=method_reference.start,
     )
 
     attentions: int = option(
@@ -114,7 +111,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         crossing = [
             stack
             for stack in anatomy.stacks
-            if any(one.role == "cross-attention" for layer in stack.layers for one in layer.attentions)
+            if any(attention.role == "cross-attention" for layer in stack.layers for attention in layer.attentions)
         ]
         deepest = max((len(stack.layers) for stack in crossing), default=0)
         chosen = [
@@ -122,7 +119,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
             for stack in crossing
             for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, deepest))
         ]
-        if not chosen and any(isinstance(one, MergedLayer) for one in anatomy.model.modules()):
+        if not chosen and any(isinstance(module, MergedLayer) for module in anatomy.model.modules()):
             raise DoesNotFitError(
                 "merge-cross-attention: the model has no cross-attention left",
                 why=self.already,
@@ -171,7 +168,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         """The attentions of one layer see both sets of tokens; of the cross-attention its code is left, or its weights too."""
         own_path, cross_path = (f"{site.path}.{one.path}" for one in (site.own, site.cross))
         own, cross = edit.model.get_submodule(own_path), edit.model.get_submodule(cross_path)
-        like = next((one for one in own.parameters() if one.is_floating_point()), torch.empty(()))
+        like = next((parameter for parameter in own.parameters() if parameter.is_floating_point()), torch.empty(()))
         attention = self.attention(site, like, encoder_is_own=False)
         first = MergedSelfAttention(own, site.own, site.cross, site.arguments, attention)
         second: nn.Module

@@ -2,23 +2,26 @@
 
 The layer knows the encoder's states before its self-attention is called, and forwards what its cross-attention would be called
 with. Each attention runs its own code, with torch's fused attention in it answered by a `JointAttention`; the other set of keys
-comes from the other attention's code with this one's weights (`borrowed_code.py`).
+comes from the other attention's code with this one's weights (`attention_calls.py`).
+
+The second attention keeps keys of the decoder, and the first those of the encoder, in layers of the model's cache behind its own. A
+cache of n layers gets n more, of the same kinds, so whatever generation does to a cache (choosing rows for beams, taking tokens
+back, a fixed length, exported states) it does to these too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 
-from retrofit.passes.merge_cross_attention.borrowed_code import Borrowing, borrowed_operands, copy_with
-from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
-from retrofit.passes.merge_cross_attention.joint_softmax import JointSoftmax
-from retrofit.passes.merge_cross_attention.second_layers import second_layers
+from retrofit.passes.merge_cross_attention.attention_calls import Borrowing, borrowed_operands, copy_with
+from retrofit.passes.merge_cross_attention.joint_attention import AttentionToOthers, JointAttention, JointSoftmax
 from retrofit.sdk import (
     ArgumentPlace,
     Key,
@@ -32,6 +35,43 @@ from retrofit.sdk import (
     tensor_argument,
     with_item,
 )
+
+
+@contextlib.contextmanager
+def second_layers(cache: Cache, layers: int) -> Iterator[Cache]:
+    """Within this context: a view of `cache` whose layers are those behind its own `layers`, which exist from now on."""
+    view: Any = object.__new__(type(cache))
+    view.__dict__.update(cache.__dict__)
+    if not isinstance(cache, EncoderDecoderCache):
+        add_layers(cache, layers)
+        view.layers, view.layer_class_to_replicate = cache.layers[layers:], None
+        yield view
+        cache.layers[layers:] = view.layers  # a cache may replace its layers as they are written to
+        return
+    with (
+        second_layers(cache.self_attention_cache, layers) as view.self_attention_cache,
+        second_layers(cache.cross_attention_cache, layers) as view.cross_attention_cache,
+    ):
+        view.is_updated = {index: bool(cache.is_updated.get(layers + index)) for index in range(layers)}
+        yield view
+        for index, is_updated in view.is_updated.items():
+            cache.is_updated[layers + index] = is_updated
+
+
+def add_layers(cache: Cache, layers: int) -> None:
+    """The cache has twice so many layers, the second half like the first."""
+    while len(cache.layers) < layers:
+        assert cache.layer_class_to_replicate is not None, "a cache with a layer for each of the model's, or one that grows"
+        cache.layers.append(cache.layer_class_to_replicate())
+    while len(cache.layers) < 2 * layers:
+        cache.layers.append(new_like(cache.layers[len(cache.layers) - layers]))
+
+
+def new_like(layer: Any) -> Any:
+    """Return a layer of a cache like another one, before any token."""
+    names = inspect.signature(type(layer)).parameters
+    return type(layer)(**{name: getattr(layer, name) for name in names if hasattr(layer, name)})
+
 
 KEYWORD = "merged"
 
@@ -110,7 +150,7 @@ class MergedSelfAttention(Wrapper):
         return code
 
     def cross_call(self, x: Tensor, given: dict[str, Any], cache: Cache | None, name: str) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments with which the cross-attention would be called on x."""
+        """Return the arguments with which the cross-attention would be called on x."""
         values = {self.cross_stream: x, **dict(given["arguments"])}
         keywords = {key: value for key, value in values.items() if isinstance(key, str)}
         if cache is not None:
@@ -151,7 +191,9 @@ class NoCrossAttention(nn.Module):
         """`returned`: whether the module returned what was added to the stream, at `out_key` and of this width."""
         super().__init__()
         self.stream_in, self.returned, self.out_key, self.width = argument_place(code, call.stream_in), returned, out_key, width
-        weights = [path for path, part in code.named_modules() if any(one is not None for one in part._parameters.values())]
+        weights = [
+            path for path, part in code.named_modules() if any(parameter is not None for parameter in part._parameters.values())
+        ]
         self.__dict__["code"] = copy_with(code, {path: nn.Identity() for path in weights})  # not registered: nothing is in it
 
     def __getattr__(self, name: str) -> Any:
@@ -193,7 +235,7 @@ def required(merged: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What `layer` returns when `attention`, with the other keys, answers in it; raises `RetrofitError` where it attends otherwise.
+    """Return the output of `layer` with `attention`, over the other keys too, in it; raise `RetrofitError` if it attends otherwise.
 
     Where the other keys could not be found, as its code attends otherwise too, they are empty.
     """
@@ -210,7 +252,7 @@ def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None
 
 
 def value_at(place: ArgumentPlace, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The argument at a place, None where it was left out."""
+    """Return the argument at a place, None where it was left out."""
     position, keyword = place
     if keyword is not None and keyword in kwargs:
         return kwargs[keyword]
@@ -218,7 +260,7 @@ def value_at(place: ArgumentPlace, args: list[Any], kwargs: Mapping[str, Any]) -
 
 
 def cache_keyword(kwargs: Mapping[str, Any]) -> str:
-    """The name under which an attention gets the cache."""
+    """Return the name under which an attention gets the cache."""
     return next((name for name, value in kwargs.items() if isinstance(value, Cache)), "past_key_values")
 
 
@@ -247,3 +289,20 @@ def cache_replaced(arguments: list[Any], keywords: dict[str, Any], layers: int) 
 
 
 __all__ = ["AttentionCall", "CrossArguments", "MergedCrossAttention", "MergedLayer", "MergedSelfAttention", "NoCrossAttention"]
+
+
+@dataclasses.dataclass(frozen=True)
+class OtherTokens:
+    """At 0 each attention sees the keys it had, which is the dense layer; at 1 it sees both sets."""
+
+    name: str = "the weight of the tokens that an attention did not have"
+
+    def fits(self, site: nn.Module) -> bool:
+        """Not where the cross-attention is gone: the layer without it is not the dense one."""
+        return any(isinstance(module, MergedCrossAttention) for module in site.modules())
+
+    def turn(self, site: nn.Module, share: float) -> None:
+        """The keys that an attention did not have count with this share of their weight."""
+        for module in site.modules():
+            if isinstance(module, AttentionToOthers):
+                module.share = share

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from retrofit.passes.merge_cross_attention.borrowed_code import Borrowing
+from retrofit.passes.merge_cross_attention.attention_calls import Borrowing
 from retrofit.passes.merge_cross_attention.merged_layer import AttentionCall, CrossArguments, MergedLayer
 from retrofit.sdk import (
     CAST,
@@ -95,15 +95,18 @@ class SiteFinder:
         self.unfit: dict[str, NearMiss] = {miss.name: miss for miss in misses}
 
     def site(self, stack: Stack, depth: int) -> MergedSite:
-        """The site of one layer; raises `DoesNotFitError` where it is none."""
+        """Return the site of one layer; raises `DoesNotFitError` where it is none."""
         layer = stack.layers[depth]
         name = layer.name or layer.exit
-        branches = [[one for one in layer.attentions if one.role == role] for role in ("self-attention", "cross-attention")]
+        branches = [
+            [attention for attention in layer.attentions if attention.role == role]
+            for role in ("self-attention", "cross-attention")
+        ]
         if not branches[1]:
             raise unfit(name, "it has no cross-attention", "merge-cross-attention is for encoder-decoders")
-        if [len(one) for one in branches] != [1, 1]:
+        if [len(branch) for branch in branches] != [1, 1]:
             raise unfit(name, f"it has {len(branches[0])} self-attentions and {len(branches[1])} cross-attentions, not one of each")
-        order = [one.role for one in layer.attentions]
+        order = [attention.role for attention in layer.attentions]
         if order != ["self-attention", "cross-attention"]:
             raise unfit(name, "its cross-attention comes before its self-attention")
         call = self.calls.innermost(layer)
@@ -121,14 +124,14 @@ class SiteFinder:
         return MergedSite(call.path, own.site.heads, self.cache_layers(stack), of_own, of_cross, arguments, written_out, gone)
 
     def cache_layers(self, stack: Stack) -> int:
-        """How many layers the stack's cache has: a layer within one of its layers is a stack of its own, with the same cache."""
+        """Return how many layers the stack's cache has: layers within its layers are a stack of their own, with the same cache."""
         stacks = [one for one in self.anatomy.stacks if one.kind == stack.kind]
         return sum(len(one.layers) for one in stacks if is_part_of(one.name, stack.name) or is_part_of(stack.name, one.name))
 
     # The two attentions of a layer.
 
     def attention(self, branch: Branch, layer: Call) -> FoundAttention:
-        """The one attention in a branch, taken apart."""
+        """Return the one attention in a branch, taken apart."""
         name = branch.name or branch.output
         inner = set(self.flow.between(self.anatomy.node(branch.source), self.anatomy.node(branch.output)))
         cores = [core for core in self.cores if core.result in inner]
@@ -146,7 +149,7 @@ class SiteFinder:
             raise unfit(call.path, why, WRITES_OWN)
         if sum(call.encloses(self.flow.call_of(one.result)) for one in self.cores) != 1:
             raise unfit(call.path, "its module computes more than one attention")
-        site = next((one for one in self.attentions if one.name == call.path), None)
+        site = next((attention for attention in self.attentions if attention.name == call.path), None)
         if site is None:
             miss = self.unfit.get(branch.name) or self.unfit.get(call.path)
             if miss is not None:
@@ -157,7 +160,7 @@ class SiteFinder:
             raise unfit(call.path, f"it is called {site.calls} times, and the cache has a layer for each call")
         if site.why_separate and site.stream_in is None:
             raise unfit(call.path, site.why_separate)
-        if any(not one.matrix.module.startswith(f"{call.path}.") for one in site.projections):
+        if any(not projection.matrix.module.startswith(f"{call.path}.") for projection in site.projections):
             raise unfit(call.path, "its projections are not in its own module")
         return FoundAttention(site, core, call, branch)
 
@@ -172,7 +175,7 @@ class SiteFinder:
         if cross.site.source_in is None or cross.site.stream_in is None or own.site.stream_in is None:
             raise unfit(cross.path, "no one argument of it is the encoder's states, or the stream")
         for letter in "qkv":
-            found = [[one for one in each.site.projections if letter in one.letters] for each in (own, cross)]
+            found = [[projection for projection in each.site.projections if letter in projection.letters] for each in (own, cross)]
             letters = [one[0].letters if one else () for one in found]
             if letters[0] != letters[1] or REST in letters[0]:
                 ours, theirs = (" and ".join(one) or "nothing" for one in reversed(letters))
@@ -187,7 +190,7 @@ class SiteFinder:
                 raise unfit(cross.path, f"its heads are {first}, and those of self-attention {second}")
 
     def written_out(self, own: FoundAttention, cross: FoundAttention) -> bool:
-        """Whether the scores of both are written out; raises `DoesNotFitError` where those of one are, or a bias is needed."""
+        """Return whether the scores of both are written out; raise `DoesNotFitError` where only one's are, or a bias is needed."""
         kinds = [one.core.softmax is not None for one in (own, cross)]
         if kinds[0] != kinds[1]:
             raise unfit(
@@ -199,7 +202,7 @@ class SiteFinder:
         return kinds[0]
 
     def borrowing(self, code: FoundAttention, lender: FoundAttention, one_query: bool) -> Borrowing:
-        """What the code of one attention takes of the other; raises `DoesNotFitError` where the other has not all it needs."""
+        """Return what the code of one attention takes of the other; raise `DoesNotFitError` where the other lacks something."""
         modules: dict[str, str] = {}
         query = "", 0
         for one in code.site.projections:
@@ -214,7 +217,7 @@ class SiteFinder:
         known = {*modules, query[0], out_path}
         module, others = (self.anatomy.model.get_submodule(one.path) for one in (code, lender))
         for path, part in module.named_modules():
-            if path in known or not part._parameters or not any(one is not None for one in part._parameters.values()):
+            if path in known or not part._parameters or not any(parameter is not None for parameter in part._parameters.values()):
                 continue
             if path and has_equal(others, path, part):
                 modules[path] = path
@@ -223,7 +226,7 @@ class SiteFinder:
         return Borrowing(modules, query, out_path)
 
     def arguments(self, layer: Call, cross: FoundAttention) -> CrossArguments:
-        """Which arguments of the layer the cross-attention is called with, as far as they are tensors."""
+        """Return which arguments of the layer the cross-attention is called with, as far as they are tensors."""
         masked = {(call.path, call.index): call for call in self.calls.masked.program.calls}
         outer, inner = (masked.get((one.path, one.index)) for one in (layer, cross.call))
         if outer is None or inner is None:
@@ -241,7 +244,7 @@ class SiteFinder:
     # The branch that goes.
 
     def gone(self, cross: FoundAttention) -> GoneBranch:
-        """What becomes of the cross-attention's branch where it goes."""
+        """Return what becomes of the cross-attention's branch where it goes."""
         site, flow = cross.site, self.flow
         if site.out is None:
             raise unfit(cross.path, f"its output matrix cannot go: {site.why_no_out}")
@@ -254,7 +257,7 @@ class SiteFinder:
             calls = [call for call in flow.program.calls if call.path == path]
             sizes = [[shape(node) for node in one] for call in calls for one in (call.inputs.values(), call.outputs.values())]
             within = path.startswith(f"{cross.path}.") or path == site.out.module
-            if not within and (len(calls) != 1 or any(len(one) != 1 for one in sizes) or sizes[0] != sizes[1]):
+            if not within and (len(calls) != 1 or any(len(size) != 1 for size in sizes) or sizes[0] != sizes[1]):
                 raise unfit(cross.path, f"the weights of {path or 'the model'} would have no use, and its module cannot go")
         returned = site.returns_out and site.out.module.startswith(f"{cross.path}.")
         return GoneBranch(tuple(emptied), tuple(dropped), returned, site.out.module, site.out_key, site.out_shape[1])
@@ -284,8 +287,8 @@ def why_not_followed(core: Attention, flow: Dataflow) -> str:
 
 
 def query_numbers(attention: FoundAttention, flow: Dataflow) -> list[Any] | None:
-    """The numbers that a projection's result is multiplied by to become the queries; None where more is done to it."""
-    weights = [one.matrix.weight for one in attention.site.projections if "q" in one.letters]
+    """Return the numbers that a projection's result is multiplied by to become the queries; None where more is done to it."""
+    weights = [projection.matrix.weight for projection in attention.site.projections if "q" in projection.letters]
     query = attention.core.query
     above = [node for node in flow.nodes if attention.call.encloses(flow.call_of(node)) and flow.reaches(node, query)]
     product = [node for node in above if (found := weight_product(node, flow)) is not None and found.parameter in weights]
@@ -301,27 +304,29 @@ def query_numbers(attention: FoundAttention, flow: Dataflow) -> list[Any] | None
 
 
 def inside(path: str, outer: str) -> str:
-    """The path inside the module at `outer`."""
+    """Return the path inside the module at `outer`."""
     return path[len(outer) + 1 :] if outer else path
 
 
 def is_part_of(outer: str, path: str) -> bool:
-    """Whether `path` is `outer`, or inside it."""
+    """Return whether `path` is `outer`, or inside it."""
     return path == outer or not outer or path.startswith(f"{outer}.")
 
 
 def has_equal(module: nn.Module, path: str, part: nn.Module) -> bool:
-    """Whether the module has at this path one with parameters of the same names and shapes."""
+    """Return whether the module has at this path one with parameters of the same names and shapes."""
     try:
         other = module.get_submodule(path)
     except AttributeError:
         return False
-    shapes = [{name: one.shape for name, one in each._parameters.items() if one is not None} for each in (part, other)]
+    shapes = [
+        {name: parameter.shape for name, parameter in each._parameters.items() if parameter is not None} for each in (part, other)
+    ]
     return shapes[0] == shapes[1]
 
 
 def names_in_code(module: nn.Module) -> tuple[str, ...]:
-    """The names that the code of a module's forward reads."""
+    """Return the names that the code of a module's forward reads."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code.co_names if code is not None else ()
 

@@ -22,7 +22,7 @@ def joint_attention(call: SiteCall) -> Tensor:
     module: Any = call.module
     heads = module.heads
     # torch's own attention counts as an operation that draws numbers; without dropout, as in recorded calls, it draws none
-    call.draws = [one for one in call.draws if not one.operation.startswith("_scaled_dot_product")]
+    call.draws = [draw for draw in call.draws if not draw.operation.startswith("_scaled_dot_product")]
     own = {name: call.argument((place, name), None) for place, name in enumerate(ARGUMENTS)}
     own["scale"] = call.kwargs.get("scale")
     other = call.kwargs.get("other")
@@ -81,7 +81,7 @@ def joint_softmax(call: SiteCall) -> Tensor:
 
 
 def visibility(given: Mapping[str, Any], batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Which keys the mask shows to each query, and what it adds: (batch, heads, tokens, keys) each."""
+    """Return which keys the mask shows to each query, and what it adds: (batch, heads, tokens, keys) each."""
     keys = given["key"].shape[2]
     size = (batch, heads, tokens, keys)
     visible, bias, mask = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.float64), given.get("attn_mask")
@@ -94,8 +94,8 @@ def visibility(given: Mapping[str, Any], batch: int, heads: int, tokens: int) ->
 
 def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
     """Σ softmax(s)_j v_j."""
-    top = max(float(one) for one in scores)
-    weights = [(one - top).exp() for one in scores]
+    top = max(float(score) for score in scores)
+    weights = [(score - top).exp() for score in scores]
     total = torch.stack(weights).sum()
     return sum((weight / total * value for weight, value in zip(weights, values, strict=True)), torch.zeros_like(values[0]))
 
@@ -179,8 +179,8 @@ def added_by_gone(observed: Observed) -> Iterator[dict[str, list[Tensor]]]:
             parts = (
                 list(output.values()) if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else [output]
             )
-            streams = [one for one in parts if isinstance(one, Tensor) and one.shape[:-1] == container[key].shape[:-1]]
-            found.setdefault(path, []).extend(one for one in streams if one.is_floating_point())
+            streams = [part for part in parts if isinstance(part, Tensor) and part.shape[:-1] == container[key].shape[:-1]]
+            found.setdefault(path, []).extend(stream for stream in streams if stream.is_floating_point())
 
         return hook
 
@@ -206,13 +206,13 @@ def batch_first(source: Tensor, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]
 
 
 def projections(outer: nn.Module) -> list[nn.Module]:
-    """The modules inside an attention that hold a matrix and nothing else."""
-    leaves = (one for one in outer.modules() if not list(one.children()))
-    return [one for one in leaves if isinstance(weight := getattr(one, "weight", None), Tensor) and weight.dim() == 2]
+    """Return the modules inside an attention that hold a matrix and nothing else."""
+    leaves = (module for module in outer.modules() if not list(module.children()))
+    return [leaf for leaf in leaves if isinstance(weight := getattr(leaf, "weight", None), Tensor) and weight.dim() == 2]
 
 
 def is_made(value: Tensor, projection: nn.Module, stream: Tensor) -> bool:
-    """Whether the lengths of the keys or values, (batch, heads, tokens, width), are those that a projection of the stream has.
+    """Return whether the lengths of the keys or values, (batch, heads, tokens, width), are those of a projection of the stream.
 
     Positions turn a vector and keep its length.
     """

@@ -3,8 +3,8 @@
     y = FFN(x) + SRU(x W_in) W_out          x: (batch, tokens, d)
 
 Information passes on in time within one layer, and for as long as the unit keeps it. The last projection is zero at the start,
-which makes the rewritten model compute the dense function. The unit is in `simple_recurrent_unit.py`, how it runs over all tokens
-at once in `linear_scan.py`, the modules around a model's own in `recurrent_feed_forward.py`.
+which makes the rewritten model compute the dense function. The unit, which runs over all tokens at once, is in
+`simple_recurrent_unit.py`, the modules around a model's own are in `recurrent_feed_forward.py`.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.3.
 """
@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from retrofit.passes.recurrence import reference as once_more
+from retrofit.passes.recurrence import reference as method_reference
 from retrofit.passes.recurrence.recurrent_feed_forward import Layout, RecurrentFeedForward, RecurrentLayer
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence as RecurrentUnit
 from retrofit.sdk import (
@@ -82,9 +82,9 @@ class Recurrence(Pass[RecurrencePlan]):
     places_by: ClassVar[tuple[str, ...]] = ("layers", "bidirectional")
     already: ClassVar[str] = "it has a recurrence already"
     reference: ClassVar[MethodReference] = MethodReference(
-        {RecurrentFeedForward: ModuleReference(once_more.recurrent_feed_forward, ("layer",), key="stream_out", cached=True)},
-        wiring=once_more.wiring,
-        start=once_more.start,
+        {RecurrentFeedForward: ModuleReference(method_reference.recurrent_feed_forward, ("layer",), key="stream_out", cached=True)},
+        wiring=method_reference.wiring,
+        start=method_reference.start,
     )
 
     rank: int = option(32, "r, width of the recurrent unit", minimum=1)
@@ -147,7 +147,7 @@ class Recurrence(Pass[RecurrencePlan]):
         return f"plus a recurrent unit of rank {self.rank}{both}"
 
     def formula(self, sizes: collections.Counter[tuple[int, int]], total: int) -> str:
-        """The number of parameters, and how it comes about; `sizes` counts the sites by d and the number of directions."""
+        """Return the number of parameters, and how it comes about; `sizes` counts the sites by d and the number of directions."""
         r, terms = self.rank, []
         for (d, n), count in sizes.items():
             each = f"2·{d}·{r} + 3·{r}² + 2·{r}" if n == 1 else f"3·{d}·{r} + 6·{r}² + 4·{r}"
@@ -216,7 +216,7 @@ class SiteFinder:
             names.append(name)
 
     def name_in_layer(self, module: nn.Module, call: LayerCall, place: WrappedModule) -> str:
-        """The path of the feed-forward's module inside the layer's."""
+        """Return the path of the feed-forward's module inside the layer's."""
         layer = self.anatomy.model.get_submodule(call.path)
         names = [name for name, part in layer.named_modules(remove_duplicate=False) if part is module and name]
         if not names:
@@ -224,7 +224,7 @@ class SiteFinder:
         return names[0]
 
     def size_read(self, place: WrappedModule, call: LayerCall) -> tuple[int, ...]:
-        """The size of what the feed-forward reads within the layer's call."""
+        """Return the size of what the feed-forward reads within the layer's call."""
         path = place.path if place.gathered is None else place.gathered.into[0].module
         key = place.stream_in if place.gathered is None else 0
         outer = next(one for one in self.anatomy.program.calls if one.path == call.path)

@@ -75,7 +75,7 @@ class RecurrentFeedForward(Wrapper):
         return with_item(output, out, y + added.to(y.dtype))
 
     def added(self, x: Tensor, real: Tensor | None, cache: Cache | None, sizes: tuple[int, int] | None, layer: str) -> Tensor:
-        """What the recurrence adds, of the shape of x."""
+        """Return what the recurrence adds, of the shape of x."""
         stream = x.unflatten(0, sizes) if self.layout.flat and sizes is not None else x
         stream = batch_first(stream, self.layout.tokens_first)  # (batch, T, d)
         if cache is None or not self.causal:
@@ -119,6 +119,6 @@ class RecurrentLayer(Wrapper):
         return call_with_keywords(layer, self.paths, {KEYWORD: given}, args, kwargs)
 
     def unpadded(self, mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
-        """Which tokens are no padding, (batch or 1, tokens); None where nothing shows it."""
+        """Return which tokens are no padding, (batch or 1, tokens); None where nothing shows it."""
         visible = None if mask is None else visible_keys(mask, tokens, self.true_hides)
         return None if visible is None else unpadded_tokens(visible, tokens)

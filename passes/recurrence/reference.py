@@ -67,7 +67,7 @@ def each(new: Tensor, old: Tensor, real: Tensor, t: int) -> Any:
 
 
 def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | None:
-    """Which of the last `tokens` tokens the model's input says are no padding; None where no mask of that size says.
+    """Return which of the last `tokens` tokens the model's input says are no padding; None where no mask of that size says.
 
     The model's own mask is believed where it is given no `attention_mask`, as it may make one of lengths or token ids, or one with
     places for more than the stream's tokens; where that has fewer places, as a cache leaves none for what was padding, if it shows

@@ -3,6 +3,17 @@
 The code of a layer runs from its beginning to its end, so in the run for one branch all its code runs, but not its parts: the
 modules outside this branch are not called. They answer with zeros of the shape that they returned at first, on which the code
 between them computes what nobody reads. No gradient passes there, so that a tensor which requires one is of this branch.
+
+The sums by which branches are added to the stream are intercepted, and the caller says what comes of each:
+
+    x = x + self.attention(self.norm(x))          the sum of x, the very tensor that is the stream, and the first branch
+    x = x + self.mlp(self.other_norm(x))          that of what the caller made of the first, and the second branch
+
+The stream is known by identity, so that no name of a module or a variable plays a part. How many sums a branch takes to be added
+(`x + f(x) + g(x)` takes two) is known from the data flow.
+
+In float16 some code clamps its stream between two sums, so that infinite numbers become finite. Where it changes nothing the stream
+is the same tensor as before.
 """
 
 from __future__ import annotations
@@ -10,14 +21,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_unflatten
 
-from retrofit.passes.reversible.intercepted_sums import Branches, Following, call_intercepted
 from retrofit.passes.reversible.repeated_call import (
     Placeholder,
     RandomState,
@@ -27,7 +38,104 @@ from retrofit.passes.reversible.repeated_call import (
     leaves_of,
     recorded_graph,
 )
-from retrofit.sdk import ArgumentPlace
+from retrofit.sdk import ArgumentPlace, RetrofitError
+
+SUMS = (
+    torch.add,
+    Tensor.add,
+    Tensor.add_,
+    Tensor.__add__,
+    Tensor.__radd__,
+    Tensor.__iadd__,
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.add_.Tensor,
+)
+
+CLAMPS = (torch.clamp, torch.clip, Tensor.clamp, Tensor.clip, torch.ops.aten.clamp.default, torch.ops.aten.clamp.Tensor)
+
+Following = Callable[[int, Tensor], Tensor]  # the number of a branch and what it adds, to the stream that the layer goes on with
+
+
+class Branches:
+    """How far the code of a layer has come: the stream as it has it, and which of its branches have ended."""
+
+    def __init__(
+        self, sums: Sequence[int], stream: Tensor, following: Following, clamped: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """`sums`: of each branch, in how many sums it is added to the stream.
+
+        `clamped` receives the stream where it is clamped; without it a clamp that changes a number is an error.
+        """
+        self.sums, self.following, self.clamped = tuple(sums), following, clamped
+        self.stream: Tensor | None = stream  # None within a branch of several sums
+        self.carrier: Tensor | None = stream if self.sums else None  # the tensor that the next sum of the stream has as a term
+        self.ended = 0
+        self.part: Tensor | None = None  # the terms of a branch so far
+        self.terms = 0
+
+    def add(self, term: Tensor) -> Tensor:
+        """Return what the sum of the stream and this term is: another stream, where the branch ends with it."""
+        self.part = term if self.part is None else self.part + term
+        self.terms += 1
+        self.carrier = self.part
+        if self.terms == self.sums[self.ended]:
+            stream = self.following(self.ended, self.part)
+            self.ended += 1
+            self.part, self.terms, self.stream = None, 0, stream
+            self.carrier = stream if self.ended < len(self.sums) else None
+            return stream
+        self.stream = None
+        return self.part
+
+    def clamp(self, result: Tensor) -> Tensor:
+        """Return the stream after the code clamps it to `result`; raise `RetrofitError` where that cannot be undone."""
+        assert self.stream is not None
+        if self.clamped is None:
+            if not torch.equal(result, self.stream):
+                raise RetrofitError(
+                    "reversible: the code of a layer clamps a number of its stream, which cannot be computed backwards",
+                    why=f"the number is beyond the range of {self.stream.dtype}, or none",
+                    remedy="train in bfloat16 or float32",
+                )
+            return self.stream
+        self.clamped(result)
+        if self.carrier is self.stream:
+            self.carrier = result
+        self.stream = result
+        return result
+
+
+class InterceptedSums(TorchFunctionMode):
+    """Within this context the sums of the stream are those of `branches`."""
+
+    def __init__(self, branches: Branches) -> None:
+        super().__init__()
+        self.branches = branches
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in SUMS and len(args) == 2 and not kwargs and self.branches.carrier is not None:
+            one, other = args
+            if one is self.branches.carrier and isinstance(other, Tensor):
+                return self.branches.add(other)
+            if other is self.branches.carrier and isinstance(one, Tensor):
+                return self.branches.add(one)
+        if function in CLAMPS and args and args[0] is self.branches.stream:
+            return self.branches.clamp(function(*args, **(kwargs or {})))
+        return function(*args, **(kwargs or {}))
+
+
+def call_intercepted(call: Callable[[], Any], branches: Branches) -> Any:
+    """Return what the call of a layer returns, its sums intercepted; raises `RetrofitError` unless every branch was added."""
+    with InterceptedSums(branches):
+        output = call()
+    if branches.ended != len(branches.sums):
+        raise RetrofitError(
+            f"reversible: {branches.ended} of the {len(branches.sums)} branches of a layer were added to its stream",
+            why="its code takes another way than when it was rewritten",
+            remedy="call it with the arguments it had then, in that precision; layers= leaves it out",
+        )
+    return output
+
 
 RUN = "run_of_branches"  # the attribute of a part while its layer runs
 SKIPPABLE: dict[type[nn.Module], type[nn.Module]] = {}  # by class
@@ -54,7 +162,7 @@ class BranchCall(RepeatedCall):
         self.recorded = 0  # losses in all
 
     def first_of_branches(self, x: Tensor, following: Following) -> Returned:
-        """What the layer returns for the stream x, without a graph; `following` makes the streams after it."""
+        """Return what the layer returns for the stream x, without a graph; `following` makes the streams after it."""
         self.values = [one.detach() for one in self.given]
         self.versions += [one._version for one in self.values]
         before = [RandomState(self.device)]
@@ -74,7 +182,7 @@ class BranchCall(RepeatedCall):
         known |= {id(value): original for value, original in zip(values, self.given, strict=True)}
         self.given, self.recorded = [], len(losses)
         returned = Returned(output, self.stream_out, known, losses)
-        returned.tensors = [one.detach() for one in returned.tensors]
+        returned.tensors = [tensor.detach() for tensor in returned.tensors]
         return returned
 
     def branch(self, number: int, x: Tensor, with_graph: bool = True) -> tuple[Tensor, Returned, list[Tensor]]:
@@ -146,7 +254,7 @@ class Answer:
         return Answer(tuple((kept(leaf), isinstance(leaf, Tensor)) for leaf in leaves), structure)
 
     def again(self, arguments: Any) -> Any:
-        """The same, its tensors zero."""
+        """Return the same, its tensors zero."""
         given = flattened(arguments)[0]
 
         def filled(leaf: Any, is_tensor: bool) -> Any:
@@ -167,7 +275,7 @@ class Recording:
         self.answers, self.depth = answers, 0
 
     def call(self, part: Any, args: Any, kwargs: Any) -> Any:
-        """What a call of a part returns; one inside another part is an ordinary one."""
+        """Return what a call of a part returns; one inside another part is an ordinary one."""
         self.depth += 1
         try:
             output = part(*args, **kwargs)
@@ -197,7 +305,7 @@ class Skipping:
 
 
 def skippable(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class of modules of a class whose calls are made, or not, by the run that they have as an attribute."""
+    """Return the class of modules of a class whose calls are made, or not, by the run that they have as an attribute."""
     if kind in SKIPPABLE:
         return SKIPPABLE[kind]
 

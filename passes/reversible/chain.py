@@ -11,6 +11,13 @@ loses its n lowest bits, which are kept, n bits a number. With them X_{k−1} fo
 So of all steps only the last two X are stored. A chain is known to the tensor that its last step returned, by the node of autograd
 that made it; nothing is kept in a module. The gradient is that of the formula without the rounding to fixed point.
 
+In fixed point sums lose nothing:
+
+    X = round(2³² x)          X: int64
+
+A step of 2⁻³² is finer than float32's from 2⁻⁸ on. Up to 2²⁹ in magnitude a number of the stream is represented; one beyond that,
+or that is none, is not a number in what is made of it.
+
 On Exact Bit-level Reversible Transformers Without Changing Architectures (ICML 2025).
 """
 
@@ -25,18 +32,64 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 
-from retrofit.passes.reversible.fixed_point import (
-    laid_out,
-    low_bits,
-    not_a_number_where,
-    strides_of,
-    to_fixed,
-    to_float,
-    unpacked,
-)
 from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned
 from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument, record_auxiliary_loss
+
+SCALE = 2.0**32
+LARGEST = 2.0**29
+
+
+def to_fixed(x: Tensor) -> Tensor:
+    """x in fixed point; what cannot be represented becomes the nearest number that can, or zero."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * SCALE).round_().clamp_(-LARGEST * SCALE, LARGEST * SCALE).nan_to_num_(nan=0.0).to(torch.int64)
+
+
+def to_float(fixed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the nearest number of a type; contiguous."""
+    wide = fixed.to(torch.promote_types(dtype, torch.float32), memory_format=torch.contiguous_format)
+    return wide.mul_(1 / SCALE).to(dtype)
+
+
+def not_a_number_where(unrepresented: Tensor, x: Tensor) -> Tensor:
+    """x, and not a number wherever `unrepresented` cannot be represented; laid out in memory as `unrepresented` is."""
+    return laid_out(torch.where(unrepresented.abs() <= LARGEST, x, torch.nan), strides_of(unrepresented))
+
+
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """Return those of x, or of a contiguous tensor of its size where x has gaps or overlaps."""
+    return torch.empty_like(x, device="meta").stride()
+
+
+def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x with these strides: how a product is rounded depends on the layout of what is multiplied."""
+    return x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def low_bits(fixed: Tensor, count: int) -> Tensor:
+    """Return the `count` lowest bits of each number, packed: (count, ⌈numbers / 8⌉) bytes."""
+    flat = fixed.reshape(-1)
+    planes = []
+    for bit in range(count):
+        plane = F.pad((flat >> bit).bitwise_and_(1).to(torch.uint8), (0, -len(flat) % 8)).view(-1, 8)
+        planes.append((plane << places(fixed)).sum(-1, dtype=torch.uint8))
+    return torch.stack(planes)
+
+
+def unpacked(bits: Tensor, like: Tensor) -> Tensor:
+    """Return the numbers of which `low_bits` are these, of the shape of `like`."""
+    found = torch.zeros_like(like)
+    for bit, plane in enumerate(bits):
+        values = (plane.unsqueeze(-1) >> places(like)).bitwise_and_(1).view(-1)[: like.numel()]
+        found |= values.view(like.shape).to(torch.int64) << bit
+    return found
+
+
+def places(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
+
 
 NEARBY = 2  # nodes of autograd between a step and the next that leave its tensor as it is: those of hooks
 
@@ -94,7 +147,7 @@ class Chain:
         return returned
 
     def back(self, with_graph: bool = True) -> tuple[Move, Tensor, Returned, list[Tensor]]:
-        """The last step is undone: its move, its input and what its layer returned, with a graph between them."""
+        """Return the last step is undone: its move, its input and what its layer returned, with a graph between them."""
         if self.newest is None:
             raise used_up()
         after, current = self.newest
@@ -156,7 +209,9 @@ class Step(torch.autograd.Function):
         move, x, returned, given = chain.back()
         wanted = [x, *given, *ctx.parameters]
         results = [
-            (one, of) for one, of in zip(returned.tensors[1:], of_others, strict=True) if of is not None and one.requires_grad
+            (tensor, of)
+            for tensor, of in zip(returned.tensors[1:], of_others, strict=True)
+            if of is not None and tensor.requires_grad
         ]
         through, past, before = gradient, None, None
         if gradient is not None and move.signs is not None:
@@ -171,19 +226,19 @@ class Step(torch.autograd.Function):
 
 
 def outputs_of(ctx: Any, returned: Returned, made: list[Returned]) -> tuple[Tensor, ...]:
-    """The tensors that a call returned, as outputs of a step; the rest of it is in `made`."""
-    ctx.mark_non_differentiable(*(one for one in returned.tensors if not one.is_floating_point()))
+    """Return the tensors that a call returned, as outputs of a step; the rest of it is in `made`."""
+    ctx.mark_non_differentiable(*(tensor for tensor in returned.tensors if not tensor.is_floating_point()))
     tensors, returned.tensors = tuple(returned.tensors), []
     made.append(returned)
     return tensors
 
 
 def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], parameters: Sequence[Tensor]) -> list[Any]:
-    """The gradients of what is wanted, from values and their gradients; those of weights that FSDP made whole go to these."""
+    """Return the wanted gradients from values and their gradients; those of weights that FSDP made whole go to these."""
     if not results:
         return [None] * len(wanted)
     values, gradients = [one for one, _ in results], [of for _, of in results]
-    strays = stray_leaves(values, wanted) if any(isinstance(one, DTensor) for one in parameters) else []
+    strays = stray_leaves(values, wanted) if any(isinstance(parameter, DTensor) for parameter in parameters) else []
     handles = [leaf.register_hook(functools.partial(accumulate, leaf)) for leaf in strays]
     found = torch.autograd.grad(values, [*wanted, *strays], gradients, allow_unused=True)
     for handle in handles:
@@ -192,9 +247,9 @@ def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], par
 
 
 def stray_leaves(values: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
-    """The leaves of a graph other than those wanted: whole weights that FSDP put in place of sharded ones for this run."""
+    """Return the leaves of a graph other than those wanted: whole weights that FSDP put in place of sharded ones for this run."""
     known, seen = {id(one) for one in wanted}, set()
-    pending, found = [one.grad_fn for one in values], []
+    pending, found = [value.grad_fn for value in values], []
     while pending:
         node: Any = pending.pop()
         if node is None or node in seen:
@@ -229,7 +284,7 @@ class Place:
 
 
 def step_that_made(x: Tensor, kind: type = Chain) -> Any:
-    """The node of autograd of the step, of a chain of this kind, that returned x as its stream; None where none did."""
+    """Return the node of autograd of the step, of a chain of this kind, that returned x as its stream; None where none did."""
     nodes: list[Any] = [x.grad_fn]
     for _ in range(NEARBY + 1):
         for node in nodes:
@@ -243,12 +298,12 @@ def step_that_made(x: Tensor, kind: type = Chain) -> Any:
 def reversible_call(
     layer: nn.Module, stream_in: ArgumentPlace, stream_out: int | str | None, bits: int, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """What the layer returns, its stream that of one step more of the chain that its input is from, or of a new chain.
+    """Return what the layer returns, its stream that of one step more of the chain that its input is from, or of a new chain.
 
     A call that no gradient passes is an ordinary one.
     """
     container, key = find_argument(stream_in, list(args), kwargs)
-    x, parameters = container[key], [one for one in layer.parameters() if one.requires_grad]
+    x, parameters = container[key], [parameter for parameter in layer.parameters() if parameter.requires_grad]
     call = RepeatedCall(layer, stream_in, stream_out, args, kwargs)
     if not (x.requires_grad or call.given or parameters):
         return layer(*args, **kwargs)

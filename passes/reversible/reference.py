@@ -1,19 +1,152 @@
-"""The reversible pass once more: a training step that keeps everything, which the check `method` holds the pass against.
+"""The reference of the reversible pass, with which the check `method` compares it: a training step that keeps everything.
 
-Its stream is in float64, where whole numbers of steps of 2⁻³² are exact as well, and its gradient is autograd's own.
+Its stream is in float64, where whole numbers of steps of 2⁻³² are exact as well, and its gradient is autograd's own. For two
+streams a layer's branches are found by value, one at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers.cache_utils import Cache
 
-from retrofit.passes.reversible.two_stream_reference import everything_kept as swaps_kept
-from retrofit.sdk import Observed, Problems, SiteCall, find_argument, with_item
+from retrofit.sdk import Deviation, Observed, Problems, SiteCall, find_argument, with_item
+
+
+class Sums(TorchFunctionMode):
+    """Within this context `meet` is asked of every sum of two tensors; what it returns is the sum, where it returns one."""
+
+    def __init__(self, meet: Callable[[Tensor, Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self.meet = meet
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "").strip("_") in ("add", "iadd", "radd", "add.Tensor") and len(args) == 2:
+            one, other = args
+            if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
+                found = self.meet(one, other)
+                if found is not None:
+                    return found
+        return function(*args, **(kwargs or {}))
+
+
+def two_stream_layer(call: SiteCall) -> Tensor:
+    """x_{j+1} = x_{j−1} + f_j(x_j): for each branch the layer runs once more, on the streams so far; the other one at the end."""
+    module: Any = call.module
+    swaps = module.swaps
+    given = call.argument(swaps.stream_in)
+    if given.shape[-1] not in (swaps.width, 2 * swaps.width):
+        raise Deviation(f"it was given a stream {given.shape[-1]} wide")
+    streams = [given[..., -swaps.width :], given[..., : swaps.width]]  # the older, the newer
+    for number in range(len(swaps.sums)):
+        streams.append(streams[-2] + branch(module, call, streams[1:], number))
+    return (streams[-1] + streams[-2]) / 2 if swaps.closes else torch.cat([streams[-1], streams[-2]], -1)
+
+
+def branch(module: Any, call: SiteCall, streams: list[Tensor], number: int) -> Tensor:
+    """f of a branch: what its sums add to the stream of its number, the earlier ones having given the streams that follow them."""
+    reached, terms, found = 0, list[Tensor](), list[Tensor]()
+    sums = module.swaps.sums
+
+    def meet(one: Tensor, other: Tensor) -> Tensor | None:
+        nonlocal reached
+        if reached > number:
+            return None
+        carrier = sum(terms[1:], terms[0]) if terms else streams[reached]
+        for term, rest in ((one, other), (other, one)):
+            if not torch.equal(term, carrier):
+                continue
+            terms.append(rest)
+            total = sum(terms[1:], terms[0])
+            if len(terms) < sums[reached]:
+                return total
+            terms.clear()
+            reached += 1
+            if reached > number:
+                found.append(total)
+                return streams[number] + total
+            return streams[reached]
+        return None
+
+    arguments, keywords = copied(list(call.args)), copied(dict(call.kwargs))
+    container, key = find_argument(module.swaps.stream_in, arguments, keywords)
+    container[key] = streams[0]
+    with Sums(meet):
+        module.layer(*arguments, **keywords)
+    if not found:
+        raise Deviation(f"its layer adds {reached} branches to the stream, and not {len(sums)}")
+    return found[0]
+
+
+def copied(value: Any) -> Any:
+    """Return the same arguments, with copies of the caches among them."""
+    if isinstance(value, dict):
+        return {name: copied(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(copied(one) for one in value)
+    return copy.deepcopy(value) if isinstance(value, Cache) else value
+
+
+@contextlib.contextmanager
+def swaps_kept(observed: Observed) -> Iterator[None]:
+    """Within this context the layers run on two streams in ordinary operations, of which autograd keeps all."""
+    last: list[tuple[Tensor, Tensor, Tensor]] = []  # what the layer before returned, and both streams in it in float64
+
+    def stepping(module: Any) -> Any:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            swaps, arguments, keywords = module.swaps, list(args), dict(kwargs)
+            container, key = find_argument(swaps.stream_in, arguments, keywords)
+            x = container[key]
+            if last and last[-1][0] is x:
+                _, newer, older = last[-1]
+            else:
+                newer, older = (in_steps(one.double()) for one in (x[..., : swaps.width], x[..., -swaps.width :]))
+            shown, ended, terms = [newer.to(x.dtype)], 0, 0
+
+            def meet(one: Tensor, other: Tensor) -> Tensor | None:
+                nonlocal newer, older, ended, terms
+                if ended == len(swaps.sums) or not any(term is shown[-1] for term in (one, other)):
+                    return None
+                value = other if one is shown[-1] else one
+                if terms:
+                    value = shown[-1] + value
+                terms += 1
+                if terms == swaps.sums[ended]:
+                    newer, older, terms, ended = older + in_steps(value.double()), newer, 0, ended + 1
+                    value = newer.to(x.dtype)
+                shown.append(value)
+                return value
+
+            container[key] = shown[0]
+            with Sums(meet):
+                output = module.layer(*arguments, **keywords)
+            streams = (newer + older) / 2 if swaps.closes else torch.cat([newer, older], -1)
+            returned = streams.to(x.dtype)
+            last[:] = [] if swaps.closes else [(returned, newer, older)]
+            return with_item(output, None if isinstance(output, Tensor) else swaps.stream_out, returned)
+
+        return forward
+
+    modules: list[Any] = [site.module for site in observed.sites if hasattr(site.module, "swaps")]
+    for module in modules:
+        module.__dict__["forward"] = stepping(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.__dict__["forward"]
+
+
+def in_steps(x: Tensor) -> Tensor:
+    """Return a whole number of steps of 2⁻³², with the gradient of x."""
+    return x + (torch.round(x.detach() * 2.0**32) / 2.0**32 - x.detach())
+
 
 STEP = 2.0**-32
 LIMIT = 1e-3  # of the largest gradient of a parameter: both are in float32, and add in another order
@@ -28,9 +161,9 @@ def reversible_layer(call: SiteCall) -> Tensor:
 
 
 def wiring(observed: Observed) -> Problems:
-    """What a training step returns and the gradients of all parameters, by the modules and with everything kept."""
+    """A training step returns the same, with the same gradients of all parameters, by the modules and with everything kept."""
     called = [site for site in observed.sites if site.calls]
-    halves = [one for one in observed.model.parameters() if one.dtype in (torch.float16, torch.bfloat16)]
+    halves = [parameter for parameter in observed.model.parameters() if parameter.dtype in (torch.float16, torch.bfloat16)]
     if not called or halves:
         for site in called[:1]:
             observed.not_compared(site.path, "in half precision a gradient is too coarse to compare")
@@ -57,18 +190,18 @@ def wiring(observed: Observed) -> Problems:
 
 
 def largest(value: Tensor | None) -> float:
-    """The largest magnitude among the numbers, 0 where there is none."""
+    """Return the largest magnitude among the numbers, 0 where there is none."""
     return 0.0 if value is None or not value.numel() else float(value.abs().masked_fill(~value.isfinite(), 0.0).max())
 
 
 def gradients(observed: Observed) -> list[tuple[str, Tensor | None]]:
-    """The outputs of a forward in training mode, always on the same random numbers, and the gradients of a function of them.
+    """Return the outputs of a forward in training mode, always on the same random numbers, and the gradients of a function of them.
 
     The model keeps its cache, as it does in training unless told otherwise.
     """
     model = observed.model
     modes = {part: part.training for part in model.modules()}
-    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     inputs = {**observed.inputs, "use_cache": True} if "use_cache" in observed.inputs else observed.inputs
     state = torch.get_rng_state()
     try:
@@ -76,18 +209,21 @@ def gradients(observed: Observed) -> list[tuple[str, Tensor | None]]:
             model.train()
             torch.manual_seed(SEED)
             outputs = [one for one in floats(model(**inputs)) if one.requires_grad]
-            weights = [torch.linspace(-1, 1, one.numel(), device=one.device).reshape(one.shape).to(one.dtype) for one in outputs]
+            weights = [
+                torch.linspace(-1, 1, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
+                for output in outputs
+            ]
             found = torch.autograd.grad(outputs, list(parameters.values()), weights, allow_unused=True)
     finally:
         torch.set_rng_state(state)
         for part, mode in modes.items():
             part.training = mode
-    returned = [(f"the model's output {number}", one.detach()) for number, one in enumerate(outputs)]
+    returned = [(f"the model's output {number}", output.detach()) for number, output in enumerate(outputs)]
     return [*returned, *((f"the gradient of {name}", one) for name, one in zip(parameters, found, strict=True))]
 
 
 def floats(value: Any) -> Iterator[Tensor]:
-    """The float tensors in what a model returns."""
+    """Yield the float tensors in what a model returns."""
     if isinstance(value, Tensor):
         yield from [value] if value.is_floating_point() else []
     elif isinstance(value, dict):
@@ -136,5 +272,5 @@ def everything_kept(observed: Observed) -> Iterator[None]:
 
 
 def rounded(x: Tensor, how: Any) -> Tensor:
-    """A whole number of steps, with the gradient of x."""
+    """Return a whole number of steps, with the gradient of x."""
     return x + (how(x.detach() / STEP) * STEP - x.detach())

@@ -52,7 +52,7 @@ class Returned:
         self.tensors += losses
 
     def rebuilt(self, tensors: tuple[Tensor, ...]) -> Any:
-        """The same with other tensors in their places."""
+        """Return the same with other tensors in their places."""
         leaves = [tensors[leaf.number] if isinstance(leaf, Placeholder) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.structure)
 
@@ -62,7 +62,7 @@ def item(output: Any, key: int | str | None) -> Any:
 
 
 def flattened(value: Any) -> tuple[list[Any], Any]:
-    """The leaves of nested lists, tuples and mappings; a cache is one."""
+    """Return the leaves of nested lists, tuples and mappings; a cache is one."""
     return tree_flatten(value, is_leaf=lambda one: isinstance(one, Cache))
 
 
@@ -98,13 +98,13 @@ class RepeatedCall:
         self.random: RandomState | None = None
 
     def first(self, x: Tensor) -> Returned:
-        """What the layer returns for the stream x, without a graph.
+        """Return what the layer returns for the stream x, without a graph.
 
         While it runs there is one, as in every run of it: an operation may run another kernel where an argument is trained, as
         torch's attention does for a trained mask, and all runs are to run the same.
         """
         self.values = [one.detach() for one in self.given]
-        self.versions += [one._version for one in self.values]
+        self.versions += [value._version for value in self.values]
         before = RandomState(self.device)
         values = leaves_of(self.values)
         with recorded_graph(kept=False):
@@ -113,11 +113,11 @@ class RepeatedCall:
         self.given = []
         self.random = None if before.is_current() else before
         returned = Returned(output, self.stream_out, known, losses)
-        returned.tensors = [one.detach() for one in returned.tensors]
+        returned.tensors = [tensor.detach() for tensor in returned.tensors]
         return returned
 
     def again(self, x: Tensor, with_graph: bool = True) -> tuple[Returned, list[Tensor]]:
-        """The same once more, with a graph from x and from the tensors that it returns, one for each of those given at first."""
+        """Return the result again, with a graph from x and the tensors that are returned too, one for each given at first."""
         self.require_unchanged()
         values = leaves_of(self.values)
         with recorded_graph(with_graph), self.random.restored() if self.random else contextlib.nullcontext():
@@ -127,7 +127,7 @@ class RepeatedCall:
     def require_unchanged(self) -> None:
         """Raises `RetrofitError` where an argument has been written to since the first run."""
         tensors = [*(leaf for leaf in self.leaves if isinstance(leaf, Tensor)), *self.values]
-        if [one._version for one in tensors] != self.versions:
+        if [tensor._version for tensor in tensors] != self.versions:
             raise RetrofitError(
                 "reversible: an argument of a layer was changed in place between its forward and its backward pass",
                 why="the layer is computed again from it",
@@ -137,7 +137,7 @@ class RepeatedCall:
     def run(
         self, x: Tensor, values: list[Tensor], called: Any = None, recorded: list[list[Tensor]] | None = None
     ) -> tuple[Any, dict[int, Any], list[Tensor]]:
-        """What the layer returns; what it was given, by identity, a cache by that of its copy; the losses that it recorded.
+        """Return what the layer returns; what it was given, by identity, a cache by that of its copy; the losses that it recorded.
 
         `called`, where it is given, calls the layer; `recorded` receives the list of the losses before it does.
         """
@@ -181,8 +181,8 @@ def recorded_graph(kept: bool) -> Iterator[None]:
 
 
 def leaves_of(values: list[Tensor]) -> list[Tensor]:
-    """The values as leaves of a graph that require a gradient."""
-    return [one.detach().requires_grad_() for one in values]
+    """Return the values as leaves of a graph that require a gradient."""
+    return [value.detach().requires_grad_() for value in values]
 
 
 def forget(saved: Tensor) -> None:
@@ -203,22 +203,22 @@ class KeptCache:
     def __init__(self, cache: Cache, tensors: list[Tensor], numbers: dict[int, int]) -> None:
         """`numbers`: of the tensors that require a gradient, by identity, which of those given to the call they are."""
         self.cache = cache
-        self.tensors = [Placeholder(numbers[id(one)]) if id(one) in numbers else one for one in tensors]
+        self.tensors = [Placeholder(numbers[id(tensor)]) if id(tensor) in numbers else tensor for tensor in tensors]
         self.kept = copied(cache, tensors, self.tensors)
 
     def copied(self, values: list[Tensor]) -> Any:
-        """A copy with these values in place of what was given."""
-        new = [values[one.number] if isinstance(one, Placeholder) else one for one in self.tensors]
+        """Return a copy with these values in place of what was given."""
+        new = [values[tensor.number] if isinstance(tensor, Placeholder) else tensor for tensor in self.tensors]
         return copied(self.kept, self.tensors, new)
 
 
 def copied(value: Any, parts: list[Any], replaced: list[Any]) -> Any:
-    """A deep copy in which each part is replaced by another object, and not copied."""
-    return copy.deepcopy(value, {id(one): other for one, other in zip(parts, replaced, strict=True)})
+    """Return a deep copy in which each part is replaced by another object, and not copied."""
+    return copy.deepcopy(value, {id(part): other for part, other in zip(parts, replaced, strict=True)})
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """The tensors in an object, its attributes, lists and mappings, each once."""
+    """Return the tensors in an object, its attributes, lists and mappings, each once."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return []
@@ -245,8 +245,8 @@ class RandomState:
         return (torch.get_rng_state(), *own)
 
     def is_current(self) -> bool:
-        """Whether no number has been drawn since."""
-        return all(torch.equal(one, other) for one, other in zip(self.states, self.current(), strict=True))
+        """Return whether no number has been drawn since."""
+        return all(torch.equal(state, other) for state, other in zip(self.states, self.current(), strict=True))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:

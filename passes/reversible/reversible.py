@@ -23,12 +23,10 @@ from typing import ClassVar
 
 from torch import fx, nn
 
-from retrofit.passes.reversible import reference as once_more
-from retrofit.passes.reversible import two_stream_reference as swaps_once_more
-from retrofit.passes.reversible.reversible_layer import ReversibleLayer
+from retrofit.passes.reversible import reference as method_reference
+from retrofit.passes.reversible.reversible_layer import ReversibleLayer, written_arguments
 from retrofit.passes.reversible.swaps import SwapSite, bounds_of, branches_of, parts_of, same_as
-from retrofit.passes.reversible.two_stream_layer import SecondStream, TwoStreamLayer
-from retrofit.passes.reversible.written_arguments import written_arguments
+from retrofit.passes.reversible.two_streams import SecondStream, TwoStreamLayer
 from retrofit.sdk import (
     LIKE,
     WITHOUT_GRADIENT,
@@ -88,10 +86,10 @@ class Reversible(Pass[ReversiblePlan]):
     already: ClassVar[str] = "it is reversible already"
     reference: ClassVar[MethodReference] = MethodReference(
         {
-            ReversibleLayer: ModuleReference(once_more.reversible_layer, ("layer",), key="stream_out", trainings=0),
-            TwoStreamLayer: ModuleReference(swaps_once_more.two_stream_layer, functions=("layer",), key="stream_out", trainings=0),
+            ReversibleLayer: ModuleReference(method_reference.reversible_layer, ("layer",), key="stream_out", trainings=0),
+            TwoStreamLayer: ModuleReference(method_reference.two_stream_layer, functions=("layer",), key="stream_out", trainings=0),
         },
-        wiring=once_more.wiring,
+        wiring=method_reference.wiring,
     )
     recovery: ClassVar[Recovery] = Recovery(align=0.0, anneal=0.5, dial=SecondStream())
 
@@ -206,7 +204,7 @@ class StepFinder:
         self.sites.setdefault(layer.name, ReversibleSite(layer.name, key_in, key_out))
 
     def swaps(self, layer: Layer, stack: Stack) -> SwapSite:
-        """The layer as a link of two streams; raises `DoesNotFitError` where it can be none."""
+        """Return the layer as a link of two streams; raises `DoesNotFitError` where it can be none."""
         key_in, key_out = layer.stream_places()
         call = self.require_reversible(layer)
         if sum(one.path == layer.name for one in self.flow.program.calls) > 1:
@@ -217,23 +215,23 @@ class StepFinder:
         return SwapSite(layer.name, stack.name, key_in, key_out, stack.width, sums, parts)
 
     def leads_to(self, layer: Layer, following: Layer) -> bool:
-        """Whether what a layer returns goes to the following one, and nowhere else."""
+        """Return whether what a layer returns goes to the following one, and nowhere else."""
         same, call = same_as(self.anatomy.node(layer.exit), self.flow), self.call_of(following)
         bounds = bounds_of(same, self.flow)
         others = [
-            one
+            use
             for alias in same
-            for one in self.flow.uses[alias]
-            if one not in same and one not in bounds and not call.encloses(self.flow.call_of(one)) and op(one) not in LIKE
+            for use in self.flow.uses[alias]
+            if use not in same and use not in bounds and not call.encloses(self.flow.call_of(use)) and op(use) not in LIKE
         ]
-        is_output = any(one in same for one in self.flow.program.outputs.values())
+        is_output = any(output in same for output in self.flow.program.outputs.values())
         return self.anatomy.node(following.entry) in same and not others and not is_output
 
     def call_of(self, layer: Layer) -> Call:
         return next(call for call in self.flow.program.calls if (call.path, call.index) == (layer.name, layer.call))
 
     def require_reversible(self, layer: Layer) -> Call:
-        """The layer's call; raises `DoesNotFitError` where it cannot be computed again from its stream."""
+        """Return the layer's call; raises `DoesNotFitError` where it cannot be computed again from its stream."""
         call = self.call_of(layer)
         steps = layer.name.split(".")
         for count in range(1, len(steps) + 1):
@@ -266,27 +264,27 @@ class StepFinder:
         for node in flow.nodes:
             if op(node).startswith("_assert"):
                 continue
-            for one in node.all_input_nodes:
-                if node in inside and one in program.parameters:
-                    if self.anatomy.model.get_parameter(program.parameters[one]) not in own:
-                        raise unfit(layer.name, f"it reads the weight {program.parameters[one]}, which is not its own")
-                elif node in inside and one not in inside and one not in given:
-                    if self.has_gradient(one) and not self.is_made_of(one, own):
-                        raise unfit(layer.name, f"it reads {self.described(one)}, which is none of its arguments")
-                elif node not in inside and one in inside and one not in returned and self.has_gradient(one):
+            for operand in node.all_input_nodes:
+                if node in inside and operand in program.parameters:
+                    if self.anatomy.model.get_parameter(program.parameters[operand]) not in own:
+                        raise unfit(layer.name, f"it reads the weight {program.parameters[operand]}, which is not its own")
+                elif node in inside and operand not in inside and operand not in given:
+                    if self.has_gradient(operand) and not self.is_made_of(operand, own):
+                        raise unfit(layer.name, f"it reads {self.described(operand)}, which is none of its arguments")
+                elif node not in inside and operand in inside and operand not in returned and self.has_gradient(operand):
                     around = [other.path for other in flow.call_of(node).chain if not other.encloses(call)]
-                    if not any(self.is_made_of(one, self.parameters(path)) for path in around):
+                    if not any(self.is_made_of(operand, self.parameters(path)) for path in around):
                         raise unfit(layer.name, f"{self.described(node)} reads a value inside it that it does not return")
         for name, node in program.outputs.items():
             if node in inside and node not in returned and self.has_gradient(node):
                 raise unfit(layer.name, f"the model's output {name} is a value inside it that it does not return")
 
     def has_gradient(self, node: fx.Node) -> bool:
-        """Whether the value is a float that was computed from a parameter."""
+        """Return whether the value is a float that was computed from a parameter."""
         return is_float(node) and bool(self.flow.ancestors[node] & self.weights)
 
     def is_made_of(self, node: fx.Node, weights: set[nn.Parameter]) -> bool:
-        """Whether these weights alone make the value: a tracer has a cast of a shared weight once, its readers make it each."""
+        """Return whether these weights alone make the value: of a shared weight a tracer has one cast, its readers one each."""
         if node in self.flow.depends:
             return False
         above = [name for one, name in self.flow.program.parameters.items() if self.flow.reaches(one, node)]

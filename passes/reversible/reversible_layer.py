@@ -1,15 +1,64 @@
-"""A layer whose activations are computed again in the backward pass, from what the layer after it received."""
+"""A layer whose activations are computed again in the backward pass, from what the layer after it received.
+
+A model may write to arguments of a layer once it has run, as it does with states that it keeps in tensors of its own: a layer that
+is to run a second time needs a copy of them. A cache object is copied anyway (`repeated_call.py`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from retrofit.passes.reversible.chain import reversible_call
-from retrofit.passes.reversible.written_arguments import with_copies
-from retrofit.sdk import Wrapper, argument_place, child_modules, is_exporting
+from retrofit.sdk import Wrapper, accepts, argument_place, child_modules, is_exporting, quiet, without_weights
+
+Key = int | str
+
+
+def written_arguments(model: nn.Module, inputs: Mapping[str, Any], paths: Collection[str]) -> dict[str, tuple[Key, ...]]:
+    """By layer, the arguments with tensors that are written to between its call and the end of a forward that keeps its cache.
+
+    The forward is one in training without values, so that a model that is being loaded gives the same; none are known of a model
+    that cannot be copied, or run, so.
+    """
+    calls: list[tuple[str, Key, Tensor, int]] = []
+
+    def hook_for(path: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            given: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
+            for key, value in given:
+                calls.extend((path, key, one, one._version) for one in tree_flatten(value)[0] if isinstance(one, Tensor))
+
+        return hook
+
+    called = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    if accepts(model, "use_cache"):
+        called["use_cache"] = True
+    with contextlib.suppress(Exception), quiet(), torch.no_grad(), torch.device("meta"):  # what the model's own code raises
+        skeleton = without_weights(model).train()
+        for path in paths:
+            skeleton.get_submodule(path).register_forward_pre_hook(hook_for(path), with_kwargs=True)
+        skeleton(**called)
+    found: dict[str, dict[Key, None]] = {}
+    for path, key, one, version in calls:
+        if one._version != version:
+            found.setdefault(path, {})[key] = None
+    return {path: tuple(keys) for path, keys in found.items()}
+
+
+def with_copies(args: Any, kwargs: dict[str, Any], keys: Collection[Key]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a call, with copies of the tensors in those at `keys`."""
+    copied = [copy_of(value) if key in keys else value for key, value in enumerate(args)]
+    return copied, {key: copy_of(value) if key in keys else value for key, value in kwargs.items()}
+
+
+def copy_of(value: Any) -> Any:
+    return tree_map_only(Tensor, Tensor.clone, value)
 
 
 class ReversibleLayer(Wrapper):

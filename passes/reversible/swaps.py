@@ -42,7 +42,7 @@ class LayerBranches:
 
 
 def branches_of(layer: Layer, anatomy: Anatomy) -> LayerBranches:
-    """Those of a layer; raises `DoesNotFitError` where one is not added to the stream that it reads."""
+    """Return those of a layer; raises `DoesNotFitError` where one is not added to the stream that it reads."""
     flow = anatomy.flow
     stream = anatomy.node(layer.entry)
     streams, sums = [stream], list[tuple[fx.Node, ...]]()
@@ -56,14 +56,14 @@ def branches_of(layer: Layer, anatomy: Anatomy) -> LayerBranches:
 
 
 def sums_to(stream: fx.Node, end: fx.Node, layer: Layer, flow: Dataflow) -> tuple[fx.Node, ...]:
-    """The sums from a stream to the one in which its next branch ends; raises `DoesNotFitError` where it is no term of them."""
+    """Return the sums from a stream to the one in which its next branch ends; raise `DoesNotFitError` if it is no term of them."""
     found: list[fx.Node] = []
     node = stream
     while node is not end:
         same = same_as(node, flow)
         bounds = bounds_of(same, flow)
-        readers = dict.fromkeys(one for alias in same for one in flow.uses[alias] if one not in same and one not in bounds)
-        users = [one for one in readers if op(one) == "add" and is_sum_of(same, one)]
+        readers = dict.fromkeys(use for alias in same for use in flow.uses[alias] if use not in same and use not in bounds)
+        users = [reader for reader in readers if op(reader) == "add" and is_sum_of(same, reader)]
         if len(users) != 1 or not flow.reaches(users[0], end) or (node is not stream and len(readers) != 1):
             why = "a branch is not added to the stream that it reads: this is normalized, scaled or added to on its way"
             raise unfit(layer, why, POST_NORM)
@@ -73,7 +73,7 @@ def sums_to(stream: fx.Node, end: fx.Node, layer: Layer, flow: Dataflow) -> tupl
 
 
 def same_as(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
-    """The node, and what is the very same tensor: casts to the dtype that it has, which a tracer records all the same.
+    """Return the node, and what is the very same tensor: casts to the dtype that it has, which a tracer records all the same.
 
     So is what is clamped in float16, where no number is beyond its range: a run finds out.
     """
@@ -88,7 +88,7 @@ def same_as(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
 
 
 def bounds_of(same: Collection[fx.Node], flow: Dataflow) -> set[fx.Node]:
-    """What the bounds of clamps among these nodes are made of, where that is made of the nodes themselves."""
+    """Return what the bounds of clamps among these nodes are made of, where that is made of the nodes themselves."""
     made: set[fx.Node] = set()
     for one in same:
         for bound in one.all_input_nodes[1:] if op(one) == "clamp" else ():
@@ -97,14 +97,14 @@ def bounds_of(same: Collection[fx.Node], flow: Dataflow) -> set[fx.Node]:
 
 
 def is_sum_of(same: Collection[fx.Node], node: fx.Node) -> bool:
-    """Whether a sum has one of these nodes, and another of its shape, as its terms as they are."""
+    """Return whether a sum has one of these nodes, and another of its shape, as its terms as they are."""
     terms = [part for part in node.args if isinstance(part, fx.Node)]
     plain = len(terms) == 2 and len(node.args) == 2 and not node.kwargs and sum(part in same for part in terms) == 1
     return plain and all(is_float(part) and shape(part) == shape(node) for part in terms)
 
 
 def parts_of(call: Call, branches: LayerBranches, layer: Layer, anatomy: Anatomy) -> tuple[str, ...]:
-    """The modules called in the layer's code that add nothing to the stream themselves, by their paths in the layer.
+    """Return the modules called in the layer's code that add nothing to the stream themselves, by their paths in the layer.
 
     Raises `DoesNotFitError` where one branch reads what another computes.
     """

@@ -1,29 +1,50 @@
-"""Two streams, of which each branch reads the newer and is added to the older, one after the other; reversed without anything kept.
+"""Layers on two streams, of which each branch reads the newer and is added to the older, one after the other; reversed without
+anything kept.
 
     x_{j+1} = x_{j−1} + f_j(x_j)          f_j the branches of all layers in order, x_{−1} = x_0 the stream before the first layer
 
-With two branches a layer this is y1 = x1 + f(x2), y2 = x2 + g(y1), and with three there are three swaps. In fixed point, where
-sums lose nothing, x_{j−1} = x_{j+1} − f_j(x_j) exactly, so each branch is computed again from the very input that it had. Of all
-layers only the last two streams are stored. Between two layers there is one tensor, [newer | older]; what comes out of the last is
-their mean.
+With two branches a layer this is y1 = x1 + f(x2), y2 = x2 + g(y1), and with three there are three swaps. In fixed point, where sums
+lose nothing, x_{j−1} = x_{j+1} − f_j(x_j) exactly, so each branch is computed again from the very input that it had. Of all layers
+only the last two streams are stored. Between two layers there is one tensor, [newer | older]; what comes out of the last is their
+mean.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.2; Reformer: The Efficient Transformer (ICLR 2020), §3.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retrofit.passes.reversible.branch_calls import BranchCall
-from retrofit.passes.reversible.chain import Place, gradients_of, not_reproduced, outputs_of, step_that_made, used_up
-from retrofit.passes.reversible.fixed_point import not_a_number_where, to_fixed, to_float
-from retrofit.passes.reversible.repeated_call import Returned
-from retrofit.sdk import ArgumentPlace, find_argument, record_auxiliary_loss
+from retrofit.passes.reversible.branch_calls import BranchCall, Branches, call_intercepted
+from retrofit.passes.reversible.chain import (
+    Place,
+    gradients_of,
+    not_a_number_where,
+    not_reproduced,
+    outputs_of,
+    step_that_made,
+    to_fixed,
+    to_float,
+    used_up,
+)
+from retrofit.passes.reversible.repeated_call import Returned, without_checkpoints
+from retrofit.sdk import (
+    ArgumentPlace,
+    DoesNotFitError,
+    Wrapper,
+    argument_place,
+    child_modules,
+    find_argument,
+    is_exporting,
+    record_auxiliary_loss,
+    with_item,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +107,7 @@ class TwoStreamChain:
     def back(
         self, gradient: Tensor | None, of_others: Sequence[Tensor | None], parameters: Sequence[Tensor], with_graph: bool = True
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """The last layer is undone: the gradients of its stream, and of what else it was given and its parameters."""
+        """Return the last layer is undone: the gradients of its stream, and of what else it was given and its parameters."""
         if self.newest is None:
             raise used_up()
         link = self.links.pop()
@@ -109,13 +130,13 @@ class TwoStreamChain:
             total = [plus(one, other) for one, other in zip(total, found[1:], strict=True)]
         if link.begins:
             found_sums, self.newest = tuple(one.sum() for one in self.newest), None
-            if not all(torch.equal(one, other) for one, other in zip(found_sums, self.start or (), strict=True)):
+            if not all(torch.equal(found_sum, other) for found_sum, other in zip(found_sums, self.start or (), strict=True)):
                 raise not_reproduced()
         return joined(of_newer, of_older, link), total
 
 
 def halves(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The newer and the older stream in x; the same twice where x is one stream."""
+    """Return the newer and the older stream in x; the same twice where x is one stream."""
     if x.shape[-1] == width:
         return x, x
     return x.narrow(-1, 0, width).contiguous(), x.narrow(-1, width, width).contiguous()
@@ -128,7 +149,7 @@ def mean(newer: Tensor, older: Tensor, current: Tensor, previous: Tensor) -> Ten
 
 
 def both(gradient: Tensor | None, link: Link) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of both streams behind a layer, from that of what it returned."""
+    """Return the gradients of both streams behind a layer, from that of what it returned."""
     if gradient is None:
         return None, None
     newer, older = link.dtypes[-1], link.dtypes[-2]
@@ -139,7 +160,7 @@ def both(gradient: Tensor | None, link: Link) -> tuple[Tensor | None, Tensor | N
 
 
 def joined(of_newer: Tensor | None, of_older: Tensor | None, link: Link) -> Tensor | None:
-    """The gradient of what a layer was given, from those of the streams in it."""
+    """Return the gradient of what a layer was given, from those of the streams in it."""
     if link.opens:
         return plus(of_newer, of_older)
     if of_newer is None and of_older is None:
@@ -150,7 +171,7 @@ def joined(of_newer: Tensor | None, of_older: Tensor | None, link: Link) -> Tens
 
 
 def plus(one: Tensor | None, other: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    """The sum of what is there, of this dtype."""
+    """Return the sum of what is there, of this dtype."""
     total = other if one is None else one if other is None else one + other
     return total if total is None or dtype is None else total.to(dtype)
 
@@ -158,7 +179,7 @@ def plus(one: Tensor | None, other: Tensor | None, dtype: torch.dtype | None = N
 def results_of(
     returned: Returned, of_others: Sequence[Tensor | None], call: BranchCall, number: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """What else of this branch the layer returned or recorded, with its gradient."""
+    """Return what else of this branch the layer returned or recorded, with its gradient."""
     plain = len(of_others) - call.recorded
     first = call.counts[number - 1] if number else 0
     losses = returned.tensors[len(returned.tensors) - returned.losses :]
@@ -197,12 +218,12 @@ class TwoStreamStep(torch.autograd.Function):
 
 @torch.compiler.disable
 def two_stream_call(layer: nn.Module, swaps: Swaps, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What the layer returns, its stream that of one layer more of the chain that its input is from, or of a new chain.
+    """Return what the layer returns, its stream that of one layer more of the chain that its input is from, or of a new chain.
 
     `NotImplemented` where no gradient passes.
     """
     container, key = find_argument(swaps.stream_in, list(args), kwargs)
-    x, parameters = container[key], [one for one in layer.parameters() if one.requires_grad]
+    x, parameters = container[key], [parameter for parameter in layer.parameters() if parameter.requires_grad]
     call = BranchCall(layer, swaps.stream_in, swaps.stream_out, args, kwargs, swaps.sums, swaps.parts)
     if not (x.requires_grad or call.given or parameters):
         return NotImplemented
@@ -216,3 +237,102 @@ def two_stream_call(layer: nn.Module, swaps: Swaps, args: Any, kwargs: dict[str,
     for loss in tensors[len(tensors) - made[0].losses :]:
         record_auxiliary_loss(tensors[0], loss, layer)
     return made[0].rebuilt(tensors)
+
+
+class Streams:
+    """Both streams as the branches of a layer are added, and the share of the way from the dense layer to two streams."""
+
+    def __init__(self, newer: Tensor, older: Tensor, share: float) -> None:
+        self.newer, self.older, self.share = newer, older, share
+
+    def add(self, _: int, value: Tensor) -> Tensor:
+        """x_{j+1} = (1 − λ) x_j + λ x_{j−1} + f_j(x_j); the dense sum bit for bit where λ is 0."""
+        base = self.older if self.share == 1 else torch.lerp(self.newer, self.older.to(self.newer.dtype), self.share)
+        self.newer, self.older = base + value, self.newer
+        return self.newer
+
+    def clamped(self, newer: Tensor) -> None:
+        """The newer stream is this one."""
+        self.newer = newer
+
+    def mean(self) -> Tensor:
+        return torch.lerp(self.newer, self.older.to(self.newer.dtype), self.share / 2)
+
+
+class TwoStreamLayer(Wrapper):
+    """Runs the branches of `layer` on two streams; trained, each branch is computed again in the backward pass.
+
+    The streams come as one tensor [newer | older], the first layer gets one stream, and the last returns the mean of both.
+    """
+
+    stays_outermost = True  # between two layers there is nothing else
+    adds_branches = True
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        width: int,
+        sums: Sequence[int],
+        parts: Sequence[str],
+        *,
+        stream_in: int | str,
+        stream_out: int | str | None,
+        closes: bool,
+    ) -> None:
+        super().__init__(layer)
+        place = argument_place(layer, stream_in)
+        self.swaps = Swaps(width, place, stream_out, tuple(sums), tuple(parts), closes)
+        self.share = 1.0  # λ
+
+    @property
+    def stream_out(self) -> int | str | None:
+        return self.swaps.stream_out
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layer, swaps = child_modules(self)["layer"], self.swaps
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find_argument(swaps.stream_in, arguments, keywords)
+        x = container[key]
+        if x.shape[-1] not in (swaps.width, 2 * swaps.width):
+            raise DoesNotFitError(
+                f"a layer received a stream {x.shape[-1]} wide, where one of two streams is {swaps.width}",
+                why="something else changes the stream between its layers",
+                remedy="apply reversible last",
+            )
+        if self.training and torch.is_grad_enabled() and self.share == 1 and not is_exporting():
+            output = two_stream_call(layer, swaps, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        newer, older = halves(x, swaps.width)
+        streams = Streams(newer, older, self.share)
+        container[key] = newer
+        output = self.on(streams, lambda: layer(*arguments, **keywords))
+        out = None if isinstance(output, Tensor) else swaps.stream_out
+        return with_item(output, out, streams.mean() if swaps.closes else torch.cat([streams.newer, streams.older], -1))
+
+    def on(self, streams: Streams, call: Callable[[], Any]) -> Any:
+        """Return what a call of the layer returns that works on these streams."""
+        with without_checkpoints(child_modules(self)["layer"]) if self.training else contextlib.nullcontext():
+            return call_intercepted(call, Branches(self.swaps.sums, streams.newer, streams.add, streams.clamped))
+
+    def extra_repr(self) -> str:
+        return f"{len(self.swaps.sums)} swaps"
+
+
+@dataclasses.dataclass(frozen=True)
+class SecondStream:
+    """At 0 a branch is added to the stream that it read, which is the dense function; at 1 to the other one."""
+
+    name: str = "the share of the older stream that a branch is added to"
+
+    def fits(self, site: nn.Module) -> bool:
+        return bool(two_stream_layers(site))
+
+    def turn(self, site: nn.Module, share: float) -> None:
+        """λ is `share`; below 1 nothing is reversed, and a training step keeps all activations."""
+        for layer in two_stream_layers(site):
+            layer.share = share
+
+
+def two_stream_layers(site: nn.Module) -> list[TwoStreamLayer]:
+    return [module for module in site.modules() if isinstance(module, TwoStreamLayer)]

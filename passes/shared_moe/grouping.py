@@ -1,15 +1,33 @@
-"""Which feed-forwards of a stack become one mixture: even groups by depth, and in each group those of its most common form."""
+"""Which feed-forwards of a stack become one mixture: even groups by depth, and in each group those of its most common form.
+
+The layers of a group share the attention matrices of the first one; norms, positions and caches stay each layer's own.
+"""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.sdk import DoesNotFitError, FeedForward, Matrix, NearMiss, Port, collect_near_miss, evaluation_mode, weight_and_bias
+from retrofit.sdk import (
+    Anatomy,
+    Branch,
+    DoesNotFitError,
+    Edit,
+    FeedForward,
+    Layer,
+    Matrix,
+    NearMiss,
+    Port,
+    Stack,
+    collect_near_miss,
+    evaluation_mode,
+    weight_and_bias,
+)
 
 DOWN = "down"  # the name in a mixture of the matrix that writes y
 
@@ -27,7 +45,7 @@ class Group:
         return first if first == last else f"{first} … {last}"
 
     def sources(self, experts: int) -> list[FeedForward]:
-        """The feed-forward that each expert is taken from."""
+        """Return the feed-forward that each expert is taken from."""
         return [self.sites[index] for index in self.source_indices(experts)]
 
     def source_indices(self, experts: int) -> tuple[int, ...]:
@@ -35,12 +53,12 @@ class Group:
         return self.chosen or tuple(int((e + 0.5) * len(self.sites) / experts) for e in range(experts))
 
     def copies(self, experts: int) -> list[int]:
-        """The experts that are taken from the same feed-forward as an expert before them."""
+        """Return the experts that are taken from the same feed-forward as an expert before them."""
         sources = self.sources(experts)
         return [e for e, site in enumerate(sources) if site in sources[:e]]
 
     def bound_to(self, model: nn.Module) -> Group:
-        """The same group in `model`, a copy of the one it was found in."""
+        """Return the same group in `model`, a copy of the one it was found in."""
         return dataclasses.replace(self, sites=tuple(site.bound_to(model) for site in self.sites))
 
 
@@ -62,7 +80,7 @@ def group_feed_forwards(sites: Sequence[FeedForward], count: int, model: nn.Modu
 
 
 def named_matrices(site: FeedForward) -> dict[str, Matrix]:
-    """The matrices of a feed-forward by the names they have in a mixture: their roles, numbered where two have the same."""
+    """Return the matrices of a feed-forward by the names they have in a mixture: their roles, numbered where two have the same."""
     roles = [matrix.role for matrix in site.into]
     names = [role if roles.count(role) == 1 and role != DOWN else f"{role}{index}" for index, role in enumerate(roles)]
     return {**dict(zip(names, site.into, strict=True)), DOWN: site.out}
@@ -96,7 +114,7 @@ class HiddenFunction:
 
 
 def form_of(site: FeedForward, model: nn.Module, functions: list[HiddenFunction]) -> Form:
-    """The form of a feed-forward; `functions` are the hidden functions of its group so far, to which a new one is appended."""
+    """Return the form of a feed-forward; `functions` are the hidden functions of its group, to which a new one is appended."""
     matrices = {name: weight_and_bias(matrix, model) for name, matrix in named_matrices(site).items()}
     return Form(
         site.width,
@@ -119,7 +137,7 @@ def check_same_form(site: FeedForward, form: Form, common: Form) -> None:
 
 
 def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str, ...]:
-    """The steps that identify a hidden function: those of the first of `functions` that computes the same, else its own.
+    """Return the steps that identify a hidden function: those of the first of `functions` that computes the same, else its own.
 
     One that holds weights is identified by its steps alone: a recipe is replayed on models whose weights have no values.
     """
@@ -137,7 +155,7 @@ def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str
 
 
 def steps_of(site: FeedForward) -> tuple[str, ...]:
-    """A text for each step of the hidden function."""
+    """Return a text for each step of the hidden function."""
     nodes = list(site.hidden.graph.nodes)
     position = {node: index for index, node in enumerate(nodes)}
     return tuple(
@@ -146,7 +164,79 @@ def steps_of(site: FeedForward) -> tuple[str, ...]:
 
 
 def operation(node: fx.Node, hidden: fx.GraphModule) -> str:
-    """The operation of a node as text, or the module that it calls."""
+    """Return the operation of a node as text, or the module that it calls."""
     if node.op == "call_module":
         return str(hidden.get_submodule(str(node.target)))
     return str(node.target) if node.op == "call_function" else node.op
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedAttention:
+    """An attention whose matrices and biases are replaced by those of another layer."""
+
+    name: str
+    first: str  # the layer that they are taken from
+    replacements: dict[str, str]  # parameter name: the name of the one that replaces it
+
+
+def plan_sharing(group: Group, stack: Stack, anatomy: Anatomy, near_misses: list[NearMiss]) -> list[SharedAttention]:
+    """Return the attentions of a group that share the matrices of the group's first layer."""
+    shared: list[SharedAttention] = []
+    layers = layers_of(group, stack)
+    if not layers:
+        near_misses.append(NearMiss(group.name, "no module owns its layers, whose attentions could be told apart"))
+        return []
+    first = layers[0]
+    for other in layers[1:]:
+        for ours, theirs in itertools.zip_longest(first.attentions, other.attentions):
+            with collect_near_miss(theirs.name if theirs else other.name, near_misses):
+                replacements = pair_parameters(first, ours, other, theirs, anatomy)
+                if theirs is not None and replacements:
+                    shared.append(SharedAttention(theirs.name, first.name, replacements))
+    return shared
+
+
+def layers_of(group: Group, stack: Stack) -> list[Layer]:
+    """Return the layers of the stack that the feed-forwards of the group belong to."""
+    paths = [f"{site.path}." for site in group.sites]
+    return [layer for layer in stack.layers if layer.name and any(path.startswith(f"{layer.name}.") for path in paths)]
+
+
+def pair_parameters(first: Layer, ours: Branch | None, other: Layer, theirs: Branch | None, anatomy: Anatomy) -> dict[str, str]:
+    """Return the parameters of the attention `theirs`, each with the one of `ours` that replaces it; raises where they differ."""
+    if ours is None or theirs is None or ours.role != theirs.role:
+        raise differ(other, f"{first.name} has not the same attentions, which it would share")
+    common = parameter_names(ours, anatomy) & parameter_names(theirs, anatomy)
+    here, there = own_matrices(ours, first, common, anatomy), own_matrices(theirs, other, common, anatomy)
+    if {name: one.shape for name, one in here.items()} != {name: one.shape for name, one in there.items()}:
+        raise differ(other, f"its matrices are not those of {first.name} in name and size, which it would share")
+    return {f"{other.name}.{name}": f"{first.name}.{name}" for name in there}
+
+
+def differ(layer: Layer, why: str) -> DoesNotFitError:
+    return DoesNotFitError(f"the attention of {layer.name} cannot be shared", why=why)
+
+
+def parameter_names(branch: Branch, anatomy: Anatomy) -> set[str]:
+    """Return the names of the parameters that a branch reads."""
+    return set(anatomy.flow.parameters_of(anatomy.flow.between(anatomy.node(branch.source), anatomy.node(branch.output))))
+
+
+def own_matrices(branch: Branch, layer: Layer, common: set[str], anatomy: Anatomy) -> dict[str, nn.Parameter]:
+    """Return the matrices of an attention and their biases, by name inside the layer, except those that are common already."""
+    prefix = f"{layer.name}."
+    names = (name for name in parameter_names(branch, anatomy) - common if name.startswith(prefix))
+    parameters = {name: anatomy.model.get_parameter(name) for name in names}
+    owners = {name.rpartition(".")[0] for name, parameter in parameters.items() if parameter.dim() > 1}
+    return {name.removeprefix(prefix): parameter for name, parameter in parameters.items() if name.rpartition(".")[0] in owners}
+
+
+def share(attention: SharedAttention, edit: Edit) -> None:
+    """The parameters are replaced wherever the model holds them."""
+    for own, other in attention.replacements.items():
+        old, new = edit.model.get_parameter(own), edit.model.get_parameter(other)
+        for module in list(edit.model.modules()):
+            for name, parameter in list(module._parameters.items()):
+                if parameter is old:
+                    edit.set_item(module._parameters, name, new)
+        edit.drop_parameter(old, f"its layer shares the attention of {attention.first}")

@@ -57,7 +57,7 @@ class Products:
 
     @classmethod
     def of(cls, group: Group, inputs: Sequence[Tensor], model: nn.Module) -> Products:
-        """Those of each layer's `inputs`, (tokens, d)."""
+        """Return those of each layer's `inputs`, (tokens, d)."""
         grams = [weighed_products(group, layer, x, model) for layer, x in enumerate(inputs)]
         layer = torch.cat([torch.full((len(x),), index) for index, x in enumerate(inputs)]).to(inputs[0].device)
         return cls(torch.cat(list(inputs)).float(), layer, torch.cat(grams))
@@ -67,7 +67,7 @@ class Products:
         return self.gram.shape[1]
 
     def errors(self, sources: Tensor, gates: Tensor) -> Tensor:
-        """The relative squared error of each layer, (n), with the `sources`, (E), as experts and the gates (tokens, E)."""
+        """Return the relative squared error of each layer, (n), with the `sources`, (E), as experts and the gates (tokens, E)."""
         gram = self.gram[:, sources][:, :, sources]
         own = self.gram[torch.arange(len(self.layer), device=self.layer.device), self.layer]  # (tokens, n)
         energy = own.gather(1, self.layer.unsqueeze(1)).squeeze(1)
@@ -89,7 +89,7 @@ def weighed_products(group: Group, layer: int, x: Tensor, model: nn.Module) -> T
 
 
 def compute(site: FeedForward, x: Tensor, model: nn.Module) -> Tensor:
-    """What a dense feed-forward computes, in float32: (tokens, d) to (tokens, d)."""
+    """Return what a dense feed-forward computes, in float32: (tokens, d) to (tokens, d)."""
 
     def times(matrix: Matrix, rows: Tensor) -> Tensor:
         _, bias = weight_and_bias(matrix, model)
@@ -106,7 +106,7 @@ def compute(site: FeedForward, x: Tensor, model: nn.Module) -> Tensor:
 
 
 def choose_sources(products: Products, experts: int, k: int) -> list[int]:
-    """The feed-forwards, ascending, that make the best `experts` of a group of more; found by adding the best one and swapping."""
+    """Return the feed-forwards, ascending, that make the best `experts` of a larger group, by adding the best and swapping."""
     errors = combination_errors(products, k)  # (layers, n, n)
 
     def total(chosen: Sequence[int]) -> float:
@@ -129,7 +129,7 @@ def choose_sources(products: Products, experts: int, k: int) -> list[int]:
 
 
 def combination_errors(products: Products, k: int) -> Tensor:
-    """The squared error of layer l with the best convex combination of feed-forwards i and j (k = 1: i alone): (l, i, j)."""
+    """Return the squared error of layer l with the best convex combination of feed-forwards i and j (k = 1: i alone): (l, i, j)."""
     n = products.layers
     grams = torch.zeros(n, n, n, device=products.gram.device).index_add(0, products.layer, products.gram)  # of each layer's tokens
     alone = torch.stack([grams[layer].diagonal() - 2 * grams[layer, layer] + grams[layer, layer, layer] for layer in range(n)])
@@ -149,7 +149,7 @@ def combination_errors(products: Products, k: int) -> Tensor:
 
 
 def gates_of(logits: Tensor, k: int, renormalize: bool) -> Tensor:
-    """The gates of all experts, zero but for the K largest: (tokens, E)."""
+    """Return the gates of all experts, zero but for the K largest: (tokens, E)."""
     probabilities = logits.softmax(-1)
     kept, selected = probabilities.topk(k, -1)
     if renormalize:
@@ -159,7 +159,7 @@ def gates_of(logits: Tensor, k: int, renormalize: bool) -> Tensor:
 
 @torch.enable_grad()
 def fit_router(products: Products, sources: Tensor, start: Tensor, k: int, renormalize: bool, uncalibrated: Tensor) -> Tensor:
-    """The router, (E, d), after `STEPS` steps from `start`; `uncalibrated` is the squared error of each layer without data."""
+    """Return the router, (E, d), after `STEPS` steps from `start`; `uncalibrated` holds each layer's squared error without data."""
     weights = token_weights(products.x)
     scale = (weights @ products.x.square() / weights.sum()).sqrt().clamp_min(1e-12)
     x = products.x / scale
@@ -208,7 +208,7 @@ class MixtureStart:
 
 
 def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, renormalize: bool) -> dict[str, MixtureStart]:
-    """The start of the mixture of each group of several layers, by the group's name; a group that got no data has none."""
+    """Return the start of the mixture of each group of several layers, by the group's name; a group that got no data has none."""
     assert edit.calibration is not None
     starts: dict[str, MixtureStart] = {}
     several = [group for group in groups if len(group.sites) > 1]
@@ -226,7 +226,7 @@ def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, reno
 
 
 def record_inputs(groups: Sequence[Group], model: nn.Module, calibration: Calibration) -> dict[str, Tensor]:
-    """The input of each feed-forward that was observed, by path: (tokens, d), at most `TOKENS` in a group."""
+    """Return the input of each feed-forward that was observed, by path: (tokens, d), at most `TOKENS` in a group."""
     sites = [site for group in groups for site in group.sites]
     first = {site.path: site.bypassed[0] if site.bypassed else site.path for site in sites}
     most = {site.path: max(1, TOKENS // len(group.sites)) for group in groups for site in group.sites}
@@ -254,7 +254,7 @@ def thinned(x: Tensor, most: int) -> Tensor:
 def fit_mixture(
     fitted: Products, held_out: Products, spread: Sequence[int], router: Tensor, k: int, renormalize: bool, *, choose: bool = True
 ) -> MixtureStart:
-    """The best start of a mixture whose uncalibrated one has the `spread` sources and this `router`, (E, d)."""
+    """Return the best start of a mixture whose uncalibrated one has the `spread` sources and this `router`, (E, d)."""
 
     def errors(products: Products, sources: Sequence[int], weight: Tensor) -> Tensor:
         gates = gates_of(products.x @ weight.float().t(), k, renormalize)

@@ -8,20 +8,25 @@ Go Wider Instead of Deeper (AAAI 2022), eq. 1 to 5. Logits, probabilities and ga
 
 In training a mixture records its balance loss as an auxiliary loss (`retrofit/surgery/auxiliary_losses.py`), which the model's
 forward adds to the loss that it returns.
+
+`expert_load` says how the tokens of some text are distributed over the experts of each layer, as numbers and as a picture.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import io
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm
 
-from retrofit.sdk import FeedForward, FeedForwardBlock, Port, cond, record_auxiliary_loss
+from retrofit.sdk import DoesNotFitError, FeedForward, FeedForwardBlock, Port, calibration_from, cond, record_auxiliary_loss
 
 ROUTER_SPREAD = 0.02  # of the router's weights at random
 ROW = 16  # bytes: grouped kernels need rows of a multiple of it
@@ -37,7 +42,7 @@ class Router(nn.Linear):
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that products have under autocast, None where there is none."""
+    """Return the dtype that products have under autocast, None where there is none."""
     kind = device.type
     available = torch.compiler.is_dynamo_compiling() or torch.amp.is_autocast_available(kind)  # torch 2.11 cannot trace the latter
     on = available and torch.is_autocast_enabled(kind)
@@ -109,7 +114,7 @@ class MixtureOfExperts(nn.Module):
         return self.combine(x.reshape(-1, self.width), gates, selected, hidden).view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The gates and experts of each token: (tokens, K), float32 and indices; above an expert's capacity the gate is 0.
+        """Return the gates and experts of each token: (tokens, K), float32 and indices; above an expert's capacity the gate is 0.
 
         The router reads x by rows of the batch: PEFT may adapt it to each row in another way (`adapter_names`).
         """
@@ -151,18 +156,18 @@ class MixtureOfExperts(nn.Module):
         return self.weigh(y.index_select(0, torch.argsort(order)), gates)
 
     def combine_gathered(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
-        """The same by a copy of its experts' matrices for each token: for a few tokens."""
+        """Return the same by a copy of its experts' matrices for each token: for a few tokens."""
         return self.weigh(self.run_experts(x.repeat_interleave(self.k, 0), selected.flatten(), None, hidden), gates)
 
     def combine_every(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
-        """The same by every expert on every token: more to compute, and no copies."""
+        """Return the same by every expert on every token: more to compute, and no copies."""
         z = [self.get_submodule(name).of_every_expert(x) for name in self.into]  # type: ignore[operator]
         y = self.down.of_every_expert(hidden(*self.units_of(z)))  # (E, tokens, d)
         weights = (F.one_hot(selected, self.experts) * gates.unsqueeze(-1)).sum(1)  # (tokens, E)
         return (y * weights.t().unsqueeze(-1)).sum(0).to(y.dtype)
 
     def weigh(self, y: Tensor, gates: Tensor) -> Tensor:
-        """The sum over the experts of each token: (tokens · K, d) to (tokens, d)."""
+        """Return the sum over the experts of each token: (tokens · K, d) to (tokens, d)."""
         return (y.view(*gates.shape, self.width) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
 
     def run_experts(self, rows: Tensor, expert: Tensor, ends: Tensor | None, hidden: Callable[..., Tensor]) -> Tensor:
@@ -172,7 +177,7 @@ class MixtureOfExperts(nn.Module):
         return y
 
     def units_of(self, z: Sequence[Tensor]) -> list[Tensor]:
-        """What the hidden function reads of the results of the matrices: (…, units) each."""
+        """Return what the hidden function reads of the results of the matrices: (…, units) each."""
         return [z[port.matrix][..., port.start : port.start + port.step * (self.units - 1) + 1 : port.step] for port in self.ports]
 
     def extra_repr(self) -> str:
@@ -202,3 +207,90 @@ class MoEBlock(FeedForwardBlock):
     def compute(self, x: Tensor) -> Tensor:
         y: Tensor = self.moe(x, self.hidden)
         return y
+
+
+FULL, GRID = "#5b9bd5", "#cbd5e1"  # colours: of twice an even share and more, of the lines between cells
+CELL, ROW_HEIGHT, HEADER, TITLE, LETTER = 0.8, 0.34, 1.3, 5.0, 0.08  # sizes in the picture, in inches
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """The part of a layer's dispatches that each of its experts gets, layer by layer; 1/E each where they are balanced."""
+
+    shares: dict[str, tuple[float, ...]]  # by the path of the layer's block; each sums to one
+    tokens: int
+
+    def lines(self) -> Iterator[str]:
+        """One line a layer."""
+        for path, shares in self.shares.items():
+            yield f"{path}: {' '.join(f'{share:.0%}' for share in shares)} of the dispatches to its experts"
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def svg(self) -> str:
+        """Return a picture: a row for each layer, a column for each expert, darker the more of the tokens it gets."""
+        import matplotlib
+        from matplotlib.colors import LinearSegmentedColormap
+        from matplotlib.figure import Figure
+
+        rows, columns = len(self.shares), max(map(len, self.shares.values()))
+        labels = LETTER * max(map(len, self.shares)) + 0.4
+        width, height = max(labels + columns * CELL + 0.3, TITLE), HEADER + rows * ROW_HEIGHT + 0.2
+        settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "retrofit", "font.family": "sans-serif", "text.parse_math": False}
+        with matplotlib.rc_context(settings):
+            figure = Figure(figsize=(width, height))
+            figure.text(0.25 / width, 1 - 0.4 / height, "Load of the experts", fontsize=14, fontweight="bold")
+            facts = f"part of each layer's dispatches that an expert gets, on {self.tokens:,} tokens"
+            figure.text(0.25 / width, 1 - 0.7 / height, facts, fontsize=9, color="#475569")
+            axes = figure.add_axes((labels / width, 0.2 / height, columns * CELL / width, rows * ROW_HEIGHT / height))
+            relative = [
+                [*(share * len(shares) for share in shares), *[float("nan")] * (columns - len(shares))]
+                for shares in self.shares.values()
+            ]
+            colours = LinearSegmentedColormap.from_list("load", ["white", FULL])
+            axes.pcolormesh(relative, cmap=colours, vmin=0, vmax=2, edgecolors=GRID, linewidth=1)
+            for row, shares in enumerate(self.shares.values()):
+                for e, share in enumerate(shares):
+                    axes.text(e + 0.5, row + 0.5, f"{share:.0%}", ha="center", va="center", fontsize=9)
+            axes.set_xticks([e + 0.5 for e in range(columns)], [str(e) for e in range(columns)], fontsize=9)
+            axes.set_yticks([row + 0.5 for row in range(rows)], list(self.shares), fontsize=9)
+            axes.invert_yaxis()
+            axes.xaxis.tick_top()
+            axes.tick_params(length=0)
+            for spine in axes.spines.values():
+                spine.set_visible(False)
+            drawn = io.StringIO()
+            figure.savefig(drawn, format="svg", metadata={"Title": "Load of the experts", "Description": str(self), "Date": None})
+        return drawn.getvalue()
+
+
+def expert_load(model: nn.Module, data: Any) -> Load:
+    """Return the load of the experts of every layer of `model` in evaluation mode on `data`, padding left out.
+
+    `data` is what `calibration=` takes: texts, token ids (windows, length), or batches of the model's inputs. Raises
+    `DoesNotFitError` where the model has no mixture of experts of this package, `SpecError` where `data` is empty.
+    """
+    counters = {path: RoutingCounter(module) for path, module in model.named_modules() if isinstance(module, MoEBlock)}
+    if not counters:
+        raise DoesNotFitError("the model has no experts whose load could be counted", remedy="rewrite it with shared-moe first")
+    calibration_from(model, data).observe(model, counters)
+    return Load(
+        {path: counter.shares() for path, counter in counters.items()}, max(counter.tokens for counter in counters.values())
+    )
+
+
+class RoutingCounter:
+    """Counts how often the router of a block dispatches the tokens that the block receives to each expert."""
+
+    def __init__(self, block: MoEBlock) -> None:
+        self.moe, self.tokens = block.moe, 0
+        self.counts = torch.zeros(block.moe.experts, dtype=torch.long)
+
+    def __call__(self, x: Tensor) -> None:
+        _, experts = self.moe.route(x)
+        self.counts += torch.bincount(experts.flatten().cpu(), minlength=self.moe.experts)
+        self.tokens += len(x)
+
+    def shares(self) -> tuple[float, ...]:
+        return tuple((self.counts / self.counts.sum().clamp(min=1)).tolist())

@@ -101,7 +101,7 @@ def wiring(observed: Observed) -> Problems:
 
 
 def groups_of(observed: Observed) -> list[list[ObservedSite]]:
-    """The blocks that share a mixture, in order of depth."""
+    """Return the blocks that share a mixture, in order of depth."""
     groups: dict[int, list[ObservedSite]] = {}
     for site in observed.sites:
         if site.calls:
@@ -124,7 +124,7 @@ def start(observed: Observed) -> Problems:
 
 
 def named_sources(text: str) -> list[list[int]]:
-    """The layers that the option names for each group of several, as in 0+2/1+3; none where experts are spread evenly."""
+    """Return the layers that the option names for each group of several, as in 0+2/1+3; none where experts are spread evenly."""
     found = [[int(one) for one in group.split("+") if one.isdecimal()] for group in text.split("/")]
     return [group for group in found if group]
 

@@ -19,12 +19,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from retrofit.passes.shared_moe import reference as once_more
-from retrofit.passes.shared_moe.attention_sharing import SharedAttention, plan_sharing, share
-from retrofit.passes.shared_moe.expert_load import expert_load
-from retrofit.passes.shared_moe.grouping import DOWN, Group, group_feed_forwards, named_matrices
+from retrofit.passes.shared_moe import reference as method_reference
+from retrofit.passes.shared_moe.grouping import (
+    DOWN,
+    Group,
+    SharedAttention,
+    group_feed_forwards,
+    named_matrices,
+    plan_sharing,
+    share,
+)
 from retrofit.passes.shared_moe.mixture_fit import TOKENS, MixtureStart, fit_mixtures
-from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices, MixtureOfExperts, MoEBlock
+from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices, MixtureOfExperts, MoEBlock, expert_load
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
@@ -78,7 +84,9 @@ class SharedMoE(Pass[SharedMoEPlan]):
     places_by: ClassVar[tuple[str, ...]] = ("layers", "groups", "experts", "share_attention")
     already: ClassVar[str] = "it is a mixture of experts already"
     reference: ClassVar[MethodReference] = MethodReference(
-        {MoEBlock: ModuleReference(once_more.moe_block, functions=("hidden", "tail"))}, once_more.wiring, once_more.start
+        {MoEBlock: ModuleReference(method_reference.moe_block, functions=("hidden", "tail"))},
+        method_reference.wiring,
+        method_reference.start,
     )
 
     experts: int = option(4, "E, the experts of a mixture", minimum=1)
@@ -120,7 +128,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
     @property
     def sums_to_one(self) -> bool:
-        """Whether the gates of a token sum to one: divided by their sum, or because K = E."""
+        """Return whether the gates of a token sum to one: divided by their sum, or because K = E."""
         return self.renormalize or self.k == self.experts
 
     # What would be rewritten.
@@ -168,7 +176,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
         )
 
     def with_sources(self, groups: Sequence[Group]) -> tuple[Group, ...]:
-        """The groups with the layers that `sources` names; raises `DoesNotFitError` where they are not there."""
+        """Return the groups with the layers that `sources` names; raises `DoesNotFitError` where they are not there."""
         named = parse_sources(self.sources, self.experts)
         if not named:
             return tuple(groups)
@@ -184,18 +192,18 @@ class SharedMoE(Pass[SharedMoEPlan]):
         return tuple(dataclasses.replace(group, chosen=chosen.get(group.name, ())) for group in groups)
 
     def unused_options(self, groups: Sequence[Group]) -> Iterator[str]:
-        """What is said of options that have no effect on these groups."""
+        """Yield what is said of options that have no effect on these groups."""
         if self.share_attention and all(len(group.sites) == 1 for group in groups):
             yield "share_attention=true has no effect: no group has several layers"
         if self.reinit and not any(group.copies(self.experts) for group in groups):
             yield f"reinit={self.reinit:g} has no effect: no expert is a copy of another"
 
     def is_exact_for(self, group: Group) -> bool:
-        """Whether every expert of the group's mixture computes what each of its layers computed, the gates summing to one."""
+        """Return whether every expert of the group's mixture computes what each layer computed, with gates that sum to one."""
         return len(group.sites) == 1 and not (self.reinit and group.copies(self.experts))
 
     def parameter_terms(self, groups: Sequence[Group], model: nn.Module) -> list[tuple[str, int]]:
-        """The terms of the parameter formula: routers, and the experts that are more than the dense weights that became experts."""
+        """Return the terms of the parameter formula: routers, and the experts beyond the dense weights that became experts."""
         terms: list[tuple[str, int]] = []
         counted: set[int] = set()  # ids of the dense parameters that became part of an expert
         for group in groups:
@@ -233,7 +241,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
             for group in plan.groups
             if len(group.sites) > 1
         ]
-        resolved = dataclasses.replace(self, sources="/".join("+".join(map(str, one)) for one in sources))
+        resolved = dataclasses.replace(self, sources="/".join("+".join(map(str, source)) for source in sources))
         return resolved.carry_out(dataclasses.replace(resolved.plan(anatomy), starts=starts), edit)
 
     def apply(self, plan: SharedMoEPlan, edit: Edit) -> None:
@@ -258,9 +266,9 @@ class SharedMoE(Pass[SharedMoEPlan]):
         sources, copies = group.sources(self.experts), group.copies(self.experts)
         matrices = [named_matrices(site) for site in sources]
         moe = MixtureOfExperts(
-            {name: stack_matrices([one[name] for one in matrices], edit.model) for name in matrices[0] if name != DOWN},
+            {name: stack_matrices([matrix[name] for matrix in matrices], edit.model) for name in matrices[0] if name != DOWN},
             group.sites[0].ports,
-            stack_matrices([one[DOWN] for one in matrices], edit.model),
+            stack_matrices([matrix[DOWN] for matrix in matrices], edit.model),
             k=self.k,
             renormalize=self.renormalize,
             capacity=self.capacity,
@@ -299,7 +307,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
 
 def parse_sources(text: str, experts: int) -> list[tuple[int, ...]]:
-    """The layers that `text` names for each group, none for "spread"; raises `SpecError` where it is not as many as experts."""
+    """Return the layers that `text` names for each group, none for "spread"; raise `SpecError` unless as many as experts."""
     if text == SPREAD:
         return []
     groups = [group.split("+") for group in text.split("/")]
@@ -311,7 +319,7 @@ def parse_sources(text: str, experts: int) -> list[tuple[int, ...]]:
 
 
 def parameters_of(site: FeedForward, model: nn.Module) -> list[nn.Parameter]:
-    """The weights and biases of a feed-forward."""
+    """Return the weights and biases of a feed-forward."""
     pairs = (weight_and_bias(matrix, model) for matrix in named_matrices(site).values())
     return [parameter for pair in pairs for parameter in pair if parameter is not None]
 

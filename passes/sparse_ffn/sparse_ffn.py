@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from retrofit.passes.sparse_ffn import reference as once_more
+from retrofit.passes.sparse_ffn import reference as method_reference
 from retrofit.passes.sparse_ffn import start_reference
 from retrofit.passes.sparse_ffn.active_dial import ActiveUnits
 from retrofit.passes.sparse_ffn.controller_fit import fit_start, held_out_tokens
@@ -93,7 +93,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
     reference: ClassVar[MethodReference] = MethodReference(
         {
             SparseFeedForward: ModuleReference(
-                once_more.sparse_feed_forward, functions=("hidden", "tail", "activation"), trainings=4
+                method_reference.sparse_feed_forward, functions=("hidden", "tail", "activation"), trainings=4
             )
         },
         start=start_reference.start,

@@ -74,7 +74,7 @@ class ModularConvolution(nn.Module):
 
 
 def convolution_inputs(m: Tensor, gates: Tensor | None, kernel: int, stride: int) -> Tensor:
-    """What a convolution multiplies by its weight.
+    """Return what a convolution multiplies by its weight.
 
     For few tokens all F·F inputs of a module, by o, then τ: (batch, tokens, S/r, F·F·M). For many the F inputs of one token, those
     before the first included: (batch, F−1+tokens, S/r, F·M).
@@ -86,7 +86,7 @@ def convolution_inputs(m: Tensor, gates: Tensor | None, kernel: int, stride: int
 
 
 def is_few(tokens: int) -> bool:
-    """Whether the F·F inputs of a module are concatenated for so many tokens."""
+    """Return whether the F·F inputs of a module are concatenated for so many tokens."""
     return not holds_one_way() and tokens <= FEW
 
 
@@ -96,7 +96,7 @@ def delayed(values: Tensor, tau: int, kernel: int) -> Tensor:
 
 
 def neighbours(m: Tensor, kernel: int, stride: int) -> Tensor:
-    """The `kernel` modules around each, at a stride over the modules, concatenated: (…, S, M) gives (…, S/stride, kernel·M)."""
+    """Return the `kernel` modules around each, at a stride, concatenated: (…, S, M) gives (…, S/stride, kernel·M)."""
     modules, before = m.shape[-2], kernel // 2
     if kernel == 1 and stride == 1:
         return m
@@ -123,7 +123,7 @@ class ModularShape:
     kernel: int  # F
 
     def count(self, *, mult: bool = True) -> int:
-        """The number of parameters by the formula, mult d·(S + M), conv F²M² + M each; without the shared layer unless `mult`."""
+        """Return the number of parameters, mult d·(S + M), conv F²M² + M each; without the shared layer unless `mult`."""
         if self.variant == "mult":
             return sum(Multiplicative.count(self.width, self.modules // stride, self.size) for stride in self.strides.values())
         read = self.size if self.variant == "mult-conv" else self.width // self.modules
@@ -131,7 +131,7 @@ class ModularShape:
         return shared + len(self.strides) * ModularConvolution.count(self.kernel, read, self.size)
 
     def build(self, like: Tensor, mult: Multiplicative | None = None) -> ModularProjection:
-        """The projection, with random weights of the device and dtype of `like`; `mult` is its shared layer where one is given."""
+        """Return the projection, with random weights of the device and dtype of `like`; `mult` is its shared layer if given."""
         return ModularProjection(self.variant, self.width, self.modules, self.size, self.strides, self.kernel, like, mult)
 
 
@@ -176,13 +176,13 @@ class ModularProjection(nn.Module):
         return self.project(x, F.pad(self.in_modules(x), (0, 0, 0, 0, self.kernel - 1, 0)), None)
 
     def in_modules(self, x: Tensor) -> Tensor:
-        """The input of the convolutions: (batch, tokens, S, M)."""
+        """Return the input of the convolutions: (batch, tokens, S, M)."""
         if self.variant == "mult-conv":
             return self.mult(x)  # type: ignore[no-any-return]
         return x.unflatten(-1, (self.module_count, -1)) if self.variant == "conv" else x.unsqueeze(-2)
 
     def project(self, x: Tensor, m: Tensor, gates: Tensor | None) -> Tensor:
-        """The columns of all letters, from x and from m, the convolutions' input with F−1 earlier tokens."""
+        """Return the columns of all letters, from x and from m, the convolutions' input with F−1 earlier tokens."""
         if self.variant == "mult":
             parts = [self.get_submodule(f"mult_{letter}")(x) for letter in self.strides]
         else:

@@ -15,7 +15,7 @@ Gates = dict[int, Tensor] | None  # by τ: which tokens may read the one τ befo
 
 
 def projected(projection: Any, variant: str, kernel: int, x: Tensor, gates: Gates = None) -> Tensor:
-    """The columns of all letters, one after the other, of whole sequences x (batch, T, d)."""
+    """Return the columns of all letters, one after the other, of whole sequences x (batch, T, d)."""
     if variant == "mult":
         parts = [multiplied(getattr(projection, f"mult_{letter}"), x) for letter in projection.strides]
         return torch.cat([part.flatten(-2) for part in parts], -1)
@@ -61,7 +61,7 @@ def with_added(y: Tensor, tau: int, s: int, value: Tensor) -> Tensor:
 
 
 def sparse_attention(call: SiteCall) -> Tensor:
-    """The attention of [Q|K|V] in place of x, and a sparse output where there is one."""
+    """Return the attention of [Q|K|V] in place of x, and a sparse output where there is one."""
     module: Any = call.module
     options = call.options
     x = call.argument(module.stream_in)
@@ -112,7 +112,7 @@ def visible_source(call: SiteCall, module: Any) -> dict[Any, Tensor]:
 
 
 def earlier_tokens(call: SiteCall, name: str) -> list[Tensor]:
-    """What earlier calls kept by that name, of the tokens that stayed in their sequences: rows end together, after zeros."""
+    """Return what earlier calls kept by that name, of the tokens that stayed in their sequences: rows end together, after zeros."""
     if not any(one.staying is not None for one in call.before):
         return [one.kept[name] for one in call.before]
     rows = [
@@ -124,13 +124,13 @@ def earlier_tokens(call: SiteCall, name: str) -> list[Tensor]:
 
 
 def with_earlier(projection: Any, variant: str, kernel: int, before: list[Tensor], x: Tensor, gates: Gates) -> Tensor:
-    """The projection of the last tokens of a sequence of which the earlier ones came before."""
+    """Return the projection of the last tokens of a sequence of which the earlier ones came before."""
     some = torch.cat([*before, x], 1)[:, -(x.shape[1] + kernel - 1) :]
     return projected(projection, variant, kernel, some, gates)[:, -x.shape[1] :]
 
 
 def gates_of(call: SiteCall, kernel: int, real: Tensor | None, tokens: int, total: int) -> Gates:
-    """What hides an earlier token: that it is padding (`real`: no padding), or a mask of the attention by queries and keys.
+    """Return what hides an earlier token: that it is padding (`real`: no padding), or a mask of the attention by queries and keys.
 
     Of the last `tokens` of `total`, and of F−1 before them.
     """
@@ -161,7 +161,7 @@ def gates_of(call: SiteCall, kernel: int, real: Tensor | None, tokens: int, tota
 
 
 def unpadded(call: SiteCall, tokens: int, batch: int) -> Tensor | None:
-    """Which tokens are no padding, (batch, tokens), by the model's `attention_mask`; None where all are or nothing says.
+    """Return which tokens are no padding, (batch, tokens), by the model's `attention_mask`; None where all are or nothing says.
 
     A model that is given none, or one with places for more than the stream's tokens, may make its own: what its attentions receive
     is believed.
@@ -182,12 +182,12 @@ def unpadded(call: SiteCall, tokens: int, batch: int) -> Tensor | None:
 
 
 def given_masks(call: SiteCall) -> list[Tensor]:
-    """The masks among the inputs of the model."""
+    """Return the masks among the inputs of the model."""
     return [value for name, value in call.inputs.items() if name.endswith("attention_mask") and isinstance(value, Tensor)]
 
 
 def shown(mask: Tensor, true_hides: bool) -> Tensor | None:
-    """Which keys each query may see, (batch or 1, queries or 1, keys); None for a mask of another layout."""
+    """Return which keys each query may see, (batch or 1, queries or 1, keys); None for a mask of another layout."""
     if mask.dim() not in (2, 4):
         return None
     values = mask[:, None] if mask.dim() == 2 else mask[:, 0]
@@ -197,7 +197,7 @@ def shown(mask: Tensor, true_hides: bool) -> Tensor | None:
 
 
 def column_projection(call: SiteCall) -> Tensor:
-    """The columns from `start` on, or those it computes, in the order of the dense projection, plus the dense bias."""
+    """Return the columns from `start` on, or those it computes, in the order of the dense projection, plus the dense bias."""
     module: Any = call.module
     x = call.args[0]
     if module.sparse is None:
@@ -212,7 +212,7 @@ def column_projection(call: SiteCall) -> Tensor:
 
 
 def sparse_output(call: SiteCall) -> Tensor:
-    """A sparse projection of the attention's result, plus the dense bias."""
+    """Return a sparse projection of the attention's result, plus the dense bias."""
     module: Any = call.module
     y = projected(module.sparse, call.options.output, call.options.kernel, call.args[0])
     return y if module.bias is None else y + module.bias
@@ -224,7 +224,7 @@ def identity(call: SiteCall) -> Tensor:
 
 
 def stream_slice(call: SiteCall) -> Tensor:
-    """The module inside the attention, called with the columns of the stream."""
+    """Return the module inside the attention, called with the columns of the stream."""
     module: Any = call.module
     x = call.argument(module.stream_in)
     if module.start >= x.shape[-1]:

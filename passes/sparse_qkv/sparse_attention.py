@@ -1,4 +1,9 @@
-"""An attention whose queries, keys and values are computed by a sparse projection in front of the attention's own code."""
+"""An attention whose queries, keys and values are computed by a sparse projection in front of the attention's own code.
+
+`SparseAttention` passes the attention's own code the columns of Q, K and V instead of x. Where that code calls its projections,
+each of these returns its part of the columns, plus the dense bias. Which earlier tokens a convolution may read follows from the
+mask that the attention itself is called with.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from retrofit.passes.sparse_qkv.mask_gates import lookback_gates
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
-from retrofit.passes.sparse_qkv.replaced_projections import BiasProjection, SparseOutput
 from retrofit.sdk import (
     Anatomy,
+    ArgumentPlace,
     AttentionSite,
     TokenHistory,
     Trial,
@@ -25,11 +29,135 @@ from retrofit.sdk import (
     failed_trials,
     find_argument,
     histories_of,
+    query_positions,
     staying_tokens,
     tensor_argument,
     visible_keys,
     with_item,
 )
+
+
+def lookback_gates(visible: Tensor | None, tokens: int, past: int) -> Tensor | None:
+    """g[t,1] … g[t,past]: whether each query may see the keys of the `past` tokens before it, (batch or 1, tokens, past).
+
+    A key that the mask does not reach back to has left a window.
+    """
+    if visible is None or not past:
+        return None
+    positions = query_positions(visible, tokens)
+    earlier = positions.unsqueeze(-1) - torch.arange(1, past + 1, device=visible.device)  # (tokens, past)
+    gates = visible.gather(-1, earlier.clamp(min=0).unsqueeze(0).expand(visible.shape[0], -1, -1))
+    return gates & (earlier >= 0)
+
+
+class WeightlessProjection(nn.Module):
+    """Replaces a dense projection; its `weight` is an empty tensor, for code that initialises every projection's weight by name."""
+
+    @property
+    def weight(self) -> Tensor:
+        like = next(self.parameters(), torch.empty(()))
+        return like.detach().new_empty(0, 1)  # no output features and one input feature: rules for initial weights divide by these
+
+
+class IdentityProjection(WeightlessProjection):
+    """Replaces a dense projection that is gone: returns its argument. The bias, where there was one, is empty too."""
+
+    def __init__(self, biased: bool) -> None:
+        super().__init__()
+        self.biased = biased
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.weight.flatten() if self.biased else None
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y
+
+
+class BiasProjection(WeightlessProjection):
+    """Replaces a dense projection whose product is computed elsewhere: adds the dense bias to its argument."""
+
+    bias: nn.Parameter | None
+
+    def __init__(self, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.register_parameter("bias", bias)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class ColumnProjection(BiasProjection):
+    """Replaces a dense projection: returns `width` columns of its argument, from `start` on, plus the dense bias.
+
+    Column c of the result is the `order[c]`-th of them, where the model's code expects another order. With `sparse` the columns are
+    computed here, by that projection of the argument: the stream, (T, batch, d) where `tokens_first`.
+    """
+
+    order: Tensor | None
+
+    def __init__(
+        self,
+        start: int,
+        width: int,
+        order: list[int],
+        bias: nn.Parameter | None,
+        sparse: ModularProjection | None,
+        device: torch.device,
+        tokens_first: bool = False,
+    ) -> None:
+        super().__init__(bias)
+        self.start, self.width, self.sparse, self.tokens_first = start, width, sparse, tokens_first
+        reordered = order != list(range(width))
+        self.register_buffer("order", torch.tensor(order, device="cpu").to(device) if reordered else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sparse is None:
+            y = x.narrow(-1, self.start, self.width)
+        else:
+            y = batch_first(self.sparse(batch_first(x, self.tokens_first)), self.tokens_first)
+        return super().forward(y if self.order is None else y.index_select(-1, self.order))
+
+    def extra_repr(self) -> str:
+        return f"{self.width} columns from {self.start}" if self.sparse is None else f"{self.width} columns"
+
+
+class SparseOutput(BiasProjection):
+    """Replaces a dense output layer: a sparse projection, and the dense bias."""
+
+    def __init__(self, sparse: ModularProjection, bias: nn.Parameter | None) -> None:
+        super().__init__(bias)
+        self.sparse = sparse
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.sparse(x))
+
+
+class StreamSlice(nn.Module):
+    """Wraps a module inside an attention that reads x and is no projection: passes it the columns from `start` on, which are x.
+
+    The attention's code may read the wrapped module's weight and bias. PEFT finds modules by their last name and by their
+    attributes: `reader` is the name of no other module.
+    """
+
+    def __init__(self, reader: nn.Module, stream_in: ArgumentPlace, start: int) -> None:
+        super().__init__()
+        self.reader = reader
+        self.start, self.stream_in = start, stream_in
+
+    @property
+    def weight(self) -> Any:
+        return self.reader.weight
+
+    @property
+    def bias(self) -> Any:
+        return self.reader.bias
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        arguments, keywords = list(args), dict(kwargs)
+        container, key = find_argument(self.stream_in, arguments, keywords)
+        container[key] = container[key][..., self.start :]
+        return self.reader(*arguments, **keywords)
 
 
 class SparseAttention(Wrapper):
@@ -115,7 +243,7 @@ def project_with_history(
 
 
 def with_separate_ones(sites: list[AttentionSite], anatomy: Anatomy) -> list[AttentionSite]:
-    """The sites; the projections of those whose own code does not run on anything but the stream compute for themselves."""
+    """Return the sites; the projections of those whose own code does not run on anything but the stream compute for themselves."""
     sites = list(sites)
     trials = {site.name: trial_of(site, anatomy) for site in sites if not site.why_separate}
     failed = failed_trials(anatomy.model, anatomy.program.examples, trials) if trials else {}
@@ -126,9 +254,9 @@ def with_separate_ones(sites: list[AttentionSite], anatomy: Anatomy) -> list[Att
 
 
 def trial_of(site: AttentionSite, anatomy: Anatomy) -> Trial:
-    """A call of the dense attention with as many columns as `SparseAttention` gives it, which its projections do not see."""
-    reading = [one.matrix.module for one in site.stream_projections] + [reader.path for reader in site.readers]
-    columns = sum(one.width for one in site.stream_projections) + (site.width if site.readers else 0)
+    """Return a call of the dense attention with as many columns as `SparseAttention` gives it, which its projections do not see."""
+    reading = [projection.matrix.module for projection in site.stream_projections] + [reader.path for reader in site.readers]
+    columns = sum(projection.width for projection in site.stream_projections) + (site.width if site.readers else 0)
 
     def call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         container, key = find_argument(argument_place(layer, site.stream_in), arguments := list(args), kwargs)

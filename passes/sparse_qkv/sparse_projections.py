@@ -1,4 +1,4 @@
-"""The sparse projections of one attention as modules: built, fitted to the dense weights, and installed in the model."""
+"""The sparse projections of one attention: planned without weights, built, fitted to the dense weights, and installed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from retrofit.passes.sparse_qkv.attention_plan import AttentionPlan, separate_streams
-from retrofit.passes.sparse_qkv.least_squares_fit import fit, fit_to_data, joined
-from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
-from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection, SparseOutput, StreamSlice
-from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention
+from retrofit.passes.sparse_qkv.fitting import fit, fit_to_data, joined
+from retrofit.passes.sparse_qkv.modular_projection import ModularProjection, ModularShape
+from retrofit.passes.sparse_qkv.sparse_attention import (
+    ColumnProjection,
+    IdentityProjection,
+    SparseAttention,
+    SparseOutput,
+    StreamSlice,
+)
 from retrofit.sdk import (
     AttentionSite,
     Edit,
@@ -22,6 +26,34 @@ from retrofit.sdk import (
     weight_out_first,
     weights_by_letter,
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionPlan:
+    """The sparse projections of one attention."""
+
+    site: AttentionSite
+    shared: ModularShape | None  # of x, for all projections that read it; None where each computes for itself
+    separate: dict[str, ModularShape]  # of the projections that compute for themselves, by module
+    output: ModularShape | None  # of the output layer; None where it goes without replacement, or is kept
+
+    @property
+    def parameters(self) -> int:
+        """The number of parameters by the formula: separate projections of one stream share their multiplicative layer."""
+        whole = [one for one in (self.shared, self.output) if one is not None]
+        firsts = [self.separate[group[0].matrix.module] for group in separate_streams(self.site)]
+        mults = sum(first.count() - first.count(mult=False) for first in firsts)
+        return mults + sum(one.count(mult=False) for one in self.separate.values()) + sum(one.count() for one in whole)
+
+
+def separate_streams(site: AttentionSite) -> list[list[SiteProjection]]:
+    """Return the projections that compute for themselves, grouped by the stream that they read."""
+    projections = site.projections if site.why_separate else site.source_projections
+    streams: dict[str, list[SiteProjection]] = {}
+    for projection in projections:
+        streams.setdefault(projection.stream, []).append(projection)
+    return list(streams.values())
+
 
 Moments = Mapping[str, tuple[Tensor, Tensor]]
 
@@ -42,7 +74,7 @@ class SparseProjections:
 
     @classmethod
     def build(cls, plan: AttentionPlan, like: Tensor) -> SparseProjections:
-        """The modules with random weights, of the device and dtype of `like`."""
+        """Return the modules with random weights, of the device and dtype of `like`."""
         shared = None if plan.shared is None else plan.shared.build(like)
         separate: dict[str, ModularProjection] = {}
         for group in separate_streams(plan.site):
@@ -54,7 +86,7 @@ class SparseProjections:
         return cls(plan.site, shared, separate, None if plan.output is None else plan.output.build(like))
 
     def fit(self, model: nn.Module, moments: Moments, *, absorb: bool = False) -> dict[str, tuple[float, float]]:
-        """The modules are fitted to the dense weights of `model`; returns the relative errors by letter, without data and with it.
+        """Fit the modules to the dense weights of `model`; return the relative errors by letter, without data and with it.
 
         `moments` holds the second moments of what each dense module multiplies, on data to fit on and held out, by module; it is
         empty without calibration data. With `absorb` the values are fitted to what the output layer makes of them.
@@ -74,7 +106,7 @@ class SparseProjections:
         return errors
 
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters of all the modules, each once."""
+        """Return the parameters of all the modules, each once."""
         modules = [one for one in (self.shared, *self.separate.values(), self.output) if one is not None]
         return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
@@ -83,13 +115,15 @@ class SparseProjections:
         site, model = self.site, edit.model
         device = model.get_parameter(site.projections[0].matrix.weight).device
         column = 0  # of what the attention is called with instead of x
-        for one in site.projections:
-            weight, bias = weight_and_bias(one.matrix, model)
-            separate = self.separate.get(one.matrix.module)
+        for projection in site.projections:
+            weight, bias = weight_and_bias(projection.matrix, model)
+            separate = self.separate.get(projection.matrix.module)
             start = 0 if separate is not None else column
-            column += one.width if separate is None else 0
-            replacement = ColumnProjection(start, one.width, column_order(one), bias, separate, device, site.tokens_first)
-            edit.replace_module(one.matrix.module, replacement)
+            column += projection.width if separate is None else 0
+            replacement = ColumnProjection(
+                start, projection.width, column_order(projection), bias, separate, device, site.tokens_first
+            )
+            edit.replace_module(projection.matrix.module, replacement)
             edit.drop_parameter(weight, FITTED)
         outer_output = None if keep_output or site.out is None else self.install_output(edit, site.out)
         for reader in site.readers if self.shared is not None else ():  # one may contain the output layer
@@ -101,7 +135,7 @@ class SparseProjections:
             edit.replace_module(site.name, wrapper)
 
     def install_output(self, edit: Edit, out: Matrix) -> SparseOutput | None:
-        """The dense output layer is gone; returns its replacement where that reads earlier tokens, and belongs into the wrapper."""
+        """Remove the dense output layer; return its replacement where that reads earlier tokens, and belongs into the wrapper."""
         weight, bias = weight_and_bias(out, edit.model)
         outer: SparseOutput | None = None
         why = FITTED_OUTPUT

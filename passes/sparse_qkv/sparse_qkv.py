@@ -8,7 +8,7 @@ heads share a key head has K and V at a stride of r over the modules, so the lay
 cross-attention Q is computed from one stream, K and V from the other, with a multiplicative layer for each.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.2. The layers are in `modular_projection`, their start in
-`least_squares_fit`, the modules around the attention's own code in `sparse_attention` and `replaced_projections`.
+`fitting`, the modules around the attention's own code in `sparse_attention`.
 """
 
 from __future__ import annotations
@@ -20,15 +20,19 @@ from typing import ClassVar
 
 from torch import nn
 
-from retrofit.passes.sparse_qkv import reference as once_more
+from retrofit.passes.sparse_qkv import reference as method_reference
 from retrofit.passes.sparse_qkv import start_reference
-from retrofit.passes.sparse_qkv.attention_plan import AttentionPlan, separate_streams
-from retrofit.passes.sparse_qkv.least_squares_fit import TOKENS, SecondMoments
+from retrofit.passes.sparse_qkv.fitting import TOKENS, DenseAttention, SecondMoments, Values, fit_results, scope_of
 from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularShape
-from retrofit.passes.sparse_qkv.output_fit import DenseAttention, Values, fit_results, scope_of
-from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection, SparseOutput, StreamSlice
-from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention, with_separate_ones
-from retrofit.passes.sparse_qkv.sparse_projections import Moments, SparseProjections
+from retrofit.passes.sparse_qkv.sparse_attention import (
+    ColumnProjection,
+    IdentityProjection,
+    SparseAttention,
+    SparseOutput,
+    StreamSlice,
+    with_separate_ones,
+)
+from retrofit.passes.sparse_qkv.sparse_projections import AttentionPlan, Moments, SparseProjections, separate_streams
 from retrofit.sdk import (
     REST,
     Anatomy,
@@ -78,11 +82,11 @@ class SparseQKV(Pass[SparseQKVPlan]):
     candidates: ClassVar[tuple[str, ...]] = ("output=keep", "")
     reference: ClassVar[MethodReference] = MethodReference(
         {
-            SparseAttention: ModuleReference(once_more.sparse_attention, ("layer",), key="out_key", tokens=FEW, cached=True),
-            ColumnProjection: ModuleReference(once_more.column_projection),
-            SparseOutput: ModuleReference(once_more.sparse_output),
-            IdentityProjection: ModuleReference(once_more.identity),
-            StreamSlice: ModuleReference(once_more.stream_slice, ("reader",)),
+            SparseAttention: ModuleReference(method_reference.sparse_attention, ("layer",), key="out_key", tokens=FEW, cached=True),
+            ColumnProjection: ModuleReference(method_reference.column_projection),
+            SparseOutput: ModuleReference(method_reference.sparse_output),
+            IdentityProjection: ModuleReference(method_reference.identity),
+            StreamSlice: ModuleReference(method_reference.stream_slice, ("reader",)),
         },
         start=start_reference.start,
     )
@@ -119,9 +123,9 @@ class SparseQKV(Pass[SparseQKVPlan]):
                 attentions.append(self.plan_attention(site))
         if attentions and self.kernel > 1:
             refuse_state_inputs(anatomy.program, self.name)
-        parameters = sum(one.parameters for one in attentions)
+        parameters = sum(attention.parameters for attention in attentions)
         return SparseQKVPlan(
-            sites=tuple(Site(one.site.name, self.describe(one)) for one in attentions),
+            sites=tuple(Site(attention.site.name, self.describe(attention)) for attention in attentions),
             near_misses=tuple(near_misses),
             new_parameters=parameters,
             formula=f"{self.formula()} each, in {len(attentions)} attentions = {parameters:,}",
@@ -153,7 +157,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
                 edit.note("relative error of the result on windows held out", projections.site.name, columns, worst="highest")
 
     def selected(self, anatomy: Anatomy) -> Iterator[tuple[Stack, int]]:
-        """The stacks and depths that the options select."""
+        """Yield the stacks and depths that the options select."""
         for stack in anatomy.stacks:
             if self.stacks in ("all", stack.kind):
                 for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest(self.stacks))):
@@ -162,7 +166,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
     # The layers and sizes of the new projections.
 
     def plan_attention(self, site: AttentionSite) -> AttentionPlan:
-        """The new projections of an attention; raises `DoesNotFitError` where they do not fit."""
+        """Return the new projections of an attention; raises `DoesNotFitError` where they do not fit."""
         widths = site.widths
         modules = self.modules or site.heads
         columns = max(count for letter, count in widths.items() if letter != REST)  # of the queries
@@ -170,7 +174,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         self.check_lookback(site)
 
         def shape_of(width: int, projections: Iterable[SiteProjection], stride: int) -> ModularShape:
-            letters = [letter for one in projections for letter in one.letters]
+            letters = [letter for projection in projections for letter in projection.letters]
             own_strides = {letter: strides[letter] // stride for letter in letters}
             return self.shape(site, self.variant, width, modules // stride, columns // modules, own_strides)
 
@@ -183,9 +187,9 @@ class SparseQKV(Pass[SparseQKVPlan]):
 
     def check_streams(self, site: AttentionSite, anatomy: Anatomy) -> None:
         """Raises `DoesNotFitError` where a projection only has zeros to read, as in the first layer of some decoders."""
-        for one in site.projections:
-            if is_all_zeros(anatomy.node(one.stream)):
-                why = f"{one.matrix.module} reads zeros there, so nothing of its weight can be learnt"
+        for projection in site.projections:
+            if is_all_zeros(anatomy.node(projection.stream)):
+                why = f"{projection.matrix.module} reads zeros there, so nothing of its weight can be learnt"
                 raise self.unfit(site, why)
 
     def check_lookback(self, site: AttentionSite) -> None:
@@ -200,7 +204,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
             raise self.unfit(site, why, "kernel=1 and variant=mult read no earlier token")
 
     def stride(self, site: AttentionSite, letter: str, count: int, columns: int, modules: int) -> int:
-        """How many modules of the queries there are for each module of a letter with `count` columns."""
+        """Return how many modules of the queries there are for each module of a letter with `count` columns."""
         if columns % modules:
             why = f"its {columns} columns are no multiple of modules={modules}"
             raise self.unfit(site, why, self.divisions(site, columns), in_any_form=True)
@@ -212,7 +216,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return columns // count
 
     def divisions(self, site: AttentionSite, columns: int) -> str:
-        """The numbers of modules nearest to the one asked for that all its columns allow, as the option is written."""
+        """Return the numbers of modules nearest to the one asked for that all its columns allow, as the option is written."""
         wanted = self.modules or site.heads
         counts = list(site.widths.values())
         allowed = [
@@ -231,7 +235,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return ModularShape(variant, width, modules, size, strides, self.kernel)
 
     def output_shape(self, site: AttentionSite, modules: int) -> ModularShape | None:
-        """What replaces the output layer, None where it goes without replacement or is kept."""
+        """Return what replaces the output layer, None where it goes without replacement or is kept."""
         kind = self.output
         if kind == "keep":
             return None
@@ -259,11 +263,15 @@ class SparseQKV(Pass[SparseQKVPlan]):
     # The start, and the account.
 
     def second_moments(self, plan: SparseQKVPlan, edit: Edit) -> Moments:
-        """The second moments of what each dense module multiplies, on data to fit on and held out; empty without such data."""
+        """Return the second moments of each dense module's input, on data to fit on and held out; empty without such data."""
         if edit.calibration is None:
             return {}
-        paths = [one.matrix.module for attention in plan.attentions for one in attention.site.projections]
-        paths += [one.site.out.module for one in plan.attentions if one.output is not None and one.site.out is not None]
+        paths = [projection.matrix.module for attention in plan.attentions for projection in attention.site.projections]
+        paths += [
+            attention.site.out.module
+            for attention in plan.attentions
+            if attention.output is not None and attention.site.out is not None
+        ]
         parts = []
         for part in split_calibration(edit.calibration, TOKENS):
             observers = {path: SecondMoments() for path in paths}
@@ -273,38 +281,46 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return {path: (fitted, held_out) for path, fitted, held_out in found if fitted is not None and held_out is not None}
 
     def dense_attentions(self, plan: SparseQKVPlan, edit: Edit) -> dict[str, DenseAttention]:
-        """The calls of each attention, by its name; without those that cannot be called by themselves. Empty without data.
+        """Return the calls of each attention, by its name; without those that cannot be called by themselves. Empty without data.
 
         Also without those whose convolutions learn of no mask: earlier taps, fitted to data, would read padding.
         """
         if edit.calibration is None:
             return {}
-        masked = [one.site for one in plan.attentions if not (one.site.why_separate and "conv" in self.variant and self.kernel > 1)]
+        masked = [
+            attention.site
+            for attention in plan.attentions
+            if not (attention.site.why_separate and "conv" in self.variant and self.kernel > 1)
+        ]
         outs = {site.name: None if self.output == "keep" or site.out is None else site.out.module for site in masked}
         scopes = {name: path for name, out in outs.items() if (path := scope_of(name, out))}
         fitted, held_out = (
             record_calls(edit.model, part, set(scopes.values())) for part in split_calibration(edit.calibration, RESULT_TOKENS)
         )
         attentions = {name: DenseAttention(path, fitted[path], held_out[path]) for name, path in scopes.items()}
-        return {name: one for name, one in attentions.items() if one.is_repeatable(edit.model.get_submodule(one.path))}
+        return {
+            name: attention
+            for name, attention in attentions.items()
+            if attention.is_repeatable(edit.model.get_submodule(attention.path))
+        }
 
     def describe(self, plan: AttentionPlan) -> str:
-        """The layers and sizes of one attention in a few words."""
+        """Return the layers and sizes of one attention in a few words."""
         shapes = [*([plan.shared] if plan.shared is not None else []), *plan.separate.values()]
         text = f"{self.variant} of {shapes[0].modules} modules of {shapes[0].size}"
-        strides = {stride for one in shapes for stride in one.strides.values()} - {1}
+        strides = {stride for shape in shapes for stride in shape.strides.values()} - {1}
         text += f", keys and values from every {max(strides)} modules" if strides else ""
         return text + {"none": ", no output layer", "keep": ""}.get(self.output, f", output {self.output}")
 
     def formula(self) -> str:
-        """The number of parameters of the layers in use."""
+        """Return the number of parameters of the layers in use."""
         kinds = {self.variant, self.output} & set(VARIANTS)
         terms = {"mult": "mult d·(S + M)", "conv": "conv F²·M² + M"}
         return ", ".join(term for word, term in terms.items() if any(word in kind for kind in kinds))
 
 
 def has_columns(model: nn.Module, path: str) -> bool:
-    """Whether projections in the module at the path are sparse."""
+    """Return whether projections in the module at the path are sparse."""
     try:
         module = model.get_submodule(path)
     except AttributeError:
@@ -318,7 +334,7 @@ def sparse_already(miss: NearMiss) -> NearMiss:
 
 
 def values_of(projections: SparseProjections) -> Values:
-    """The values of the projections' parameters."""
+    """Return the values of the projections' parameters."""
     return [parameter.detach().clone() for parameter in projections.parameters()]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.passes.multiplicative_reference import UNEVEN, fit_problem
+from retrofit.passes.multiplicative import UNEVEN, fit_problem
 from retrofit.passes.sparse_qkv.reference import convolved, projected
 from retrofit.passes.sparse_qkv.sparse_projections import FITTED, FITTED_OUTPUT, NO_OUTPUT
 from retrofit.sdk import Observed, ObservedSite, Problems
@@ -68,7 +68,7 @@ def given_later(part: Part, owners: dict[tuple[int, ...], Part]) -> str:
 
 
 def parts(observed: Observed) -> Iterator[Part]:
-    """What was a dense projection and is a sparse one now."""
+    """Yield what was a dense projection and is a sparse one now."""
     by_path = {site.path: site for site in observed.sites}
     for site in observed.sites:
         module: Any = site.module
@@ -80,7 +80,12 @@ def parts(observed: Observed) -> Iterator[Part]:
         sparse = module.sparse
         if sparse is None:
             owner = next(
-                (by_path[one] for one in parents(site.path) if one in by_path and hasattr(by_path[one].module, "cross")), None
+                (
+                    by_path[parent]
+                    for parent in parents(site.path)
+                    if parent in by_path and hasattr(by_path[parent].module, "cross")
+                ),
+                None,
             )
             if owner is None:
                 continue
@@ -97,7 +102,7 @@ def parts(observed: Observed) -> Iterator[Part]:
 
 
 def replaced_output(site: ObservedSite, observed: Observed) -> ObservedSite:
-    """The site of a sparse output layer where the dense one was: outside the attention's own code it is a child of the wrapper."""
+    """Return the site of a sparse output layer in the dense one's place; outside the attention's code it is the wrapper's child."""
     owner = next((one for one in observed.sites if one.path == site.path.rpartition(".")[0] and hasattr(one.module, "cross")), None)
     inside = [
         one
@@ -115,7 +120,7 @@ def agreement_problems(part: Part, observed: Observed) -> Problems:
     probes = observed.dense_probes[part.site.dense_path]
     rows = [probes, observed.dense_products[part.site.dense_path]] if observed.is_calibrated else [probes]
     least = CALIBRATED if observed.is_calibrated else LEAST
-    found = [agreement(part, observed, *one) for one in rows]
+    found = [agreement(part, observed, *row) for row in rows]
     if not any(least <= one <= 1 / least for one in found):
         ratio = f"along {part.letter} the dense projection is {' or '.join(f'{one:.2g}' for one in found)} times as long"
         yield part.site.path, f"{ratio}: it was not fitted, or its columns lie otherwise"
@@ -159,7 +164,7 @@ def fit_problems(same: list[Part], observed: Observed) -> Problems:
 
 
 def factor_problem(same: list[Part], features: list[int], targets: list[Tensor]) -> str:
-    """What is wrong with D and E of a layer before convolutions: given all others, neither can be much better."""
+    """Return what is wrong with D and E of a layer before convolutions: given all others, neither can be much better."""
     product = same[0].sparse.mult
     d, e = product.d.detach().double(), product.e.detach().double()
     better = {"E": 0.0, "D": 0.0}
@@ -191,7 +196,7 @@ def factor_problem(same: list[Part], features: list[int], targets: list[Tensor])
 
 
 def columns_of(part: Part, m: Tensor) -> Tensor:
-    """What the convolution of a part makes of m, (rows, S, M), where no earlier token counts: (rows, columns)."""
+    """Return what the convolution of a part makes of m, (rows, S, M), where no earlier token counts: (rows, columns)."""
     filters = getattr(part.sparse, f"conv_{part.letter}")
     weight = filters.weight.detach().double()
     found = convolved(

@@ -53,15 +53,15 @@ def test_methods_that_nothing_calls_are_left_out_and_constructors_with_them() ->
 
 
 def test_the_constructor_of_a_class_that_code_calls_is_there() -> None:
-    found = classes(collected("retrofit.passes.memory.token_ids:TokenIdInjector"))
+    found = classes(collected("retrofit.passes.memory.memory_layer:TokenIdInjector"))
     assert "__init__" in found["CallWithKeywords"]  # which each call of the layer makes
     assert "__init__" in found["Wrapper"] and "__init__" not in found["TokenIdInjector"]
 
 
 def test_the_code_computes_what_the_module_does() -> None:
-    source = collected("retrofit.passes.altup.contraction:contract")
+    source = collected("retrofit.passes.altup.layers:contract")
     contract = run(source)["contract"]
-    original = importlib.import_module("retrofit.passes.altup.contraction").contract
+    original = importlib.import_module("retrofit.passes.altup.layers").contract
     x, y, a, g = torch.randn(2, 3, 8), torch.randn(2, 3, 4), torch.randn(2, 2), torch.randn(2, 1)
     assert torch.equal(contract(x, y, a, g), original(x, y, a, g))
 

@@ -16,12 +16,11 @@ from torch import nn
 from retrofit.checks.site_recording import map_tensors
 from retrofit.errors import DoesNotFitError
 from retrofit.passes import SequenceAltUp, SparseLoss
-from retrofit.passes.altup.contraction import Contraction
-from retrofit.passes.altup.layers import AltUpLayer, DynamicAltUpLayer
+from retrofit.passes.altup.layers import AltUpLayer, Contraction, DynamicAltUpLayer
 from retrofit.passes.altup.widening import WidthPropagation
 from retrofit.passes.lsh_attention import seen_keys
 from retrofit.passes.memory.external_memory import ExternalMemory, SoftmaxMemory
-from retrofit.passes.memory.token_ids import TokenIdReader
+from retrofit.passes.memory.memory_layer import TokenIdReader
 from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
 from retrofit.passes.merge_cross_attention.merged_layer import NoCrossAttention
 from retrofit.passes.recurrence import recurrent_feed_forward

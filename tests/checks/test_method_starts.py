@@ -11,13 +11,13 @@ from support.method_verdicts import verdict
 from support.tiny_models import bert, gpt2, llama
 
 import retrofit
-from retrofit.passes import multiplicative, multiplicative_reference
+from retrofit.passes import multiplicative
 from retrofit.passes.sequence_altup.anchors import EvenAnchors
 from retrofit.passes.sparse_ffn import reference as sparse_ffn_reference
 from retrofit.passes.sparse_ffn import start_reference as sparse_ffn_start
 from retrofit.passes.sparse_ffn import unit_choice
 from retrofit.passes.sparse_ffn.contributions import Contributions
-from retrofit.passes.sparse_qkv import least_squares_fit
+from retrofit.passes.sparse_qkv import fitting
 
 WINDOWS = torch.randint(3, 60, (32, 16), generator=torch.Generator().manual_seed(1))
 
@@ -83,10 +83,10 @@ def test_a_rank_one_fit_is_held_against_the_largest_singular_value() -> None:
     rows = torch.randn(3, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     u, s, v = torch.linalg.svd(torch.nn.functional.pad(rows, (0, 3)).view(3, 3, 5), full_matrices=False)
     d, e = u[:, :, 0] * s[:, :1].sqrt(), v[:, 0] * s[:, :1].sqrt()
-    assert multiplicative_reference.fit_problem(d, e, [0, 1, 2], rows) == ""
-    assert "should be equally long" in multiplicative_reference.fit_problem(2 * d, e / 2, [0, 1, 2], rows)
+    assert multiplicative.fit_problem(d, e, [0, 1, 2], rows) == ""
+    assert "should be equally long" in multiplicative.fit_problem(2 * d, e / 2, [0, 1, 2], rows)
     second = torch.stack([e[0], v[1, 1] * s[1, 1].sqrt(), e[2]])
-    assert "input feature 1" in multiplicative_reference.fit_problem(d, second, [0, 1, 2], rows)
+    assert "input feature 1" in multiplicative.fit_problem(d, second, [0, 1, 2], rows)
 
 
 def test_the_contributions_of_standard_normal_inputs_are_integrated() -> None:
@@ -116,7 +116,7 @@ def second_product(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 STARTS = {
     "a rank-1 fit to the second singular value": (multiplicative, "nearest_product", second_product, "sparse-loss(modules=4)"),
     "a controller that predicts values, not contributions": (Contributions, "of_ports", signed, "sparse-ffn(sparsity=8)"),
-    "least squares that never solve for E": (least_squares_fit, "best_e", lambda d, *_: torch.ones(len(d), 4), "sparse-qkv"),
+    "least squares that never solve for E": (fitting, "best_e", lambda d, *_: torch.ones(len(d), 4), "sparse-qkv"),
 }
 
 

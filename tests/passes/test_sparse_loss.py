@@ -16,7 +16,7 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
-from retrofit.passes import AltUp, SparseLoss, sparse_loss_reference
+from retrofit.passes import AltUp, SparseLoss, sparse_loss
 from retrofit.passes.multiplicative import Multiplicative, nearest_product
 from retrofit.passes.sparse_loss import MultiplicativeHead
 from retrofit.rewriting import apply_reported
@@ -207,7 +207,7 @@ def test_a_head_fitted_to_data_of_few_dimensions_is_held_to_these(fitted: bool) 
     sites = [SimpleNamespace(path="head", dense_path="head", module=head)]
     rows: dict[str, Any] = {"dense_probes": {"head": (random, random @ weight)}, "dense_products": {"head": (data, data @ weight)}}
     observed: Any = SimpleNamespace(sites=sites, options=SparseLoss(modules=3), is_calibrated=True, **rows)
-    problems = list(sparse_loss_reference.start(observed))
+    problems = list(sparse_loss.start(observed))
     assert (problems == []) == fitted, problems
     assert fitted or "it was not fitted" in problems[0][1]
 
@@ -230,7 +230,7 @@ def test_a_head_that_was_widened_is_held_to_what_the_dense_one_computes(
     rows: dict[str, Any] = {"dense_rows": {"head": ([0, 3, 7], weight[[0, 3, 7]])}}
     rows |= {name: {"head": (x, x @ weight)} for name in ("dense_probes", "dense_products")}
     observed: Any = SimpleNamespace(sites=sites, options=SparseLoss(modules=3), is_calibrated=is_calibrated, **rows)
-    assert bool(list(sparse_loss_reference.start(observed))) == wrong
+    assert bool(list(sparse_loss.start(observed))) == wrong
 
 
 def test_a_head_that_gets_its_weight_as_an_argument_is_replaced_like_others() -> None:

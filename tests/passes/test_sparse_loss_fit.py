@@ -9,7 +9,7 @@ from torch import Tensor
 
 from retrofit.passes import SparseLoss
 from retrofit.passes.multiplicative import Multiplicative
-from retrofit.passes.sparse_loss_fit import DenseHead, fit_to_data, lower_squared_error, product
+from retrofit.passes.sparse_loss import DenseHead, fit_to_data, lower_squared_error, product
 from retrofit.rewriting import apply_reported
 from retrofit.runtime.weighted_errors import token_weights
 
@@ -50,8 +50,8 @@ def test_what_the_inputs_do_not_show_is_not_fitted() -> None:
 
 def test_each_half_of_the_alternation_is_a_least_squares_solution(monkeypatch: pytest.MonkeyPatch) -> None:
     """After one sweep E is what `lstsq` finds for D on the weighted logits, written out as one linear map."""
-    monkeypatch.setattr("retrofit.passes.sparse_loss_fit.SWEEPS", 1)
-    monkeypatch.setattr("retrofit.passes.sparse_loss_fit.RIDGE", 1e-7)
+    monkeypatch.setattr("retrofit.passes.sparse_loss.SWEEPS", 1)
+    monkeypatch.setattr("retrofit.passes.sparse_loss.RIDGE", 1e-7)
     weight, x = drawn(WIDTH, MODULES * SIZE, seed=1), drawn(60, WIDTH, seed=2)
     d, e = lower_squared_error((drawn(WIDTH, MODULES, seed=3), drawn(WIDTH, SIZE, seed=4)), weight, x)
     root = token_weights(x).sqrt().unsqueeze(1)

@@ -13,7 +13,7 @@ from training.test_recovery import IDS, pair, trained
 
 import retrofit
 from retrofit.errors import TrainingError
-from retrofit.passes.reversible import two_stream_layer
+from retrofit.passes.reversible import two_streams
 from retrofit.training import distillation
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.layerwise import HiddenStates
@@ -94,7 +94,7 @@ def test_of_two_streams_the_newer_one_learns_where_layers_are_reversed(monkeypat
     for reverse in (True, False):
         model, dense = pair("reversible(scheme=terraformer)")
         if not reverse:
-            monkeypatch.setattr(two_stream_layer, "two_stream_call", lambda *call: NotImplemented)
+            monkeypatch.setattr(two_streams, "two_stream_call", lambda *call: NotImplemented)
         dense.requires_grad_(False)
         recorded_error(model.train(), dense).backward()
         gradients.append({name: one.grad for name, one in model.named_parameters()})

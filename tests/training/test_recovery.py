@@ -19,7 +19,7 @@ from torch import nn
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
-from retrofit.passes.reversible import two_stream_layer
+from retrofit.passes.reversible import two_streams
 from retrofit.pipeline.corresponding_sites import corresponding_sites
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.layerwise import DenseSites
@@ -209,7 +209,7 @@ def test_sites_in_layers_that_are_reversed_learn_in_every_stage(monkeypatch: pyt
     for reverse in (True, False):
         model, dense = pair(*specs)
         if not reverse:
-            monkeypatch.setattr(two_stream_layer, "two_stream_call", lambda *call: NotImplemented)
+            monkeypatch.setattr(two_streams, "two_stream_call", lambda *call: NotImplemented)
         runs.append(continue_pretraining(model, TEXTS, settings, teacher=dense))
         models.append(model)
     assert dict(runs[0].losses) == pytest.approx(dict(runs[1].losses), rel=1e-4)

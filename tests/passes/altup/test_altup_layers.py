@@ -21,9 +21,18 @@ from transformers.models.gemma3n.configuration_gemma3n import Gemma3nTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextAltUp
 
 from retrofit.errors import DoesNotFitError
-from retrofit.passes.altup.blocks import BlockScale, Blockwise, DivideAndProject, Replicated
-from retrofit.passes.altup.contraction import combine_blocks, contract
-from retrofit.passes.altup.layers import COEFFICIENTS, AltUpLayer, DenseAltUpLayer, DynamicAltUpLayer
+from retrofit.passes.altup.layers import (
+    COEFFICIENTS,
+    AltUpLayer,
+    BlockScale,
+    Blockwise,
+    DenseAltUpLayer,
+    DivideAndProject,
+    DynamicAltUpLayer,
+    Replicated,
+    combine_blocks,
+    contract,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -13,10 +13,9 @@ from torch.nn import functional as F
 from transformers import DynamicCache, ReformerConfig
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
-from retrofit.passes.lsh_attention import fused_tiles, seen_keys
-from retrofit.passes.lsh_attention.bucket_lists import SPARE
+from retrofit.passes.lsh_attention import seen_keys
 from retrofit.passes.lsh_attention.bucketed_attention import OWN, BucketedAttention
-from retrofit.passes.lsh_attention.hashing import hash_buckets, random_rotations
+from retrofit.passes.lsh_attention.key_buckets import SPARE, hash_buckets, random_rotations
 from retrofit.passes.lsh_attention.key_orders import order_by_bucket
 from retrofit.passes.lsh_attention.seen_keys import Operands, combine, one_round
 from retrofit.runtime.peak_memory import peak_bytes
@@ -116,10 +115,11 @@ def test_the_fused_kernel_computes_the_same(
     expected = in_loop(module, q, k, v, everything(2, tokens, causal)).float()
     given = {"is_causal": causal, "enable_gqa": key_heads == 1}
     calls: list[int] = []
+    fused = seen_keys.fused
 
     def counting(*args: Any) -> Any:
         calls.append(len(args[0]))
-        return fused_tiles.fused(*args)
+        return fused(*args)
 
     monkeypatch.setattr(seen_keys, "fused", counting)
     for at_once in (seen_keys.AT_ONCE, 1):
@@ -138,10 +138,10 @@ def test_without_the_private_kernel_the_numbers_are_the_same(causal: bool, name:
     module = attention(causal).float()
     q, k, v = (drawn(2, 2, 57, seed=seed).float() for seed in (1, 2, 3))
     expected = module(q, k, v, is_causal=causal)
-    assert fused_tiles.is_fused(q, k, v)
-    monkeypatch.setattr(fused_tiles, "KERNEL", name)
+    assert seen_keys.is_fused(q, k, v)
+    monkeypatch.setattr(seen_keys, "KERNEL", name)
     monkeypatch.setattr(seen_keys, "fused", None)  # an error where it is called
-    assert not fused_tiles.is_fused(q, k, v)
+    assert not seen_keys.is_fused(q, k, v)
     torch.testing.assert_close(module(q, k, v, is_causal=causal), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -17,8 +17,7 @@ import retrofit
 from retrofit.anatomy import causality
 from retrofit.errors import DoesNotFitError, RetrofitError, SpecError
 from retrofit.passes import LSHAttention
-from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention
-from retrofit.passes.lsh_attention.intercepted_attention import InterceptedAttention
+from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention, InterceptedAttention
 from retrofit.rewriting import apply_reported
 
 BUILD = {

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache, T5Config
 
 from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
-from retrofit.passes.merge_cross_attention.second_layers import second_layers
+from retrofit.passes.merge_cross_attention.merged_layer import second_layers
 
 HEADS, WIDTH = 4, 6
 

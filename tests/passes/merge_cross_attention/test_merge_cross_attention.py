@@ -19,8 +19,8 @@ import retrofit
 from retrofit.errors import DoesNotFitError, RetrofitError, SpecError
 from retrofit.passes import MergeCrossAttention
 from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
-from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
-from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection
+from retrofit.passes.merge_cross_attention.merged_layer import OtherTokens
+from retrofit.passes.sparse_qkv.sparse_attention import ColumnProjection
 from retrofit.rewriting import apply_reported
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 import retrofit
 from retrofit.cli import main
 from retrofit.passes import MergeCrossAttention
-from retrofit.passes.merge_cross_attention.other_keys import AttentionToOthers
-from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
+from retrofit.passes.merge_cross_attention.joint_attention import AttentionToOthers
+from retrofit.passes.merge_cross_attention.merged_layer import OtherTokens
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.recovery import start_dials
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint

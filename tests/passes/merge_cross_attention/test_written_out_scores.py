@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.passes import MergeCrossAttention
-from retrofit.passes.merge_cross_attention.joint_softmax import JointSoftmax
-from retrofit.passes.merge_cross_attention.weight_dial import OtherTokens
+from retrofit.passes.merge_cross_attention.joint_attention import JointSoftmax
+from retrofit.passes.merge_cross_attention.merged_layer import OtherTokens
 from retrofit.rewriting import apply_reported
 
 SIZES = {

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from retrofit.passes.recurrence.linear_scan import CHUNK, all_states, in_chunks, linear_scan
+from retrofit.passes.recurrence.simple_recurrent_unit import CHUNK, all_states, in_chunks, linear_scan
 
 Scan = Callable[[Tensor, Tensor, Tensor], Tensor]
 WAYS = {"doubling": all_states, "chunks": in_chunks, "whichever": linear_scan}

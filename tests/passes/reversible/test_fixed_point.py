@@ -11,8 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retrofit.passes.reversible.chain import following, preceding
-from retrofit.passes.reversible.fixed_point import LARGEST, low_bits, not_a_number_where, to_fixed, to_float, unpacked
+from retrofit.passes.reversible.chain import (
+    LARGEST,
+    following,
+    low_bits,
+    not_a_number_where,
+    preceding,
+    to_fixed,
+    to_float,
+    unpacked,
+)
 
 whole = st.integers(-(2**60), 2**60)
 

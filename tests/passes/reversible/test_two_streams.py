@@ -21,12 +21,10 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.passes import Reversible
-from retrofit.passes.reversible import two_stream_layer, two_stream_reference
-from retrofit.passes.reversible.branch_calls import BranchCall
-from retrofit.passes.reversible.intercepted_sums import Following
+from retrofit.passes.reversible import reference, two_streams
+from retrofit.passes.reversible.branch_calls import BranchCall, Following
 from retrofit.passes.reversible.repeated_call import Returned
-from retrofit.passes.reversible.two_stream_layer import SecondStream, TwoStreamLayer, two_stream_layers
-from retrofit.passes.reversible.two_streams import TwoStreamStep
+from retrofit.passes.reversible.two_streams import SecondStream, TwoStreamLayer, TwoStreamStep, two_stream_layers
 from retrofit.runtime.peak_memory import peak_bytes
 from retrofit.surgery.auxiliary_losses import auxiliary_losses, record_auxiliary_loss
 
@@ -234,7 +232,7 @@ def test_other_methods_inside_have_the_gradients_of_the_formula(inside: str) -> 
     model = copy.deepcopy(rewritten("llama", inside)).double()
     observed: Any = type("Observed", (), {"sites": [type("Site", (), {"module": one}) for one in two_stream_layers(model)]})
     loss, found = step(model, inputs("llama"))
-    with two_stream_reference.everything_kept(observed):
+    with reference.swaps_kept(observed):
         expected_loss, expected = step(model, inputs("llama"))
     torch.testing.assert_close(loss, expected_loss)
     assert set(found) == set(expected)
@@ -268,7 +266,7 @@ def test_a_branch_has_the_losses_that_the_layers_own_code_records_for_it_alone()
         return [float(one.detach()) for one in losses], {name: one.grad for name, one in model.named_parameters()}
 
     found_losses, found = gradients()
-    with two_stream_reference.everything_kept(observed):
+    with reference.swaps_kept(observed):
         expected_losses, expected = gradients()
     assert len(found_losses) == 6 and found_losses == pytest.approx(expected_losses)
     for name, one in expected.items():
@@ -542,9 +540,7 @@ def test_the_check_method_finds_a_wrong_swap_and_a_wrong_gradient(monkeypatch: p
         patch.setattr(TwoStreamStep, "backward", staticmethod(without_the_older))
         assert "the gradient of" in str(method(model))
     with monkeypatch.context() as patch:
-        patch.setattr(
-            two_stream_layer, "two_stream_call", lambda layer, swaps, args, kwargs: dense_call(layer, swaps, args, kwargs)
-        )
+        patch.setattr(two_streams, "two_stream_call", lambda layer, swaps, args, kwargs: dense_call(layer, swaps, args, kwargs))
         assert "in training" in str(method(model))
 
 

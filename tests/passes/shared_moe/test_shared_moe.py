@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import SharedMoE
-from retrofit.passes.shared_moe.expert_load import expert_load
+from retrofit.passes.shared_moe.mixture_of_experts import expert_load
 from retrofit.rewriting import apply_reported
 
 # Gated and plain feed-forwards, both gates in one, Conv1D, parallel branches, two modules, one set of weights for all, images.

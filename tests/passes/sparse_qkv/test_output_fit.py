@@ -14,9 +14,8 @@ from retrofit.anatomy.attention_parsing import find_attention_sites
 from retrofit.anatomy.attention_sites import weights_by_letter
 from retrofit.anatomy.inspection import inspect
 from retrofit.passes import SparseQKV
-from retrofit.passes.sparse_qkv.least_squares_fit import SecondMoments, dense_matrices, fit_to_data
+from retrofit.passes.sparse_qkv.fitting import SecondMoments, dense_matrices, fit_to_data, scope_of
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
-from retrofit.passes.sparse_qkv.output_fit import scope_of
 from retrofit.passes.sparse_qkv.sparse_projections import absorbed_values
 from retrofit.rewriting import apply_reported
 

@@ -20,10 +20,9 @@ import retrofit
 from retrofit.anatomy.attention_parsing import find_attention_sites
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import SparseQKV
-from retrofit.passes.sparse_qkv.least_squares_fit import best_d, best_e, best_taps, dense_matrices, fit, joined
+from retrofit.passes.sparse_qkv.fitting import best_d, best_e, best_taps, dense_matrices, fit, joined
 from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularConvolution, ModularProjection, ModularShape, neighbours
-from retrofit.passes.sparse_qkv.replaced_projections import ColumnProjection, IdentityProjection
-from retrofit.passes.sparse_qkv.sparse_attention import SparseAttention
+from retrofit.passes.sparse_qkv.sparse_attention import ColumnProjection, IdentityProjection, SparseAttention
 from retrofit.rewriting import apply_reported
 
 small = st.integers(1, 3)

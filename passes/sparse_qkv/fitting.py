@@ -1,25 +1,33 @@
-"""The start of a modular projection: the least-squares fit to the dense one.
+"""The start of sparse projections: the least-squares fit to the dense weights, and on calibration data to the attention's results.
 
-Where no earlier token counts, multiplicative layer and convolutions multiply by the dense matrices
-Ŵ_j[i,s,n] = Σ_o D[i, r·s+o−⌊F/2⌋] (E[i,:] C_j[o])[n], where C_j[o] = W_j[o,0] are the taps of the token itself. The fit minimises
+Where no earlier token counts, multiplicative layer and convolutions multiply by the dense matrices Ŵ_j[i,s,n] = Σ_o D[i,
+r·s+o−⌊F/2⌋] (E[i,:] C_j[o])[n], where C_j[o] = W_j[o,0] are the taps of the token itself. The fit minimises
 
     Σ_j tr (W_j − Ŵ_j)ᵀ A (W_j − Ŵ_j)        A: the second moments of x on calibration data, the identity without
 
 Given two of D, E and C the third is a linear least-squares problem, for D and E one of S or M unknowns for each input feature.
 Alternating least squares solves them in turn, each of which lowers the error, with A = I. With calibration data L-BFGS continues
 from there under A, which couples the features. The taps of earlier tokens are zero: the dense model reads none.
+
+With calibration data the sparse attention is then fitted to what the dense one returns for the same arguments. The projections can
+be near the dense ones and their attention far from the dense attention, most of all where the output layer is gone. So what is
+compared is the result: the dense attention's calls are recorded, and the sparse one is called with the same arguments. Of the start
+from the weights and those fitted to data the one is kept whose results are nearest on windows held out, and from there gradient
+descent on other windows lowers the error as far as it falls on the windows held out.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from retrofit.passes.multiplicative import Multiplicative, nearest_product
 from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution, ModularProjection, neighbours
-from retrofit.sdk import set_aside, token_weights
+from retrofit.sdk import RecordedCall, evaluation_mode, float_tensors, set_aside, token_weights, weighted_error
 
 SWEEPS = 12  # of the alternation (benchmarks/sparse_qkv_start.py)
 STEPS = 40  # of L-BFGS
@@ -50,7 +58,7 @@ class SecondMoments:
 def joined(projections: Sequence[ModularProjection]) -> ModularProjection:
     """Projections that share a multiplicative layer as one projection of the same layers: fitting it fits them all."""
     first = projections[0]
-    strides = {letter: stride for one in projections for letter, stride in one.strides.items()}
+    strides = {letter: stride for projection in projections for letter, stride in projection.strides.items()}
     like = torch.empty(0, device="meta")
     whole = ModularProjection(first.variant, first.width, first.module_count, first.size, strides, first.kernel, like)
     for one in projections:
@@ -114,10 +122,10 @@ def convolution(projection: ModularProjection, letter: str) -> ModularConvolutio
 
 
 def dense_matrices(projection: ModularProjection) -> dict[str, Tensor]:
-    """The dense matrix by which the projection multiplies where no earlier token counts, by letter: (d, S/r, N)."""
+    """Return the dense matrix by which the projection multiplies where no earlier token counts, by letter: (d, S/r, N)."""
     if projection.variant == "mult":
         products = {letter: multiplicative(projection, letter) for letter in projection.strides}
-        return {letter: one.matrix().float().unflatten(-1, one.modules_and_size) for letter, one in products.items()}
+        return {letter: product.matrix().float().unflatten(-1, product.modules_and_size) for letter, product in products.items()}
     d, e = factors(projection)
     m, kernel = d.unsqueeze(-1) * e.unsqueeze(-2), projection.kernel
     inputs = {stride: neighbours(m, kernel, stride) for stride in set(projection.strides.values())}
@@ -136,7 +144,7 @@ def factors(projection: ModularProjection) -> tuple[Tensor, Tensor]:
 
 
 def relative_errors(found: Targets, targets: Targets, moments: Tensor | None) -> dict[str, float]:
-    """The error of each letter relative to its target, in the norm of `moments`."""
+    """Return the error of each letter relative to its target, in the norm of `moments`."""
     return {letter: distance(found[letter], target, moments) for letter, target in targets.items()}
 
 
@@ -145,7 +153,7 @@ def distance(found: Tensor, target: Tensor, moments: Tensor | None) -> float:
 
 
 def length(matrix: Tensor, moments: Tensor | None) -> Tensor:
-    """The root of tr Mᵀ A M."""
+    """Return the root of tr Mᵀ A M."""
     return matrix.norm() if moments is None else (matrix * (moments @ matrix)).sum().clamp_min(0).sqrt()
 
 
@@ -220,7 +228,7 @@ def best_e(d: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: sli
 
 
 def solve(system: Tensor, right: Tensor) -> Tensor:
-    """The solution of a positive semi-definite system, or of a batch of them; zero where the system is zero."""
+    """Return the solution of a positive semi-definite system, or of a batch of them; zero where the system is zero."""
     diagonal = system.diagonal(dim1=-2, dim2=-1)
     ridge = RIDGE * diagonal.mean(-1, keepdim=True) + torch.finfo(system.dtype).tiny
     return torch.linalg.solve(system + torch.diag_embed(ridge.expand_as(diagonal)), right)
@@ -234,7 +242,7 @@ def descend(projection: ModularProjection, targets: Targets, moments: Tensor) ->
     """L-BFGS lowers the error under `moments`, whose gradient by a matrix is 2 A (Ŵ − W)."""
     names = [name for name, _ in projection.named_parameters() if not name.endswith("bias")]
     parameters = [projection.get_parameter(name) for name in names]
-    values = [one.detach().float().clone().requires_grad_() for one in parameters]
+    values = [parameter.detach().float().clone().requires_grad_() for parameter in parameters]
     total = sum(float(length(target.flatten(1), moments)) ** 2 for target in targets.values())
     optimizer = torch.optim.LBFGS(values, max_iter=STEPS, history_size=20, line_search_fn="strong_wolfe")
 
@@ -271,3 +279,105 @@ class DenseMatrices(torch.nn.Module):
 
     def forward(self) -> dict[str, Tensor]:
         return dense_matrices(self.projection)
+
+
+OUTPUT_STEPS = 40  # of Adam
+RATE = 0.03  # of Adam, relative to a parameter's root mean square; falls to zero along a cosine
+
+Values = list[Tensor]  # of the parameters of an attention's sparse layers
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseAttention:
+    """The calls of an attention in the dense model, on windows to fit on and on windows held out."""
+
+    path: str  # of the module that holds the attention and its output layer
+    fitted: Sequence[RecordedCall]
+    held_out: Sequence[RecordedCall]
+
+    def is_repeatable(self, module: nn.Module) -> bool:
+        """Return whether its calls return a stream, and the same again where `module`, the dense one, is called by itself."""
+        calls = [*self.fitted, *self.held_out]
+        returns_stream = all(any(tensor.dim() == 3 for tensor in float_tensors(call.output)) for call in calls)
+        return bool(self.fitted and self.held_out) and returns_stream and calls[0].is_repeatable(module)
+
+    def error(self, module: nn.Module) -> float:
+        """Return the relative error of the module's results on the windows held out."""
+        with evaluation_mode(module), torch.no_grad():
+            found, dense = (torch.cat(rows) for rows in zip(*(results(call, module) for call in self.held_out), strict=True))
+            return float(weighted_error(found, dense))
+
+
+def scope_of(attention: str, out: str | None) -> str:
+    """Return the path of the innermost module that holds both modules; "" where that is the model."""
+    if out is None:
+        return attention
+    common = []
+    for one, other in zip(attention.split("."), out.split("."), strict=False):
+        if one != other:
+            break
+        common.append(one)
+    return ".".join(common)
+
+
+def results(call: RecordedCall, module: nn.Module) -> tuple[Tensor, Tensor]:
+    """Return the results of the module and the dense one for the same arguments, without padding: (tokens, d) each."""
+    found, dense = (stream_among(one) for one in (call.repeat(module), call.output))
+    return call.real(found), call.real(dense)
+
+
+def stream_among(output: object) -> Tensor:
+    """Return the first tensor that a module returned of (batch, tokens, d) numbers."""
+    return next(tensor for tensor in float_tensors(output) if tensor.dim() == 3)
+
+
+def fit_results(
+    module: nn.Module, parameters: Sequence[nn.Parameter], dense: DenseAttention, starts: Sequence[Values]
+) -> tuple[float, float]:
+    """Set the parameters to the values with which the module is nearest to the dense one; return its error before and after.
+
+    The first of the `starts` is the one without data.
+    """
+    errors = []
+    for values in starts:
+        put(parameters, values)
+        errors.append(dense.error(module))
+    candidates = [*starts]
+    put(parameters, candidates[errors.index(min(errors))])
+    descend_by_calls(module, parameters, dense.fitted)
+    candidates.append([parameter.detach().clone() for parameter in parameters])
+    errors.append(dense.error(module))
+    best = errors.index(min(errors))
+    put(parameters, candidates[best])
+    return errors[0], errors[best]
+
+
+@torch.no_grad()
+def put(parameters: Sequence[nn.Parameter], values: Values) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+@torch.enable_grad()
+def descend_by_calls(module: nn.Module, parameters: Sequence[nn.Parameter], calls: Sequence[RecordedCall]) -> None:
+    """The parameters have made `OUTPUT_STEPS` steps of Adam, a call each, that lower the relative error of the module's results."""
+    trained = [
+        parameter for parameter in parameters if parameter.dim() > 1
+    ]  # the biases of the convolutions begin at zero and stay
+    rates = [RATE * max(float(one.detach().float().square().mean().sqrt()), 1e-12) for one in trained]
+    optimizer = torch.optim.Adam(
+        [{"params": [one], "lr": rate} for one, rate in zip(trained, rates, strict=True)], betas=(0.9, 0.95)
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / OUTPUT_STEPS))
+    with evaluation_mode(module):
+        for step in range(OUTPUT_STEPS):
+            error = weighted_error(*results(calls[step % len(calls)], module))
+            if not error.requires_grad:
+                return
+            gradients = torch.autograd.grad(error, trained, allow_unused=True)
+            for one, gradient in zip(trained, gradients, strict=True):
+                one.grad = gradient
+            optimizer.step()
+            schedule.step()
+    for one in trained:
+        one.grad = None

@@ -1,0 +1,216 @@
+"""The one attention in a module's own code: recorded, answered by another attention, or run with the weights of another.
+
+It is a call of torch's fused attention, or written out:
+
+    s = q kᵀ · scale + mask        p = softmax(s)        y = dropout(p) v
+
+The softmax's result is followed, by identity, through dropout, casts and changes of layout to the product with the values.
+
+With the weights of another attention a copy of the code is run for one call, of which only the core's operands are kept:
+
+    keys and values of the encoder's tokens by self-attention's weights          the code of the cross-attention
+    keys and values of the decoder's tokens by cross-attention's weights         the code of the self-attention
+
+So head layout, norms, positions, masks and the cache are whatever the model's own code makes of them. The copy shares every module
+with the two attentions, and nothing is registered in the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from retrofit.sdk import FUSED_ARGUMENTS, AnsweredFusedAttention, child_modules
+
+
+def recorded_core(calls: list[dict[str, Any]]) -> AnsweredFusedAttention:
+    """Return a context in which the arguments of torch's fused attention go into `calls`, by name, and its result is zero."""
+
+    def record(*args: Any, **kwargs: Any) -> Tensor:
+        given = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}
+        calls.append(given)
+        return no_values(given["query"], given["value"].shape[-1])
+
+    return AnsweredFusedAttention(record)
+
+
+def answered_core(attention: nn.Module, other: Mapping[str, Any] | None, calls: list[bool]) -> AnsweredFusedAttention:
+    """Return a context in which `attention`, with the keys `other` besides, answers for torch's fused attention."""
+
+    def answer(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(True)
+        return attention(*args, **kwargs, other=other)  # type: ignore[no-any-return]
+
+    return AnsweredFusedAttention(answer)
+
+
+def no_values(x: Tensor, width: int) -> Tensor:
+    """Zeros of this width for each row of x, which take no memory."""
+    return x.new_zeros(()).expand(*x.shape[:-1], width)
+
+
+ATEN = torch.ops.aten
+SOFTMAX = (F.softmax, torch.softmax, Tensor.softmax, ATEN.softmax.int, ATEN._softmax.default)
+PRODUCT = (torch.matmul, torch.bmm, Tensor.matmul, Tensor.bmm, Tensor.__matmul__, ATEN.matmul.default, ATEN.bmm.default)
+DROPOUT = (F.dropout, torch.dropout, ATEN.dropout.default)
+CAST = (Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16,
+        ATEN.to.dtype, ATEN._to_copy.default, ATEN.type_as.default)  # fmt: skip
+LAYOUT = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand, Tensor.contiguous, Tensor.clone, torch.clone,
+          ATEN.view.default, ATEN.reshape.default, ATEN._unsafe_view.default, ATEN.expand.default, ATEN.contiguous.default,
+          ATEN.clone.default)  # fmt: skip
+
+
+class RecordedScores(TorchFunctionMode):
+    """Within this context the scores of a written-out attention and its values go into `calls`, and its result is zero."""
+
+    def __init__(self, calls: list[dict[str, Any]]) -> None:
+        super().__init__()
+        self.calls = calls
+        self.weights: list[Tensor] = []  # zeros, as far as they are followed
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in SOFTMAX:
+            scores, _ = softmax_arguments(args, kwargs)
+            self.calls.append({"scores": scores})
+            self.weights.append(no_values(scores, scores.shape[-1]))
+            return self.weights[-1]
+        if not args or not any(weight is args[0] for weight in self.weights):
+            return function(*args, **kwargs)
+        if function in PRODUCT:
+            values = args[1]
+            self.calls[-1]["value"] = values
+            return values.new_zeros(()).expand(*args[0].shape[:-1], values.shape[-1])
+        if function in DROPOUT or function in CAST:
+            return args[0]
+        result = function(*args, **kwargs)
+        if function in LAYOUT:
+            self.weights.append(result)
+        return result
+
+
+class AnsweredScores(TorchFunctionMode):
+    """Within this context `attention`, with the keys `other` besides, answers for the softmax of a written-out attention."""
+
+    def __init__(self, attention: nn.Module, other: Mapping[str, Any] | None, calls: list[bool]) -> None:
+        super().__init__()
+        self.attention, self.other, self.calls = attention, other, calls
+        self.weights: list[tuple[Tensor, Tensor]] = []  # those of its own keys, as far as they are followed, and of the others
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function in SOFTMAX:
+            scores, dtype = softmax_arguments(args, kwargs)
+            weights = self.attention(scores, dtype, other=self.other)
+            if self.other is None:
+                self.calls.append(True)
+                return weights
+            own = weights[..., : scores.shape[-1]]
+            self.weights.append((own, weights[..., scores.shape[-1] :]))
+            return own
+        pair = next((pair for pair in self.weights if args and pair[0] is args[0]), None)
+        if pair is None:
+            return function(*args, **kwargs)
+        own, others = pair
+        if function in PRODUCT:
+            assert self.other is not None
+            self.calls.append(True)
+            values = self.other["value"]
+            values = values.reshape(*args[1].shape[:-2], -1, values.shape[-1]).to(args[1].dtype)
+            return function(own, args[1]) + function(others, values)
+        result = function(*args, **kwargs)
+        if function in DROPOUT or function in CAST:
+            self.weights.append((result, function(others, *args[1:], **kwargs)))
+        elif function in LAYOUT:
+            self.weights.append((result, others.reshape(*result.shape[:-1], others.shape[-1])))
+        return result
+
+
+def softmax_arguments(args: Any, kwargs: Mapping[str, Any]) -> tuple[Tensor, torch.dtype | None]:
+    """Return what a softmax normalizes, and the type that it computes in, where one is given."""
+    scores = args[0] if args else kwargs["input"]
+    given = [one for one in (*args, kwargs.get("dtype")) if isinstance(one, torch.dtype)]
+    return scores, given[0] if given else None
+
+
+HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+Recorded = Callable[[list[dict[str, Any]]], AbstractContextManager[Any]]  # what an attention attends with goes into the list
+
+
+@dataclasses.dataclass(frozen=True)
+class Borrowing:
+    """What of an attention's code is replaced, by paths inside it: modules of another one; queries and results, which go unused."""
+
+    modules: Mapping[str, str]  # path in the code's own module → path of what replaces it in the other
+    query: tuple[str, int]  # what projects the queries, and their columns; "" where the queries are needed
+    out: str  # what multiplies the result; "" where that is outside
+
+
+class NoQuery(nn.Module):
+    """Zeros for each token: the queries are those of another call."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return no_values(x, self.width)
+
+
+def borrowed_operands(
+    code: nn.Module, lender: nn.Module, borrowing: Borrowing, recorded: Recorded, args: Any, kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], Any]:
+    """Return what `code`, with the modules of `lender`, attends with, as `recorded` has it; and its result, made of zeros."""
+    replaced = {path: module_at(lender, other) for path, other in borrowing.modules.items()}
+    path, width = borrowing.query
+    if path:
+        replaced[path] = NoQuery(width)
+    if borrowing.out:
+        replaced[borrowing.out] = nn.Identity()
+    calls: list[dict[str, Any]] = []
+    with recorded(calls):
+        returned = copy_with(code, replaced)(*args, **kwargs)
+    operands = {key: value for key, value in calls[0].items() if key not in ("dropout_p", "enable_gqa")} if calls else {}
+    return (operands | {"query": None} if path and operands else operands), returned
+
+
+def copy_with(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
+    """Return a shallow copy of `module`, and of modules on the way to a path in `replaced`, with the modules there replaced."""
+    if "" in replaced:
+        return replaced[""]
+    children = dict(child_modules(module))
+    inner: dict[str, dict[str, nn.Module]] = {}
+    for path, other in replaced.items():
+        name, _, rest = path.partition(".")
+        inner.setdefault(name, {})[rest] = other
+    for name, below in inner.items():
+        children[name] = copy_with(children[name], below)
+    copy: nn.Module = object.__new__(type(module))
+    hooks: dict[str, Any] = {name: OrderedDict() for name in HOOKS}  # what watches the module's calls does not watch this one
+    copy.__dict__.update({**module.__dict__, **hooks, "_modules": children})
+    return copy
+
+
+def module_at(module: nn.Module, path: str) -> nn.Module:
+    """Return the module at a path inside another, from the registries: while tracing, attribute access returns proxies."""
+    for name in path.split(".") if path else ():
+        module = child_modules(module)[name]
+    return module
