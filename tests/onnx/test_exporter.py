@@ -292,8 +292,9 @@ def test_parameters_may_be_called_as_the_exporter_calls_values(tmp_path):
 def test_a_file_that_exists_stays_unless_forced(tmp_path):
     path = tmp_path / "model.onnx"
     path.write_text("mine")
-    with pytest.raises(CheckpointError, match="exists already"):
+    with pytest.raises(CheckpointError) as caught:
         retrofit.export_onnx(MADE["plain"](), path)
+    assert str(path) in caught.value.what and "force" in caught.value.remedy
     assert path.read_text() == "mine"
     retrofit.export_onnx(MADE["plain"](), path, force=True)
     assert OnnxSession(path).outputs == ["output"] and list(tmp_path.iterdir()) == [path]
@@ -346,11 +347,12 @@ def test_what_cannot_be_exported_leaves_no_file(kind, reason, tmp_path):
 
 @pytest.mark.parametrize(("path", "cache"), [("model.pt", "auto"), ("model.onnx", "all")])
 def test_wrong_arguments_are_refused_with_a_remedy(path, cache, tmp_path):
-    with pytest.raises(RetrofitError, match="fix: "):
+    with pytest.raises(RetrofitError) as caught:
         retrofit.export_onnx(Plain(), tmp_path / path, cache)
-    with pytest.raises(CaptureError, match="cannot be exported with its cache"):
+    assert caught.value.remedy
+    with pytest.raises(CaptureError, match="Plain"):
         retrofit.export_onnx(Plain(), tmp_path / "model.onnx", "past")
-    with pytest.raises(CaptureError, match="cannot be exported with its cache"):
+    with pytest.raises(CaptureError, match="ViT"):
         retrofit.export_onnx(tiny_models.vit(), tmp_path / "model.onnx", "past")
 
 

@@ -230,7 +230,7 @@ def test_what_is_rewritten_goes_on_from_its_states(tmp_path: Path) -> None:
     retrofit.export_onnx(tiny_models.llama(num_hidden_layers=1), tmp_path / "m.onnx", fuse=False)
     model, running = graph_module(from_onnx(tmp_path / "m.onnx", cache="past")), OnnxSession(tmp_path / "m.onnx")
     for spec in ("sequence-altup(k=2, layers=all)", "sparse-qkv(kernel=2)"):
-        with pytest.raises(DoesNotFitError, match="states of earlier tokens") as caught:
+        with pytest.raises(DoesNotFitError) as caught:
             retrofit.apply(model, spec, verify=False)
         assert "cache='none'" in caught.value.remedy
     empty = {argument_name(key): value for key, value in running.empty_states(2).items()}
@@ -257,7 +257,7 @@ def test_states_that_are_not_returned_are_not_empty_at_the_start(tmp_path: Path)
     model.graph.node.insert(0, helper.make_node("ReduceSum", [state.name, "axis"], ["seen"], keepdims=0))
     model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "axis"))
     onnx.save(model, str(path))
-    with pytest.raises(CaptureError, match=r"goes on from past_key_values\.0\.encoder\.key") as caught:
+    with pytest.raises(CaptureError, match=r"past_key_values\.0\.encoder\.key") as caught:
         from_onnx(path)
     assert "decoder_model.onnx" in caught.value.remedy
     given = {"x": torch.randn(2, 4), state.name: torch.randn(2, 5, 4)}
@@ -350,7 +350,7 @@ def test_further_outputs_of_a_node_may_be_named_and_not_read(
 
 def test_two_outputs_of_one_name_are_refused(tmp_path: Path) -> None:
     nodes = [helper.make_node("Relu", ["x"], ["y.0"]), helper.make_node("Neg", ["x"], ["y_0"])]
-    with pytest.raises(CaptureError, match="two outputs of one name"):
+    with pytest.raises(CaptureError, match=r"y\.0"):
         from_onnx(written(tmp_path / "m.onnx", nodes, outputs=("y.0", "y_0")))
 
 
@@ -400,8 +400,9 @@ def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     whole = file_of("with its cache", "causal/llama").read_bytes()
     path = tmp_path / "m.onnx"
     path.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(CheckpointError, match="cannot be read as an ONNX model"):
+    with pytest.raises(CheckpointError) as caught:
         from_onnx(path)
+    assert str(path) in caught.value.what
 
 
 def test_weights_that_lie_elsewhere_are_read_and_missed(tmp_path: Path) -> None:
@@ -410,8 +411,9 @@ def test_weights_that_lie_elsewhere_are_read_and_missed(tmp_path: Path) -> None:
     one, other = dict(from_onnx(path).named_parameters()), dict(from_onnx(apart).named_parameters())
     assert all(torch.equal(value, other[name]) for name, value in one.items())
     (tmp_path / "m.onnx_data").unlink()
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError) as caught:
         from_onnx(apart)
+    assert str(apart) in caught.value.what
 
 
 def test_external_data_outside_the_folder_of_the_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -423,8 +425,9 @@ def test_external_data_outside_the_folder_of_the_file_is_refused(tmp_path: Path,
     (tmp_path / "inside/data").symlink_to(tmp_path / "data")
     monkeypatch.chdir(tmp_path / "inside")
     for name in (path, "m.onnx"):
-        with pytest.raises(CheckpointError, match="cannot be read") as caught:
+        with pytest.raises(CheckpointError) as caught:
             from_onnx(name)
+        assert str(name) in caught.value.what
         assert "outside" in caught.value.why
 
 
@@ -464,7 +467,7 @@ def test_functions_of_a_file_are_inlined(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(CheckpointError, match=r"nothing\.onnx"):
         retrofit.load(tmp_path / "nothing.onnx")
 
 
@@ -478,8 +481,9 @@ def test_a_file_that_is_no_transformer_comes_in_and_is_not_rewritten(tmp_path: P
 
 
 def test_a_graph_saved_as_a_checkpoint_is_told_where_to_go(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"save it as a \.pt2 file"):
+    with pytest.raises(CheckpointError) as caught:
         retrofit.save(from_onnx(file_of("with its cache", "causal/llama")), tmp_path / "m.pt")
+    assert ".pt2" in caught.value.remedy
     assert not list(tmp_path.iterdir())
 
 

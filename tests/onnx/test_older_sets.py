@@ -205,8 +205,9 @@ def real_pictures() -> torch.Tensor:
 @pytest.mark.parametrize("opset", [1, 6])
 def test_sets_that_broadcast_otherwise_are_refused(opset: int, tmp_path: Path) -> None:
     onnx.save(model_of([node("Relu", ["x"], ["y"])], X, opset=opset), str(tmp_path / "m.onnx"))
-    with pytest.raises(CheckpointError, match=rf"of operator set {opset}\n.*7 to 12 are converted(.|\n)*opset_version"):
+    with pytest.raises(CheckpointError) as caught:
         from_onnx(tmp_path / "m.onnx")
+    assert str(opset) in caught.value.what and "7 to 12" in caught.value.why and "opset_version" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

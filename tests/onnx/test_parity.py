@@ -92,7 +92,7 @@ def test_a_file_that_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.
 
     model = Chooses(tie=1.1).eval()
     monkeypatch.setattr(exporting, "trace_part", trace_wrong)
-    with pytest.raises(CaptureError, match="would compute something else"):
+    with pytest.raises(CaptureError, match="Chooses"):
         retrofit.export_onnx(model, tmp_path / "model.onnx", example_inputs={"ids": torch.randint(31, (2, 11))})
     assert not list(tmp_path.iterdir())
 

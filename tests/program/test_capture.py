@@ -1,4 +1,4 @@
-"""Capture: which module calls a program has, what enters and leaves them, which call a node is of, and what is refused."""
+"""Capturing models: graphs, module calls, fallbacks, dynamic shapes, and trials on a model's own calls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support.own_models import Own
 from torch import Tensor, nn
 
-from retrofit.errors import CaptureError
+from retrofit.emitted.graph_module import graph_module
+from retrofit.errors import CaptureError, DoesNotFitError
+from retrofit.program import tracing_contexts
 from retrofit.program.aten_ops import op, shape
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow
+from retrofit.program.tracing_contexts import MAX_OPERATIONS, expression_length
+from retrofit.program.trial_calls import failed_trials
+from retrofit.runtime.skeletons import without_weights
 
 
 class Inner(nn.Module):
@@ -214,7 +221,7 @@ def test_a_branch_that_all_inputs_take_is_in_a_dynamic_program() -> None:
 )
 def test_a_branch_that_other_inputs_may_not_take_is_in_none(holds: Callable[[Tensor], Any]) -> None:
     given = {"x": torch.randn(2, 5, 3)}
-    with pytest.raises(CaptureError, match="Masked could not be captured"):
+    with pytest.raises(CaptureError, match="Masked"):
         capture(Masked(holds), given, dynamic=True)
     assert capture(Masked(holds), given).branches
 
@@ -226,7 +233,7 @@ class Failing(nn.Module):
 
 def test_what_cannot_be_traced_is_refused_with_the_first_line_of_the_reason() -> None:
     model = Failing().train()
-    with pytest.raises(CaptureError, match="Failing could not be captured") as caught:
+    with pytest.raises(CaptureError, match="Failing") as caught:
         capture(model, {"x": torch.ones(2)})
     assert "cannot take (2,)" in caught.value.why and "second line" not in caught.value.why
     assert "example_inputs=" in caught.value.remedy and model.training
@@ -305,3 +312,96 @@ def test_tied_parameters_without_values_are_one_in_the_graph_even_where_the_code
         program = capture(one, {"ids": torch.zeros(2, 3, dtype=torch.long, device=one.router.weight.device)})
         read = [name for node, name in program.parameters.items() if name in ("embed.weight", "head.weight") and node.users]
         assert len(read) == 1, read
+
+
+class Padded(nn.Module):
+    """A layer that pads the width of what it is given to a multiple of a number."""
+
+    def __init__(self, multiple: int) -> None:
+        super().__init__()
+        self.multiple, self.mix = multiple, nn.Conv2d(4, 4, 1)
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.mix(F.pad(image, (0, (-image.shape[-1]) % self.multiple)))
+
+
+class ImageModel(nn.Module):
+    """A classifier of images that are padded to one multiple after another."""
+
+    def __init__(self, *multiples: int) -> None:
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, 4, 1), nn.Linear(4, 5)
+        self.layers = nn.ModuleList(map(Padded, multiples))
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        image = self.patches(pixel_values)
+        for layer in self.layers:
+            image = layer(image)
+        return self.head(image.mean((2, 3)))
+
+
+def images(batch: int, height: int, width: int) -> Tensor:
+    return torch.randn(batch, 3, height, width, generator=torch.Generator().manual_seed(batch))
+
+
+@pytest.mark.parametrize("multiples", [(), (3,)])
+def test_sizes_of_images_are_dynamic(multiples: tuple[int, ...]) -> None:
+    model = ImageModel(*multiples)
+    graph = graph_module(model, {"pixel_values": images(2, 7, 11)})
+    torch.testing.assert_close(graph(images(3, 5, 17)), model(images(3, 5, 17)))
+
+
+def test_sizes_of_images_with_long_expressions_are_static_and_the_batch_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+    monkeypatch.setattr(tracing_contexts, "expression_length", lambda size: lengths.append(expression_length(size)) or lengths[-1])
+    model = ImageModel(3, 5, 7, 11)
+    graph = graph_module(model, {"pixel_values": images(2, 7, 13)})
+    assert max(lengths) > MAX_OPERATIONS, "the expressions did get long"
+    torch.testing.assert_close(graph(images(3, 7, 13)), model(images(3, 7, 13)))
+    with pytest.raises(DoesNotFitError, match=r"pixel_values\b.*\b10\b.*\b3\b"):
+        graph(images(3, 7, 10))
+
+
+IDS = {"x": torch.arange(10).view(2, 5)}
+
+
+class BranchingOwn(Own):
+    """A model whose code branches on the values of a tensor, which a trace does not have."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if bool((x >= 0).all()) else super().forward(x.abs())
+
+
+def on_fewer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module(args[0][:, ::2], **kwargs)
+
+
+def on_wider(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return module(torch.cat([args[0], args[0]], -1), **kwargs)
+
+
+@pytest.mark.parametrize("kind", [Own, BranchingOwn])
+@pytest.mark.parametrize("values", [True, False], ids=["with values", "without values"])
+def test_a_trial_gets_the_arguments_of_the_dense_call_and_its_failure_is_located(kind: type[Own], values: bool) -> None:
+    model = kind()
+    tried = model if values else without_weights(model)
+    state = {name: one.clone() for name, one in model.state_dict().items()}
+    failed = failed_trials(tried, IDS, {"b.0": on_fewer, "b.1": on_wider, "b.2": on_fewer})
+    assert list(failed) == ["b.1"] and failed["b.1"].startswith("b.1.m: RuntimeError")
+    assert all(torch.equal(one, state[name]) for name, one in model.state_dict().items()) and model.training
+    assert not any(one._forward_pre_hooks for one in tried.modules())
+
+
+def test_calls_that_a_trial_makes_are_not_tried_in_turn() -> None:
+    model, calls = Own(), list[str]()
+
+    def outer(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append("outer")
+        module(*args, **kwargs)
+
+    assert failed_trials(model, IDS, {"b.0": outer, "b.0.q": lambda *call: calls.append("inner")}) == {}
+    assert calls == ["outer", "inner"]
+
+
+def test_of_a_model_that_does_not_run_nothing_is_known() -> None:
+    assert failed_trials(Own(), {"x": torch.zeros(2, 5)}, {"b.0": on_wider}) == {}

@@ -17,6 +17,7 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, Static
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.passes import SequenceAltUp
+from retrofit.sdk import SLACK
 
 LENGTH = 11
 TOKENS = st.lists(st.integers(3, tiny_models.VOCABULARY - 1), min_size=LENGTH, max_size=LENGTH)
@@ -210,8 +211,9 @@ def test_a_window_that_cannot_be_brought_back_is_an_error() -> None:
     cache = DynamicCache(config=windowed().config)
     cache.activate_past_recording()
     windowed()(input_ids=torch.full((1, 100), 5), past_key_values=cache)
-    with pytest.raises(RetrofitError, match="at most 64 tokens"):
+    with pytest.raises(RetrofitError) as caught:
         cache.crop(-80)
+    assert str(SLACK) in caught.value.remedy
 
 
 @pytest.mark.parametrize("pad", [0, 2])
@@ -229,8 +231,9 @@ def test_a_window_that_transformers_has_lost_count_of_is_an_error(pad: int) -> N
         compute(start, end)
         cache.crop(-removed)
     compute(1, 2)
-    with pytest.raises(RetrofitError, match="more tokens than it can take back"):
+    with pytest.raises(RetrofitError) as caught:
         cache.crop(0)
+    assert str(SLACK) in caught.value.remedy
 
 
 @given(k=st.integers(1, 9), length=st.integers(1, 40))

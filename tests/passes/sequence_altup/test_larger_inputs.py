@@ -71,8 +71,9 @@ def test_a_model_that_runs_on_one_length_only_is_refused() -> None:
         def forward(self, input_ids: Tensor, sound: Tensor) -> Tensor:
             return super().forward(input_ids, sound) + torch.zeros(1, 11, 1)
 
-    with pytest.raises(DoesNotFitError, match="does not run on a larger batch"):
+    with pytest.raises(DoesNotFitError) as caught:
         retrofit.apply(Fixed().eval(), SequenceAltUp(k=3, layers="all"), example_inputs=heard(11))
+    assert "example_inputs=" in caught.value.remedy
 
 
 class Pooled(Model):
@@ -97,5 +98,5 @@ def test_a_layer_that_receives_one_entry_for_several_tokens_is_refused() -> None
     model = Pooled()
     model.layers = nn.ModuleList(Paired() for _ in range(4))
     inputs = {"input_ids": torch.arange(22).view(2, -1) * 5 % WORDS}
-    with pytest.raises(DoesNotFitError, match="receives first, which has no single entry for each token"):
+    with pytest.raises(DoesNotFitError, match="first"):
         retrofit.apply(model.eval(), SequenceAltUp(k=2, layers="all"), example_inputs=inputs)

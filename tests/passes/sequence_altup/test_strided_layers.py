@@ -152,7 +152,7 @@ def test_its_dial_goes_from_the_dense_layer_to_algorithm_2(length: int, k: int, 
 def test_while_it_is_annealed_it_takes_no_cache() -> None:
     layer = wrapped(SequenceAltUpLayer, 2)
     ComputedTokens().turn(layer, 0.5)
-    with pytest.raises(DoesNotFitError, match="annealed") as error:
+    with pytest.raises(DoesNotFitError) as error:
         layer(torch.randn(1, 4, D, dtype=torch.double), cache=DynamicCache())
     assert "use_cache=False" in error.value.remedy
 
@@ -188,11 +188,11 @@ def test_the_layer_gets_anchors_only() -> None:
 
 def test_an_argument_nobody_knows_is_refused() -> None:
     layer = wrapped(StrideAndSkipLayer, 2)
-    with pytest.raises(DoesNotFitError, match="states of shape"):
+    with pytest.raises(DoesNotFitError, match="states"):
         layer(torch.randn(1, 4, D, dtype=torch.double), states=torch.zeros(1, 4, 4))
     mask = torch.ones(2, 1, 4, 4, dtype=torch.bool) & torch.tensor([0, 1, 1, 1]).bool()
     layer.token_dims[("table",)] = TokenDims(2, (0,), None)
-    with pytest.raises(DoesNotFitError, match="rows keep tokens at different positions"):
+    with pytest.raises(DoesNotFitError, match=rf"\({4}, {D}\)"):
         layer(torch.randn(2, 4, D, dtype=torch.double), mask, table=torch.zeros(4, D))
 
 
@@ -203,7 +203,7 @@ def test_integers_that_are_passed_on_follow_the_tokens() -> None:
     assert torch.equal(call.tensors[("labels",)][0], labels)
     assert call.tensors[("labels",)][1].positions == (1,)
     for name, value in {"mask": labels, "others": labels[:, :4], "values": x}.items():
-        with pytest.raises(DoesNotFitError, match="received " + name):
+        with pytest.raises(DoesNotFitError, match=name):
             LayerCall.read((x,), {name: value}, ("x", "mask"), ("x",), {})
 
 
