@@ -53,14 +53,14 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="FILE",
         type=Path,
         action="append",
-        help="text to which starts that are not exact are fitted; several times for several files",
+        help="calibration text for approximate passes (repeatable)",
     )
     parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer for --calibrate lies, if not in MODEL")
     parser.add_argument(
         "--tokens", metavar="N", type=int, help=f"tokens of the text that are fitted on, spread over it (default: {TOKENS})"
     )
     parser.add_argument(
-        "--stream", action="store_true", help="with one site in memory at a time: for directories of safetensors larger than memory"
+        "--stream", action="store_true", help="process the model out of core: for safetensors directories larger than memory"
     )
     parser.add_argument("--dequantize", action="store_true", help="unpack the weights of a quantized model first")
     add_checks_argument(parser)

@@ -231,7 +231,7 @@ def leak_between(
         return Leak(moves, 0.0, "")
     distances = (moves.outputs - moves.others).abs().amax(-1).nan_to_num(float("inf")) / scale_of(moves.others)  # (rows, length)
     leaking, early = distances > moves.limit, early.cpu()
-    if not bool(leaking.any()):  # what moved are values that are no numbers
+    if not bool(leaking.any()):  # what moved is NaN or Inf
         return Leak(moves, 1.0, f"changing {name} changed which of the earlier outputs are numbers")
     same = early.all(1)  # rows in which nothing changed
     mixed = leaking[same].nonzero().tolist()

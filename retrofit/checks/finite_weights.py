@@ -34,7 +34,7 @@ def not_finite(name: str, weight: Tensor, others: int = 0) -> RetrofitError:
     nan, infinite = int(weight.isnan().sum()), int(weight.isinf().sum())
     more = f" and {others} more weights" if others else ""
     return RetrofitError(
-        f"{name}{more} {'hold' if more else 'holds'} values that are no numbers",
+        f"{name}{more} {'contain' if more else 'contains'} NaN or Inf",
         why=f"of its {weight.numel():,} values {nan:,} are NaN and {infinite:,} infinite",
         remedy="give a checkpoint from before the training that made them",
     )

@@ -144,7 +144,7 @@ def compare_shape(shape: int, now: FunctionMeasurement, before: FunctionMeasurem
 
 
 def judge_approximate(pairs: Pairs, note: str) -> Finding:
-    """How far the outputs moved; an approximate rewrite fails where they are no numbers."""
+    """How far the outputs moved; an approximate rewrite fails where they contain NaN or Inf."""
     if any(ours.shape != theirs.shape or bool((~ours.isfinite() & theirs.isfinite()).any()) for ours, theirs in pairs):
         return failed("", "some outputs are infinite or not numbers, or of another shape, where the dense model's are not")
     return passed(f"KL {kl_divergence(pairs):.2e} nats, top-1 agreement {top1_agreement(pairs):.1%}", note)

@@ -36,7 +36,7 @@ class GradientsMeasurement:
 
     trainable: int
     zero: frozenset[str]  # those that received zeros, or nothing
-    broken: frozenset[str]  # those that received infinities, or no numbers
+    broken: frozenset[str]  # those that received NaN or Inf
     own_loss: bool
     loss_error: str = ""  # why it was not the model's own
     names: frozenset[str] = frozenset()  # of all parameters, each of their names

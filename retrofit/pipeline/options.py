@@ -92,7 +92,7 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
 
 def describe(kinds: list[Any]) -> str:
     """The kinds of value in words."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a word", tuple: "a list a+b+c"}
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "a word", tuple: "a list a+b+c"}
     return " or ".join(words.get(kind, str(kind)) for kind in kinds)
 
 
@@ -101,7 +101,7 @@ def in_range(kinds: list[Any], field: dataclasses.Field[Any]) -> str:
     minimum, maximum = field.metadata.get("minimum"), field.metadata.get("maximum")
     if maximum is not None:
         return f"{describe(kinds)} from {minimum or 0:g} to {maximum:g}"
-    return describe(kinds) + (f" from {minimum:g} on" if minimum is not None else "")
+    return describe(kinds) + (f" ≥ {minimum:g}" if minimum is not None else "")
 
 
 def convert(kind: Any, value: Any) -> Any:

@@ -155,7 +155,7 @@ class Measurements:
         if measured < count:
             self.left_out[name] = f"{count - measured} of its {count} sites were not measured: they are taken to be like the others"
         elif len(found) < count:
-            self.left_out[name] = f"at {count - len(found)} of its {count} sites its outputs are no numbers"
+            self.left_out[name] = f"at {count - len(found)} of its {count} sites its outputs contain NaN or Inf"
         self.sites += found
 
     def firsts_first(self, numbers: Sequence[int]) -> list[int]:

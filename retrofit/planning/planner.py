@@ -446,11 +446,11 @@ class Planner:
         return measured is None or math.isfinite(measured.distance)
 
     def require_finite(self, target: Target, chosen: Collection[int]) -> None:
-        """Raises `PlanningError` where the outputs of a choice are no numbers."""
+        """Raises `PlanningError` where the outputs of a choice contain NaN or Inf."""
         if not self.is_finite(chosen):
             raise PlanningError(
                 f"the target {str(target)!r} cannot be reached",
-                why=f"with {'; '.join(one.spec() for one in self.recipe(chosen))} the outputs are no numbers",
+                why=f"with {'; '.join(one.spec() for one in self.recipe(chosen))} the outputs contain NaN or Inf",
                 remedy="ask for less, name other passes with --pass, or plan for the model in float32",
             )
 

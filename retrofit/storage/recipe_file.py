@@ -28,7 +28,7 @@ from retrofit.storage.pipeline_directories import CONFIG, transformer_folder
 VERSION = 1  # of the JSON object
 SHOWN = 60  # characters of what is no pass
 LARGEST = 16 << 20  # bytes: a config.json with a table of labels stays below
-KEYS = {"recipe": "a list of passes", "version": "a whole number", "notes": "anything"}
+KEYS = {"recipe": "a list of passes", "version": "an integer", "notes": "anything"}
 OF_A_MODEL = ("model_type", "architectures", "quantization_config", "transformers_version")  # keys of a config.json
 READABLE = (
     "write one pass a line, e.g. altup(k=2), or a JSON list of such texts; a rewritten model's directory, "
@@ -157,7 +157,7 @@ def recipe_in_json(file: Path, data: Any) -> Any:
         raise SpecError(f"{file} holds no recipe", why="it is the config of a model that was not rewritten", remedy=READABLE)
     version = data.get("version", VERSION)
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise SpecError(f"{file}: version {version!r} is not a whole number from 1 on", remedy=f'write "version": {VERSION}')
+        raise SpecError(f"{file}: version {version!r} is not an integer ≥ 1", remedy=f'write "version": {VERSION}')
     if version > VERSION:
         raise SpecError(
             f"{file} is a recipe of version {version}",

@@ -43,7 +43,7 @@ class Settings:
     seed: int = option(0, "order of the windows, and what is hidden in them", minimum=0)
     align: int | None = option(
         None,
-        "steps before all others in which every site learns from the dense one (with a teacher: as the passes propose)",
+        "warm-up steps of layer-wise distillation (with a teacher: as the passes propose)",
         minimum=0,
     )
     align_lr: float = option(1e-3, "highest learning rate of these steps", minimum=0)
@@ -128,7 +128,7 @@ def as_number(field: dataclasses.Field[Any], settings: Settings) -> Any:
     try:
         return operator.index(value) if kind == "int" else float(value + 0)
     except (TypeError, RuntimeError) as error:  # torch raises the second for a tensor of several numbers
-        number = "whole number" if kind == "int" else "number"
+        number = "integer" if kind == "int" else "number"
         raise TrainingError(f"{flag(field)} {value!r} is no {number}", remedy=field.metadata["doc"]) from error
 
 

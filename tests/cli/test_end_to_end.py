@@ -455,7 +455,7 @@ def test_a_config_of_another_model_is_refused(refused: Callable[..., str]) -> No
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--k", "two"], ["k='two'", "whole number"]),
+        (["--k", "two"], ["k='two'", "integer"]),
         (["--k", "1"], ["k=1", "below 2"]),
         (["--selection", "random"], ["selection=random", "alternating"]),
         (["--layers-of-nothing", "2"], ["unknown option --layers-of-nothing", "retrofit passes altup"]),

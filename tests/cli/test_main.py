@@ -116,7 +116,7 @@ def test_no_command_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
         (["inspect", "--jsn", "model.pt"], "did you mean --json?"),
         (["inspect", "a.pt", "b.pt"], "unexpected argument 'b.pt'"),
         (["apply", "--pass", "sparse-ffn", "--scale", "maybe", "model.pt"], "why: MODEL is maybe"),
-        (["apply", "--pass", "altup", "--k", "two", "model.pt"], "give a whole number from 2 on: K, the number of"),
+        (["apply", "--pass", "altup", "--k", "two", "model.pt"], "give an integer ≥ 2: K, the number of"),
         (["apply", "--pass", "altup", "--extra", "4", "--embedding", "recycled", "model.pt"], "leave init and embedding out"),
         (["train", "--steps", "2", "--data", "text.txt", "model.pt"], "before --data, which would take it for a value"),
         (["export", "--native", "model.pt"], "before --native, which would take it for a value"),

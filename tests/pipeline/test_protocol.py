@@ -114,11 +114,11 @@ def test_a_spec_writes_every_option_out() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"limit": "many"}, "limit='many' is not a whole number"),
+        ({"limit": "many"}, "limit='many' is not an integer"),
         ({"limit": 0}, "limit=0 is below 1"),
         ({"kind": "odd"}, "kind=odd is not one of plain, fancy"),
         ({"quick": "perhaps"}, "quick='perhaps' is not true or false"),
-        ({"limit": True}, "limit=True is not a whole number"),
+        ({"limit": True}, "limit=True is not an integer"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(wrong: dict[str, Any], words: str) -> None:
@@ -163,9 +163,9 @@ def test_an_option_without_effect_is_named(spec: str, said: tuple[str, ...]) -> 
 @pytest.mark.parametrize(
     ("name", "name_of_option", "range_of_it", "beyond"),
     [
-        ("reversible", "bits", "a whole number from 1 to 16", "17"),
+        ("reversible", "bits", "an integer from 1 to 16", "17"),
         ("merge-cross-attention", "weight", "a number from 0 to 1", "1.5"),
-        ("merge-cross-attention", "attentions", "a whole number from 1 to 2", "3"),
+        ("merge-cross-attention", "attentions", "an integer from 1 to 2", "3"),
         ("sparse-ffn", "hard", "a number from 0 to 1", "1.5"),
         ("shared-moe", "reinit", "a number from 0 to 1", "1.5"),
     ],

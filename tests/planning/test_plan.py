@@ -507,7 +507,7 @@ def test_what_gives_no_numbers_together_is_no_plan(
     made = planned(model, TARGETS, folder=tmp_path / "kept", measure=False)
     assert [str(one.target) for one in made.planned] == TARGETS[:1]
     assert math.isfinite(made.planned[0].predicted.distance) and len(made.planned[0].layers) == 1
-    assert [(str(target), "no numbers" in error.why) for target, error in made.unreached.items()] == [(TARGETS[1], True)]
+    assert [(str(target), "NaN" in error.why) for target, error in made.unreached.items()] == [(TARGETS[1], True)]
 
 
 def test_a_candidate_that_does_not_fit_is_named_once() -> None:
@@ -525,7 +525,7 @@ def test_a_candidate_that_gives_no_numbers_is_left_out_with_the_reason(model: An
     monkeypatch.setattr(measuring.Measurements, "quality", overflowing)
     with pytest.raises(PlanningError, match="no candidate fits") as refused:
         planned(model, TARGETS, passes=[QKV], measure=False)
-    assert refused.value.why == f"{QKV}: at 2 of its 2 sites its outputs are no numbers"
+    assert refused.value.why == f"{QKV}: at 2 of its 2 sites its outputs contain NaN or Inf"
 
 
 def test_a_recipe_that_cannot_be_applied_does_not_cost_the_plans_for_the_others(

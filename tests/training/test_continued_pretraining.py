@@ -311,10 +311,10 @@ def test_the_trainer_is_asked_for_nothing_that_is_going_away(tmp_path: Path) -> 
         ({"eval_fraction": 1.0}, "leaves no text to train on"),
         ({"device": "abacus"}, "--device abacus is not known"),
         ({"length": 4}, "--length 4 is below 8"),
-        ({"steps": 2.5}, "--steps 2.5 is no whole number"),
-        ({"warmup": "3"}, "--warmup '3' is no whole number"),
+        ({"steps": 2.5}, "--steps 2.5 is no integer"),
+        ({"warmup": "3"}, "--warmup '3' is no integer"),
         ({"lr": "1e-3"}, "--lr '1e-3' is no number"),
-        ({"batch_size": None}, "--batch-size None is no whole number"),
+        ({"batch_size": None}, "--batch-size None is no integer"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(fields: Mapping[str, Any], message: str) -> None:
