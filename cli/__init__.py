@@ -1,6 +1,6 @@
 """The command line: `main` runs a command and turns every failure into a message and an exit code.
 
-A command is a module with `add_parser(subparsers)`, which sets the default `run`, and `run(arguments) -> int`, its exit code.
+A command is a function `add_parser(subparsers)`, which sets the default `run`: it takes the arguments and returns an exit code.
 Command modules import torch only inside `run`, so that `--help` answers at once.
 """
 
@@ -12,14 +12,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from retrofit.cli.failures import Interruption, exit_code, hang_up, report
+from retrofit.cli.failures import Interruption, disconnect, exit_code, hang_up, quieten_wrappers, refuse_several, report, speaks_of
 from retrofit.cli.parser import Parser
-from retrofit.cli.processes import disconnect, quieten_wrappers, refuse_several, speaks_of
 from retrofit.errors import RetrofitError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command in `argv` has run; 0 done, 1 verification failed, 2 bad usage or input, 130 interrupted."""
+    """Run the command in `argv` and return its exit code: 0 done, 1 verification failed, 2 bad usage or input, 130 interrupted."""
     given = list(sys.argv[1:] if argv is None else argv)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed before Python began
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def dispatch(given: list[str]) -> int:
-    """The exit code of the command in `given`."""
+    """Return the exit code of the command in `given`."""
     require_package()
     parser = build_parser()
     if not given:
@@ -75,22 +74,18 @@ def require_package() -> None:
 
 
 def build_parser() -> Parser:
-    """The parser of every command."""
+    """Return the parser of every command."""
     from retrofit import __version__
     from retrofit.cli import (
         apply,
-        bundle,
         compare,
         completion,
-        convert,
-        diff,
         export,
         generate,
         inspect,
         merge,
         passes,
         plan,
-        teach,
         train,
         undo,
         verify,
@@ -100,8 +95,12 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action="version", version=f"retrofit {__version__}")
     parser.set_defaults(debug=False, several=False)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    commands = (apply, undo, inspect, plan, verify, diff, generate, convert, export, bundle, teach, train, merge, compare, passes)
-    for command in commands:
-        command.add_parser(subparsers)
+    adders = (
+        *(apply.add_parser, undo.add_parser, inspect.add_parser, plan.add_parser, verify.add_parser, verify.add_diff_parser),
+        *(generate.add_parser, export.add_convert_parser, export.add_parser, export.add_bundle_parser, train.add_teach_parser),
+        *(train.add_parser, merge.add_parser, compare.add_parser, passes.add_parser),
+    )
+    for add_parser in adders:
+        add_parser(subparsers)
     completion.add_parser(subparsers, parser)
     return parser

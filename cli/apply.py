@@ -12,9 +12,9 @@ from retrofit.anatomy.anatomy import format_change
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import STREAMS, Subparsers, add_checks_argument, add_model_arguments, require_path, seed
+from retrofit.cli.pass_options import add_pass_arguments, named_passes
 from retrofit.cli.progress import working
-from retrofit.cli.recipes import add_pass_arguments, named_passes
-from retrofit.cli.tables import print_table
+from retrofit.cli.terminal import print_table
 from retrofit.errors import RetrofitWarning
 from retrofit.pipeline.accounts import rewrite_rows, separated
 from retrofit.pipeline.registry import load_pass, pass_names
@@ -71,7 +71,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The rewritten model is on disk and a table of what happened on stdout."""
+    """Rewrite the model, save it, and print a table of what happened."""
     passes = named_passes(arguments)
     if not passes:
         raise UsageError("no pass to apply", remedy="name one with --pass, or several in a file with --recipe; see retrofit passes")
@@ -149,7 +149,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) -> int:
-    """The same, with one site of the model in memory at a time."""
+    """Return the same, with one site of the model in memory at a time."""
     if arguments.config is not None or arguments.allow_pickle or arguments.dequantize:
         raise UsageError(
             "--config, --allow-pickle and --dequantize do not go with --stream",
@@ -192,7 +192,7 @@ def require_calibration(files: list[Path], passes: Recipe) -> None:
 
 
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[torch.Tensor, Any, str]:
-    """The text to fit on, as windows of the model's token ids, (windows, length), the tokenizer, and how the text was read."""
+    """Return the text to fit on as windows of token ids, (windows, length), the tokenizer, and how the text was read."""
     from retrofit.pipeline.calibration import calibration_windows
     from retrofit.pipeline.tokenization import read_texts, read_tokenizer, reading, text_codec
     from retrofit.storage.companions import tokenizer_place
@@ -212,7 +212,7 @@ def fitted_on(windows: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, 
 
 
 def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
-    """What was rewritten, parameters and FLOPs before and after, what was verified or left out, where the result is."""
+    """Return what was rewritten, parameters and FLOPs before and after, what was verified or left out, where the result is."""
     from retrofit.checks.registry import CHECKS
     from retrofit.storage.directories import left_out
 
@@ -236,7 +236,7 @@ def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
 
 
 def advice(model: Path, output: Path, applied: Applied, verdict: Verdict | None) -> list[tuple[str, str]]:
-    """What an approximate rewrite cost, and the command that is probably next."""
+    """Return what an approximate rewrite cost, and the command that is probably next."""
     dense, result = shlex.quote(str(model)), shlex.quote(str(output))
     train = f"retrofit train {result} --teacher {dense} --data TEXT --steps 1000"
     compare = f"retrofit compare {dense} {result} --data TEXT"

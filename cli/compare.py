@@ -14,7 +14,7 @@ from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
 from retrofit.cli.progress import working
-from retrofit.cli.tables import print_table
+from retrofit.cli.terminal import print_table
 
 if TYPE_CHECKING:
     from retrofit.training.model_comparison import Figures
@@ -52,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The figures are on stdout, and in the picture that was asked for."""
+    """Print the figures, and draw the picture that was asked for."""
     paths = [arguments.model, *arguments.others]
     for path in paths:
         require_path(path)
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_of(path: Path) -> TrainingRun | None:
-    """The run that trained the model, where its numbers are next to it."""
+    """Return the run that trained the model, where its numbers are next to it."""
     from retrofit.errors import TrainingError
     from retrofit.training.runs import TrainingRun
 
@@ -107,7 +107,7 @@ def run_of(path: Path) -> TrainingRun | None:
 
 
 def rows_of(figures: list[Figures], runs: list[TrainingRun | None]) -> Iterator[list[str]]:
-    """A row for each figure, a column for each model."""
+    """Yield a row for each figure, a column for each model."""
     dense = figures[0]
     yield ["", *(one.name for one in figures)]
     yield ["held-out loss, nats a token", *(f"{one.loss:.4f}" for one in figures)]

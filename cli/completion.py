@@ -1,4 +1,6 @@
-"""`retrofit completion`: a shell completes commands, options, passes and the options of a pass.
+"""The options of a pass as its source declares them, read without importing it: a pass imports torch, which takes seconds.
+
+`retrofit completion`: a shell completes commands, options, passes and the options of a pass.
 
 The script of a shell asks `retrofit completion words -- WORD…`, where the last word is the one to complete, and gets one candidate
 a line, with a tab and what it means. Where there is none, the shell completes the name of a file. The candidates come from the
@@ -8,12 +10,131 @@ parser of the command line and, for passes, from their sources, so that nothing 
 from __future__ import annotations
 
 import argparse
+import ast
+import dataclasses
+import importlib.metadata
 import itertools
+import sys
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from retrofit.cli.parser import Parser, Subparsers
-from retrofit.cli.pass_sources import declared_in_source, summaries
+from retrofit.pipeline.registry import GROUP
+
+
+@dataclasses.dataclass(frozen=True)
+class DeclaredOption:
+    """One field of a pass: its name, its line of documentation, and the values it may take where these are words."""
+
+    name: str
+    doc: str
+    choices: tuple[str, ...]
+
+
+def declared_in_source(name: str) -> list[DeclaredOption]:
+    """Return the options of the installed pass `name`; none where there is no such pass, or no source.
+
+    What is read: the fields that the class itself declares by `option(…)`, with choices that are words, or names for words.
+    """
+    for entry in importlib.metadata.entry_points(group=GROUP):
+        if entry.name == name and (source := source_of(entry.module)) is not None:
+            return list(Source(source).options(entry.attr))
+    return []
+
+
+def source_of(module: str) -> str | None:
+    """Return the source of a module that is not imported, nor are the packages it lies in."""
+    places: Sequence[str] | None = None
+    parts = module.split(".")
+    for depth in range(1, len(parts) + 1):
+        spec = None
+        for finder in sys.meta_path:
+            spec = finder.find_spec(".".join(parts[:depth]), places)
+            if spec is not None:
+                break
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+        if places is not None:
+            places = list(places)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    with open(spec.origin, encoding="utf-8") as file:
+        return file.read()
+
+
+class Source:
+    """A file of Python, of which expressions made of words are evaluated, names that it imports included."""
+
+    def __init__(self, text: str) -> None:
+        self.tree = ast.parse(text)
+        self.constants: dict[str, ast.expr] = {}
+        self.imported: dict[str, tuple[str, str]] = {}  # name → module, its name there
+        for one in self.tree.body:
+            if isinstance(one, ast.Assign):
+                self.constants |= dict(assigned(one.targets[0], one.value))
+            elif isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.value is not None:
+                self.constants[one.target.id] = one.value
+            elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
+                self.imported |= {name.asname or name.name: (one.module, name.name) for name in one.names}
+
+    def options(self, name: str) -> Iterator[DeclaredOption]:
+        """Yield the options that the class `name` declares."""
+        for field in self.fields(name):
+            call = field.value
+            if not isinstance(call, ast.Call) or ast.unparse(call.func).rpartition(".")[2] != "option":
+                continue
+            given: dict[str | None, ast.expr] = {word.arg: word.value for word in call.keywords}
+            doc = call.args[1] if len(call.args) > 1 else given.get("doc")
+            choices = ["true", "false"] if ast.unparse(field.annotation) == "bool" else self.words(given.get("choices"))
+            yield DeclaredOption(ast.unparse(field.target), "".join(self.words(doc)), tuple(choices))
+
+    def summary(self, name: str) -> str:
+        """Return the summary that the class `name` has."""
+        return "".join(word for one in self.fields(name) if ast.unparse(one.target) == "summary" for word in self.words(one.value))
+
+    def fields(self, name: str) -> Iterator[ast.AnnAssign]:
+        """Yield the annotated fields of the class `name`."""
+        for kind in self.tree.body:
+            if isinstance(kind, ast.ClassDef) and kind.name == name:
+                yield from (field for field in kind.body if isinstance(field, ast.AnnAssign))
+
+    def words(self, node: ast.expr | None, seen: frozenset[str] = frozenset()) -> list[str]:
+        """Return the words of an expression: text, names, tuples, keys of a dictionary, `tuple(…)`; others give none."""
+        match node:
+            case ast.Constant(value=str(word)):
+                return [word]
+            case ast.Name(id=name) if name in self.constants and name not in seen:
+                return self.words(self.constants[name], seen | {name})
+            case ast.Name(id=name) if name in self.imported:
+                module, there = self.imported[name]
+                text = source_of(module)
+                return Source(text).words(ast.Name(there)) if text is not None else []
+            case ast.Tuple(elts=items) | ast.List(elts=items):
+                return [word for item in items for word in self.words(item, seen)]
+            case ast.Starred(value=inside) | ast.Call(func=ast.Name(id="tuple"), args=[inside]):
+                return self.words(inside, seen)
+            case ast.Dict(keys=keys):
+                return [word for key in keys for word in self.words(key, seen)]
+            case _:
+                return []
+
+
+def assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
+    """Yield the names that an assignment gives values to, one by one: `a, b = 1, 2` gives two."""
+    if isinstance(target, ast.Name):
+        yield target.id, value
+    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
+        for one, its in zip(target.elts, value.elts, strict=True):
+            yield from assigned(one, its)
+
+
+def summaries() -> Iterator[tuple[str, str]]:
+    """Yield the name of each installed pass and its line of summary, as its source has it."""
+    for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda one: one.name):
+        source = source_of(entry.module)
+        yield entry.name, Source(source).summary(entry.attr) if source is not None else ""
+
 
 Candidates: TypeAlias = Iterator[tuple[str, str]]  # word, what it means
 
@@ -88,13 +209,13 @@ def add_parser(subparsers: Subparsers, whole: Parser) -> None:
 
 
 def take_line(given: list[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """The arguments before `--`, and the line to complete after it."""
+    """Return the arguments before `--`, and the line to complete after it."""
     end = given.index("--") if "--" in given else len(given)
     return given[:end], {"line": given[end + 1 :]}
 
 
 def run(arguments: argparse.Namespace, whole: Parser) -> int:
-    """The script, or the candidates for the last word of the line, are on stdout."""
+    """Print the script, or the candidates for the last word of the line."""
     if arguments.shell != WORDS:
         print(SCRIPTS[arguments.shell], end="")
         return 0
@@ -104,7 +225,7 @@ def run(arguments: argparse.Namespace, whole: Parser) -> int:
 
 
 def candidates(whole: Parser, line: Sequence[str]) -> Candidates:
-    """What the last word of `line` may become; nothing where it is the name of a file, or free text."""
+    """Return what the last word of `line` may become; nothing where it is the name of a file, or free text."""
     *before, word = joined_values(line) if line else [""]
     begun, equals, start = word.partition("=") if word.startswith("--") else ("", "", word)
     if equals:
@@ -115,13 +236,13 @@ def candidates(whole: Parser, line: Sequence[str]) -> Candidates:
 
 
 def joined_values(line: Sequence[str]) -> list[str]:
-    """The line without the `=` that bash makes a word of its own: `--k`, `=`, `2` is `--k`, `2`."""
+    """Return the line without the `=` that bash makes a word of its own: `--k`, `=`, `2` is `--k`, `2`."""
     kept = [word for word in line[:-1] if word != "="]
     return [*kept, "" if line[-1] == "=" else line[-1]]
 
 
 def possible(whole: Parser, before: Sequence[str], word: str) -> Candidates:
-    """Everything that may follow the words `before`; options only where `word` begins as one does."""
+    """Return everything that may follow the words `before`; options only where `word` begins as one does."""
     commands = next(action for action in whole._actions if isinstance(action, argparse._SubParsersAction))
     name = next((one for one in before if not one.startswith("-")), None)
     if name is None:
@@ -132,7 +253,7 @@ def possible(whole: Parser, before: Sequence[str], word: str) -> Candidates:
 
 
 def after_command(parser: Parser, before: Sequence[str], word: str) -> Candidates:
-    """What may follow the arguments `before` of a command."""
+    """Return what may follow the arguments `before` of a command."""
     passes = [value for option, value in itertools.pairwise(before) if option == "--pass"]
     passes += [one.removeprefix("--pass=") for one in before if one.startswith("--pass=")]
     fields = {f"--{one.name.replace('_', '-')}": one for one in declared_in_source(passes[-1])} if passes else {}
@@ -152,14 +273,14 @@ def after_command(parser: Parser, before: Sequence[str], word: str) -> Candidate
 
 
 def options_of_parser(parser: argparse.ArgumentParser) -> Candidates:
-    """The options of a parser, each by its long name."""
+    """Return the options of a parser, each by its long name."""
     for action in parser._actions:
         if action.option_strings:
             yield max(action.option_strings, key=len), (action.help or "").replace("%%", "%")
 
 
 def positionals(parser: argparse.ArgumentParser) -> Candidates:
-    """The words that an argument without an option may be: shells of `completion`, names of `passes`."""
+    """Return the words that an argument without an option may be: shells of `completion`, names of `passes`."""
     for action in parser._actions:
         if not action.option_strings:
             yield from ((str(choice), "") for choice in action.choices or ())

@@ -1,15 +1,16 @@
-"""`retrofit export`: a model on disk as ONNX files next to it, or as an architecture of transformers."""
+"""`retrofit export`, `convert` and `bundle`: a model as ONNX or native, as another kind of file, with its own modelling code."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from retrofit.cli.failures import UsageError
-from retrofit.cli.outputs import beside, check_model_output, write_model
+from retrofit.cli.outputs import GRAPHS, beside, check_model_output, default_output, write_model
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
-from retrofit.cli.tables import print_table
+from retrofit.cli.terminal import print_table
 from retrofit.errors import first_few
 from retrofit.pipeline.accounts import listed
 from retrofit.storage.file_names import is_file_name
@@ -58,7 +59,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The ONNX files, or the native directory, are on disk and an account of them on stdout."""
+    """Write the ONNX files, or the native directory, and print a report of them."""
     model = require_path(arguments.model)
     if arguments.native is not None:
         return run_native(arguments, model)
@@ -101,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_native(arguments: argparse.Namespace, model: Path) -> int:
-    """The model is on disk as an architecture of transformers, and an account of it on stdout."""
+    """Write the model as an architecture of transformers, and print a report of it."""
     if arguments.cache != "auto" or arguments.no_fuse or arguments.weights is not None:
         raise UsageError(
             "--cache, --no-fuse and --weights do not go with --native", why="they are about ONNX files", remedy="leave them out"
@@ -131,4 +132,126 @@ def run_native(arguments: argparse.Namespace, model: Path) -> int:
     if form.copied:
         rows.append(("copied", f"{form.copied:,} elements that layers of the model share"))
     print_table([*rows, ("result", str(output))])
+    return 0
+
+
+CONVERT_EXAMPLES = """\
+  retrofit convert model.gguf -o model/         config, weights as floating-point numbers, tokenizer
+  retrofit convert quantized/ -o model/         the same of a directory that a quantizer packed
+  retrofit convert model.pt -o model/
+  retrofit convert model.onnx -o model.pt2      a graph, which trains; a directory cannot hold one
+"""
+
+
+def add_convert_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "convert",
+        help="write a model in another form: a GGUF file as a directory",
+        description="Write a model as a Hugging Face directory, or in the form that OUT names, its weights unpacked.",
+        epilog=CONVERT_EXAMPLES,
+    )
+    add_model_arguments(parser)
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="OUT",
+        type=Path,
+        help="a directory, a .pt, .pt2 or .onnx file (default: next to MODEL)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.set_defaults(run=run_convert)
+
+
+def run_convert(arguments: argparse.Namespace) -> int:
+    """Write the model in its new form, and print a report of it."""
+    source = require_path(arguments.model)
+    graph = source.suffix in GRAPHS
+    output = arguments.output or (default_output(source, ["converted"]) if graph else beside(source, "converted"))
+    check_model_output(output, arguments.force, source)
+    if output.exists() and output.resolve() == source.resolve():
+        raise UsageError(f"{output} is MODEL itself", why="it would be replaced while it is read", remedy="name another -o")
+
+    import torch
+
+    from retrofit.pipeline.replaying import recipe
+    from retrofit.storage.checkpoint import load, require_savable
+    from retrofit.storage.companions import companion_files
+    from retrofit.surgery.dequantization import dequantize
+
+    place = arguments.config or source
+    if place.is_dir() and not is_file_name(output):
+        companion_files(place)  # raises before any work
+    with working(arguments.debug) as progress:
+        progress(f"reading {source}")
+        model = dequantize(load(source, config=arguments.config, allow_pickle=arguments.allow_pickle))
+        require_savable(model, output)
+        progress(f"writing {output}")
+        write_model(model, place, output, arguments.force)
+    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in model.parameters()})
+    rows = [
+        ("model", type(model).__name__ if not isinstance(model, torch.fx.GraphModule) else "a graph"),
+        ("parameters", f"{sum(one.numel() for one in model.parameters()):,} in {', '.join(dtypes)}"),
+    ]
+    if applied := recipe(model):
+        rows.append(("passes", ", ".join(one.spec() for one in applied)))
+    if not is_file_name(output):
+        tokenizer = any((output / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+        rows.append(("tokenizer", "with it" if tokenizer else f"none: there is none in {place}"))
+    print_table([*rows, ("result", str(output))])
+    return 0
+
+
+BUNDLE_EXAMPLES = """\
+  retrofit bundle model.altup/                  writes model.altup.bundle/
+  retrofit bundle model.altup/ -o shared/       where retrofit is not installed:
+                                                AutoModelForCausalLM.from_pretrained("shared", trust_remote_code=True)
+"""
+WAYS = {
+    ".gguf": "rewrite it into a directory, and bundle that: retrofit apply … -o DIR",
+    ".pt2": "rewrite the directory of the model that it holds the graph of, and bundle that: retrofit apply … -o DIR",
+    ".onnx": "rewrite the directory of the model that it was exported from, and bundle that: retrofit apply … -o DIR",
+}
+
+
+def add_bundle_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "bundle",
+        help="write a retrofitted model with its own code, for where retrofit is not installed",
+        description="Write a retrofitted model with its own modelling code, which needs torch and transformers alone.",
+        epilog=BUNDLE_EXAMPLES,
+    )
+    parser.add_argument("model", metavar="DIR", type=Path, help="the directory of a retrofitted transformers model")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="where the bundle goes (default: next to DIR)")
+    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.set_defaults(run=run_bundle)
+
+
+def run_bundle(arguments: argparse.Namespace) -> int:
+    """Write the bundle, and print a report of it."""
+    model = require_path(arguments.model)
+    if not model.is_dir():
+        raise UsageError(
+            f"{model} is no directory",
+            why="a bundle is made of the Hugging Face directory of a retrofitted transformers model",
+            remedy=WAYS.get(model.suffix, "from Python: retrofit.bundle(retrofit.load(path), directory)"),
+        )
+    output = check_model_output(arguments.output or default_output(model, ["bundle"]), arguments.force)
+
+    from retrofit.bundling.bundle import CODE, bundle
+    from retrofit.pipeline.recipe_storage import BUNDLE
+
+    with working(arguments.debug) as progress:
+        progress(f"bundling {model}")
+        bundle(model, output, force=arguments.force)
+    config = json.loads((output / "config.json").read_text(encoding="utf-8"))
+    autos = [name for name in config["auto_map"] if name != "AutoConfig"]
+    lines = (output / CODE).read_text(encoding="utf-8").count("\n")
+    print_table(
+        [
+            ("passes", ", ".join(config[BUNDLE]["recipe"])),
+            ("code", f"{CODE}, {lines:,} lines: read it before you share it"),
+            ("loads with", f"{', '.join(autos)}: from_pretrained(…, trust_remote_code=True)"),
+            ("result", str(output)),
+        ]
+    )
     return 0

@@ -1,4 +1,4 @@
-"""What a failure says on stderr, and the exit code it leaves."""
+"""Failures as messages and exit codes, interruptions, and which of several processes reports them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import IO, Any
 
-from retrofit.cli.printable import printable
-from retrofit.cli.terminal import console_for
-from retrofit.errors import RetrofitError, VerificationError, first_line
+from retrofit.cli.terminal import console_for, printable
+from retrofit.errors import FirstProcessError, RetrofitError, VerificationError, first_line
 
 REMEDIES = {
     errno.ENOSPC: "free some space, or name another place with -o",
@@ -39,7 +38,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def report(error: BaseException, stream: IO[str]) -> None:
-    """What `error` says is on `stream`, the word that begins it red on a terminal."""
+    """Write the message of `error` to `stream`, its first word red on a terminal."""
     message = f"retrofit: {explain(error)}"
     if not stream.isatty():
         print(message, file=stream)
@@ -53,7 +52,7 @@ def report(error: BaseException, stream: IO[str]) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """What went wrong, why, and the fix."""
+    """Return the message of a failure: what went wrong, why, and the fix."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     said = as_retrofit_error(error)
@@ -94,7 +93,7 @@ def hang_up() -> int:
 
 
 def interrupt_after(over: threading.Event, number: signal.Signals) -> None:
-    """The main thread heeds the signal again, a moment after the hook that sets `over` has ended: in there it would be lost too."""
+    """Send the signal to the main thread again, a moment after the hook that sets `over` has ended: it would be lost there too."""
     over.wait()
     time.sleep(0.01)
     _thread.interrupt_main(number)
@@ -146,3 +145,57 @@ class Interruption:
         error = Terminated() if signum == signal.SIGTERM else KeyboardInterrupt()
         self.received = self.received or error
         raise error
+
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # set by what starts several processes
+
+
+def started() -> int:
+    """Return how many processes run this command."""
+    given = [os.environ.get(name, "") for name in VARIABLES]
+    return int(given[-1]) if all(text.isdigit() for text in given) else 1
+
+
+def is_first() -> bool:
+    """Return whether this process is the one that writes, prints and shows progress."""
+    return started() == 1 or os.environ["RANK"] == "0"
+
+
+def speaks_of(error: BaseException) -> bool:
+    """Return whether this process says what failed.
+
+    Until they are connected all processes of a machine fail for the same reason, and one says it; afterwards each for its own.
+    """
+    if started() == 1:
+        return True
+    if isinstance(error, (FirstProcessError, KeyboardInterrupt)):
+        return is_first()
+    torch = sys.modules.get("torch")
+    connected = torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
+    return connected or os.environ["LOCAL_RANK"] == "0"
+
+
+def disconnect() -> None:
+    """Disconnect the processes, where training connected them."""
+    training = sys.modules.get("retrofit.training.processes")
+    if started() > 1 and training is not None:
+        training.disconnect()
+
+
+def refuse_several(command: str) -> None:
+    """Raises `UsageError` where several processes run a command that works in one."""
+    if started() > 1:
+        raise UsageError(
+            f"retrofit {command} runs in one process, and {started()} were started",
+            why="each would write the same result",
+            remedy="run it without torchrun or accelerate launch; retrofit train runs in several",
+        )
+
+
+def quieten_wrappers() -> None:
+    """Of several processes, torch's C++ code reports errors alone: each would warn that a search for unused parameters found none.
+
+    It reads this before torch is imported.
+    """
+    if started() > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path, seed
-from retrofit.cli.printable import printable
 from retrofit.cli.progress import working
-from retrofit.cli.tables import print_table
+from retrofit.cli.terminal import print_table, printable
 
 EXAMPLES = """\
 Text is read through the tokenizer in MODEL or --tokenizer, else as bytes. The likeliest token is taken, or one is drawn.
@@ -41,7 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The text and how the model went on is on stdout, and below it how it was generated."""
+    """Print the text with its continuation, and below it how it was generated."""
     if arguments.tokens < 1:
         raise UsageError(f"--tokens {arguments.tokens} is below 1", remedy="give at least 1")
     if not 0 <= arguments.temperature < math.inf:

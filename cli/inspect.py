@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import STREAMS, Subparsers, add_model_arguments, require_path
-from retrofit.cli.printable import printable
+from retrofit.cli.pass_options import add_pass_arguments, named_passes
 from retrofit.cli.progress import working
-from retrofit.cli.recipes import add_pass_arguments, named_passes
-from retrofit.cli.tables import print_table
+from retrofit.cli.terminal import print_table, printable
 from retrofit.runtime.atomic_writes import whole_file
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The anatomy, or the plan of the passes, is on stdout; 2 where one of the passes fits nowhere."""
+    """Print the anatomy, or the plan of the passes; return 2 where one of the passes fits nowhere."""
     passes = named_passes(arguments)
     if passes and arguments.svg is not None:
         raise UsageError(
@@ -62,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_anatomy(arguments: argparse.Namespace) -> int:
-    """The anatomy is on stdout and, where `--svg` names one, its drawing in a file."""
+    """Print the anatomy and, where `--svg` names a file, draw it there."""
     if arguments.svg is not None:
         check_output(arguments.svg, arguments.force, ".svg")
 
@@ -86,7 +85,7 @@ def print_anatomy(arguments: argparse.Namespace) -> int:
 
 
 def read_model(arguments: argparse.Namespace) -> nn.Module:
-    """The model to look at; with `--stream` it has no weights."""
+    """Return the model to look at; with `--stream` it has no weights."""
     if not arguments.stream:
         from retrofit.storage.checkpoint import load
 
@@ -101,7 +100,7 @@ def read_model(arguments: argparse.Namespace) -> nn.Module:
 
 
 def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
-    """What the passes would do is on stdout; 0 where `apply` would find something to rewrite for each of them, else 2."""
+    """Print what the passes would do; return 0 where `apply` would find something to rewrite for each of them, else 2."""
     from retrofit.preview import plan_of
 
     with working(arguments.debug) as progress:

@@ -10,7 +10,7 @@ from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import MODEL, Subparsers, require_path
 from retrofit.cli.progress import working
-from retrofit.cli.tables import print_table
+from retrofit.cli.terminal import print_table
 
 EXAMPLES = """\
 ADAPTER is a directory that PEFT's save_pretrained wrote.
@@ -35,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The merged model is on disk, with its recipe, and an account of it on stdout."""
+    """Write the merged model with its recipe, and print a report of it."""
     adapter = require_path(arguments.adapter)
     output = check_model_output(arguments.output or default_output(adapter, ["merged"]), arguments.force)
 
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def require_base(named: Any) -> Path:
-    """The model that the adapter belongs to, which is on disk, else `UsageError`; what an adapter names may be anything."""
+    """Return the path of the adapter's model; raise `UsageError` where it is not on disk, as an adapter may name anything."""
     if named and isinstance(named, (str, Path)) and Path(named).exists():
         return Path(named)
     raise UsageError(

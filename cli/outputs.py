@@ -35,7 +35,7 @@ def beside(model: Path, word: str) -> Path:
 
 
 def with_a_name(model: Path) -> Path:
-    """The same path; that of `.` and `..` ends with the directory's name."""
+    """Return the same path; that of `.` and `..` ends with the directory's name."""
     return model if model.name not in ("", "..") else model.resolve()
 
 
@@ -61,7 +61,7 @@ def check_model_output(output: Path, force: bool, source: Path | None = None) ->
 
 
 def write_model(model: nn.Module, source: Path, output: Path, force: bool) -> None:
-    """The model is at `output`; in a directory with what else the directory or the GGUF file `source` holds."""
+    """Save the model at `output`; in a directory with what else the directory or the GGUF file `source` holds."""
     from transformers import PreTrainedModel
 
     from retrofit.storage.checkpoint import save
@@ -75,7 +75,7 @@ def write_model(model: nn.Module, source: Path, output: Path, force: bool) -> No
 
 @contextlib.contextmanager
 def name_in_errors(output: Path) -> Iterator[None]:
-    """An `OSError` raised inside names `output` where it named no file."""
+    """Name `output` in an `OSError` raised within this context that names no file."""
     try:
         yield
     except OSError as error:

@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, extra
 
     def refuse(self, argument: str, parsed: argparse.Namespace) -> NoReturn:
-        """An unknown argument is an error that says which was probably meant, or what was read in its place."""
+        """Return an unknown argument is an error that says which was probably meant, or what was read in its place."""
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise UsageError(f"there is no option {name}", remedy=suggest(name, self._option_string_actions, self.see()))
@@ -76,13 +76,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggest(word: str, known: Iterable[str], otherwise: str) -> str:
-    """The known word nearest to `word`, as a question, and what to do where it is not that one."""
+    """Return the known word nearest to `word`, as a question, and what to do where it is not that one."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]}? otherwise {otherwise}" if near else otherwise
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """The parser reads MODEL and how to load it."""
+    """Add MODEL and the options for loading it to the parser."""
     parser.add_argument("model", metavar="MODEL", type=Path, help=MODEL)
     parser.add_argument("--config", metavar="DIR", type=config_place, help="where the config of a bare state dict is")
     parser.add_argument(
@@ -91,7 +91,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_checks_argument(parser: argparse.ArgumentParser) -> None:
-    """The parser reads which checks are made."""
+    """Add the option that selects the checks to the parser."""
     parser.add_argument(
         "--checks",
         choices=("all", "quick"),
@@ -101,7 +101,7 @@ def add_checks_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def config_place(text: str) -> Path:
-    """The directory of a config, or the file where it has another name than config.json."""
+    """Return the directory of a config, or the file where it has another name than config.json."""
     path = Path(text)
     if not path.exists():
         raise UsageError(f"--config {text}: there is no such file or directory", remedy="name the directory of a config.json")
@@ -116,7 +116,7 @@ def config_for(path: Path, arguments: argparse.Namespace) -> Path | None:
 
 
 def seed(text: str) -> int:
-    """A seed of torch's generators."""
+    """Return a seed of torch's generators."""
     try:
         number = int(text)
     except ValueError as error:

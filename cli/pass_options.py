@@ -1,17 +1,19 @@
-"""What the command line says of passes, in order: those that `--pass` names with the options after each, and recipe files."""
+"""The passes that a command line names, in order: with `--pass`, each with the options after it, and in recipe files."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from retrofit.cli.failures import UsageError
-from retrofit.cli.parser import suggest
+from retrofit.cli.parser import Parser, suggest
 from retrofit.errors import SpecError
 from retrofit.pipeline.options import options_of
-from retrofit.pipeline.protocol import Pass
-from retrofit.pipeline.registry import load_pass, pass_names, split_spec
+from retrofit.pipeline.protocol import Pass, Recipe
+from retrofit.pipeline.registry import load_pass, make_pass, pass_names, split_spec
+from retrofit.storage.recipe_file import read_recipe
 
 Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether one may be given without a value, as a yes
 Requested = list[tuple[str, dict[str, str]] | Path]  # (pass name, option → text), or a recipe file; in the order given
@@ -20,7 +22,7 @@ YES_OR_NO = ("true", "false", "yes", "no")
 
 
 def split_passes(arguments: Sequence[str], own: Collection[str], declared: Declared) -> tuple[list[str], Requested]:
-    """The arguments that belong to the command, and the passes with the options that belong to them, recipe files among them.
+    """Return the arguments of the command, and the passes with their options, recipe files among them.
 
     After `--pass NAME`, `--option value` and `--option=value` belong to that pass where it declares the option, and else to the
     command where it is one of its `own`. A yes-or-no option may be given without a value. NAME may be a spec as in recipes,
@@ -64,7 +66,7 @@ def split_passes(arguments: Sequence[str], own: Collection[str], declared: Decla
 
 
 def name_and_options(text: str) -> tuple[str, dict[str, str]]:
-    """What `--pass` was given: a name, or a spec with options."""
+    """Return what `--pass` was given: a name, or a spec with options."""
     if "(" not in text:
         return text, {}
     try:
@@ -75,14 +77,14 @@ def name_and_options(text: str) -> tuple[str, dict[str, str]]:
 
 
 def take_value(option: str, queue: list[str], own: Collection[str]) -> str:
-    """The next argument, taken off the queue as the value of `option`."""
+    """Return the next argument, taken off the queue as the value of `option`."""
     if not queue or queue[0].startswith("--") or queue[0] in own:
         raise UsageError(f"{option} needs a value", remedy=f"write {option} VALUE")
     return queue.pop(0)
 
 
 def refuse(option: str, own: Collection[str], passes: Requested, declared: Declared) -> None:
-    """An option that neither the pass nor the command has is an error that says which was probably meant."""
+    """Raise `UsageError` for an option that neither the pass nor the command has, with the one that was probably meant."""
     if not passes:
         near = suggest(option, own, "an option of a pass follows the --pass it belongs to")
         raise UsageError(f"there is no option {option}", remedy=near)
@@ -103,7 +105,7 @@ def field_name(option: str) -> str:
 
 
 def find_pass(name: str) -> type[Pass]:
-    """The class of the installed pass `name`; an unknown name is a `UsageError` that says which was probably meant."""
+    """Return the class of the installed pass `name`; an unknown name is a `UsageError` that says which was probably meant."""
     names = pass_names()
     if name not in names:
         raise UsageError(f"there is no pass called {name!r}", remedy=suggest(name, names, f"choose one of {', '.join(names)}"))
@@ -111,14 +113,29 @@ def find_pass(name: str) -> type[Pass]:
 
 
 def declared_options(name: str) -> Mapping[str, bool]:
-    """The options of the installed pass `name`, and whether each may be given without a value."""
+    """Return the options of the installed pass `name`, and whether each may be given without a value."""
     return {option: isinstance(default, bool) for option, _, default, _ in options_of(find_pass(name))}
 
 
 def gather_passes(arguments: list[str], own: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """The arguments left for the command, and its `passes`; with --help nothing but that."""
+    """Return the arguments left for the command, and its `passes`; with --help nothing but that."""
     ended = arguments.index("--") if "--" in arguments else len(arguments)
     if {"-h", "--help"} & set(arguments[:ended]):
         return ["--help"], {}
     left, passes = split_passes(arguments, own, declared_options)
     return left, {"passes": passes}
+
+
+def add_pass_arguments(parser: Parser) -> None:
+    """Add --pass, with the options that follow it, and --recipe to the parser."""
+    parser.gather = gather_passes
+    parser.add_argument("--pass", metavar="NAME", help="a pass, its options after it or as altup(k=2); several run in order")
+    parser.add_argument("--recipe", metavar="FILE", help="passes with their options, in a file: one altup(k=2) a line")
+
+
+def named_passes(arguments: argparse.Namespace) -> Recipe:
+    """Return the passes that the command line names, in the order given, those of a recipe file where it is named."""
+    passes: list[Recipe] = []
+    for one in arguments.passes:
+        passes.append((make_pass(*one),) if isinstance(one, tuple) else read_recipe(one))
+    return tuple(pass_ for several in passes for pass_ in several)

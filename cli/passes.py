@@ -6,7 +6,7 @@ import argparse
 
 from retrofit.cli.parser import Subparsers
 from retrofit.cli.pass_options import find_pass
-from retrofit.cli.tables import print_table
+from retrofit.cli.terminal import print_table
 from retrofit.pipeline.options import format_value, options_of
 from retrofit.pipeline.registry import load_pass, pass_names
 
@@ -25,7 +25,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The passes, or the options of one, are on stdout."""
+    """Print the passes, or the options of one."""
     if arguments.name is None:
         print_table((name, load_pass(name).summary) for name in pass_names())
     else:
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_pass(name: str) -> None:
-    """What the pass does, where it comes from, and its options are on stdout."""
+    """Print the summary of a pass, its source and its options."""
     kind = find_pass(name)
     start = "\nstart: fitted to the text of apply --calibrate FILE, where it is not exact" if kind.calibrates else ""
     print(f"{name}: {kind.summary}\nsource: {kind.paper}{start}\n")

@@ -16,9 +16,8 @@ from retrofit.cli.failures import UsageError, exit_code, report
 from retrofit.cli.outputs import beside, check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path, seed
 from retrofit.cli.pass_options import gather_passes
-from retrofit.cli.printable import printable
 from retrofit.cli.progress import working
-from retrofit.cli.tables import print_table
+from retrofit.cli.terminal import print_table, printable
 from retrofit.pipeline.registry import make_pass
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The recipe files and the picture are on disk, a table about them on stdout, and what cannot be reached on stderr."""
+    """Write the recipe files and the picture; print a table about them, and on stderr the targets out of reach."""
     began = time.monotonic()
     from retrofit.planning.targets import parse_targets
 
@@ -142,7 +141,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def named_candidates(arguments: argparse.Namespace) -> list[AnyPass | str] | None:
-    """The passes that the command line names: one without options by its name, which stands for what it proposes; None for all."""
+    """Return the passes that the command line names: one without options by its name, which stands for what it proposes.
+
+    None for all.
+    """
     found: list[AnyPass | str] = []
     for one in arguments.passes:
         if not isinstance(one, tuple):
@@ -153,7 +155,10 @@ def named_candidates(arguments: argparse.Namespace) -> list[AnyPass | str] | Non
 
 
 def output_files(output: Path, targets: tuple[Target, ...]) -> list[Path]:
-    """The recipe file of each target: `output`, or where there are several one named for each, `model.plan.decode-1.5x.json`."""
+    """Return the recipe file of each target.
+
+    `output`, or where there are several one named for each, `model.plan.decode-1.5x.json`.
+    """
     if len(targets) == 1:
         return [output]
     words = [re.sub(r"[^a-z0-9.]+", "-", str(target)) for target in targets]
@@ -161,7 +166,7 @@ def output_files(output: Path, targets: tuple[Target, ...]) -> list[Path]:
 
 
 def print_plans(found: ModelPlan, files: Mapping[Target, Path], picture: Path, read: str) -> None:
-    """Each plan as a table, then the candidates, what was not tried, how the text was read, and where the results are."""
+    """Print each plan as a table, then the candidates, what was not tried, how the text was read, and where the results are."""
     from retrofit.planning.planned_recipe import candidate_rows, rows_of
 
     for one in found.planned:

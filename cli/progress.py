@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from retrofit.cli.printable import printable
-from retrofit.cli.processes import is_first
-from retrofit.cli.terminal import console_for
+from retrofit.cli.failures import is_first
+from retrofit.cli.terminal import console_for, printable
 from retrofit.errors import RetrofitWarning
 from retrofit.runtime.notes import Milestone
 
@@ -45,7 +44,7 @@ class Progress:
             self.print_line(stage)
 
     def print_line(self, stage: str) -> None:
-        """The stage is on a line of its own, unless the line before said the same a moment ago."""
+        """Print the stage on a line of its own, unless the line before said the same a moment ago."""
         kind, now = COUNTS.sub("", stage), time.monotonic()
         milestone = isinstance(stage, Milestone)
         if milestone or kind != self.stage or now - self.printed >= INTERVAL:

@@ -1,4 +1,4 @@
-"""`retrofit train`: a model on disk, trained on with its own objective."""
+"""`retrofit train`: continued pretraining; `retrofit teach`: a teacher's predictions for a text, computed once and kept."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrofit.cli.failures import exit_code
-from retrofit.cli.outputs import check_model_output, default_output, name_in_errors
+from retrofit.cli.failures import exit_code, is_first
+from retrofit.cli.outputs import beside, check_model_output, default_output, name_in_errors
 from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
-from retrofit.cli.printable import printable
-from retrofit.cli.processes import is_first
 from retrofit.cli.progress import working
+from retrofit.cli.terminal import print_table, printable
 from retrofit.errors import TrainingError
 from retrofit.training.settings import Settings, flag
 
@@ -66,7 +65,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
-    """The parser reads one field of the settings, which keeps its default where it is not given."""
+    """Add one field of the settings to the parser; it keeps its default where it is not given."""
     text, default = field.metadata["doc"], field.default
     if default is False:
         parser.add_argument(flag(field), action="store_true", default=argparse.SUPPRESS, help=text)
@@ -84,7 +83,7 @@ def add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The trained model, its numbers and its curve are on disk, and a table of them on stdout."""
+    """Train the model; write it, its numbers and its curve, and print a table of them."""
     given = vars(arguments)
     settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings) if field.name in given})
     require_path(arguments.model)
@@ -161,7 +160,7 @@ def refuse_what_has_no_effect(given: Mapping[str, Any]) -> None:
 
 
 def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """The dense model to learn from, or the folder of its predictions, None where none is named.
+    """Return the dense model to learn from, or the folder of its predictions, None where none is named.
 
     Raises `TrainingError` where it reads other tokens.
     """
@@ -189,7 +188,7 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
 
 
 def hold_in_float32(model: Any) -> None:
-    """The numbers of a model are in float32, but for those that a quantizer packed; predictions in a folder stay as they are."""
+    """Cast the numbers of a model to float32, except those that a quantizer packed; leave predictions in a folder as they are."""
     from torch import nn
 
     from retrofit.pipeline.recipe_storage import is_quantized
@@ -199,7 +198,7 @@ def hold_in_float32(model: Any) -> None:
 
 
 def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:
-    """The exit code of an interrupted run, after a word on how to go on."""
+    """Return the exit code of an interrupted run, after a word on how to go on."""
     from retrofit.training.runs import ALIGNMENT, folder_of, last_checkpoint
 
     if not is_first():
@@ -209,3 +208,88 @@ def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:
     left = "nothing was written" if checkpoint is None else f"{checkpoint} is whole, the same command with --resume goes on from it"
     print(printable(f"retrofit: interrupted: {left}"), file=sys.stderr)
     return exit_code(interruption)
+
+
+TEACH_EXAMPLES = """\
+Kept of each token are the K most probable ids, their probabilities and the sum of the others. TEXT and --length are those of the
+runs that learn from them. An interrupted command, given again, goes on where it stopped.
+
+  retrofit teach model/ --data text.txt -o logits/
+  retrofit train model.sparse-ffn/ --teacher logits/ --data text.txt --steps 1000
+"""
+
+
+def add_teach_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "teach",
+        help="write a dense model's predictions for a text, for others to learn from",
+        description="Write a dense model's predictions for a text.",
+        epilog=TEACH_EXAMPLES,
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--data", metavar="TEXT", type=Path, nargs="+", action="extend", required=True, help="text files")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="where they go (default: next to MODEL)")
+    parser.add_argument("--force", action="store_true", help="replace predictions of something else that are there")
+    parser.add_argument("--length", metavar="N", type=int, default=256, help="tokens a window (default: 256)")
+    parser.add_argument("--top", metavar="K", type=int, default=64, help="most probable ids kept of each token (default: 64)")
+    parser.add_argument("--temperature", metavar="T", type=float, default=1.0, help="that of the runs (default: 1)")
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="what is hidden in the windows (default: 0)")
+    parser.add_argument("--batch-size", metavar="N", type=int, default=8, help="windows computed at a time (default: 8)")
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    parser.set_defaults(run=run_teach)
+
+
+def run_teach(arguments: argparse.Namespace) -> int:
+    """Write the predictions, and print a table about them."""
+    require_path(arguments.model)
+    output: Path = arguments.output or beside(arguments.model, "logits")
+
+    from retrofit.pipeline.tokenization import read_texts, read_tokenizer, text_codec
+    from retrofit.storage.checkpoint import load
+    from retrofit.storage.companions import tokenizer_place
+    from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
+    from retrofit.training.teaching import teach
+
+    texts = read_texts(arguments.data)
+    try:
+        with working(arguments.debug) as progress:
+            progress(f"reading {arguments.model}")
+            place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
+            tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
+            if is_pipeline(arguments.model):
+                model = load_pipeline(arguments.model)
+            else:
+                model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+            kept = teach(
+                model,
+                texts,
+                output,
+                tokenizer=tokenizer,
+                length=arguments.length,
+                top=arguments.top,
+                temperature=arguments.temperature,
+                seed=arguments.seed,
+                batch_size=arguments.batch_size,
+                bf16=arguments.bf16,
+                device=arguments.device,
+                name=str(arguments.model),
+                force=arguments.force,
+                progress=progress,
+            )
+    except KeyboardInterrupt as interruption:
+        print(printable(f"retrofit: interrupted: the same command goes on from what is in {output}"), file=sys.stderr)
+        return exit_code(interruption)
+    facts, read = kept.facts, text_codec(model, tokenizer).name
+    print_table(
+        [
+            ["teacher", str(arguments.model)],
+            ["data", f"{facts.windows:,} windows of {facts.length} tokens, through {read}"],
+            ["kept", f"the {facts.top} most probable of {facts.vocabulary:,} tokens, {kept.kept_share():.2%} of the probability"],
+            ["loss", f"{kept.loss(range(facts.windows)):.4f}"],
+            ["size", f"{kept.size() / 2**20:,.1f} MiB, {kept.size() / (facts.windows * facts.length):,.0f} bytes a token"],
+            ["predictions", str(output)],
+        ]
+    )
+    return 0

@@ -9,7 +9,7 @@ from retrofit.anatomy.anatomy import format_change
 from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
-from retrofit.cli.tables import print_table
+from retrofit.cli.terminal import print_table
 
 EXAMPLES = """\
   retrofit undo model.altup/                    writes model.altup.dense/, where that is the same function
@@ -31,7 +31,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """The dense model is on disk and an account of it on stdout."""
+    """Write the dense model, and print a report of it."""
     source = require_path(arguments.model)
     output = check_model_output(arguments.output or default_output(source, ["dense"]), arguments.force)
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from retrofit.cli import build_parser, main
-from retrofit.cli.completion import SCRIPTS, candidates
-from retrofit.cli.pass_sources import Source, declared_in_source, summaries
+from retrofit.cli.completion import SCRIPTS, Source, candidates, declared_in_source, summaries
 from retrofit.pipeline.options import options_of
 from retrofit.pipeline.registry import load_pass, pass_names
 

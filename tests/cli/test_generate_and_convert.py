@@ -45,7 +45,7 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> str:
 
 def shown(text: str) -> str:
     """The text as a terminal is shown it."""
-    from retrofit.cli.printable import printable
+    from retrofit.cli.terminal import printable
 
     return printable(text, lines=True)
 

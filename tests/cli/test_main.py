@@ -27,10 +27,9 @@ from retrofit.anatomy.parts import NearMiss, Site
 from retrofit.cli import build_parser, main
 from retrofit.cli.failures import report
 from retrofit.cli.outputs import check_output, default_output, name_in_errors
-from retrofit.cli.printable import printable
+from retrofit.cli.pass_options import named_passes
 from retrofit.cli.progress import Progress
-from retrofit.cli.recipes import named_passes
-from retrofit.cli.tables import print_table
+from retrofit.cli.terminal import print_table, printable
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError
 from retrofit.pipeline.accounts import listed, plan_rows
 from retrofit.pipeline.protocol import Plan
