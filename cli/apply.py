@@ -105,8 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.rewriting import apply_reported
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import companion_files
-    from retrofit.storage.embedding_comparison import EmbeddingComparison
     from retrofit.storage.file_names import is_file_name
+    from retrofit.storage.pipeline_directories import EmbeddingComparison
     from retrofit.surgery.dequantization import dequantize
 
     source = arguments.config or arguments.model

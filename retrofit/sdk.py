@@ -127,9 +127,9 @@ from retrofit.surgery.wrappers import find_argument as find_argument
 from retrofit.surgery.wrappers import map_first as map_first
 from retrofit.surgery.wrappers import tensor_argument as tensor_argument
 from retrofit.surgery.wrappers import with_item as with_item
-from retrofit.surgery.visible_tokens import query_positions as query_positions
-from retrofit.surgery.visible_tokens import unpadded_tokens as unpadded_tokens
-from retrofit.surgery.visible_tokens import visible_keys as visible_keys
+from retrofit.surgery.fused_attention import query_positions as query_positions
+from retrofit.surgery.fused_attention import unpadded_tokens as unpadded_tokens
+from retrofit.surgery.fused_attention import visible_keys as visible_keys
 
 # Running a model: on calibration data, on inputs of other shapes, undisturbed; one of two ways by the sizes of the input.
 from retrofit.pipeline.calibration import calibration_from as calibration_from
@@ -156,7 +156,7 @@ from retrofit.runtime.modes import evaluation_mode as evaluation_mode
 from retrofit.runtime.packed_rows import has_rows_apart as has_rows_apart
 from retrofit.runtime.packed_rows import is_packed_tensor as is_packed_tensor
 from retrofit.runtime.packed_rows import rows_at as rows_at
-from retrofit.surgery.transformers_quantization import is_packed as is_packed
+from retrofit.surgery.dequantization import is_packed as is_packed
 from retrofit.runtime.probes import accepts as accepts
 from retrofit.runtime.probes import is_numbering as is_numbering
 from retrofit.runtime.probes import is_per_token as is_per_token

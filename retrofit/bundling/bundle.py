@@ -31,13 +31,11 @@ from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.quiet import quiet
 from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.storage.architecture import transformers_class
-from retrofit.storage.companions import companion_files
+from retrofit.storage.companions import companion_files, put_on_card, row
 from retrofit.storage.file_names import is_file_name
-from retrofit.storage.filling import ONLY_DATA, config_class
-from retrofit.storage.model_card import put_on_card, row
+from retrofit.storage.filling import INDEX, ONLY_DATA, WEIGHTS, config_class, require_whole_weights, weight_files
 from retrofit.storage.pipeline_directories import is_pipeline
 from retrofit.storage.recipe_quantizer import rewrite_skeleton
-from retrofit.storage.weight_files import INDEX, WEIGHTS, require_whole_weights, weight_files
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 
 CODE = "modeling_retrofitted.py"

@@ -24,7 +24,7 @@ from retrofit.runtime.example_inputs import (
 )
 from retrofit.runtime.probes import accepts, extent_of, ids_name, run
 from retrofit.runtime.state_preservation import preserve_state
-from retrofit.surgery.transformers_quantization import quantization_of
+from retrofit.surgery.dequantization import quantization_of
 
 LENGTH = 128  # tokens a window of text
 BATCH = 8  # windows a batch

@@ -8,6 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from retrofit.errors import CheckpointError
+from retrofit.surgery.dequantization import (
+    came_through_quantizer,
+    forget_quantization,
+    has_plain_weights,
+    quantization_of,
+)
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import (
     declare_published_ties,
@@ -20,12 +26,6 @@ from retrofit.surgery.transformers_bookkeeping import (
     persistent_buffers,
     shared_names,
     transformers_parts,
-)
-from retrofit.surgery.transformers_quantization import (
-    came_through_quantizer,
-    forget_quantization,
-    has_plain_weights,
-    quantization_of,
 )
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.runtime.state_preservation import plain_attributes
-from retrofit.surgery.transformers_quantization import TRACES
+from retrofit.surgery.dequantization import TRACES
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 OWN = "retrofit_"  # attributes in which the library keeps its books

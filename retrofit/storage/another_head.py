@@ -348,7 +348,7 @@ def unfit_parameter(common: Common) -> str:
 
 
 def take_auxiliary_losses(whole: nn.Module) -> ForwardWithAuxiliaryLosses | None:
-    """The forward of `whole` no longer adds losses to its own; return the one that did, None where none did."""
+    """Return the forward of `whole` no longer adds losses to its own; return the one that did, None where none did."""
     forward = vars(whole).get("forward")
     if not isinstance(forward, ForwardWithAuxiliaryLosses):
         return None

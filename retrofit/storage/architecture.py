@@ -33,7 +33,7 @@ BUILD = (
 
 
 def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
-    """The architecture and config to build the model's dense form from; raises `CheckpointError` where nothing could."""
+    """Return the architecture and config to build the model's dense form from; raises `CheckpointError` where nothing could."""
     kind = type(model)
     if isinstance(model, fx.GraphModule):
         raise CheckpointError(
@@ -71,7 +71,7 @@ def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
 
 
 def transformers_config(model: PreTrainedModel) -> dict[str, Any]:
-    """The model's config and generation config as `save_pretrained` would write them."""
+    """Return the model's config and generation config as `save_pretrained` would write them."""
     if recipe_storage.is_quantized(model):
         raise CheckpointError(
             f"{type(model).__name__} is quantized, which a .pt checkpoint does not hold",
@@ -98,12 +98,12 @@ def importable_name(kind: type, what: str) -> str:
 
 
 def takes_config(kind: type, config: Mapping[str, Any]) -> bool:
-    """Whether the class is built from one argument, or by the config's entries as keywords."""
+    """Return whether the class is built from one argument, or by the config's entries as keywords."""
     return takes_one_argument(kind) or takes_keywords(kind, config)
 
 
 def takes_one_argument(kind: type) -> bool:
-    """Whether the constructor has exactly one parameter."""
+    """Return whether the constructor has exactly one parameter."""
     named = [p for p in inspect.signature(kind).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return len(named) == 1
 
@@ -117,7 +117,7 @@ def takes_keywords(kind: type, config: Mapping[str, Any]) -> bool:
 
 
 def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], type | None]:
-    """The model's class and, where it has one, its config's; with `imports` a module that has not been imported may be."""
+    """Return the model's class and, where it has one, its config's; with `imports` a module that has not been imported may be."""
     match = REFERENCE.fullmatch(architecture)
     if match is None:
         kind, config_kind = transformers_class(architecture), None
@@ -136,7 +136,7 @@ def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], ty
 
 
 def transformers_class(name: str) -> type[PreTrainedModel] | None:
-    """The transformers model class of that name: the library's, or else one that somebody derived and imported; None for others."""
+    """Return the transformers model class of that name: the library's, or one that was derived and imported; None for others."""
     kind = getattr(transformers, name, None)
     if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
         return kind
@@ -144,7 +144,7 @@ def transformers_class(name: str) -> type[PreTrainedModel] | None:
 
 
 def resolve(name: str, *, imports: bool) -> Any:
-    """The object called `package.module:Name`."""
+    """Return the object called `package.module:Name`."""
     module_name, _, path = name.partition(":")
     module = sys.modules.get(module_name)
     if module is None and (imports or module_name.startswith("transformers.")):
@@ -165,7 +165,7 @@ def resolve(name: str, *, imports: bool) -> Any:
 
 
 def empty_model(kind: type[nn.Module], config_kind: type | None, config: dict[str, Any]) -> nn.Module:
-    """The model on the CPU, its parameters zeros, its buffers as its constructor makes them."""
+    """Return the model on the CPU, its parameters zeros, its buffers as its constructor makes them."""
     built = config_kind(**config) if config_kind is not None else config
     by_name = config_kind is None and config.keys() == inspect.signature(kind).parameters.keys()  # a dict of arguments
     with skip_initialisation():

@@ -25,18 +25,17 @@ from retrofit.runtime.deferred_signals import unbroken
 from retrofit.runtime.model_folders import as_path
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.packed_layers import refuse_packed_layers
-from retrofit.storage.directories import load_directory
+from retrofit.storage.companions import write_card
+from retrofit.storage.directories import load_directory, name_file_in_errors
 from retrofit.storage.exported_program import load_exported, save_exported
 from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, require_writable_kind
 from retrofit.storage.gguf_file import load_gguf
-from retrofit.storage.load_failures import name_file_in_errors
-from retrofit.storage.model_card import write_card
 from retrofit.storage.pt_file import architecture_in_file, checkpoint_contents, read_checkpoint, rebuild_model
 
 
 @one_at_a_time
 def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: Any = None) -> Path:
-    """The model is at `path`, a `.pt`, `.pt2` or `.onnx` file or else a directory, with its recipe; it appears whole or not at all.
+    """Write the model with its recipe to `path`, a `.pt`, `.pt2` or `.onnx` file or else a directory, whole or not at all.
 
     An `.onnx` file is for inference, as `export_onnx` writes it. A directory holds the `tokenizer` too, where one is given.
 
@@ -79,7 +78,7 @@ def require_savable(model: nn.Module, path: Path) -> None:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """The model itself, where torch.compile put its wrapper around it."""
+    """Return the model itself, where torch.compile put its wrapper around it."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -92,7 +91,7 @@ def load(
     build: Callable[[], nn.Module] | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> nn.Module:
-    """The model saved at `path`, rewritten as its recipe says, in eval mode, its weights in `dtype` or as they were saved.
+    """Return the model saved at `path`, rewritten as its recipe says, in eval mode, its weights in `dtype` or as they were saved.
 
     An `.onnx` file becomes a graph module that trains (`from_onnx`), a `.gguf` file the transformers model it was made from.
 
@@ -139,7 +138,7 @@ def require_no_description(path: Path, kind: str, config: object, build: object 
 
 
 def as_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype, also from its name."""
+    """Return the dtype, also from its name."""
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
     if given is not None and not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{given!r} is no dtype", remedy="say float32, bfloat16 or float16")

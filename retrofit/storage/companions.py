@@ -1,21 +1,108 @@
-"""A rewritten model saved with what came with the dense one: tokenizer, chat template, the other modules of a pipeline."""
+"""The card of a retrofitted model: what the README.md of its directory says of the passes, in front of what it said before.
+
+A rewritten model saved with what came with the dense one: tokenizer, chat template, the other modules of a pipeline.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from torch import nn
 from transformers import PreTrainedModel
 
-from retrofit.errors import CheckpointError
+from retrofit.errors import CheckpointError, RetrofitError
+from retrofit.pipeline import recipe_storage
+from retrofit.pipeline.registry import as_pass
+from retrofit.pipeline.replaying import rewritten_part
 from retrofit.pipeline.tokenization import read_tokenizer
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory
-from retrofit.runtime.model_folders import TEMPLATES
-from retrofit.storage.model_card import write_card
+from retrofit.runtime.model_folders import CARD, OF_A_RECIPE, TEMPLATES, says_recipe
 from retrofit.storage.pipeline_directories import MODULES, module_folders, transformer_folder
+
+BEGIN, END = OF_A_RECIPE, "<!-- retrofit: end -->"
+FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # the metadata that a card on the Hugging Face hub begins with
+METADATA = "---\nlibrary_name: transformers\ntags:\n- retrofit\n---\n"
+OURS = re.compile(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
+
+
+def write_card(model: nn.Module, folder: Path, replaced: Path | None = None) -> None:
+    """README.md in `folder` says which passes `model` went through; a dense model's says nothing of passes.
+
+    What a card said before comes after that, its metadata before it; what was said of an earlier recipe is gone. The card before is
+    that in `folder`, or else that in the directory `replaced`, whose place the folder takes, where there is one.
+    """
+    former = replaced / CARD if replaced is not None else None
+    if former is not None and former.is_file() and not former.is_symlink() and not (folder / CARD).exists():
+        shutil.copyfile(former, folder / CARD)
+    said = description(model)
+    if said is not None:
+        put_on_card(said, folder)
+    else:
+        take_off_card(folder)
+
+
+def put_on_card(said: str, folder: Path) -> None:
+    """README.md in `folder` says this of the model, before what it said of the dense one."""
+    file = folder / CARD
+    before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
+    found = FRONT.match(before)
+    front = found[0] if found else "" if before else METADATA
+    rest = OURS.sub("", before[found.end() if found else 0 :]).lstrip("\n")
+    of_dense = f"\n\nOf the dense model:\n{END}\n\n{rest}" if rest else f"\n{END}\n"
+    file.write_text(f"{front}{BEGIN}\n{said}{of_dense}", encoding="utf-8", errors="surrogateescape")
+
+
+def take_off_card(folder: Path) -> None:
+    """README.md in `folder` says what it said of the dense model; where that was nothing it is gone."""
+    file = folder / CARD
+    if not says_recipe(file):
+        return
+    before = file.read_text(encoding="utf-8", errors="surrogateescape")
+    left = OURS.sub("", before)
+    if left == METADATA:
+        file.unlink()
+    else:
+        file.write_text(left, encoding="utf-8", errors="surrogateescape")
+
+
+def description(model: nn.Module) -> str | None:
+    """Return what is said of a retrofitted model, as Markdown; None of a dense one."""
+    part = rewritten_part(model)
+    specs = recipe_storage.stored_recipe(part)
+    if not specs:
+        return None
+    count = sum(parameter.numel() for parameter in part.parameters())
+    return "\n".join(
+        [
+            f"# {type(part).__name__}, retrofitted",
+            "",
+            f"A dense model that retrofit rewrote. It has {count:,} parameters now.",
+            "",
+            "| pass | what it does | from | its function before any training |",
+            "| --- | --- | --- | --- |",
+            *map(row, specs),
+            "",
+            "`from_pretrained` loads it where retrofit is installed (`pip install retrofit-transformers`); nothing has to be",
+            "imported. The recipe is in `config.json`, as `quantization_config`, though nothing is quantized. Where retrofit is",
+            "not installed transformers warns of an unknown quantization type, and what it loads then is **not this model**:",
+            "weights of modules that the dense class does not have are left out.",
+        ]
+    )
+
+
+def row(spec: str) -> str:
+    """Return what a pass does; of one that is not installed any more, only its name and options."""
+    try:
+        one = as_pass(spec)
+    except RetrofitError:
+        return f"| `{spec}` | | | |"
+    return f"| `{one.spec()}` | {one.summary} | {one.paper} | {'the same' if one.exact else 'another'} |"
+
 
 WEIGHTS = (  # how the names of files of weights end
     *(".safetensors", ".bin", ".pt", ".pth", ".pt2", ".ckpt", ".h5", ".keras", ".msgpack", ".ot", ".tflite", ".pte", ".mlmodel"),
@@ -24,17 +111,17 @@ WEIGHTS = (  # how the names of files of weights end
 
 
 def has_companions(source: Path) -> bool:
-    """Whether more than a model may be at `source`."""
+    """Return whether more than a model may be at `source`."""
     return source.is_dir() or source.suffix == gguf_header.SUFFIX
 
 
 def tokenizer_place(source: Path) -> Path:
-    """Where the tokenizer of the model at `source` would be."""
+    """Return where the tokenizer of the model at `source` would be."""
     return transformer_folder(source) if source.is_dir() else source
 
 
 def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, force: bool) -> Path:
-    """The model is in the directory `output`, and with it what else `source` holds, a directory's files byte for byte.
+    """Return the model is in the directory `output`, and with it what else `source` holds, a directory's files byte for byte.
 
     Left out are hidden files, folders of anything but chat templates, and the weights of the dense model in whatever format; other
     modules keep theirs. README.md says what the model is now before what it said (`model_card`). Raises `CheckpointError` where a
@@ -67,7 +154,7 @@ def add_companions(model: PreTrainedModel, source: Path, files: list[Path], fold
 
 
 def companion_files(source: Path) -> list[Path]:
-    """The files of a directory that are kept with a rewritten model; none of them is a link that leads out of the directory.
+    """Return the files of a directory that are kept with a rewritten model; none of them is a link that leads out of the directory.
 
     Raises `CheckpointError` for such a link, and for one to another directory.
     """
@@ -91,14 +178,14 @@ def companion_files(source: Path) -> list[Path]:
 
 
 def kept_files(folder: Path) -> Iterator[Path]:
-    """The files right in a directory that are neither hidden nor weights."""
+    """Yield the files right in a directory that are neither hidden nor weights."""
     for file in sorted(folder.iterdir()):
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
             yield file
 
 
 def is_within(file: Path, source: Path) -> bool:
-    """Whether the file lies in the directory, its links followed, or with its revision in a cache of the Hugging Face hub."""
+    """Return whether the file lies in the directory, links followed, or with its revision in a cache of the Hugging Face hub."""
     real, target = source.resolve(), file.resolve()
     snapshots = next((place for place in real.parents if place.name == "snapshots"), None)
     blobs = snapshots and snapshots.parent / "blobs"  # models--name/snapshots/revision/… links to models--name/blobs

@@ -1,9 +1,13 @@
-"""Hugging Face directories: the model that `config.json` and the weights next to it describe."""
+"""What failed while a model was read, as an error that names its file.
+
+Hugging Face directories: the model that `config.json` and the weights next to it describe.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +16,54 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from retrofit.errors import CheckpointError, first_few
+from retrofit.errors import CheckpointError, RetrofitError, first_few, first_line
 from retrofit.pipeline.recipe_storage import refuse_bundle
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
-from retrofit.storage.bounded_construction import no_larger_than
-from retrofit.storage.config_file import read_config
-from retrofit.storage.filling import ONLY_DATA, config_class, from_state, require_all_used, require_match, restore_dtypes
-from retrofit.storage.load_failures import name_file_in_errors
+from retrofit.storage.filling import (
+    ONLY_DATA,
+    config_class,
+    from_state,
+    no_larger_than,
+    read_config,
+    require_all_used,
+    require_match,
+    require_whole_weights,
+    restore_dtypes,
+)
 from retrofit.storage.pipeline_directories import transformer_folder
-from retrofit.storage.weight_files import require_whole_weights
+
+OTHER_SHAPES = "ignore_mismatched_sizes"  # what transformers says of weights that do not fit; which they are, it logs
+
+
+@contextlib.contextmanager
+def name_file_in_errors(path: Path) -> Iterator[None]:
+    """Whatever fails is a `RetrofitError` that names the file."""
+    try:
+        yield
+    except RetrofitError as error:
+        if str(path) not in error.what:
+            error.what = f"{path}: {error.what}"
+        raise
+    except MemoryError:
+        raise
+    except Exception as error:
+        if OTHER_SHAPES in str(error):
+            raise CheckpointError(
+                f"{path}: the weights do not fit the model",
+                why="some of them have other shapes than config.json describes",
+                remedy="give the config they were saved with",
+            ) from error
+        remedy = "fetch it again, or correct its config.json" if path.is_dir() else "fetch it again"
+        raise CheckpointError(f"{path} cannot be loaded", why=first_line(error), remedy=remedy) from error
+
 
 LEFT_OUT = "retrofit_left_out"  # an attribute of models
 UNCOUNTED = 100_000  # tensors, of weights that are no safetensors
 
 
 def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, path: Path) -> nn.Module:
-    """The transformers model that config.json describes, with these weights, under its own or its published names.
+    """Return the transformers model that config.json describes, with these weights, under its own or its published names.
 
     Without `dtype` it has that of the weights, whatever the config says of those it was published with.
     """
@@ -43,7 +78,7 @@ def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: tor
 
 
 def usual_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """The dtype that most numbers of the weights are in; None where none of them can be computed with."""
+    """Return the dtype that most numbers of the weights are in; None where none of them can be computed with."""
     counts: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
@@ -52,12 +87,12 @@ def usual_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
 
 
 def is_narrower(weight: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Whether the weight cannot hold the numbers that were saved."""
+    """Return whether the weight cannot hold the numbers that were saved."""
     return torch.promote_types(weight.dtype, saved.dtype) != weight.dtype
 
 
 def load_directory(path: Path, dtype: torch.dtype | None, device_map: str | None = None) -> nn.Module:
-    """The transformers model in the directory, or in one of sentence-transformers, every weight of it from there.
+    """Return the transformers model in the directory, or in one of sentence-transformers, every weight of it from there.
 
     With `device_map="meta"` it has no weights, and is otherwise the same.
     """
@@ -86,13 +121,13 @@ def mention_left_out(model: nn.Module, names: list[str]) -> None:
 
 
 def left_out(model: nn.Module) -> tuple[str, ...]:
-    """The weights that were in the model's files and are not in the model."""
+    """Return the weights that were in the model's files and are not in the model."""
     found: tuple[str, ...] = getattr(model, LEFT_OUT, ())
     return found
 
 
 def directory_class(path: Path) -> type[PreTrainedModel]:
-    """The class that config.json names."""
+    """Return the class that config.json names."""
     file = path / "config.json"
     if not file.is_file():
         adapter = (path / "adapter_config.json").is_file()

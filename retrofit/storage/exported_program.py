@@ -1,4 +1,17 @@
-"""Models as exported programs: `.pt2` files in and out.
+"""The example of its inputs that an exported program carries, with token ids that differ from one another.
+
+What in a `.pt2` file would run as code when it is read, and the refusal of it.
+
+Torch unpickles sample inputs and some weights and constants, loads compiled libraries, evaluates sizes as Python expressions, calls
+whatever in `torch` a node names, and writes names into the source of the graph. Each of these is admitted here only in the form in
+which it cannot run anything but operators on tensors.
+
+The dense program in a `.pt2` file, beside the rewritten one, which holds what is computed in evaluation mode only.
+
+The recipe is replayed on the dense program, so that the passes' own modules, and what they do in training, are there again. It
+has no weights: those in the file are the rewritten program's.
+
+Models as exported programs: `.pt2` files in and out.
 
 A `.pt2` file is what `torch.export.save` writes: a graph, its weights, an example of its inputs. Read, it is a graph module; to be
 written, a model is exported again with dynamic shapes, and the recipe is an extra file in the archive. Of a rewritten graph the
@@ -7,17 +20,27 @@ dense program is there too (`dense_program.py`), at which torch.export.load does
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import io
 import json
+import os
+import re
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx, nn
+from torch.export.graph_signature import InputKind
+from torch.export.pt2_archive import PT2ArchiveReader, constants
 from torch.export.pt2_archive._package import load_pt2, package_pt2
+from torch.utils._pytree import tree_leaves
+from torch.utils._sympy import functions
 
-from retrofit.emitted.dense_graph import dense_graph
+from retrofit.emitted.dense_graph import DenseGraph, dense_graph
 from retrofit.emitted.graph_module import from_exported
 from retrofit.errors import CaptureError, CheckpointError, RetrofitWarning, first_line
 from retrofit.pipeline import recipe_storage
@@ -28,11 +51,279 @@ from retrofit.runtime.archives import require_unpacked_fits
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.deferred_signals import unbroken
 from retrofit.runtime.example_inputs import named_inputs
+from retrofit.runtime.memory_limit import require_memory
 from retrofit.runtime.modes import evaluation_mode
+from retrofit.runtime.probes import is_numbering, is_per_token, is_token_ids
+from retrofit.runtime.skeletons import zeros_for
 from retrofit.runtime.usable_models import require_values
-from retrofit.storage.dense_program import leave_out_parameters, rewrite_again
-from retrofit.storage.exported_code import refuse_code
-from retrofit.storage.exported_examples import example_tensors
+from retrofit.storage.filling import fill_model
+
+CASTS = ("_to_copy", "to", "clone", "alias", "_assert_tensor_metadata")
+
+
+def example_tensors(exported: torch.export.ExportedProgram) -> dict[str, Tensor]:
+    """Return the tensors among the program's example inputs, by name.
+
+    Programs are often exported on zeros, ones or counted ids. Nothing can be measured on these, so ids are drawn for them.
+    """
+    args, kwargs = exported.example_inputs or ((), {})
+    named = zip(exported.graph_signature.user_inputs, tree_leaves((args, kwargs)), strict=False)
+    held = {name: value for name, value in named if isinstance(name, str) and isinstance(value, Tensor)}
+    return held if any(map(is_token_ids, held.values())) else held | drawn_ids(exported, held)
+
+
+def drawn_ids(exported: torch.export.ExportedProgram, held: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Ids for the inputs by which the program looks up its largest table; a numbering is taken for positions beside others."""
+    nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
+    rows = {name: max(table_rows(nodes[name]), default=0) for name, value in held.items() if is_per_token(value) and name in nodes}
+    tables = {name: count for name, count in rows.items() if count}
+    tables = {name: count for name, count in tables.items() if not is_numbering(held[name])} or tables
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randint(count, held[name].shape, generator=generator).to(held[name])
+        for name, count in tables.items()
+        if count == max(tables.values())
+    }
+
+
+def table_rows(ids: fx.Node) -> Iterator[int]:
+    """Yield how many rows each table has that is looked up by `ids` or a copy of them."""
+    for user in ids.users:
+        name = getattr(user.target, "_opname", "")
+        if name == "embedding" and user.args[1] is ids:
+            rows = user.args[0].meta["val"].shape[0]  # type: ignore[union-attr]
+            yield from [rows] if isinstance(rows, int) else []
+        elif name in CASTS:
+            yield from table_rows(user)
+
+
+NAME = re.compile(r"[\w.:+-]*")  # what stays one word in the source of a graph
+SIZE = re.compile(r"[\w ()=,.'+\-*/%<>!&|~]*")  # the characters of an expression of sizes
+OPERATOR = re.compile(r"torch\.ops\.(aten|prims|quantized_decomposed|torchvision|retrofit)\.(\w+)\.(\w+)")
+MIXTURES = "torch.ops.transformers.grouped_mm_fallback.default"  # the products of all experts, of transformers' own
+ON_FILES = ("from_file", "save")  # operators that read and write them
+PYTHON_OPERATORS = frozenset(
+    f"_operator.{name}"
+    for name in "eq ne le ge lt gt neg pos mul add sub floordiv truediv mod pow and_ or_ xor lshift rshift getitem".split()
+) | frozenset(
+    ["math.trunc", "math.floor", "math.ceil", "math.sqrt"]
+    + [f"torch.sym_{name}" for name in "not int float ite max min sqrt sum".split()]
+)
+WITH_GRAPHS = frozenset(  # operators that take graphs and run them
+    f"torch.ops.higher_order.{name}"
+    for name in "wrap_with_set_grad_enabled wrap_with_autocast cond while_loop scan map_impl associative_scan flex_attention "
+    "tag_activation_checkpoint invoke_subgraph".split()
+)
+PICKLED = (  # how names of pickled objects begin; torch 2.11 knows one kind of them
+    constants.CUSTOM_OBJ_FILENAME_PREFIX,
+    getattr(constants, "OPAQUE_OBJ_FILENAME_PREFIX", "opaque_obj_"),
+)
+IMPORTS = ("__enum__", "default_factory_module")  # keys of a tree of arguments by which torch imports a module
+TEXTS = ("as_string", "as_strings", "metadata", "guards_code", "opset_version")  # data, or never read by this project
+
+
+def refuse_code(path: Path) -> None:
+    """Nothing in the exported program at `path` runs when it is read and called; else `CheckpointError`."""
+    reader = PT2ArchiveReader(str(path))
+    records = reader.get_file_names()
+    if any(record.startswith(constants.AOTINDUCTOR_DIR) for record in records):
+        raise is_code(path, "it holds a compiled library")
+    before, after = constants.MODELS_FILENAME_FORMAT.split("{}")
+    for record in records:
+        if record.startswith(constants.MODELS_DIR):
+            name = record[len(before) : -len(after)]
+            for pickled in pickled_records(reader, name, path):
+                refuse_pickle(reader.read_bytes(pickled), pickled, path)
+            refuse_program(json.loads(reader.read_string(record)), path)
+
+
+def is_code(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} can run code when it is read",
+        why=why,
+        remedy="if you trust whoever wrote it: allow_pickle=True (--allow-pickle)",
+    )
+
+
+def pickled_records(reader: PT2ArchiveReader, model: str, path: Path) -> Iterator[str]:
+    """Yield the records of a model that torch unpickles; raises for those that it unpickles without any limits."""
+    records = reader.get_file_names()
+    yield constants.SAMPLE_INPUTS_FILENAME_FORMAT.format(model)
+    for folder, configured in (
+        (constants.WEIGHTS_DIR, constants.WEIGHTS_CONFIG_FILENAME_FORMAT),
+        (constants.CONSTANTS_DIR, constants.CONSTANTS_CONFIG_FILENAME_FORMAT),
+    ):
+        older = f"{folder}{model}.pt"
+        if older in records:
+            yield older
+            continue
+        for name, payload in json.loads(reader.read_string(configured.format(model)))["config"].items():
+            stored = str(payload["path_name"])
+            if stored.startswith(PICKLED):
+                raise is_code(path, f"{name!r} is a pickled object")
+            if payload["use_pickle"]:
+                yield os.path.join(folder, stored)
+
+
+def refuse_pickle(content: bytes, record: str, path: Path) -> None:
+    """The pickle holds tensors and plain data, which torch unpickles without running code."""
+    if not content:
+        return
+    try:
+        torch.load(io.BytesIO(content), weights_only=True)
+    except Exception as error:  # torch names what it refuses; a damaged pickle is refused as well
+        raise is_code(path, f"{record} is a pickle of more than tensors ({first_line(error)})") from error
+
+
+def refuse_program(value: Any, path: Path, key: str = "") -> None:
+    """Every string in the program is a name, an operator or an expression of sizes, as the entry it belongs to takes."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            require(is_size(name) if key == "range_constraints" else NAME.fullmatch(name), name, path)
+            if name == "metadata":
+                refuse_module_paths(one, path)
+            elif name not in TEXTS:
+                refuse_program(one, path, name)
+    elif isinstance(value, list):
+        for one in value:
+            refuse_program(one, path, key)
+    elif isinstance(value, str):
+        if key in ("target", "as_operator"):
+            require(is_operator(value), value, path)
+        elif key == "expr_str":
+            require(is_size(value), value, path)
+        elif key in ("in_spec", "out_spec"):
+            refuse_tree(json.loads(value), path) if value else None
+        else:
+            require(NAME.fullmatch(value), value, path)
+
+
+def require(admitted: Any, text: str, path: Path) -> None:
+    if not admitted:
+        raise is_code(path, f"its graph holds {text[:80]!r}, which may be code")
+
+
+def refuse_module_paths(metadata: Any, path: Path) -> None:
+    """The module paths of a node's metadata hold no quotation marks: they become source code."""
+    stack = metadata.get("nn_module_stack", "") if isinstance(metadata, dict) else ""
+    require(re.fullmatch(r"[^\"'\\\n]*", str(stack)), str(stack), path)
+
+
+def refuse_tree(value: Any, path: Path) -> None:
+    """The tree of a call's arguments or results names no module to import, and its keys are names."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            require(name not in IMPORTS, name, path)
+            if name == "context" and isinstance(one, str):
+                refuse_tree(as_json(one), path)
+            else:
+                refuse_tree(name, path)
+                refuse_tree(one, path)
+    elif isinstance(value, list):
+        for one in value:
+            refuse_tree(one, path)
+    elif isinstance(value, str):
+        require(NAME.fullmatch(value), value, path)
+
+
+def as_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def is_operator(target: str) -> bool:
+    """Return whether a node's target computes on tensors and numbers and does nothing else."""
+    if target in PYTHON_OPERATORS or target in WITH_GRAPHS or target == MIXTURES:
+        return True
+    match = OPERATOR.fullmatch(target)
+    if match is None or match[2] in ON_FILES:
+        return False
+    packet = getattr(getattr(torch.ops, match[1]), match[2], None)
+    return isinstance(getattr(packet, match[3], None), torch._ops.OpOverload)
+
+
+def is_size(text: str) -> bool:
+    """Return whether the text is arithmetic on numbers, symbols and sympy's functions."""
+    if not SIZE.fullmatch(text):
+        return False
+    try:
+        tree = ast.parse(text, mode="eval")
+    except (SyntaxError, RecursionError):
+        return False
+    return all(is_arithmetic(node) for node in ast.walk(tree))
+
+
+def is_arithmetic(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Name) and is_sympy(node.func.id)
+    if isinstance(node, ast.Constant):  # of a symbol's name only a word
+        return not isinstance(node.value, str) or re.fullmatch(r"\w+", node.value) is not None
+    if isinstance(node, ast.Name):
+        return not node.id.startswith("__")
+    arithmetic = (ast.Expression, ast.keyword, ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare)
+    return isinstance(node, (*arithmetic, ast.operator, ast.unaryop, ast.boolop, ast.cmpop, ast.expr_context))
+
+
+def is_sympy(name: str) -> bool:
+    """Return whether a class of expressions is called so, of sympy's or of torch's."""
+    kind = getattr(functions, name, None) or getattr(sympy, name, None)
+    return isinstance(kind, type) and issubclass(kind, sympy.Basic)
+
+
+def leave_out_parameters(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """`program`, with a single zero for each of its parameters, which takes no room in a file; tied ones share theirs."""
+    zeros: dict[int, Tensor] = {}
+    for name, held in program.state_dict.items():
+        if isinstance(held, nn.Parameter):
+            zero = zeros.setdefault(held.data_ptr(), torch.zeros(1, dtype=held.dtype))
+            program.state_dict[name] = nn.Parameter(zero, held.requires_grad)
+    return program
+
+
+def give_back_parameters(program: torch.export.ExportedProgram) -> None:
+    """The parameters that `leave_out_parameters` left out have their shapes again, and are zeros."""
+    shapes = dict(parameter_shapes(program))
+    require_memory(sum(shape.numel() * shape.element_size() for shape in shapes.values()), "the weights of its dense program")
+    made: dict[int, nn.Parameter] = {}
+    for name, held in program.state_dict.items():
+        if isinstance(held, nn.Parameter) and name in shapes:
+            zeros = nn.Parameter(zeros_for(shapes[name]), held.requires_grad)
+            program.state_dict[name] = made.setdefault(held.data_ptr(), zeros)
+
+
+def parameter_shapes(program: torch.export.ExportedProgram) -> Iterator[tuple[str, Any]]:
+    """Each parameter's name, and its value in the trace, which has a shape alone."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    for input_spec in program.graph_signature.input_specs:
+        if input_spec.kind is InputKind.PARAMETER and input_spec.target is not None:
+            yield input_spec.target, nodes[input_spec.arg.name].meta["val"]
+
+
+def rewrite_again(
+    dense: torch.export.ExportedProgram, rewritten: torch.export.ExportedProgram, recipe: Sequence[str], examples: dict[str, Tensor]
+) -> fx.GraphModule:
+    """Return the graph of `dense`, rewritten by the recipe, with the weights of the `rewritten` program.
+
+    Raises `RetrofitError` where the recipe does not lead from one program to the other.
+    """
+    give_back_parameters(dense)
+    model = from_exported(dense)
+    model.__dict__["retrofit_examples"] = examples
+    model.__dict__["retrofit_dense"] = DenseGraph.of(model)
+    trained = {name: one.requires_grad for name, one in rewritten.state_dict.items()}
+    fill_model(model, recipe, rewritten.state_dict, None)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained[name])
+    held = {**rewritten.state_dict, **rewritten.constants}
+    for path, module in model.named_modules():
+        for leaf in module._non_persistent_buffers_set:
+            value = held.get(f"{path}.{leaf}" if path else leaf)
+            if isinstance(value, Tensor):  # of the dtype and on the device that the model was saved in
+                module._buffers[leaf] = value
+    return model
+
 
 Programs = dict[str, torch.export.ExportedProgram]  # of a file, by their names in it
 
@@ -41,7 +332,7 @@ MODEL, DENSE = "model", "dense"  # the program that torch loads, and the one it 
 
 
 def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_inputs: Any = None) -> Path:
-    """The model is at `path` as an exported program of any batch and length its code allows, with its recipe."""
+    """Write the model to `path` as an exported program of any batch and length its code allows, with its recipe."""
     require_values(model, "exported", "load its weights first")
     inputs = (
         replayed_inputs(model, recipe_storage.stored_inputs(model))
@@ -74,7 +365,7 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
 
 
 def export_program(model: nn.Module, inputs: dict[str, Any]) -> torch.export.ExportedProgram:
-    """What the model computes in evaluation mode, for any batch and length its code allows."""
+    """Return what the model computes in evaluation mode, for any batch and length its code allows."""
     with evaluation_mode(model), torch.no_grad(), silence_tracer(), disable_cache(model):
         return with_dynamic_shapes(
             model,
@@ -84,7 +375,7 @@ def export_program(model: nn.Module, inputs: dict[str, Any]) -> torch.export.Exp
 
 
 def load_exported(path: Path, *, allow_pickle: bool = False) -> fx.GraphModule:
-    """The exported program at `path` as a graph module in evaluation mode.
+    """Return the exported program at `path` as a graph module in evaluation mode.
 
     Raises `CheckpointError` where it is none, or runs code when it is read and is not admitted by `allow_pickle`.
     """
@@ -106,7 +397,7 @@ def load_exported(path: Path, *, allow_pickle: bool = False) -> fx.GraphModule:
 
 
 def graph_of(programs: Programs, recipe: list[str], path: Path) -> fx.GraphModule:
-    """The rewritten program as a graph module, with the passes' own modules where the recipe can be replayed."""
+    """Return the rewritten program as a graph module, with the passes' own modules where the recipe can be replayed."""
     program = programs[MODEL]
     examples = example_tensors(program)
     if recipe and DENSE in programs:
@@ -124,25 +415,25 @@ def graph_of(programs: Programs, recipe: list[str], path: Path) -> fx.GraphModul
 
 
 def read_data(path: Path) -> tuple[Programs, list[str]]:
-    """The programs and the recipe in a file that runs no code when it is read; raises where it could."""
+    """Return the programs and the recipe in a file that runs no code when it is read; raises where it could."""
     require_unpacked_fits(path)
     refuse_code(path)
     return read_archive(path)  # torch.export.load would go on with an older format where this fails
 
 
 def read_archive(path: Path) -> tuple[Programs, list[str]]:
-    """The programs and the recipe in a file of the format that torch writes today."""
+    """Return the programs and the recipe in a file of the format that torch writes today."""
     content = load_pt2(str(path))
     programs = {MODEL: content.exported_programs[MODEL]}  # a KeyError where torch would not load it either
     if DENSE in content.exported_programs:
         programs[DENSE] = content.exported_programs[DENSE]
-    for one in programs.values():
-        one._guards_code = []  # source code that checks the inputs
+    for program in programs.values():
+        program._guards_code = []  # source code that checks the inputs
     return programs, parse_recipe(content.extra_files.get(RECIPE, ""))
 
 
 def read_trusted(path: Path) -> tuple[Programs, list[str]]:
-    """The programs and the recipe in a file of any format that torch reads, which may run code."""
+    """Return the programs and the recipe in a file of any format that torch reads, which may run code."""
     with contextlib.suppress(Exception):
         return read_archive(path)
     extra = {RECIPE: ""}
@@ -151,7 +442,7 @@ def read_trusted(path: Path) -> tuple[Programs, list[str]]:
 
 
 def parse_recipe(text: str) -> list[str]:
-    """The recipe in the extra file; none where there is no such file."""
+    """Return the recipe in the extra file; none where there is no such file."""
     recipe = json.loads(text or "[]")
     if not (isinstance(recipe, list) and all(isinstance(spec, str) for spec in recipe)):
         raise ValueError(f"its recipe is {text[:80]}")

@@ -17,7 +17,7 @@ SUFFIXES = (*FILES, EXPORTED, ONNX, *NOT_WRITTEN)
 
 
 def is_file_name(path: Path) -> bool:
-    """Whether `save` writes a file there, or refuses to, and not a directory."""
+    """Return whether `save` writes a file there, or refuses to, and not a directory."""
     return path.suffix.lower() in SUFFIXES
 
 

@@ -1,22 +1,177 @@
-"""Models filled with weights: exactly those that a file holds, each of them there and of the right shape."""
+"""Models built from what a file says, no larger than its weights allow: a config can name a billion layers in a few bytes.
+
+`config.json`, read as data: a table that names no code.
+
+The safetensors files of a model in a directory: which they are, and whether what their headers say can be true.
+
+Models filled with weights: exactly those that a file holds, each of them there and of the right shape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import contextlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as registration
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from retrofit.errors import CheckpointError, first_few
+from retrofit.errors import CheckpointError, first_few, first_line, kind_of
 from retrofit.pipeline import recipe_storage, replaying
 from retrofit.pipeline.applied_to import assign
+from retrofit.runtime.memory_limit import in_gigabytes, memory_limit, require_memory
 from retrofit.runtime.quiet import quiet
-from retrofit.storage.bounded_construction import no_larger_than
-from retrofit.storage.config_file import refuse_foreign_code
+from retrofit.runtime.safetensors_header import Extent, extents_in
 from retrofit.surgery import transformers_bookkeeping
+
+MORE = 50  # times as many parameters as a file holds tensors may be registered: experts apart, layers rewritten
+ALWAYS = 2_000  # parameters
+SLACK = 4  # times the memory: a parameter is registered again where a recipe moves it
+
+
+@contextlib.contextmanager
+def no_larger_than(tensors: int, *, in_memory: bool = True) -> Iterator[None]:
+    """Within this context a model is built for so many tensors of a file, and filled with them.
+
+    Raises `CheckpointError` where it gets many times as many parameters, or, if it goes to memory, larger ones than could be there.
+    """
+    most, limit = MORE * tensors + ALWAYS, SLACK * memory_limit() if in_memory else 0
+    count = size = 0
+
+    def on_parameter(owner: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count, size
+        if parameter is None:
+            return
+        count += 1
+        if count > most:
+            raise too_large(f"it has more than {most:,} weights, the file {tensors:,}")
+        if in_memory and parameter.is_meta:
+            size += parameter.nbytes
+            if size > limit:
+                raise too_large(f"it takes more than {in_gigabytes(limit // SLACK)}, which is all the memory there can be")
+
+    handle = registration.register_module_parameter_registration_hook(on_parameter)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def too_large(why: str) -> CheckpointError:
+    return CheckpointError(
+        "the config describes a larger model than can be",
+        why=why,
+        remedy="correct the config (the number of layers, the size of the vocabulary), or fetch it again",
+    )
+
+
+ATTENTION = "attn_implementation"  # how the keys end by which a config chooses the code of attentions
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return what the file holds; raise `CheckpointError` if it is no config, or names code that transformers would run."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds {kind_of(config)} and no table")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is not a config", why=first_line(error), remedy="fetch it again") from error
+    refuse_foreign_code(config, str(file))
+    return config
+
+
+def refuse_foreign_code(config: dict[str, Any], place: str) -> None:
+    """The config chooses no attention from a repository, whose compiled code would be fetched and run; else `CheckpointError`."""
+    for name in chosen_attentions(config):
+        if "/" in name:
+            raise CheckpointError(
+                f"{place} chooses the attention {name}",
+                why="that is a repository of compiled code, which would be fetched and run",
+                remedy='leave the entry out of the config, or say "sdpa"',
+            )
+
+
+def chosen_attentions(value: Any, key: str = "") -> Iterator[str]:
+    """Yield the names of attentions in a config, and in the configs in it."""
+    if isinstance(value, dict):
+        for name, one in value.items():
+            yield from chosen_attentions(one, key if key.endswith(ATTENTION) else str(name))
+    elif isinstance(value, list):
+        for one in value:
+            yield from chosen_attentions(one, key)
+    elif isinstance(value, str) and key.removesuffix("_internal").endswith(ATTENTION):
+        yield value
+
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+AGAIN = "fetch it again"
+LARGER = "rewrite it on disk, with --stream, or use a machine with more memory"
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of the model in a directory, none where it has none; a single file comes before shards.
+
+    Raises `CheckpointError` where the index cannot be read, or names a file that is missing or outside the directory.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    return [folder / name for name in sorted(set(weight_map(folder).values()))]
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor as the index says it, nothing where there is none."""
+    index = folder / INDEX
+    if not index.is_file():
+        return {}
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise ValueError("its weight_map is no table of file names")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read", why=first_line(error), remedy=AGAIN) from error
+    for name in sorted(set(named.values())):
+        place = PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts or "\0" in name or "\\" in name:
+            raise CheckpointError(
+                f"{index} names a file outside its directory: {name}",
+                why="what is there would become part of the result",
+                remedy="put the file beside the index if it belongs to the model",
+            )
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} is not whole: {name} is missing", why=f"{INDEX} names it", remedy=AGAIN)
+    return dict(named)
+
+
+def extents_of(folder: Path) -> dict[str, Extent]:
+    """Return where each tensor of the model in a directory lies, by its name in the files.
+
+    Raises `CheckpointError` where a file is damaged, or a name is in two files.
+    """
+    found: dict[str, Extent] = {}
+    for file in weight_files(folder):
+        for name, extent in extents_in(file).items():
+            if name in found:
+                raise CheckpointError(
+                    f"{folder} holds {name} twice", why=f"in {found[name].file.name} and in {file.name}", remedy=AGAIN
+                )
+            found[name] = extent
+    return found
+
+
+def require_whole_weights(folder: Path, *, in_memory: bool) -> int:
+    """Return the number of tensors in the safetensors files of a directory, each whole; they fit in memory where they go there.
+
+    Raises `CheckpointError`, and has read nothing but headers.
+    """
+    extents = extents_of(folder)
+    if in_memory:
+        require_memory(sum(extent.size for extent in extents.values()), f"the model in {folder}", remedy=LARGER)
+    return len(extents)
+
 
 ONLY_DATA: dict[str, Any] = {
     "local_files_only": True,
@@ -32,7 +187,7 @@ def fill_model(
     inputs: Mapping[str, Any] | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """The model, rewritten by the recipe, with exactly these weights: the tensors themselves, tied where the model's were.
+    """Return the model, rewritten by the recipe, with exactly these weights: the tensors themselves, tied where the model's were.
 
     `inputs` describes those that the recipe was applied with, where they were given, and `record` is what it was applied to.
     """
@@ -71,7 +226,7 @@ def fill_transformers(
     dtype: torch.dtype | None,
     path: Path,
 ) -> nn.Module:
-    """The transformers model of this config and recipe with these weights, built and filled by `from_pretrained` itself."""
+    """Return the transformers model of this config and recipe with these weights, built and filled by `from_pretrained` itself."""
     fields = dict(config)
     refuse_foreign_code(fields, str(path))
     generation = fields.pop("generation_config", None)
@@ -98,7 +253,7 @@ def config_class(kind: type[PreTrainedModel]) -> type[PreTrainedConfig]:
 def from_state(
     kind: type[Any], config: Any, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, path: Path
 ) -> PreTrainedModel:
-    """The transformers model with exactly these weights."""
+    """Return the transformers model with exactly these weights."""
     with quiet(), no_larger_than(len(state)):
         model, found = kind.from_pretrained(
             None,
@@ -150,7 +305,7 @@ def require_all_used(model: PreTrainedModel, unexpected: Iterable[str]) -> None:
 
 
 def lacks(model: nn.Module, name: str) -> bool:
-    """Whether the parameter is of one more element of a list in the model, or one that a module could have and has not."""
+    """Return whether the parameter is of one more element of a list in the model, or one that a module could have and has not."""
     *path, leaf = name.split(".")
     module: nn.Module | None = model
     for part in path:

@@ -1,9 +1,16 @@
-"""GGUF files: the model whose config, weights and tokenizer a file of llama.cpp holds, unpacked by transformers' own reader."""
+"""What a GGUF file says of its model and transformers' reader leaves out: written into the config, or refused.
+
+How a GGUF file rotates and stretches positions, written into the config: transformers' reader takes their base at most.
+
+GGUF files: the model whose config, weights and tokenizer a file of llama.cpp holds, unpacked by transformers' own reader.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import io
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +19,7 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_gguf_available
 
 from retrofit.errors import CheckpointError, RetrofitError, first_few, first_line
@@ -19,18 +27,162 @@ from retrofit.runtime.gguf_header import AGAIN, Header, read_header
 from retrofit.runtime.memory_limit import require_memory
 from retrofit.runtime.quiet import quiet
 from retrofit.storage.architecture import transformers_class
-from retrofit.storage.bounded_construction import no_larger_than
-from retrofit.storage.filling import ONLY_DATA, require_all_used, require_match
-from retrofit.storage.gguf_rotary import DIVISORS, require_rotated, stretch_positions
-from retrofit.storage.gguf_settings import take_settings
-from retrofit.surgery.transformers_quantization import forget_quantization, skeleton_of
+from retrofit.storage.filling import ONLY_DATA, no_larger_than, require_all_used, require_match
+from retrofit.surgery.dequantization import forget_quantization, skeleton_of
+
+# ggml's key, after the architecture, and the entries of configs that mean the same.
+SIZES = {  # a wrong one shows, because the weights do not fit
+    "context_length": ("max_position_embeddings",),
+    "attention.key_length": ("head_dim", "global_head_dim"),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+}
+FUNCTION = {  # a wrong one shows nowhere: the model computes something else
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+}
+EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
+
+
+def take_settings(config: Any, path: Path, header: Header) -> None:
+    """The config has the numbers of the file, else `CheckpointError`."""
+    said = settings_of(header)
+    for key, names in SIZES.items():
+        if said.get(key):
+            take(config, names, said[key])
+    norms = tuple(name for name in config.to_dict() if name.endswith(("eps", "epsilon")))
+    for key, names in {**FUNCTION, **dict.fromkeys(EPSILONS, norms)}.items():
+        value = said.get(key)
+        unlimited = key == "attention.sliding_window" and value and value >= said.get("context_length", math.inf)
+        if value and not unlimited and not take(config, names, value):
+            name = f"{header.architecture}.{key}"
+            raise another_function(path, f"its metadata say {name} = {value}, and {type(config).__name__} has no place for it")
+    width, scores = said.get("attention.key_length"), getattr(config, "query_pre_attn_scalar", None)
+    if width and scores and width != scores:  # 27B Gemmas, of which llama.cpp knows it by their depth
+        kind = type(config).__name__
+        why = f"it does not say what attention scores are divided by: √{scores} in {kind}, its heads are {width} wide"
+        raise another_function(path, why)
+
+
+def settings_of(header: Header) -> Mapping[str, Any]:
+    """Return the metadata of the file's architecture, by their keys without its name."""
+    prefix = f"{header.architecture}."
+    return {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+
+
+def take(config: Any, names: tuple[str, ...], value: float) -> bool:
+    """Return whether one of these entries of the config has the value now; it is written where there is but one of them."""
+    there = [name for name in names if hasattr(config, name)]
+    held = [getattr(config, name) for name in there]
+    if any(isinstance(one, (int, float)) and math.isclose(one, value, rel_tol=1e-6) for one in held):
+        return True
+    if len(there) == 1:
+        setattr(config, there[0], value)
+    return len(there) == 1
+
+
+def another_function(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"transformers would make another model of {path} than it holds",
+        why=why,
+        remedy="give the Hugging Face directory that the file was made from",
+    )
+
+
+DIVISORS = "rope_freqs.weight"  # the tensor with a number for each frequency, by which it is divided
+LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {
+    "original_context_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+NEUTRAL = {"attn_factor": 1.0, "yarn_attn_factor": 1.0}
+WITHOUT_EFFECT = ("type", "factor", "finetuned", "original_context_length")
+
+
+def stretch_positions(config: Any, path: Path, header: Header) -> None:
+    """The config stretches rotary positions as the file does, else `CheckpointError`."""
+    every = getattr(config, "rope_parameters", None) or {}
+    rope = every.get("full_attention", every)  # where layers have a sliding window, the others are stretched
+    said = settings_of(header)
+    if rope and said.get("rope.freq_base"):
+        rope["rope_theta"] = said["rope.freq_base"]
+    if rope is every and (rotated := said.get("rope.dimension_count")):
+        width = head_width(config)
+        if rotated != int(width * (rope.get("partial_rotary_factor") or 1.0)):
+            rope["partial_rotary_factor"] = rotated / width
+    if rope and rope.get("rope_type", "default") == "default":
+        rope.update(said_scaling(path, header))
+    if rope and any(tensor.name == DIVISORS for tensor in header.tensors):
+        divisors = read_divisors(path)
+        if rope.get("rope_type", "default") == "default" and bool((divisors != 1).any()):
+            rope.update(LLAMA_3, factor=float(divisors.max()))
+        require_divided(config, {} if rope is every else {"layer_type": "full_attention"}, rope, divisors, path)
+
+
+def head_width(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def require_rotated(model: PreTrainedModel, path: Path, header: Header) -> None:
+    """The model rotates as many numbers of a head as the file says, else `CheckpointError`."""
+    rotated = settings_of(header).get("rope.dimension_count")
+    frequencies = [len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
+    if rotated and frequencies and rotated // 2 not in frequencies:
+        raise unknown(path, f"its metadata say {header.architecture}.rope.dimension_count = {rotated}")
+
+
+def said_scaling(path: Path, header: Header) -> dict[str, Any]:
+    """Return what the metadata say, as entries of transformers' `rope_parameters`."""
+    prefix = f"{header.architecture}.rope.scaling."
+    said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    kind = said.get("type", "linear")  # as llama.cpp takes it
+    factor = said.get("factor") or header.metadata.get(f"{header.architecture}.rope.scale_linear") or 1.0
+    if not isinstance(factor, (int, float)) or not factor > 0:
+        raise unknown(path, f"its metadata say {prefix}factor = {factor}")
+    entries = {name: said.pop(key) for key, name in YARN.items() if key in said} if kind == "yarn" else {}
+    strange = [key for key, value in said.items() if key not in WITHOUT_EFFECT and NEUTRAL.get(key) != value]
+    if kind == "none" or (factor == 1.0 and kind in ("linear", "yarn") and not strange):
+        return {}
+    if kind not in ("linear", "yarn") or strange:
+        raise unknown(
+            path, f"its metadata say {prefix}{strange[0] if strange else 'type'} = {said[strange[0]] if strange else kind}"
+        )
+    return {"rope_type": kind, "factor": float(factor), **entries}
+
+
+def read_divisors(path: Path) -> torch.Tensor:
+    from gguf import GGUFReader
+
+    return next(torch.from_numpy(tensor.data.astype("float32")) for tensor in GGUFReader(path).tensors if tensor.name == DIVISORS)
+
+
+def require_divided(config: Any, layer_type: dict[str, str], rope: dict[str, Any], divisors: torch.Tensor, path: Path) -> None:
+    """The frequencies that transformers computes from the config are the file's, else `CheckpointError`."""
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return
+    computed = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **layer_type)[0]
+    wanted = rope["rope_theta"] ** -(torch.arange(len(divisors)) / len(divisors)) / divisors
+    if computed.shape != wanted.shape or not torch.allclose(computed, wanted, rtol=1e-4, atol=1e-12):
+        raise unknown(path, f"{DIVISORS} divides its frequencies otherwise than Llama 3 does")
+
+
+def unknown(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} stretches rotary positions in a way that is not known here",
+        why=why,
+        remedy="give the Hugging Face directory that the file was made from",
+    )
+
 
 DIRECTORY = "give the Hugging Face directory that the file was made from"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # ggml's types that are not packed, by name
 
 
 def load_gguf(path: Path, dtype: torch.dtype | None) -> nn.Module:
-    """The model in the file, its weights unpacked: in `dtype`, or in the file's own where nothing in it is packed, or in float32.
+    """Return the model in the file, its weights unpacked: in `dtype`, in the file's own if nothing in it is packed, or in float32.
 
     Raises `CheckpointError` where the file is no GGUF file or not whole, where transformers cannot read its architecture, and where
     the package `gguf` is missing.
@@ -90,7 +242,7 @@ def require_whole(path: Path, header: Header) -> None:
 
 
 def own_dtype(header: Header) -> torch.dtype:
-    """The dtype of a file without packed weights, whose norms may be float32 where the rest is half as wide; else float32."""
+    """Return the dtype of a file without packed weights, whose norms may be float32 where the rest is not; else float32."""
     from gguf import GGMLQuantizationType
 
     named = {GGMLQuantizationType(tensor.type).name for tensor in header.tensors}
@@ -99,7 +251,7 @@ def own_dtype(header: Header) -> torch.dtype:
 
 
 def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of the first class, language models first, each of whose weights the file holds."""
+    """Return the model of the first class, language models first, each of whose weights the file holds."""
     place: dict[str, Any] = {"gguf_file": path.name, **ONLY_DATA}
     try:
         config = AutoConfig.from_pretrained(path.parent, **place)
@@ -135,16 +287,22 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
 
 
 def of_other_sizes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.Size]]:
-    """The parameters that have another shape than the config gives them, and both: older transformers take them as they are."""
-    sizes = {name: one.shape for name, one in skeleton_of(model).named_parameters()}
-    return [(name, one.shape, sizes[name]) for name, one in model.named_parameters() if one.shape != sizes.get(name, one.shape)]
+    """Return the parameters with another shape than the config gives them, and both: older transformers take them as they are."""
+    sizes = {name: parameter.shape for name, parameter in skeleton_of(model).named_parameters()}
+    return [
+        (name, parameter.shape, sizes[name])
+        for name, parameter in model.named_parameters()
+        if parameter.shape != sizes.get(name, parameter.shape)
+    ]
 
 
 def require_all_read(model: PreTrainedModel, header: Header) -> None:
     """No tensor of the file is left out, else `CheckpointError`: transformers' reader drops those that it has no place for."""
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
     places = {DIVISORS, *get_gguf_hf_weights_map(model, processor)}
-    dropped = [one.name for one in header.tensors if one.name not in places and one.name.removesuffix(".weight") not in places]
+    dropped = [
+        tensor.name for tensor in header.tensors if tensor.name not in places and tensor.name.removesuffix(".weight") not in places
+    ]
     if dropped:
         raise CheckpointError(
             f"transformers {transformers.__version__} does not read all of its tensors",
@@ -153,7 +311,7 @@ def require_all_read(model: PreTrainedModel, header: Header) -> None:
 
 
 def candidate_classes(config: Any) -> list[Any]:
-    """The classes that may be meant: those the config names, a language model, an encoder-decoder, a model without a head."""
+    """Return the classes that may be meant: those in the config, a language model, an encoder-decoder, a model without a head."""
     named = [kind for name in config.architectures or () if (kind := transformers_class(name)) is not None]
     families = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModel)
     mapped = [family._model_mapping.get(type(config), None) for family in families]
@@ -161,7 +319,7 @@ def candidate_classes(config: Any) -> list[Any]:
 
 
 def unpacked() -> dict[str, Any]:
-    """What keeps a transformers that could compute on packed weights from leaving them packed."""
+    """Return what keeps a transformers that could compute on packed weights from leaving them packed."""
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 

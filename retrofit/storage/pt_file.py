@@ -20,9 +20,8 @@ from retrofit.runtime.archives import require_unpacked_fits
 from retrofit.runtime.memory_limit import require_memory
 from retrofit.runtime.wrapped_models import holds_adapters
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
-from retrofit.storage.bounded_construction import no_larger_than
 from retrofit.storage.directories import fill_from_config
-from retrofit.storage.filling import fill_model, fill_transformers
+from retrofit.storage.filling import fill_model, fill_transformers, no_larger_than
 
 SAVE_AGAIN = "save it again with retrofit.save"
 FORMAT = "retrofit/1"
@@ -30,7 +29,7 @@ WRAPPERS = 2  # around a model whose weights were saved
 
 
 def checkpoint_contents(model: nn.Module) -> dict[str, Any]:
-    """What a `.pt` file holds of the model."""
+    """Return what a `.pt` file holds of the model."""
     architecture, config = architecture_in_file(model)
     recipe = list(recipe_storage.stored_recipe(model))
     inputs = recipe_storage.stored_inputs(model) if recipe else {}
@@ -47,7 +46,7 @@ def checkpoint_contents(model: nn.Module) -> dict[str, Any]:
 
 
 def architecture_in_file(model: nn.Module) -> tuple[str, dict[str, Any]]:
-    """What a `.pt` file says of how to build the model; raises `CheckpointError` where that would be another one."""
+    """Return what a `.pt` file says of how to build the model; raises `CheckpointError` where that would be another one."""
     if holds_adapters(model):
         raise CheckpointError(
             f"{type(model).__name__} has adapters, which a .pt file does not hold",
@@ -58,7 +57,7 @@ def architecture_in_file(model: nn.Module) -> tuple[str, dict[str, Any]]:
 
 
 def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors as a plain dict, tied ones still one storage, and none that would drag a larger storage into the file."""
+    """Return the tensors as a plain dict, tied ones still one storage, and none that would drag a larger storage into the file."""
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
@@ -83,7 +82,7 @@ def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
-    """What the file holds; raises `CheckpointError` where it is not whole, or is code and not admitted by `allow_pickle`."""
+    """Return what the file holds; raises `CheckpointError` where it is not whole, or is code and not admitted by `allow_pickle`."""
     try:
         if can_be_mapped(path):
             mapped = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=True)
@@ -113,7 +112,7 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
 
 
 def can_be_mapped(path: Path) -> bool:
-    """Whether tensors lie in the file as they are: torch's container before 1.6 is no archive, one made anew may be packed."""
+    """Return whether tensors lie in the file as they are: torch's container before 1.6 is no archive, others may be packed."""
     if not zipfile.is_zipfile(path):
         return False
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -125,13 +124,13 @@ def can_be_mapped(path: Path) -> bool:
 def require_held(content: Any, path: Path) -> Any:
     """`content`; raises `CheckpointError` where its tensors repeat the little that the file holds beyond what fits in memory."""
     tensors = list(tensors_in(content))
-    repeated = [one for one in tensors if one.numel() * one.element_size() > one.untyped_storage().nbytes()]
+    repeated = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()]
     require_memory(sum(one.numel() * one.element_size() for one in repeated), f"{path}: what its tensors repeat")
     return content
 
 
 def fills_records(content: Any, path: Path) -> bool:
-    """Whether each tensor's storage is as long as its record: mapping a shorter one, torch goes on into the next without a word."""
+    """Return whether each tensor's storage is as long as its record: of a shorter one torch silently maps the next one too."""
     held = [tensor.untyped_storage() for tensor in tensors_in(content)]
     storages = {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
     with zipfile.ZipFile(path) as archive:
@@ -141,7 +140,7 @@ def fills_records(content: Any, path: Path) -> bool:
 
 
 def tensors_in(content: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a file's content, in containers and modules however deep."""
+    """Yield the tensors in a file's content, in containers and modules however deep."""
     if isinstance(content, torch.Tensor):
         yield content
     elif isinstance(content, nn.Module):
@@ -163,7 +162,7 @@ def rebuild_model(
     dtype: torch.dtype | None,
     imports: bool,
 ) -> nn.Module:
-    """The model that a file's content describes."""
+    """Return the model that a file's content describes."""
     if isinstance(content, nn.Module):
         return content.to(dtype).eval() if dtype is not None else content.eval()
     if is_checkpoint(content):
@@ -195,7 +194,7 @@ def rebuild_model(
 def fill_unwrapped(
     fill: Callable[[Mapping[str, torch.Tensor]], nn.Module], state: Mapping[str, torch.Tensor], wrappers: int = WRAPPERS
 ) -> nn.Module:
-    """The model that `fill` makes of these weights, also where they were saved with the wrappers around it.
+    """Return the model that `fill` makes of these weights, also where they were saved with the wrappers around it.
 
     Each name begins with the wrappers' then: of a compiled model (`_orig_mod.…`), of one trained on several devices (`module.…`).
     """
@@ -211,7 +210,7 @@ def fill_unwrapped(
 
 
 def is_checkpoint(content: Any) -> bool:
-    """Whether the file is one of this format; raises for a later one or one with entries missing."""
+    """Return whether the file is one of this format; raises for a later one or one with entries missing."""
     if not isinstance(content, dict) or not str(content.get("format", "")).startswith("retrofit/"):
         return False
     if content["format"] != FORMAT:
@@ -235,7 +234,7 @@ def is_state_dict(content: Any) -> bool:
 
 
 def describe_content(content: Any) -> str:
-    """What something is, in a few words."""
+    """Return what something is, in a few words."""
     if isinstance(content, Mapping):
         return f"a mapping with {first_few(map(str, content)) or 'nothing'}"
     return kind_of(content)

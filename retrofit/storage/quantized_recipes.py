@@ -19,7 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from retrofit.anatomy.feed_forwards import PackableRows, RowMajor
 from retrofit.errors import CheckpointError
 from retrofit.surgery import transformers_bookkeeping
-from retrofit.surgery.transformers_quantization import transpose_again, transposed_layers
+from retrofit.surgery.dequantization import transpose_again, transposed_layers
 
 
 class ReplayFirst(HfQuantizer):
@@ -41,7 +41,7 @@ class ReplayFirst(HfQuantizer):
         self.rows = {path: self.packs_in_place(model, path) for path in paths}
 
     def packs_in_place(self, model: Any, path: str) -> bool:
-        """Whether the quantizer packs the matrix at `path` as the weight of a linear layer, which it is from now on."""
+        """Return whether the quantizer packs the matrix at `path` as the weight of a linear layer, which it is from now on."""
         module = model.get_submodule(path)
         if type(module) is not RowMajor:  # replaced by a layer of the quantizer's own
             return False
@@ -52,7 +52,7 @@ class ReplayFirst(HfQuantizer):
         return False
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """The file has the model's own names, and the quantizer's for the parts of a packed weight."""
+        """Return the conversions of the quantizer alone: the file has the model's own names apart from parts of a packed weight."""
         return super().update_weight_conversions([], *args, **kwargs)  # type: ignore[no-any-return]
 
     def postprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,7 +71,7 @@ class ReplayFirst(HfQuantizer):
         self.replay.finish(model)
 
     def remove_quantization_config(self, model: Any) -> None:
-        """What is left is the rewritten model, and its config says that alone."""
+        """Make the config say only that the model is a rewritten one."""
         super().remove_quantization_config(model)
         transpose_again(model, self.transposed)
         for path, packed in self.rows.items():
@@ -83,7 +83,7 @@ class ReplayFirst(HfQuantizer):
 
 
 def replaying_quantizer(config: Any, replay: Any) -> HfQuantizer:
-    """The quantizer of the config's quantization, which replays the config's recipe by a `replay` of it first."""
+    """Return the quantizer of the config's quantization, which replays the config's recipe by a `replay` of it first."""
     quantizer = auto.AutoHfQuantizer.from_config(config.quantization, pre_quantized=config.packed)
     kind = type(quantizer)
     quantizer.__class__ = type(kind.__name__, (ReplayFirst, kind), {"__module__": kind.__module__})

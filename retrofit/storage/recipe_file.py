@@ -37,7 +37,7 @@ READABLE = (
 
 
 def read_recipe(path: str | Path) -> Recipe:
-    """The passes in a recipe file, or those that the model at `path` was rewritten with.
+    """Return the passes in a recipe file, or those that the model at `path` was rewritten with.
 
     Raises `SpecError`, which names the file and the line or the number of the pass that cannot be read, and `CheckpointError`
     for a `.pt` file that cannot.
@@ -55,7 +55,7 @@ def read_recipe(path: str | Path) -> Recipe:
 
 
 def pass_of(spec: str | Mapping[str, Any]) -> AnyPass:
-    """The pass that a text names, or an object of its name and options."""
+    """Return the pass that a text names, or an object of its name and options."""
     if isinstance(spec, str):
         return parse_spec(spec)
     name = spec.get("pass")
@@ -85,7 +85,7 @@ def specs_in(file: Path) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
 
 
 def read_text(file: Path) -> str:
-    """The text of a file that may be a recipe."""
+    """Return the text of a file that may be a recipe."""
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST + 1)
@@ -127,7 +127,7 @@ def specs_in_text(file: Path, text: str) -> Iterator[tuple[str, str]]:
 
 
 def parse_json(file: Path, text: str) -> Any:
-    """What a text in JSON holds; a key that is there twice, or a number that is none, is an error."""
+    """Return what a text in JSON holds; a key that is there twice, or a number that is none, is an error."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         held = dict(pairs)
@@ -147,7 +147,7 @@ def parse_json(file: Path, text: str) -> Any:
 
 
 def recipe_in_json(file: Path, data: Any) -> Any:
-    """The list of passes in what a file in JSON holds: itself, or that of a recipe or of a model's config."""
+    """Return the list of passes in what a file in JSON holds: itself, or that of a recipe or of a model's config."""
     if not isinstance(data, dict):
         return data
     if "recipe" not in data and any(key in data for key in OF_A_MODEL):
@@ -176,7 +176,7 @@ def recipe_in_json(file: Path, data: Any) -> Any:
 
 
 def recipe_of_checkpoint(file: Path) -> Any:
-    """The recipe in a `.pt` file."""
+    """Return the recipe in a `.pt` file."""
     from retrofit.storage.pt_file import is_checkpoint, read_checkpoint
 
     content = read_checkpoint(file, allow_pickle=False)

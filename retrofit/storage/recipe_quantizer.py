@@ -24,7 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from retrofit.errors import CheckpointError, first_few
 from retrofit.pipeline import recipe_storage
 from retrofit.surgery import transformers_bookkeeping
-from retrofit.surgery.transformers_quantization import is_packed
+from retrofit.surgery.dequantization import is_packed
 
 
 @dataclasses.dataclass
@@ -119,7 +119,7 @@ class RecipeReplay(HfQuantizer):
                 require_names(model, held, self.rewritten(model), self.new)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """The file has the model's own names: see `transformers_bookkeeping.keep_own_names`."""
+        """Return no renaming: the file has the model's own names (`transformers_bookkeeping.keep_own_names`)."""
         return []
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:

@@ -26,12 +26,12 @@ def write_samples(model: nn.Module) -> Iterator[None]:
 
     Whatever else it writes, and a weight that it converts on its way, is written whole.
     """
-    large = {one.data_ptr(): one.nbytes for one in model.parameters() if is_large(one)}
+    large = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters() if is_large(parameter)}
     transformers = sys.modules["transformers.modeling_utils"]
     save_file = transformers.safe_save_file  # type: ignore[attr-defined]
 
     def save_samples(tensors: Mapping[str, torch.Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
-        sampled = {name for name, one in tensors.items() if large.get(one.data_ptr()) == one.nbytes}
+        sampled = {name for name, tensor in tensors.items() if large.get(tensor.data_ptr()) == tensor.nbytes}
         if sampled:
             write_safetensors(Path(filename), tensors, sampled, metadata or {})
         else:
@@ -73,30 +73,30 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], sampled: 
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What safetensors calls a dtype."""
+    """Return what safetensors calls a dtype."""
     text = safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
     header = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])
     return str(header[""]["dtype"])
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, one after the other."""
+    """Return the bytes of a contiguous tensor, one after the other."""
     return value.detach().reshape(-1).view(torch.uint8)
 
 
 def blocks(size: int) -> Iterator[tuple[int, int]]:
-    """The places of a sample in `size` bytes: blocks evenly spread, the first and the last bytes among them."""
+    """Yield the places of a sample in `size` bytes: blocks evenly spread, the first and the last bytes among them."""
     starts = {max(0, size - BLOCK) * number // (BLOCKS - 1) for number in range(BLOCKS)}
     return ((start, min(size, start + BLOCK)) for start in sorted(starts))
 
 
 def is_large(weight: torch.Tensor) -> bool:
-    """Whether a sample of the weight is enough."""
+    """Return whether a sample of the weight is enough."""
     return weight.nbytes > WHOLE
 
 
 def same_sample(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors agree bit for bit wherever a file of samples holds them."""
+    """Return whether two tensors agree bit for bit wherever a file of samples holds them."""
     if one.shape != other.shape or one.dtype != other.dtype or not (one.is_contiguous() and other.is_contiguous()):
         return False
     left, right = as_bytes(one), as_bytes(other)

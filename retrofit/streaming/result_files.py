@@ -13,7 +13,7 @@ from retrofit.checks.fingerprint import chunks, is_finite
 from retrofit.checks.finite_weights import not_finite, require_finite_weight
 from retrofit.runtime.resumable_directory import Unfinished
 from retrofit.runtime.safetensors_header import Extent
-from retrofit.storage.weight_files import INDEX
+from retrofit.storage.filling import INDEX
 from retrofit.streaming.model_layout import ModelLayout
 from retrofit.streaming.tensor_files import TensorFiles, bytes_of, copy_bytes, forget_pages, reserved_file, write_at
 
@@ -35,7 +35,7 @@ class SetAside:
             self.files.release()
 
     def write(self, tensor: Tensor) -> Extent:
-        """A file of its own holds the tensor."""
+        """Return a file of its own holds the tensor."""
         file = self.folder / f"{self.count:06}"
         self.count += 1
         file.unlink(missing_ok=True)
@@ -94,15 +94,15 @@ class ResultFiles:
             self.record()
 
     def record(self) -> None:
-        """What was written is on the disk, and would not be written again."""
-        for one in self.descriptors.values():
-            os.fsync(one)
-            forget_pages(one)
+        """Flush to the disk what was written, so that it need not be written again."""
+        for descriptor in self.descriptors.values():
+            os.fsync(descriptor)
+            forget_pages(descriptor)
         self.unfinished.record(self.pending)
         self.pending, self.pending_bytes = [], 0
 
     def place_of(self, name: str) -> Extent:
-        """Where the tensor of that name lies."""
+        """Return where the tensor of that name lies."""
         extent = self.layout.extents[name]
         return dataclasses.replace(extent, file=self.folder / extent.file)
 
@@ -117,5 +117,5 @@ class ResultFiles:
 
 
 def is_worth_moving(parameter: nn.Parameter, files: TensorFiles) -> bool:
-    """Whether the parameter takes much memory, which is not that of a file; what lies there in another order is left."""
+    """Return whether the parameter takes much memory, which is not that of a file; what lies there in another order is left."""
     return parameter.nbytes >= SMALL and parameter.is_contiguous() and not files.is_mapped(parameter)

@@ -14,11 +14,17 @@ from torch.nn.modules import module as registration
 from retrofit.errors import CheckpointError
 from retrofit.runtime.quiet import quiet
 from retrofit.runtime.safetensors_header import Extent
-from retrofit.storage.bounded_construction import no_larger_than
-from retrofit.storage.directories import directory_class, load_directory
-from retrofit.storage.filling import ONLY_DATA, config_class, require_all_used, require_match
-from retrofit.storage.load_failures import name_file_in_errors
-from retrofit.storage.weight_files import INDEX, WEIGHTS, extents_of
+from retrofit.storage.directories import directory_class, load_directory, name_file_in_errors
+from retrofit.storage.filling import (
+    INDEX,
+    ONLY_DATA,
+    WEIGHTS,
+    config_class,
+    extents_of,
+    no_larger_than,
+    require_all_used,
+    require_match,
+)
 from retrofit.streaming.result_files import is_worth_moving
 from retrofit.streaming.tensor_files import TensorFiles
 from retrofit.surgery.transformers_bookkeeping import leave_weights_mapped, tie
@@ -35,7 +41,7 @@ def require_directory(source: Path) -> None:
 
 
 def source_extents(folder: Path) -> dict[str, Extent]:
-    """Where each tensor of the model in a directory lies, by its name in the files; `CheckpointError` where there is none."""
+    """Return where each tensor of the model in a directory lies, by its name in the files; raise `CheckpointError` without any."""
     found = extents_of(folder)
     if not found:
         raise CheckpointError(
@@ -47,7 +53,7 @@ def source_extents(folder: Path) -> dict[str, Extent]:
 
 
 def model_without_weights(folder: Path) -> Any:
-    """The model on the meta device, rewritten as its recipe says, its configuration and ties those of the model loaded whole."""
+    """Return the model on the meta device, rewritten by its recipe, with the configuration and ties of the model loaded whole."""
     with name_file_in_errors(folder):
         model: Any = load_directory(folder, None, device_map="meta")
     if apart(model):  # the files hold both weights, and whether these are equal, and so tied, cannot be seen without them
@@ -59,7 +65,7 @@ def model_without_weights(folder: Path) -> Any:
 
 
 def apart(model: Any) -> bool:
-    """Whether weights that a transformers model takes for tied are several."""
+    """Return whether weights that a transformers model takes for tied are several."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return any(named.get(target) is not named.get(source) for target, source in model.all_tied_weights_keys.items())
 
@@ -71,7 +77,7 @@ def drop_values(parameter: nn.Parameter, files: TensorFiles) -> None:
 
 
 def model_on_files(folder: Path, files: TensorFiles, place: Place) -> Any:
-    """The model, its weights where they lie in the files; those that loading computes go to `place`, one at a time."""
+    """Return the model, its weights where they lie in the files; those that loading computes go to `place`, one at a time."""
     kind: type[Any] = directory_class(folder)
     state = {name: files.tensor(extent) for name, extent in source_extents(folder).items()}
     config = config_class(kind).from_pretrained(folder, **ONLY_DATA)
@@ -88,7 +94,7 @@ def model_on_files(folder: Path, files: TensorFiles, place: Place) -> Any:
 
 
 def model_as_it_lies(folder: Path, files: TensorFiles) -> Any | None:
-    """The model, its weights where they lie in the files; None where loading computes one that takes much memory."""
+    """Return the model, its weights where they lie in the files; None where loading computes one that takes much memory."""
     computed: list[str] = []
 
     def refuse(name: str, parameter: nn.Parameter) -> None:
@@ -150,7 +156,7 @@ def each_parameter(place: Place) -> Iterator[None]:
 
 
 def same_file_contents(files: list[Path]) -> list[list[Any]]:
-    """What changes when a file does: name, size, time of the last change."""
+    """Return what changes when a file does: name, size, time of the last change."""
     found = [(file.name, file.stat()) for file in files]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 

@@ -44,11 +44,9 @@ from retrofit.runtime.resumable_directory import Unfinished, resumable_directory
 from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.storage.companions import add_companions, companion_files
 from retrofit.storage.file_names import is_file_name
+from retrofit.storage.filling import INDEX, WEIGHTS, weight_files
 from retrofit.storage.pipeline_directories import transformer_folder
-from retrofit.storage.weight_files import INDEX, WEIGHTS, weight_files
-from retrofit.streaming.model_layout import SHARD, ModelLayout, saved_tensors
-from retrofit.streaming.new_parameters import Expected, ParametersInOrder, expected_parameters
-from retrofit.streaming.recordings_on_disk import RecordingsOnDisk
+from retrofit.streaming.model_layout import SHARD, Expected, ModelLayout, ParametersInOrder, expected_parameters, saved_tensors
 from retrofit.streaming.result_files import ResultFiles
 from retrofit.streaming.source_directory import (
     bytes_computed_on_loading,
@@ -60,7 +58,7 @@ from retrofit.streaming.source_directory import (
     source_extents,
 )
 from retrofit.streaming.streamed_verification import verify_streamed
-from retrofit.streaming.tensor_files import TensorFiles, bytes_of, kept_out_of_memory
+from retrofit.streaming.tensor_files import RecordingsOnDisk, TensorFiles, bytes_of, kept_out_of_memory
 from retrofit.surgery.edit import Edit
 
 ROOM = 1 << 26  # bytes for what is written besides the weights
@@ -101,7 +99,7 @@ def apply_streamed(
     progress: Progress | None = None,
     shard_size: int = SHARD,
 ) -> Applied:
-    """The model in the directory `source`, rewritten by `passes`, is in the directory `output`, bit for bit what `apply` makes.
+    """Write the model in the directory `source`, rewritten by `passes`, to the directory `output`, bit for bit as `apply` makes it.
 
     At no time is more in memory than what one site of a pass takes. Random starts are those of `torch.manual_seed(seed)`. With
     `calibration`, the data of `apply`, the model runs on its mapped weights, and what its modules receive is kept in files. A run
@@ -153,7 +151,7 @@ def require_directories(source: Path, output: Path) -> None:
 
 
 def map_and_capture(folder: Path, seed: int, say: Progress) -> Mapped | None:
-    """The model on its mapped weights and its program; None where loading computes weights, which need a place first."""
+    """Return the model on its mapped weights and its program; None where loading computes weights, which need a place first."""
     files = TensorFiles()
     with kept_out_of_memory(files):
         say("mapping its weights")
@@ -175,7 +173,7 @@ def run_without_weights(
     say: Progress,
     shard_size: int,
 ) -> Layouts:
-    """What the passes make of the model, but for its values; raises `DoesNotFitError` where they do not fit.
+    """Return what the passes make of the model, but for its values; raises `DoesNotFitError` where they do not fit.
 
     `computed` has the sizes of what no file holds as it is.
     """
@@ -239,10 +237,10 @@ def digest_of(data: Calibration) -> str:
 
 
 def identity_of(folder: Path, layouts: Layouts, seed: int) -> dict[str, Any]:
-    """What a run must have in common with one that was stopped to go on from there."""
+    """Return what a run must have in common with one that was stopped to go on from there."""
     return {
         "source": [str(folder.resolve()), *same_file_contents([folder / "config.json", *weight_files(folder)])],
-        "recipe": [one.spec for one in layouts.applied.rewrites],
+        "recipe": [rewrite.spec for rewrite in layouts.applied.rewrites],
         "calibration": None if layouts.data is None else digest_of(layouts.data),
         "seed": seed,
         "layout": layouts.result.digest,
@@ -260,7 +258,7 @@ def write_weights(
     unfinished: Unfinished,
     say: Progress,
 ) -> tuple[Rewrite, ...]:
-    """Every tensor of the result is in its file in `place`; returns what the passes say of what they did."""
+    """Write every tensor of the result to its file in `place`; return what the passes say of what they did."""
     files = TensorFiles() if mapped is None else mapped.files
     if layouts.data is not None:  # some are fitted where they lie: a file may hold values of half a fit
         unfinished.steps.difference_update(one.name for one in layouts.new)
@@ -323,7 +321,7 @@ def one_thread() -> Iterator[None]:
 
 
 def saved_by_layout(model: nn.Module, layout: ModelLayout) -> dict[str, torch.Tensor]:
-    """The tensors that the layout names, of its shapes and dtypes; else `CheckpointError`."""
+    """Return the tensors that the layout names, of its shapes and dtypes; else `CheckpointError`."""
     tensors = model.state_dict()
     for name, extent in layout.extents.items():
         if name not in tensors or (tuple(tensors[name].shape), tensors[name].dtype) != (extent.shape, extent.dtype):
@@ -333,9 +331,9 @@ def saved_by_layout(model: nn.Module, layout: ModelLayout) -> dict[str, torch.Te
 
 def require_same(accounts: Sequence[Rewrite], planned: Sequence[Rewrite]) -> None:
     """The passes did with weights what they did without, else `CheckpointError`."""
-    for one, other in zip(accounts, planned, strict=True):
-        if (one.spec, one.sites) != (other.spec, other.sites):
-            raise differs(f"{one.spec} was {other.spec} without weights, or rewrote other sites")
+    for account, other in zip(accounts, planned, strict=True):
+        if (account.spec, account.sites) != (other.spec, other.sites):
+            raise differs(f"{account.spec} was {other.spec} without weights, or rewrote other sites")
 
 
 def differs(why: str) -> CheckpointError:
@@ -353,7 +351,7 @@ def keep_weights_alone(folder: Path, place: Path, layout: ModelLayout) -> None:
 
 
 def write_configuration(model: Any, place: Path) -> None:
-    """What `save_pretrained` writes besides weights is in `place`."""
+    """Write to `place` what `save_pretrained` writes besides weights."""
     beside = place / ".configuration"
     shutil.rmtree(beside, ignore_errors=True)
     with quiet():

@@ -34,7 +34,7 @@ ELSEWHERE = "it reads the weights many times over, or needs a gradient for each:
 
 @one_at_a_time
 def verify_directory(model: Path, dense: Path | None, progress: Progress | None = None) -> Report:
-    """The report on the model in a directory, held against the one in the directory `dense` where one is named.
+    """Return the report on the model in a directory, held against the one in the directory `dense` where one is named.
 
     Where loading one merges weights, these are in files beside `model` meanwhile. Raises `CheckpointError` where there is no room
     for them, and where something is no directory of safetensors.
@@ -43,7 +43,9 @@ def verify_directory(model: Path, dense: Path | None, progress: Progress | None 
     for one in filter(None, (model, dense)):
         require_directory(one)
     folders = [transformer_folder(one) for one in (model, dense) if one is not None]
-    computed = sum(sum(bytes_computed_on_loading(model_without_weights(one), source_extents(one)).values()) for one in folders)
+    computed = sum(
+        sum(bytes_computed_on_loading(model_without_weights(folder), source_extents(folder)).values()) for folder in folders
+    )
     if computed > (free := shutil.disk_usage(model.resolve().parent).free):
         raise CheckpointError(
             f"{model} cannot be verified here",
@@ -66,7 +68,7 @@ def verify_directory(model: Path, dense: Path | None, progress: Progress | None 
 def verify_streamed(
     folder: Path, result: Path, applied: Applied, rewrites: tuple[Rewrite, ...], aside: Path, say: Progress
 ) -> Report:
-    """The report on the model in the directory `result`, read from its files; raises `VerificationError` where a check fails.
+    """Return the report on the model in the directory `result`, read from its files; raise `VerificationError` if a check fails.
 
     What loading the model in `folder` computes is kept in the directory `aside`.
     """
@@ -90,6 +92,6 @@ def verify_streamed(
 
 
 def with_others(report: Report) -> Report:
-    """The report, with every check that was not made."""
+    """Return the report, with every check that was not made."""
     others = (CheckResult(name, "skipped", "", ELSEWHERE, 0.0) for name in CHECKS if name not in STREAMED)
     return dataclasses.replace(report, checks=(*report.checks, *others))

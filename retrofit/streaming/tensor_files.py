@@ -1,4 +1,7 @@
-"""The tensors of safetensors files, mapped one by one: what is read is in memory only until it is released."""
+"""The tensors of safetensors files, mapped one by one: what is read is in memory only until it is released.
+
+What modules receive on calibration data, in files that are mapped: it is in memory only while somebody reads it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ EVERY = 0.02  # seconds
 
 
 def header_and_extents(file: Path, tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Extent]]:
-    """The beginning of a safetensors file of such tensors, and where each is to be written.
+    """Return the beginning of a safetensors file of such tensors, and where each is to be written.
 
     Those whose bytes fill whole cache lines come first, and the first begins a line, so that all of these begin one.
     """
@@ -59,7 +62,7 @@ class TensorFiles:
         self.extents: dict[int, Extent] = {}  # by the address of the storage
 
     def tensor(self, extent: Extent, *, writable: bool = False) -> Tensor:
-        """The tensor that lies there; where it is writable, what is written into it is written into the file."""
+        """Return the tensor that lies there; where it is writable, what is written into it is written into the file."""
         if extent.size == 0:
             return torch.empty(extent.shape, dtype=extent.dtype)
         whole = self.maps.get(extent.file)
@@ -72,7 +75,7 @@ class TensorFiles:
         return flat.view(extent.shape)
 
     def find(self, tensor: Tensor) -> Extent | None:
-        """Where the bytes of a mapped tensor lie, in order and without gaps; None of any other."""
+        """Return where the bytes of a mapped tensor lie, in order and without gaps; None of any other."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         whole = self.extents.get(tensor.untyped_storage().data_ptr())
@@ -82,7 +85,7 @@ class TensorFiles:
         return Extent(whole.file, start, tensor.dtype, tuple(tensor.shape))
 
     def is_mapped(self, tensor: Tensor) -> bool:
-        """Whether the tensor's memory is that of a file."""
+        """Return whether the tensor's memory is that of a file."""
         return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self.extents
 
     def release(self) -> None:
@@ -94,7 +97,7 @@ class TensorFiles:
 
 @contextlib.contextmanager
 def reserved_file(file: Path, header: bytes, size: int) -> Iterator[int]:
-    """The descriptor of a file that begins with the header and has its size on the disk already; it may have been there."""
+    """Yield the descriptor of a file that begins with the header and has its size on the disk already; it may have existed."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if os.fstat(descriptor).st_size != size:
@@ -115,7 +118,7 @@ def write_at(descriptor: int, start: int, content: memoryview) -> None:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor on the CPU, in order."""
+    """Return the bytes of a tensor on the CPU, in order."""
     flat = tensor.detach().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
@@ -180,8 +183,39 @@ def kept_out_of_memory(files: TensorFiles) -> Iterator[None]:
 
 
 def mapped_bytes() -> int:
-    """How much of this process's memory is that of files; 0 where the system does not say."""
+    """Return how much of this process's memory is that of files; 0 where the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE
     except (OSError, IndexError, ValueError):
         return 0
+
+
+FILE = 1 << 28  # bytes of a file, and more only where one tensor takes more
+SMALL = 1 << 16  # bytes; a smaller tensor stays in memory
+
+
+class RecordingsOnDisk:
+    """Puts tensors into files in `folder`, one after the other."""
+
+    def __init__(self, folder: Path, files: TensorFiles) -> None:
+        self.folder, self.files = folder, files
+        self.count = self.room = self.end = 0  # files, bytes of the last one, and how many of them are taken
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Return the tensor, mapped from a file, where it takes much memory."""
+        if tensor.nbytes < SMALL or tensor.device.type != "cpu" or tensor.requires_grad or self.files.is_mapped(tensor):
+            return tensor
+        self.end += -self.end % CACHE_LINE
+        if self.end + tensor.nbytes > self.room:
+            self.count, self.room, self.end = self.count + 1, max(FILE, tensor.nbytes), 0
+            self.file.unlink(missing_ok=True)
+        with reserved_file(self.file, b"", self.room) as descriptor:
+            write_at(descriptor, self.end, bytes_of(tensor))
+        extent = Extent(self.file, self.end, tensor.dtype, tuple(tensor.shape))
+        self.end += tensor.nbytes
+        self.files.release()
+        return self.files.tensor(extent, writable=True)
+
+    @property
+    def file(self) -> Path:
+        return self.folder / f"recordings.{self.count:04}"

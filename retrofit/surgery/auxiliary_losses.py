@@ -67,7 +67,7 @@ def record_auxiliary_loss(value: Tensor, loss: Tensor, module: nn.Module) -> Ten
 
 @contextlib.contextmanager
 def auxiliary_losses() -> Iterator[list[Tensor]]:
-    """The losses recorded within this context by models that have not added them to a loss of their own.
+    """Yield the losses recorded within this context by models that have not added them to a loss of their own.
 
     with auxiliary_losses() as losses:
         logits = model(ids)
@@ -122,7 +122,7 @@ class LossAttached(torch.autograd.Function):
 
 
 def pop_pending_gradient(pending: list[tuple[nn.Module, Tensor]], module: nn.Module) -> Tensor | None:
-    """The pending gradient of the first loss that `module` recorded, removed from `pending`; None where there is none."""
+    """Return the pending gradient of the first loss that `module` recorded, removed from `pending`; None where there is none."""
     index = next((index for index in reversed(range(len(pending))) if pending[index][0] is module), None)
     return None if index is None else pending.pop(index)[1]
 
@@ -176,7 +176,7 @@ class ForwardWithAuxiliaryLosses(ForwardReplacement):
 
 
 def batch_fraction(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor | float:
-    """The fraction of a batch's labels that this call has: below 1 where a trainer accumulates gradients over several calls.
+    """Return the fraction of a batch's labels that this call has: below 1 where a trainer accumulates gradients over several calls.
 
     transformers' Trainer then passes `num_items_in_batch`, the number of labels in all the calls; it does not count the first of a
     sequence where the model's loss shifts them.
@@ -191,7 +191,7 @@ def batch_fraction(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor | 
 
 
 def number_is_loss(program: Program, model: nn.Module) -> bool:
-    """Whether a single number that `model` returns in a tuple is its loss, wherever it is and whatever the targets are called.
+    """Return whether a single number that `model` returns in a tuple is its loss, wherever it is and whatever its targets.
 
     It is where a call without targets returns none. Where the program was captured with targets, a loss is what alone depends on
     one of the inputs. A model that takes `labels` returns its loss as transformers' models do.
@@ -201,11 +201,11 @@ def number_is_loss(program: Program, model: nn.Module) -> bool:
     returned = [node for name, node in program.outputs.items() if not name.startswith(MUTATION)]
     numbers = [node for node in returned if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].dim() == 0]
     for_others = backward_slice(node for node in returned if node not in numbers)
-    return all(not (backward_slice([one]) - for_others).isdisjoint(program.inputs) for one in numbers)
+    return all(not (backward_slice([number]) - for_others).isdisjoint(program.inputs) for number in numbers)
 
 
 def loss_in(output: Any, *, labelled: bool, number_is_loss: bool = False) -> tuple[int | str | None, Tensor | None]:
-    """The loss that a model returns and its key in the output, None for both where there is none.
+    """Return the loss that a model returns and its key in the output, None for both where there is none.
 
     That is the item or the field called `loss`, a scalar returned by itself, the first of a tuple of a model given labels, or the
     only number with a gradient in a tuple of a model of which `number_is_loss` says so.

@@ -39,13 +39,13 @@ class TokenHistory:
 
     @staticmethod
     def in_cache(cache: Cache | None, length: int, like: Tensor) -> TokenHistory:
-        """An empty history for `cache`, updated in place where the cache's own tensors are."""
+        """Return an empty history for `cache`, updated in place where the cache's own tensors are."""
         if cache is None or not getattr(cache, "is_compileable", False):
             return TokenHistory(length, like)
         return FixedHistory(length, like, SLACK if can_crop(cache) else 0)
 
     def last(self) -> Tensor:
-        """The last `length` values: (batch, length, …)."""
+        """Return the last `length` values: (batch, length, …)."""
         if self.missing > self.slack:
             raise RetrofitError(
                 f"the cache was cropped by {self.missing} tokens more than it can take back",
@@ -55,7 +55,7 @@ class TokenHistory:
         return self.values[:, self.end - self.length : self.end]
 
     def stored(self) -> Tensor:
-        """All that is stored: (batch, length + slack, …)."""
+        """Return all that is stored: (batch, length + slack, …)."""
         return self.values[:, self.end - self.length - self.slack : self.end]
 
     def push(self, new: Tensor, staying: Tensor | None = None) -> None:
@@ -76,13 +76,13 @@ class TokenHistory:
         self.end += count
 
     def is_writable(self, new: Tensor) -> bool:
-        """Whether `new` may be written into `values`: no tracer, gradient or inference mode needs them unchanged."""
+        """Return whether `new` may be written into `values`: no tracer, gradient or inference mode needs them unchanged."""
         if torch.compiler.is_compiling():  # first, because tracing fails at the conditions below
             return False
         return not self.is_followed(new) and (torch.is_inference_mode_enabled() or not self.values.is_inference())
 
     def is_followed(self, new: Tensor) -> bool:
-        """Whether a gradient may need `values` as they are."""
+        """Return whether a gradient may need `values` as they are."""
         return torch.is_grad_enabled() and (new.requires_grad or self.values.requires_grad)
 
     def take_back(self, count: int | Tensor) -> None:
@@ -124,7 +124,7 @@ class FixedHistory(TokenHistory):
         mark_as_fixed(self.values)
 
     def last(self) -> Tensor:
-        """A copy of the last `length` values, which the next ones overwrite: (batch, length, …)."""
+        """Return a copy of the last `length` values, which the next ones overwrite: (batch, length, …)."""
         return super().last().clone()
 
     def push(self, new: Tensor, staying: Tensor | None = None) -> None:
@@ -153,7 +153,7 @@ class FixedHistory(TokenHistory):
 
 
 def last_true(values: Tensor) -> Tensor:
-    """The number of entries up to the last true one of each row of (batch, n): (batch)."""
+    """Return the number of entries up to the last true one of each row of (batch, n): (batch)."""
     return (values * torch.arange(1, values.shape[1] + 1, device=values.device)).amax(1)
 
 
@@ -171,7 +171,7 @@ def mark_as_fixed(values: Tensor) -> Tensor:
 
 
 def can_crop(cache: Cache) -> bool:
-    """Whether tokens can be taken back from the cache."""
+    """Return whether tokens can be taken back from the cache."""
     return all(hasattr(layer, "crop") for layer in getattr(cache, "self_attention_cache", cache).layers)
 
 
@@ -229,18 +229,18 @@ def forget_histories(histories: dict[str, TokenHistory]) -> None:
 
 @functools.cache
 def cache_class_with_histories(kind: type[Cache]) -> type[Cache]:
-    """The class of caches of class `kind` that also store histories."""
+    """Return the class of caches of class `kind` that also store histories."""
     return type(kind.__name__, (CacheWithHistories, kind), {"__module__": kind.__module__})
 
 
 def empty_with_histories(kind: type[Cache]) -> Cache:
-    """A cache of class `kind` that stores histories, before it has any attribute."""
+    """Return a cache of class `kind` that stores histories, before it has any attribute."""
     made = cache_class_with_histories(kind)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
 def histories_of(cache: Cache) -> dict[str, TokenHistory]:
-    """The histories that `cache` stores, by the name of the module that needs them; from here on it stores some."""
+    """Return the histories that `cache` stores, by the name of the module that needs them; from here on it stores some."""
     if not isinstance(cache, CacheWithHistories):
         cache.__class__ = cache_class_with_histories(type(cache))  # type: ignore[arg-type]
         cache.histories = {}  # type: ignore[attr-defined]
@@ -248,7 +248,7 @@ def histories_of(cache: Cache) -> dict[str, TokenHistory]:
 
 
 def staying_tokens(cache: Cache) -> Tensor | None:
-    """Which of the tokens under way, (batch, tokens), belong to their sequences after the call; None: all.
+    """Return which of the tokens under way, (batch, tokens), belong to their sequences after the call; None: all.
 
     A module that runs others on some tokens of each row, and fills rows that have fewer, calls them with a cache that says so.
     """
@@ -257,7 +257,7 @@ def staying_tokens(cache: Cache) -> Tensor | None:
 
 
 def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
-    """The cache among a call's arguments, None where there is none; raises `RetrofitError` for what can keep no histories."""
+    """Return the cache among a call's arguments, None without one; raise `RetrofitError` for one that can keep no histories."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Cache):
             return value
@@ -271,6 +271,6 @@ def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
 
 
 def is_paged(value: Any) -> bool:
-    """Whether it is the cache of transformers' continuous batching, whose code is there where one is."""
+    """Return whether it is the cache of transformers' continuous batching, whose code is there where one is."""
     kind = getattr(sys.modules.get("transformers.generation.continuous_batching.cache"), "PagedAttentionCache", None)
     return kind is not None and isinstance(value, kind)

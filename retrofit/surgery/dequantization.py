@@ -1,28 +1,97 @@
-"""Models that came quantized, made plain: packed weights are floating-point numbers again, and a pass can rewrite them."""
+"""Models that came through one of transformers' quantizers: is anything about them quantized now; the traces removed.
+
+Models that came quantized, made plain: packed weights are floating-point numbers again, and a pass can rewrite them.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from retrofit.errors import CheckpointError, first_few, first_line
 from retrofit.runtime.packed_layers import packed_layers, unpacked_linear
 from retrofit.runtime.packed_rows import is_packed_tensor, unpacked
+from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.runtime.usable_models import require_torch_module
+from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import forget_packed_reading
-from retrofit.surgery.transformers_quantization import (
-    came_through_quantizer,
-    forget_quantization,
-    has_plain_weights,
-    is_packed,
-    skeleton_of,
-    transpose_again,
-    transposed_layers,
-)
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+TRACES = ("hf_quantizer", "is_quantized", "quantization_method")  # what transformers leaves on the model
+
+
+def quantization_of(model: Any) -> Any:
+    """`config.quantization_config`, None where there is none."""
+    return getattr(getattr(model, "config", None), "quantization_config", None)
+
+
+def came_through_quantizer(model: Any) -> bool:
+    """Return whether the config or the model itself says so; unpacking weights makes transformers forget only one of them."""
+    return quantization_of(model) is not None or any(name in vars(model) for name in TRACES)
+
+
+def is_packed(parameter: Any) -> bool:
+    """Return whether a parameter is anything but plain floating-point numbers."""
+    return isinstance(parameter, nn.Parameter) and (type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS)
+
+
+def has_plain_weights(model: Any) -> bool:
+    """Return whether the model, loaded through a quantizer, is the ordinary model of its class again.
+
+    Every parameter is a plain float tensor, and either the quantizer was told to unpack the weights or the model has the modules,
+    parameters and buffers that its class makes of the config alone.
+    """
+    if any(is_packed(parameter) for parameter in model.parameters()):
+        return False
+    config = quantization_of(model)
+    unpacked = config.get("dequantize") if isinstance(config, dict) else getattr(config, "dequantize", False)
+    return bool(unpacked) or structure_of(model) == structure_of(skeleton_of(model))
+
+
+def skeleton_of(model: Any) -> nn.Module:
+    """Return the model that the class makes of the config without the quantization, on the meta device."""
+    config = copy.deepcopy(model.config)
+    vars(config).pop("quantization_config", None)
+    with preserve_random_state(), torch.device("meta"):
+        return type(model)(config)
+
+
+def transpose_again(model: nn.Module, paths: Iterable[str]) -> None:
+    """The layers at `paths` hold their weights transposed, as before a quantizer replaced them: it unpacks them to linear ones."""
+    for path in paths:
+        linear = model.get_submodule(path)
+        if type(linear) is nn.Linear:
+            with torch.device("meta"):  # no random number is drawn
+                layer = Conv1D(linear.out_features, linear.in_features)
+            layer.weight = nn.Parameter(linear.weight.detach().t().contiguous(), linear.weight.requires_grad)
+            layer.bias = linear.bias if linear.bias is not None else nn.Parameter(linear.weight.new_zeros(linear.out_features))
+            layer.train(linear.training)
+            model.set_submodule(path, layer)
+
+
+def transposed_layers(model: nn.Module) -> list[str]:
+    """Return the paths of transformers' linear layers that hold their weight transposed, (inputs, outputs)."""
+    return [path for path, module in model.named_modules() if type(module) is Conv1D]
+
+
+def structure_of(model: nn.Module) -> tuple[dict[str, type], dict[str, torch.Size]]:
+    """Return the classes of the modules and the shapes of the parameters and buffers."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {path: type(module) for path, module in model.named_modules()}, {name: tensor.shape for name, tensor in tensors}
+
+
+def forget_quantization(model: Any, edit: Edit | None = None) -> None:
+    """Nothing on a model with plain weights says any more that it came through a quantizer; `edit` can undo it."""
+    edit = edit or Edit(model)
+    edit.delete_attribute(model.config, "quantization_config")
+    for name in TRACES:
+        edit.delete_attribute(model, name)
+
 
 ROUNDING = 0.15  # of a product's length: what packing the inputs, to 8 or 4 bits, may do; weights in the wrong places do more
 
@@ -34,7 +103,7 @@ def dequantize(model: Any) -> Any:
     """
     require_torch_module(model)
     unpack_layers(model)
-    packed = {name: one for name, one in model.named_parameters(remove_duplicate=False) if is_packed(one)}
+    packed = {name: parameter for name, parameter in model.named_parameters(remove_duplicate=False) if is_packed(parameter)}
     if not packed and (not came_through_quantizer(model) or has_plain_weights(model)):
         return model
     quantizer = getattr(model, "hf_quantizer", None)
@@ -58,7 +127,7 @@ def dequantize(model: Any) -> Any:
         if not getattr(model, "retrofit_recipe", ()):  # with a recipe, `quantized_recipes` has seen to it
             transpose_again(model, transposed_layers(skeleton_of(model)))
         require_same_products(model, before, dtype)
-    if left := [name for name, one in model.named_parameters() if is_packed(one)]:
+    if left := [name for name, parameter in model.named_parameters() if is_packed(parameter)]:
         raise unpackable(model, f"still packed: {first_few(left)}")
     with torch.no_grad():
         for module in model.modules():  # what follows from the weights was measured on the packed ones
@@ -83,7 +152,7 @@ def unpack_layers(model: nn.Module) -> None:
 
 
 def product(layer: Any, dtype: torch.dtype) -> Tensor | None:
-    """What a linear layer makes of the same random numbers every time; None where it cannot be asked, as without its kernels here.
+    """Return the output of a linear layer for fixed random numbers; None if it cannot run, as without its kernels.
 
     A copy of it is asked: what a layer computes may change how it holds its weights.
     """
@@ -91,7 +160,7 @@ def product(layer: Any, dtype: torch.dtype) -> Tensor | None:
     if not isinstance(width, int):
         return None
     x = torch.randn(4, width, generator=torch.Generator().manual_seed(0))
-    device = next((one.device for one in layer.parameters()), x.device)
+    device = next((parameter.device for parameter in layer.parameters()), x.device)
     try:
         with torch.no_grad():
             return cast(Tensor, copy.deepcopy(layer)(x.to(device, dtype)).float())

@@ -1,9 +1,15 @@
-"""Edits on a live module tree with undo, and the account of where every dense parameter went."""
+"""Code of torch that computes whole layers in one operation, past the modules they consist of: switched off around a new module.
+
+In evaluation mode without gradients `nn.TransformerEncoder` gives its layers nested tensors, and `nn.TransformerEncoderLayer` reads
+the weights of its children and calls none of them. Both look at a switch of their own first.
+
+Edits on a live module tree with undo, and the account of where every dense parameter went.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,11 +18,22 @@ from torch import nn
 from retrofit.errors import DoesNotFitError
 from retrofit.runtime.notes import Note, Worst
 from retrofit.runtime.released_memory import page_out
-from retrofit.surgery.fused_code import SWITCHES, switched_on
 from retrofit.surgery.user_hooks import OURS, hooked_module, hooks_of_passes, take_over_hooks
 
 if TYPE_CHECKING:
     from retrofit.runtime.calibration import Calibration
+
+
+SWITCHES = {"use_nested_tensor": False, "activation_relu_or_gelu": 0}  # an attribute, and its value where the code is not to run
+
+
+def switched_on(model: nn.Module, inside: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the modules of the model around `inside` whose fused code may run, each with its switch."""
+    for owner in model.modules():
+        names = [name for name in SWITCHES if owner.__dict__.get(name)]
+        if names and owner is not inside and any(part is inside for part in owner.modules()):
+            yield from ((owner, name) for name in names)
+
 
 Keep = Callable[[Iterable[nn.Parameter]], None]  # of parameters that have come into a model
 MISSING = object()
@@ -48,7 +65,7 @@ class Rearranged:
     fitted: str = ""  # the buffer that says whether the values were fitted to data; "" where they are the dense ones
 
     def dense(self, new: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
-        """The dense parameter, read out of `new`."""
+        """Return the dense parameter, read out of `new`."""
         value = new.detach()[self.index]
         value = value.t() if self.transposed else value
         if order is None:
@@ -137,11 +154,11 @@ class Edit:
         self.unreached.append(parameter)
 
     def late_parameters(self) -> tuple[str, ...]:
-        """The names of the parameters of the pass under way whose gradient may be zero until others have moved."""
+        """Return the names of the parameters of the pass under way whose gradient may be zero until others have moved."""
         return self.names_of(self.late)
 
     def unreached_parameters(self) -> tuple[str, ...]:
-        """The names of the parameters of the pass under way whose gradient is always zero."""
+        """Return the names of the parameters of the pass under way whose gradient is always zero."""
         return self.names_of(self.unreached)
 
     def names_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
@@ -183,7 +200,7 @@ class Edit:
         self.keep_parameters(value)
 
     def keep_parameters(self, value: Any) -> None:
-        """What has come into the model is where its parameters are kept."""
+        """Move new parameters to where the model's parameters are."""
         if self.keep is not None:
             self.keep([value] if isinstance(value, nn.Parameter) else value.parameters() if isinstance(value, nn.Module) else ())
 

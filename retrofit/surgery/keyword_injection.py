@@ -48,7 +48,7 @@ class InjectingCopy:
         self.copy = self.shallow_copy(module, list(paths))
 
     def shallow_copy(self, module: nn.Module, paths: list[str]) -> nn.Module:
-        """A copy of `module`, and of every module on `paths` inside it; the module itself where there are no paths."""
+        """Return a copy of `module`, and of every module on `paths` inside it; the module itself where there are no paths."""
         if not paths:
             return module
         rests: dict[str, list[str]] = {}  # the paths inside each child
@@ -80,19 +80,19 @@ class InjectingCopy:
 
 
 def child_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """The modules registered in `module`, from the registry itself: while tracing, attribute access returns proxies of them."""
+    """Return the modules registered in `module`, from the registry: while tracing, attribute access returns proxies."""
     return module.__dict__["_modules"]  # type: ignore[no-any-return]
 
 
 def split_path(module: nn.Module, path: str) -> tuple[str, str]:
-    """The name of the child of `module` that `path` leads into, and the rest of the path inside it."""
+    """Return the name of the child of `module` that `path` leads into, and the rest of the path inside it."""
     name, _, rest = path.partition(".")
     children = child_modules(module)
     return (name, rest) if name in children and has_path(children[name], rest) else ("layer", path)
 
 
 def has_path(module: nn.Module, path: str) -> bool:
-    """Whether `path` names a submodule of `module`, or of one that it wraps; the empty path names the module itself."""
+    """Return whether `path` names a submodule of `module`, or of one that it wraps; the empty path names the module itself."""
     name, _, rest = path.partition(".")
     child = child_modules(module).get(name)
     if not path or (child is not None and has_path(child, rest)):
@@ -103,7 +103,7 @@ def has_path(module: nn.Module, path: str) -> bool:
 def call_with_keywords(
     module: nn.Module, paths: Iterable[str], keywords: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """What `module` returns when its submodules at `paths` are called with `keywords` in addition."""
+    """Return what `module` returns when its submodules at `paths` are called with `keywords` in addition."""
     injecting = InjectingCopy(module, paths, keywords)
     output = injecting.copy(*args, **kwargs)
     injecting.write_back()

@@ -48,13 +48,13 @@ def leave_weights_mapped() -> Iterator[None]:
 
 
 def is_transformers(model: Any) -> bool:
-    """Whether the model is a `PreTrainedModel`; transformers is not imported for the answer."""
+    """Return whether the model is a `PreTrainedModel`; transformers is not imported for the answer."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
 
 
 def persistent_buffers(model: nn.Module, buffers: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The buffers that are part of the state dict."""
+    """Yield the buffers that are part of the state dict."""
     for name, buffer in buffers.items():
         owner, _, leaf = name.rpartition(".")
         if leaf not in model.get_submodule(owner)._non_persistent_buffers_set:
@@ -62,7 +62,7 @@ def persistent_buffers(model: nn.Module, buffers: dict[str, Any]) -> Iterator[tu
 
 
 def shared_names(named: Iterator[tuple[str, Any]]) -> list[list[str]]:
-    """The names that are one tensor, for every tensor of several names, in order of appearance."""
+    """Return the names that are one tensor, for every tensor of several names, in order of appearance."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
@@ -70,7 +70,7 @@ def shared_names(named: Iterator[tuple[str, Any]]) -> list[list[str]]:
 
 
 def transformers_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The transformers models inside a transformers model, itself included, each with its path."""
+    """Yield the transformers models inside a transformers model, itself included, each with its path."""
     return ((path, part) for path, part in model.named_modules(remove_duplicate=False) if is_transformers(part))
 
 
@@ -141,7 +141,7 @@ def keep_on_one_device(model: Any, dense: Iterable[nn.Module], edit: Edit | None
 
 
 def outermost(module: nn.Module, kinds: set[str]) -> list[nn.Module]:
-    """The modules of these classes inside `module` that are in no other."""
+    """Return the modules of these classes inside `module` that are in no other."""
     found = []
     for child in module.children():
         found += [child] if type(child).__name__ in kinds else outermost(child, kinds)

@@ -54,7 +54,7 @@ class UserHook:
 
 
 def user_hooks(model: nn.Module) -> Iterator[UserHook]:
-    """The hooks on the model's modules and parameters, replaced forwards and parametrizations included, that a user put there."""
+    """Yield a user's hooks on the model's modules and parameters, replaced forwards and parametrizations included."""
     for path, module in model.named_modules():
         for table, kind in (CALLED | SAVING).items():
             for key, hook in getattr(module, table).items():
@@ -73,14 +73,14 @@ def user_hooks(model: nn.Module) -> Iterator[UserHook]:
 
 
 def is_users(module: nn.Module, key: int, hook: Any) -> bool:
-    """Whether a hook on `module` is a user's: no pass put it there, nor a library, nor the module itself."""
+    """Return whether a hook on `module` is a user's: no pass put it there, nor a library, nor the module itself."""
     if key in hooks_of_passes(module) or getattr(function_of(hook), "__self__", None) is module:
         return False
     return origin_of(hook).partition(".")[0] not in LIBRARIES
 
 
 def function_of(hook: Any) -> Any:
-    """The function that a hook calls: without torch's wrapper of it and without bound arguments."""
+    """Return the function that a hook calls: without torch's wrapper of it and without bound arguments."""
     while True:
         inner = hook.func if isinstance(hook, functools.partial) else getattr(hook, "hook", None)
         if not callable(inner):
@@ -89,7 +89,7 @@ def function_of(hook: Any) -> Any:
 
 
 def origin_of(hook: Any) -> str:
-    """The Python module that a hook's code is from."""
+    """Return the Python module that a hook's code is from."""
     function = function_of(hook)
     return getattr(function, "__module__", None) or type(function).__module__
 
@@ -100,18 +100,18 @@ def name_of(hook: Any) -> str:
 
 
 def aligns_devices(module: nn.Module) -> bool:
-    """Whether the module's forward is accelerate's that only moves what the module is called with to its device."""
+    """Return whether the module's forward is accelerate's that only moves what the module is called with to its device."""
     return type(getattr(module, "_hf_hook", None)) is AlignDevicesHook
 
 
 def hooked_module(model: nn.Module, handle: torch.utils.hooks.RemovableHandle) -> nn.Module | None:
-    """The module that the hook of `handle` is on."""
+    """Return the module that the hook of `handle` is on."""
     table = handle.hooks_dict_ref()
     return next((module for module in model.modules() if any(getattr(module, name) is table for name in CALLED)), None)
 
 
 def hooks_of_passes(module: nn.Module) -> frozenset[int]:
-    """The ids of the hooks that passes put on `module`."""
+    """Return the ids of the hooks that passes put on `module`."""
     found: frozenset[int] = vars(module).get(OURS, frozenset())
     return found
 
@@ -173,7 +173,7 @@ class HookWatch:
             refusal.remedy = join_remedies(refusal.remedy, REMOVE)
 
     def calls(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[int, int]:
-        """How often `model` calls each module with a hook on these inputs, by identity; empty where it does not run on them."""
+        """Return how often `model` calls each module with a hook on these inputs, by identity; empty if it does not run."""
         counts = {id(hook.owner): 0 for hook in self.hooks if hook.is_called}
         modules = {id(hook.owner): hook.owner for hook in self.hooks if hook.is_called and isinstance(hook.owner, nn.Module)}
         if not counts:
@@ -231,7 +231,7 @@ def counted(module: nn.Module, counts: dict[int, int]) -> Iterator[None]:
 
 
 def own_tensors(owner: nn.Module | nn.Parameter) -> tuple[int, ...]:
-    """The parameters of a module that are its own, by identity; those of its parametrizations are."""
+    """Return the parameters of a module that are its own, by identity; those of its parametrizations are."""
     if isinstance(owner, nn.Parameter):
         return (id(owner),)
     nested = owner.parametrizations.parameters() if parametrize.is_parametrized(owner) else ()  # type: ignore[union-attr,operator]
@@ -239,7 +239,7 @@ def own_tensors(owner: nn.Module | nn.Parameter) -> tuple[int, ...]:
 
 
 def is_at(path: str, place: str) -> bool:
-    """Whether a refusal that names `place` may be about the module at `path`: it is there, in it or around it."""
+    """Return whether a refusal that names `place` may be about the module at `path`: it is there, in it or around it."""
     return path == place or ("." in place and path.startswith(f"{place}.")) or ("." in path and place.startswith(f"{path}."))
 
 

@@ -15,7 +15,7 @@ ArgumentPlace = tuple[int | None, str | None]  # one argument of a call: its pos
 
 
 def argument_place(module: nn.Module, key: int | str | None) -> ArgumentPlace:
-    """Where `module` takes the argument `key`, a position or a keyword: both, as far as the signature of its forward says.
+    """Return where `module` takes the argument `key`, a position or a keyword: both, as far as the signature of its forward says.
 
     None, which a capture has for what is no argument, is not allowed.
     """
@@ -29,7 +29,7 @@ def argument_place(module: nn.Module, key: int | str | None) -> ArgumentPlace:
 
 
 def find_argument(place: ArgumentPlace, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The container that holds the argument at `place`, and its key there; raises `DoesNotFitError` where it was left out."""
+    """Return the container with the argument at `place`, and its key there; raise `DoesNotFitError` where it was left out."""
     position, keyword = place
     if keyword is not None and keyword in kwargs:
         return kwargs, keyword
@@ -43,7 +43,7 @@ def find_argument(place: ArgumentPlace, args: list[Any], kwargs: dict[str, Any])
 
 
 def tensor_argument(place: ArgumentPlace | None, args: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """The tensor at a place of a call, None where there is none."""
+    """Return the tensor at a place of a call, None where there is none."""
     if place is None:
         return None
     position, keyword = place
@@ -109,5 +109,5 @@ class Wrapper(nn.Module):
 
 
 def batch_first(stream: Tensor, tokens_first: bool) -> Tensor:
-    """The stream as (batch, T, d) where the model's code has it as (T, batch, d), and the other way round."""
+    """Return the stream as (batch, T, d) where the model's code has it as (T, batch, d), and the other way round."""
     return stream.transpose(0, 1).contiguous() if tokens_first else stream

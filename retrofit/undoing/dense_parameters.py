@@ -1,9 +1,13 @@
-"""Where each parameter of the dense model is in a rewritten one, and its value: read back pass by pass, the last one first."""
+"""Whether parameters take part in what a model computes: they get other values, and its outputs stay.
+
+Where each parameter of the dense model is in a rewritten one, and its value: read back pass by pass, the last one first.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +17,45 @@ from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.registry import parse_recipe
 from retrofit.pipeline.replaying import replayed_inputs, rewritten_part
 from retrofit.pipeline.running import run_passes
+from retrofit.runtime.agreement import Arithmetic
+from retrofit.runtime.probes import Inputs, logits_of, run
 from retrofit.surgery.edit import Edit, Fate
 from retrofit.undoing.dense_skeleton import dense_skeleton
+
+
+def first_that_matters(model: nn.Module, elements: Mapping[str, Tensor], inputs: Inputs) -> str:
+    """Return the first parameter on whose `elements`, booleans of its shape, the model's outputs depend; "" without one."""
+    if keeps_function(model, elements, inputs):
+        return ""
+    return next((name for name in elements if not keeps_function(model, {name: elements[name]}, inputs)), next(iter(elements)))
+
+
+def keeps_function(model: nn.Module, elements: Mapping[str, Tensor], inputs: Inputs) -> bool:
+    """Return whether the model computes the same with noise in these elements of its parameters."""
+
+    def ways() -> tuple[Tensor, Tensor]:
+        expected = logits_of(run(model, inputs))
+        with noise_in(model, elements):
+            return logits_of(run(model, inputs)), expected
+
+    return Arithmetic(model, inputs).compare(ways).agrees
+
+
+@contextlib.contextmanager
+def noise_in(model: nn.Module, elements: Mapping[str, Tensor]) -> Iterator[None]:
+    """Within this context the elements hold noise: as large as the parameter's values, or of a tenth where these are zero."""
+    generator = torch.Generator().manual_seed(0)
+    kept = {name: model.get_parameter(name).detach().clone() for name in elements}
+    try:
+        for name, value in kept.items():
+            spread = float(value.float().pow(2).mean().sqrt()) or 0.1
+            noise = (spread * torch.randn(value.shape, generator=generator)).to(value)
+            model.get_parameter(name).data.copy_(torch.where(elements[name].to(value.device), noise, value))
+        yield
+    finally:
+        for name, value in kept.items():
+            model.get_parameter(name).data.copy_(value)
+
 
 FITTED = "its values were fitted to data"
 
@@ -48,11 +89,11 @@ class DenseForm:
     unsaved: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # the buffers that no file holds, where they are known
 
     def lost(self) -> dict[str, str]:
-        """The dense parameters that are not there any more, and why."""
-        return {name: one.why for name, one in self.tensors.items() if one.value is None}
+        """Return the dense parameters that are not there any more, and why."""
+        return {name: tensor.why for name, tensor in self.tensors.items() if tensor.value is None}
 
     def covered(self, model: nn.Module, name: str) -> Tensor:
-        """Which elements of the parameter `name` of the rewritten model hold one of the dense model: booleans of its shape."""
+        """Return which elements of the parameter `name` of the rewritten model are of the dense model: booleans of its shape."""
         shape = model.get_parameter(name).shape
         places = torch.arange(1, shape.numel() + 1).view(shape)  # numbers that are carried back as values are
         found = {one: Recovered(buffer.detach().cpu(), one) for one, buffer in model.named_buffers(remove_duplicate=False)}
@@ -68,7 +109,7 @@ class DenseForm:
 
 
 def dense_form(model: nn.Module) -> DenseForm:
-    """The dense form of `model`; of a dense model itself that is the model, with nothing added.
+    """Return the dense form of `model`; of a dense model itself that is the model, with nothing added.
 
     Raises `CheckpointError` where the dense model cannot be built again, or the recipe does not lead from it to this one.
     """
@@ -86,19 +127,19 @@ def dense_form(model: nn.Module) -> DenseForm:
     places = {one.place for one in found.values()}
     named = dict(part.named_parameters(remove_duplicate=False))
     held = {id(named[place]) for place in places if place in named}
-    added = frozenset(name for name, one in part.named_parameters() if id(one) not in held)
+    added = frozenset(name for name, parameter in part.named_parameters() if id(parameter) not in held)
     unsaved = {name: one.value for name in wanted if name not in saved and (one := values.get(name)) and one.value is not None}
     return DenseForm(skeleton, found, added, tuple(steps), unsaved)
 
 
 def names_of(model: nn.Module, name: str) -> list[str]:
-    """All names of a parameter."""
+    """Return all names of a parameter."""
     wanted = model.get_parameter(name)
     return [one for one, parameter in model.named_parameters(remove_duplicate=False) if parameter is wanted]
 
 
 def replayed_steps(skeleton: nn.Module, model: nn.Module) -> list[Step]:
-    """What each pass of the recipe of `model` does, tried on `skeleton`, which has gone through all of them afterwards."""
+    """Return what each pass of the recipe of `model` does, tried on `skeleton`, which has gone through all of them afterwards."""
     steps: list[Step] = []
     inputs = replayed_inputs(skeleton, recipe_storage.stored_inputs(model))
     try:
@@ -119,7 +160,7 @@ def replayed_steps(skeleton: nn.Module, model: nn.Module) -> list[Step]:
 
 
 def before_step(step: Step, after: Mapping[str, Recovered], scaled: bool = True) -> dict[str, Recovered]:
-    """The tensors as they were before a pass, from those after it; not `scaled`, numbers that are only carried along."""
+    """Return the tensors as they were before a pass, from those after it; not `scaled`, numbers that are only carried along."""
     found = {name: after[now] for name, now in step.buffers.items() if now in after}
     return found | {name: before_fate(fate, step.method, after, scaled) for name, fate in step.fates.items()}
 
@@ -142,7 +183,7 @@ def before_fate(fate: Fate, method: str, after: Mapping[str, Recovered], scaled:
 
 
 def value_at(name: str, after: Mapping[str, Recovered]) -> Tensor:
-    """A buffer that says how a parameter lies."""
+    """Return a buffer that says how a parameter lies."""
     found = after.get(name)
     if found is None or found.value is None:
         raise CheckpointError(f"{name} is not there", why="it says how a dense parameter lies in its successor")
@@ -150,7 +191,7 @@ def value_at(name: str, after: Mapping[str, Recovered]) -> Tensor:
 
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a model by all their names."""
+    """Return the parameters and buffers of a model by all their names."""
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 

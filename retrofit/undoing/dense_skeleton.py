@@ -21,7 +21,7 @@ RECIPE = "quantization_config"  # the entry of a config that holds it
 
 
 def dense_skeleton(model: nn.Module) -> nn.Module:
-    """The model that `model` was rewritten from, without its weights: of its class and config, or the dense graph it keeps.
+    """Return the model that `model` was rewritten from, without its weights: of its class and config, or the dense graph it keeps.
 
     Raises `CheckpointError` for a graph that keeps none, and for a class that is not built from a config.
     """
@@ -46,7 +46,7 @@ def dense_skeleton(model: nn.Module) -> nn.Module:
 
 
 def skeleton_of(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The transformers model of that class and config on the meta device, its weights in `dtype` and tied, in eval mode."""
+    """Return the transformers model of that class and config on the meta device, its weights in `dtype` and tied, in eval mode."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype if dtype.is_floating_point else before)
     try:
@@ -57,6 +57,6 @@ def skeleton_of(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype = t
 
 
 def without_recipe(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of the dense model."""
+    """Return the config of the dense model."""
     found = config.get(RECIPE)
     return {key: value for key, value in config.items() if key != RECIPE or not recipe_storage.is_recipe(found)}

@@ -28,16 +28,15 @@ from retrofit.runtime.usable_models import require_in_memory, require_module, re
 from retrofit.runtime.wrapped_models import holds_adapters
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.filling import fill_model, fill_transformers
-from retrofit.undoing.dense_parameters import DenseForm, dense_form
+from retrofit.undoing.dense_parameters import DenseForm, dense_form, first_that_matters
 from retrofit.undoing.dense_skeleton import RECIPE, without_recipe
-from retrofit.undoing.neutral_parameters import first_that_matters
 
 KEEP = "keep the retrofitted model, or take the dense one that it was made from"
 
 
 @one_at_a_time
 def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
-    """The dense model that computes what the rewritten `model` does, which is left as it was; nothing is shared by the two.
+    """Return the dense model that computes what the rewritten `model` does, which is left as it was; nothing is shared by the two.
 
     Parameters that the passes kept have the values that they have now. Raises `VerificationError` where no dense model of that
     class computes the same, and names the place: a dense parameter that is gone, an output, a trained parameter that takes part.
@@ -72,7 +71,7 @@ def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
 
 
 def filled(part: nn.Module, form: DenseForm) -> nn.Module:
-    """The dense model with the values that were found."""
+    """Return the dense model with the values that were found."""
     wanted = form.skeleton.state_dict()
     state = {name: value_of(form, name) for name in wanted}
     dense = dense_model(part, state)
@@ -88,7 +87,7 @@ def filled(part: nn.Module, form: DenseForm) -> nn.Module:
 
 
 def dense_model(part: nn.Module, state: dict[str, Tensor]) -> nn.Module:
-    """The model that `part` was rewritten from, with these weights."""
+    """Return the model that `part` was rewritten from, with these weights."""
     graph = dense_graph(part)
     if graph is not None:
         return fill_model(graph.empty(), (), state, None)
@@ -103,7 +102,7 @@ def dense_model(part: nn.Module, state: dict[str, Tensor]) -> nn.Module:
 
 
 def value_of(form: DenseForm, name: str) -> Tensor:
-    """The value of a dense tensor, in memory of its own."""
+    """Return the value of a dense tensor, in memory of its own."""
     value = form.tensors[name].value
     assert value is not None
     return value.clone(memory_format=torch.contiguous_format)
@@ -145,7 +144,7 @@ def shapes_to_compare(part: nn.Module, dense: nn.Module, inputs: Inputs) -> Iter
 
 
 def runs(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether the model takes the inputs: its tables may end before."""
+    """Return whether the model takes the inputs: its tables may end before."""
     try:
         run(model, inputs)
     except Exception:  # whatever the model's own code raises
@@ -154,7 +153,7 @@ def runs(model: nn.Module, inputs: Inputs) -> bool:
 
 
 def moved_parameters(part: nn.Module, dense: nn.Module, form: DenseForm) -> dict[str, Tensor]:
-    """The parameters that the recipe would begin with otherwise, and which of their elements hold nothing of the dense model.
+    """Return the parameters that the recipe would begin with otherwise, and which of their elements are not of the dense model.
 
     What begins at random is among them.
     """
@@ -167,19 +166,19 @@ def moved_parameters(part: nn.Module, dense: nn.Module, form: DenseForm) -> dict
 
 
 def compared(part: nn.Module, dense: nn.Module, inputs: Inputs) -> Comparison:
-    """Whether the two models compute the same."""
+    """Return whether the two models compute the same."""
     return Arithmetic(dense, inputs).compare(lambda: (logits_of(run(part, inputs)), logits_of(run(dense, inputs))))
 
 
 def where(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs, limit: float) -> str:
-    """The first module that returns something else than in the dense model, and the site of the recipe it lies in."""
+    """Return the first module that returns something else than in the dense model, and the site of the recipe it lies in."""
     found: list[Activations] = []
-    sites = sorted({site.name for one in rewrites(part) or () for site in one.sites}, key=len, reverse=True)
+    sites = sorted({site.name for rewrite in rewrites(part) or () for site in rewrite.sites}, key=len, reverse=True)
     for model in (part, dense):
         with Arithmetic(dense, inputs).computing(), record_activations(model, also=sites) as activations:
             run(model, inputs)
         found.append(activations)
-    ours, theirs = ({path: [one.shape for one in values] for path, values in one.items()} for one in found)
+    ours, theirs = ({path: [value.shape for value in values] for path, values in one.items()} for one in found)
     places = ((path, path if path in sites else place_of(form, path)) for path in theirs)
     names = {path: now for path, now in places if now is not None and ours.get(now) == theirs[path]}  # others are of another width
     divergence = first_divergence(found[0], found[1], max(limit, 1e-5), names)
@@ -192,11 +191,11 @@ def where(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs, li
 
 
 def place_of(form: DenseForm, path: str) -> str | None:
-    """The module of the rewritten model that has the parameters of a dense module; None where they are in several or cut up."""
-    owned = {one.place.rpartition(".")[0] for name, one in form.tensors.items() if name.rpartition(".")[0] == path}
+    """Return the module of the rewritten model that has a dense module's parameters; None if they are in several or cut up."""
+    owned = {tensor.place.rpartition(".")[0] for name, tensor in form.tensors.items() if name.rpartition(".")[0] == path}
     return owned.pop() if len(owned) == 1 else None
 
 
 def described(part: nn.Module) -> str:
-    """The class of a model and its recipe."""
+    """Return the class of a model and its recipe."""
     return f"{type(part).__name__} with {', '.join(one.name for one in recipe(part) or ())}"

@@ -13,7 +13,7 @@ from torch import nn
 
 from retrofit.errors import CheckpointError, DoesNotFitError
 from retrofit.storage.checkpoint import load, save
-from retrofit.storage.exported_code import MIXTURES, is_operator, is_size
+from retrofit.storage.exported_program import MIXTURES, is_operator, is_size
 
 MODEL, INPUTS = "models/model.json", "data/sample_inputs/model.pt"
 WEIGHTS, CONSTANTS = "data/weights/model_weights_config.json", "data/constants/model_constants_config.json"

@@ -18,7 +18,7 @@ from retrofit.cli import main
 from retrofit.errors import CheckpointError
 from retrofit.onnx.importer import model_file
 from retrofit.runtime import memory_limit
-from retrofit.storage.weight_files import INDEX
+from retrofit.storage.filling import INDEX
 
 LIMIT = 64 << 20  # bytes
 
@@ -36,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of 64 MiB, as far as headers are compared with it."""
-    for module in ("retrofit.runtime.memory_limit", "retrofit.storage.bounded_construction"):
+    for module in ("retrofit.runtime.memory_limit", "retrofit.storage.filling"):
         monkeypatch.setattr(f"{module}.memory_limit", lambda: LIMIT)
 
 
@@ -138,7 +138,7 @@ def test_a_weight_in_two_files_is_refused(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_single_file_comes_before_shards_as_in_transformers(models: Path, tmp_path: Path) -> None:
-    from retrofit.storage.weight_files import weight_files
+    from retrofit.storage.filling import weight_files
 
     folder = changed(models / "shards", tmp_path / "model")
     shutil.copy(models / "llama" / "model.safetensors", folder)

@@ -14,8 +14,7 @@ from torch import nn
 
 import retrofit
 from retrofit.pipeline import recipe_storage
-from retrofit.storage.companions import save_with_companions
-from retrofit.storage.model_card import BEGIN, CARD, END, write_card
+from retrofit.storage.companions import BEGIN, CARD, END, save_with_companions, write_card
 
 FRONT = "---\nlicense: mit\ntags:\n- text\n---\n"
 

@@ -20,9 +20,8 @@ from retrofit.rewriting import apply_reported
 from retrofit.runtime.recordings import set_aside
 from retrofit.storage.companions import save_with_companions
 from retrofit.streaming import recordings_on_disk, result_files, streamed_apply
-from retrofit.streaming.recordings_on_disk import RecordingsOnDisk
 from retrofit.streaming.streamed_apply import apply_streamed
-from retrofit.streaming.tensor_files import TensorFiles
+from retrofit.streaming.tensor_files import RecordingsOnDisk, TensorFiles
 
 SHARD = 12_000  # bytes: a few tensors a file
 LLAMA = {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 64}
