@@ -1,6 +1,6 @@
-"""The card of a retrofitted model: what the README.md of its directory says of the passes, in front of what it said before.
+"""A rewritten model saved with what came with the dense one: tokenizer, chat template, other modules of a pipeline, the model card.
 
-A rewritten model saved with what came with the dense one: tokenizer, chat template, the other modules of a pipeline.
+The card is the README.md of the directory: it says what the passes did, in front of what it said before.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What failed while a model was read, as an error that names its file.
-
-Hugging Face directories: the model that `config.json` and the weights next to it describe.
-"""
+"""Hugging Face directories: the model that `config.json` and the weights next to it describe."""
 
 from __future__ import annotations
 

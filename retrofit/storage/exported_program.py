@@ -1,21 +1,13 @@
-"""The example of its inputs that an exported program carries, with token ids that differ from one another.
-
-What in a `.pt2` file would run as code when it is read, and the refusal of it.
-
-Torch unpickles sample inputs and some weights and constants, loads compiled libraries, evaluates sizes as Python expressions, calls
-whatever in `torch` a node names, and writes names into the source of the graph. Each of these is admitted here only in the form in
-which it cannot run anything but operators on tensors.
-
-The dense program in a `.pt2` file, beside the rewritten one, which holds what is computed in evaluation mode only.
-
-The recipe is replayed on the dense program, so that the passes' own modules, and what they do in training, are there again. It
-has no weights: those in the file are the rewritten program's.
-
-Models as exported programs: `.pt2` files in and out.
+"""Models as exported programs: `.pt2` files in and out.
 
 A `.pt2` file is what `torch.export.save` writes: a graph, its weights, an example of its inputs. Read, it is a graph module; to be
 written, a model is exported again with dynamic shapes, and the recipe is an extra file in the archive. Of a rewritten graph the
-dense program is there too (`dense_program.py`), at which torch.export.load does not look.
+dense program is there too, at which torch.export.load does not look: the recipe is replayed on it, so that the passes' own modules,
+and what they do in training, are there again. It has no weights: those in the file are the rewritten program's.
+
+Some of a file would run as code when it is read. Torch unpickles sample inputs and some weights and constants, loads compiled
+libraries, evaluates sizes as Python expressions, calls whatever in `torch` a node names, and writes names into the source of the
+graph. Each of these is admitted here only in the form in which it cannot run anything but operators on tensors.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Models built from what a file says, no larger than its weights allow: a config can name a billion layers in a few bytes.
+"""Models filled with weights: exactly those that a file holds, each of them there and of the right shape.
 
-`config.json`, read as data: a table that names no code.
-
-The safetensors files of a model in a directory: which they are, and whether what their headers say can be true.
-
-Models filled with weights: exactly those that a file holds, each of them there and of the right shape.
+Files are not believed. `config.json` is read as data, a table that names no code. A config can name a billion layers in a few
+bytes: a model is built no larger than its weights allow. The headers of safetensors files are checked against their sizes.
 """
 
 from __future__ import annotations
@@ -31,6 +28,9 @@ from retrofit.surgery import transformers_bookkeeping
 MORE = 50  # times as many parameters as a file holds tensors may be registered: experts apart, layers rewritten
 ALWAYS = 2_000  # parameters
 SLACK = 4  # times the memory: a parameter is registered again where a recipe moves it
+
+
+# ── Bounded construction ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextlib.contextmanager
@@ -177,6 +177,9 @@ ONLY_DATA: dict[str, Any] = {
     "local_files_only": True,
     "trust_remote_code": False,
 }  # nothing is downloaded, no code runs
+
+
+# ── Filling ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fill_model(

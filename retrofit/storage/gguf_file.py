@@ -1,8 +1,7 @@
-"""What a GGUF file says of its model and transformers' reader leaves out: written into the config, or refused.
+"""GGUF files: the model whose config, weights and tokenizer a file of llama.cpp holds, unpacked by transformers' own reader.
 
-How a GGUF file rotates and stretches positions, written into the config: transformers' reader takes their base at most.
-
-GGUF files: the model whose config, weights and tokenizer a file of llama.cpp holds, unpacked by transformers' own reader.
+What a file says of its model and that reader leaves out is written into the config, or refused: how positions are rotated and
+stretched, for one, of which the reader takes the base at most.
 """
 
 from __future__ import annotations

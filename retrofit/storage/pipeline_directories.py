@@ -1,6 +1,6 @@
 """Directories of sentence-transformers: a list of modules, in `modules.json`, one of which is a transformer.
 
-How far the embeddings of a sentence-transformers directory move when its transformer is rewritten.
+`EmbeddingComparison` measures how far the embeddings of such a directory move when its transformer is rewritten.
 """
 
 from __future__ import annotations

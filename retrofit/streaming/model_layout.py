@@ -1,9 +1,7 @@
 """Where each tensor of a model is written: the files and names that `save_pretrained` would write, sharded for a stream.
 
-The parameters that edits put into a model, in the order in which they do.
-
-The order is the same on a model without weights as on one with them, which is how the place of a parameter in the result's files is
-known as soon as it is made.
+The parameters that edits put into a model come in the order in which they do. It is the same on a model without weights as on one
+with them, which is how the place of a parameter in the result's files is known as soon as it is made.
 """
 
 from __future__ import annotations

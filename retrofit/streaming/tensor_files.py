@@ -1,6 +1,6 @@
 """The tensors of safetensors files, mapped one by one: what is read is in memory only until it is released.
 
-What modules receive on calibration data, in files that are mapped: it is in memory only while somebody reads it.
+What modules receive on calibration data is kept in such files too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Models that came through one of transformers' quantizers: is anything about them quantized now; the traces removed.
+"""Models that came quantized, made plain: packed weights are floating-point numbers again, and a pass can rewrite them.
 
-Models that came quantized, made plain: packed weights are floating-point numbers again, and a pass can rewrite them.
+Traces that one of transformers' quantizers left on the model are removed.
 """
 
 from __future__ import annotations

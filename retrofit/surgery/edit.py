@@ -1,9 +1,8 @@
-"""Code of torch that computes whole layers in one operation, past the modules they consist of: switched off around a new module.
+"""Edits on a live module tree with undo, and the account of where every dense parameter went.
 
-In evaluation mode without gradients `nn.TransformerEncoder` gives its layers nested tensors, and `nn.TransformerEncoderLayer` reads
-the weights of its children and calls none of them. Both look at a switch of their own first.
-
-Edits on a live module tree with undo, and the account of where every dense parameter went.
+Code of torch that computes whole layers in one operation, past the modules they consist of, is switched off around a new module.
+In evaluation mode without gradients `nn.TransformerEncoder` gives its layers nested tensors, and `nn.TransformerEncoderLayer`
+reads the weights of its children and calls none of them. Both look at a switch of their own first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Torch's fused attention in a module's own code, answered by another function.
+"""Torch's fused attention in a module's own code, answered by another function, and what its mask shows.
 
 Queries, keys and values arrive as the model's code has made them: projected, normalized, rotated, after its cache, with its mask.
-
-Which keys a mask lets each query see, and which tokens are padding: from the mask that a module is called with.
+The mask says which keys each query sees, and which tokens are padding.
 """
 
 from __future__ import annotations

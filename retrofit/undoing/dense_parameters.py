@@ -1,6 +1,6 @@
-"""Whether parameters take part in what a model computes: they get other values, and its outputs stay.
+"""Where each parameter of the dense model is in a rewritten one, and its value: read back pass by pass, the last one first.
 
-Where each parameter of the dense model is in a rewritten one, and its value: read back pass by pass, the last one first.
+Whether parameters take part in what a model computes is tried: they get other values, and its outputs stay.
 """
 
 from __future__ import annotations

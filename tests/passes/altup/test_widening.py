@@ -139,7 +139,7 @@ class ReturningTheStream(Own):
 
 
 def test_an_output_that_would_be_wide_is_refused_by_name_and_what_is_listed_is_wide() -> None:
-    with pytest.raises(DoesNotFitError, match="wide stream cannot pass") as caught:
+    with pytest.raises(DoesNotFitError) as caught:
         widening(ReturningTheStream(in_a_list=False))
     assert caught.value.why == "the output hidden would be K times as wide" and "embedding=recycled" in caught.value.remedy
     assert widening(ReturningTheStream(in_a_list=True)).heads
@@ -218,7 +218,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_decided_is_refused_with_the_reason(case: str) -> None:
     before, why = REFUSED[case]
-    with pytest.raises(DoesNotFitError, match="wide stream cannot pass") as caught:
+    with pytest.raises(DoesNotFitError) as caught:
         widening(Surrounded(before))
     assert why in caught.value.why and "embedding=recycled" in caught.value.remedy
 
