@@ -46,7 +46,7 @@ MEANWHILE = "load it where retrofit is installed: from_pretrained needs no code 
 
 @one_at_a_time
 def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, force: bool = False) -> Path:
-    """The retrofitted model is in the directory `path` with code of its own, which needs torch and transformers alone.
+    """Write the retrofitted model to the directory `path` with code of its own, which needs torch and transformers alone.
 
     `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`, or whatever auto class loads the original, gives the same
     model bit for bit. It cannot be retrofitted further. Raises `CheckpointError` for what is no retrofitted transformers model, and
@@ -71,7 +71,7 @@ def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, forc
 
 
 def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
-    """What `bundle` does, for the directory of a model."""
+    """Return what `bundle` does, for the directory of a model."""
     config = read_config(source)
     whole, kind = classes_named(config, source)
     weights = require_safetensors(source)
@@ -101,7 +101,7 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """The directory's config; raises `CheckpointError` where it is not that of a retrofitted transformers model."""
+    """Return the directory's config; raises `CheckpointError` where it is not that of a retrofitted transformers model."""
     if not source.exists():
         raise CheckpointError(f"{source} does not exist", remedy="give the directory of a retrofitted model")
     if not source.is_dir():
@@ -146,7 +146,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def classes_named(config: dict[str, Any], source: Path) -> tuple[type[PreTrainedModel], type[PreTrainedModel]]:
-    """The class that the recipe was applied to, and the one that was saved: that, or its base."""
+    """Return the class that the recipe was applied to, and the one that was saved: that, or its base."""
     names = [config["quantization_config"].get("architecture") or config["architectures"][0], config["architectures"][0]]
     found: list[type[PreTrainedModel]] = []
     for name in names:
@@ -162,7 +162,7 @@ def classes_named(config: dict[str, Any], source: Path) -> tuple[type[PreTrained
 
 
 def require_safetensors(source: Path) -> list[Path]:
-    """The files with the model's weights, whole, and their index."""
+    """Return the files with the model's weights, whole, and their index."""
     files = weight_files(source)
     if not files:
         raise CheckpointError(
@@ -175,7 +175,7 @@ def require_safetensors(source: Path) -> list[Path]:
 
 
 def skeleton(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-    """The dense model of this config without weights, its weights in the dtype `DEFAULT` unless they have one of their own."""
+    """Return the dense model of this config without weights, its weights in the dtype `DEFAULT` unless it fixes another."""
     before = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserve_random_state())
@@ -190,7 +190,7 @@ def skeleton(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
 def model_classes(
     model: PreTrainedModel, whole: type[PreTrainedModel], kind: type[PreTrainedModel], model_type: str
 ) -> list[ModelClass]:
-    """The classes of the bundle, with the auto classes that load them: the class that was saved, and its base."""
+    """Return the classes of the bundle, with the auto classes that load them: the class that was saved, and its base."""
     inside = [(path, type(part)) for path, part in model.named_modules() if part is model.base_model and part is not model]
     found = [ModelClass(whole, "", auto_classes(model_type, whole))]
     if inside:
@@ -200,7 +200,7 @@ def model_classes(
 
 
 def auto_classes(model_type: str, kind: type) -> tuple[str, ...]:
-    """The names of transformers' auto classes that load a model of this type as an object of that class."""
+    """Return the names of transformers' auto classes that load a model of this type as an object of that class."""
     names: list[str] = []
     for name, auto in vars(modeling_auto).items():
         mapping = getattr(auto, "_model_mapping", None)
@@ -235,12 +235,12 @@ def require_closed(text: str, module: Any) -> None:
     waiting = [compile(text, CODE, "exec")]
     while waiting:
         code = waiting.pop()
-        waiting.extend(one for one in code.co_consts if isinstance(one, types.CodeType))
-        for one in dis.get_instructions(code):
-            if one.opname == "LOAD_GLOBAL":
-                wanted.add(str(one.argval))
-            elif one.opname == "STORE_NAME":
-                assigned.add(str(one.argval))  # also where a package is missing that a part of the code needs
+        waiting.extend(co_const for co_const in code.co_consts if isinstance(co_const, types.CodeType))
+        for get_instruction in dis.get_instructions(code):
+            if get_instruction.opname == "LOAD_GLOBAL":
+                wanted.add(str(get_instruction.argval))
+            elif get_instruction.opname == "STORE_NAME":
+                assigned.add(str(get_instruction.argval))  # also where a package is missing that a part of the code needs
     if wanted - assigned:
         raise CheckpointError(
             "the bundle's code is not whole: a defect of retrofit",
@@ -250,9 +250,9 @@ def require_closed(text: str, module: Any) -> None:
 
 
 def outline(model: Any) -> dict[str, Any]:
-    """What a model consists of: its weights and buffers, and which are tied; the paths of its modules."""
+    """Return what a model consists of: its weights and buffers, and which are tied; the paths of its modules."""
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
-    found: dict[str, Any] = {name: (tuple(one.shape), one.dtype, one.requires_grad) for name, one in tensors.items()}
+    found: dict[str, Any] = {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()}
     found |= {f"{path} as a module": True for path, _ in model.named_modules(remove_duplicate=False)}
     found |= {f"{name} in the file": True for name in model.state_dict()}
     return found | {"ties": dict(model.all_tied_weights_keys)}
@@ -260,7 +260,7 @@ def outline(model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def imported(file: Path) -> Iterator[Any]:
-    """The module in a file, which no other code finds, and which is forgotten afterwards."""
+    """Yield the module in a file, which no other code finds, and which is forgotten afterwards."""
     name = f"retrofit_bundle_{id(file)}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
@@ -278,7 +278,7 @@ def imported(file: Path) -> Iterator[Any]:
 def bundled_config(
     config: dict[str, Any], classes: list[ModelClass], kind: type, config_name: str, model_type: str, recipe: list[str]
 ) -> dict[str, Any]:
-    """The config of the bundle: that of the model, with the code that belongs to it instead of the recipe."""
+    """Return the config of the bundle: that of the model, with the code that belongs to it instead of the recipe."""
     code = Path(CODE).stem
     autos = {auto: f"{code}.{one.name}" for one in reversed(classes) for auto in one.autos}
     saved = next(one for one in classes if one.dense is kind)
@@ -293,7 +293,7 @@ def bundled_config(
 
 
 def card(model: nn.Module, kind: type, recipe: list[str], classes: list[ModelClass]) -> str:
-    """What README.md says of the bundle."""
+    """Return what README.md says of the bundle."""
     saved = next(one for one in classes if one.dense is kind)
     count = sum(parameter.numel() for parameter in model.parameters())
     new = added_parameters(model)

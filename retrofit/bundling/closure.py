@@ -1,7 +1,8 @@
 """The code that modules of certain classes need to run: the definitions, and of the classes those methods that anything calls.
 
-Code is followed by its names, from file to file; methods by theirs, whoever calls them. Constructors of classes that only the table
-makes are left out, and with them what passes find out about a model.
+Code is followed by its names, from file to file: which globals it reads, where they stand in its text, and which attributes it
+names. Methods are followed by theirs, whoever calls them. Constructors of classes that only the table makes are left out, and with
+them what passes find out about a model.
 """
 
 from __future__ import annotations
@@ -12,9 +13,160 @@ import importlib
 import sys
 from collections.abc import Iterable, Iterator
 
-from retrofit.bundling.references import References
-from retrofit.bundling.source_files import Definition, Import, follow, resolve, source_file
+from retrofit.bundling.source_files import Definition, Import, follow, imports_of, resolve, source_file
 from retrofit.errors import CheckpointError
+
+Function = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+Comprehension = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+BY_NAME = frozenset(("getattr", "setattr", "hasattr", "delattr", "attrgetter", "methodcaller"))  # take an attribute's name as text
+CLASSES_ONLY = frozenset(("isinstance", "issubclass", "cast"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """A global name where it stands. `weak`: in an annotation, which nobody evaluates; `is_class`: only asked for as a class."""
+
+    name: str
+    node: ast.expr
+    weak: bool = False
+    is_class: bool = False
+    in_text: bool = False  # in an f-string, whose parts have no place of their own
+
+
+class References(ast.NodeVisitor):
+    """The references of a piece of code, its own imports and the attributes that it names."""
+
+    def __init__(self, *nodes: ast.AST, outside: frozenset[str] = frozenset()) -> None:
+        self.found: list[Reference] = []
+        self.attributes: set[str] = set()
+        self.annotations: list[ast.expr] = []
+        self.imports: dict[str, tuple[Import, ast.stmt]] = {}  # within functions, by name
+        self.scopes: list[frozenset[str]] = [outside]
+        self.weak = self.is_class = self.in_text = False
+        for node in nodes:
+            self.visit(node)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load) and not any(node.id in scope for scope in self.scopes):
+            self.found.append(Reference(node.id, node, self.weak, self.is_class, self.in_text))
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        self.attributes.add(node.attr)
+        self.visit(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
+        if called in BY_NAME:
+            self.attributes.update(one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str))
+        self.visit(node.func)
+        before, self.is_class = self.is_class, self.is_class or called in CLASSES_ONLY
+        for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
+            self.visit(argument)
+        self.is_class = before
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        before, self.in_text = self.in_text, True
+        self.generic_visit(node)
+        self.in_text = before
+
+    def visit_Import(self, node: ast.Import) -> None:
+        self.imports.update((one.name, (one, node)) for one in imports_of(node))
+
+    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
+        self.imports.update((one.name, (one, node)) for one in imports_of(node))
+
+    def annotation(self, node: ast.expr | None) -> None:
+        """An annotation is not evaluated, as in every file with `from __future__ import annotations`."""
+        if node is not None:
+            self.annotations.append(node)
+            before, self.weak = self.weak, True
+            self.visit(node)
+            self.weak = before
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        self.visit(node.target)
+        self.annotation(node.annotation)
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for decorator in node.decorator_list:
+            self.visit(decorator)
+        self.annotation(node.returns)
+        self.function(node, node.body)
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # type: ignore[assignment]
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        self.function(node, [node.body])
+
+    def function(self, node: ast.FunctionDef | ast.Lambda, body: list[ast.stmt] | list[ast.expr]) -> None:
+        """A function: its defaults belong to what is around it, its body has names of its own."""
+        arguments = arguments_of(node.args)
+        for default in (*node.args.defaults, *(kw_default for kw_default in node.args.kw_defaults if kw_default is not None)):
+            self.visit(default)
+        for argument in arguments:
+            self.annotation(argument.annotation)
+        own = {argument.arg for argument in arguments} | {name for part in body for name in assigned(part)}
+        self.scopes.append(frozenset(own - {name for part in body for name in declared_global(part)}))
+        for part in body:
+            self.visit(part)
+        self.scopes.pop()
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for outer in (*node.decorator_list, *node.bases, *(keyword.value for keyword in node.keywords)):
+            self.visit(outer)
+        for statement in node.body:
+            self.visit(statement)
+
+    def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
+        """The targets of a comprehension are names of its own; the first iterable belongs to what is around it."""
+        self.visit(node.generators[0].iter)
+        self.scopes.append(frozenset(name for generator in node.generators for name in stored(generator.target)))
+        for number, one in enumerate(node.generators):
+            if number:
+                self.visit(one.iter)
+            for condition in one.ifs:
+                self.visit(condition)
+        for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
+            self.visit(part)
+        self.scopes.pop()
+
+    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = comprehension
+
+
+def arguments_of(arguments: ast.arguments) -> list[ast.arg]:
+    """Return all the arguments of a function."""
+    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return found + [one for one in (arguments.vararg, arguments.kwarg) if one is not None]
+
+
+def stored(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a target assigns."""
+    return (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+
+
+def assigned(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement makes local to its function: assigned, bound or imported, not in inner functions."""
+    if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        yield node.name
+        return
+    if isinstance(node, ast.Lambda):
+        return
+    if isinstance(node, Comprehension):
+        yield from (one.target.id for one in ast.walk(node) if isinstance(one, ast.NamedExpr))
+        return
+    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+    if isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name:
+        yield node.name
+    for inner in ast.iter_child_nodes(node):
+        yield from assigned(inner)
+
+
+def declared_global(node: ast.AST) -> Iterator[str]:
+    return (name for one in ast.walk(node) if isinstance(one, ast.Global) for name in one.names)
+
 
 PRESENT = frozenset(("torch", "transformers", "numpy", *sys.stdlib_module_names))  # are there wherever a bundle is loaded
 CONSTRUCTORS = ("__init__", "__new__")
@@ -70,7 +222,7 @@ class Closure:
             self.read(one, node)
 
     def read(self, one: Collected, *nodes: ast.AST, constructs: bool = True, outside: frozenset[str] = frozenset()) -> None:
-        """What the nodes name is collected too."""
+        """Collect what the nodes name."""
         references = References(*nodes, outside=outside)
         one.read.append(references)
         self.attributes |= references.attributes
@@ -133,7 +285,7 @@ class Closure:
         return added or bool(self.waiting)
 
     def is_needed(self, one: Collected, member: ast.stmt) -> bool:
-        """Whether a member of a class is needed."""
+        """Return whether a member of a class is needed."""
         node: ast.ClassDef = one.node  # type: ignore[assignment]
         if isinstance(member, ast.Expr):
             return isinstance(member.value, ast.Constant)  # the docstring
@@ -150,26 +302,26 @@ class Closure:
         return True
 
     def is_constructed(self, definition: Definition) -> bool:
-        """Whether code calls the class, or one that is derived from it."""
+        """Return whether code calls the class, or one that is derived from it."""
         return definition in self.constructed or any(
             definition in self.bases(other) for other in self.collected if other in self.constructed
         )
 
     def bases(self, definition: Definition) -> list[Definition]:
-        """The classes of ours that a class is derived from."""
+        """Return the classes of ours that a class is derived from."""
         kind = live(definition)
         above = kind.__mro__[1:] if isinstance(kind, type) else ()
         return [Definition(base.__module__, base.__qualname__) for base in above if base.__module__.split(".")[0] in self.ours]
 
     def inherited(self, definition: Definition) -> set[str]:
-        """The names that code elsewhere may look up on the class: those that its bases from elsewhere have."""
+        """Return the names that code elsewhere may look up on the class: those that its bases from elsewhere have."""
         kind = live(definition)
         above = kind.__mro__[1:-1] if isinstance(kind, type) else ()
         return {name for base in above if base.__module__.split(".")[0] not in self.ours for name in vars(base)}
 
 
 def live(definition: Definition) -> object:
-    """The object that a definition made; None where its file needs a package that is missing."""
+    """Return the object that a definition made; None where its file needs a package that is missing."""
     try:
         return getattr(importlib.import_module(definition.module), definition.name)
     except ImportError:
@@ -177,7 +329,7 @@ def live(definition: Definition) -> object:
 
 
 def class_names(node: ast.AST) -> Iterator[str]:
-    """The names that the statements of a class assign."""
+    """Yield the names that the statements of a class assign."""
     for statement in node.body if isinstance(node, ast.ClassDef) else [node]:
         if isinstance(statement, ast.Assign):
             yield from (name.id for target in statement.targets for name in ast.walk(target) if isinstance(name, ast.Name))

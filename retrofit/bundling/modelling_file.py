@@ -10,13 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from retrofit import __version__
-from retrofit.bundling.bundled_model import Bundled
 from retrofit.bundling.closure import Closure
-from retrofit.bundling.placing import Buffer, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
+from retrofit.bundling.placing import Buffer, Bundled, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
 from retrofit.bundling.source_files import Definition, Import
 from retrofit.bundling.source_text import SourceText
-from retrofit.bundling.table_text import TableText
-from retrofit.bundling.written_graph import WrittenGraph
+from retrofit.bundling.table_text import TableText, WrittenGraph
 
 WORDS = (Buffer, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight)  # of tables
 TABLE = "TABLE"
@@ -69,7 +67,7 @@ class ModellingFile:
 def modelling_file(
     table: Mapping[str, Any], classes: Iterable[ModelClass], recipe: Iterable[str], model_type: str
 ) -> ModellingFile:
-    """The modelling code of the model with this table; raises `CheckpointError` where a layer needs what a bundle cannot have."""
+    """Return the modelling code of the model with this table; raise `CheckpointError` where a layer needs what no bundle has."""
     classes = list(classes)
     config = classes[0].dense.config_class  # type: ignore[attr-defined]
     objects = list(objects_in(list(table.values())))
@@ -130,12 +128,12 @@ def modelling_file(
 
 
 def is_ours(module: str) -> bool:
-    """Whether a module's code is collected: not that of torch, transformers and what comes with Python."""
+    """Return whether a module's code is collected: not that of torch, transformers and what comes with Python."""
     return module.split(".")[0] not in {"torch", "transformers", "builtins", *sys.stdlib_module_names}
 
 
 def objects_in(spec: Any) -> Iterator[Any]:
-    """The classes, functions and methods that a part of a table names."""
+    """Yield the classes, functions and methods that a part of a table names."""
     if isinstance(spec, New):
         yield spec.kind
         yield from objects_in(spec.attributes)
@@ -156,7 +154,7 @@ def objects_in(spec: Any) -> Iterator[Any]:
 
 
 def definition_of(value: Any) -> Definition | None:
-    """Where a class or a function is defined; None for what is no class, function or is built in."""
+    """Return where a class or a function is defined; None for what is no class, function or is built in."""
     if not isinstance(value, (type, types.FunctionType)) or not is_ours(value.__module__):
         return None
     return Definition(value.__module__, value.__qualname__)
@@ -174,7 +172,7 @@ def class_text(one: ModelClass, whole: type, config_name: str, keeps_states: boo
 
 
 def import_lines(imports: Iterable[Import], extra: Iterable[str]) -> str:
-    """The statements, those of Python's own modules first."""
+    """Return the statements, those of Python's own modules first."""
     whole = {one.statement() for one in imports if one.attribute is None} | {one for one in extra if one.startswith("import ")}
     parts: dict[str, set[str]] = {}
     for one in imports:

@@ -7,15 +7,21 @@
 
 A key is the path of a module of the dense model and one of its attributes: a child, a parameter, a buffer, or any other. A new
 module has the attributes that the table gives it, and no constructor runs. This file's code is part of every bundle.
+
+`Bundled` is the part of a bundle's model classes that they have in common.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from retrofit.surgery.transformers_bookkeeping import align_weights
 
 HOOKS = {"_forward_pre_hooks": "register_forward_pre_hook", "_forward_hooks": "register_forward_hook"}
 
@@ -140,7 +146,7 @@ class Placing:
             (owner._modules if isinstance(value, nn.Module) and not isinstance(spec, Unregistered) else vars(owner))[name] = value
 
     def value(self, spec: Any) -> Any:
-        """What `spec` stands for; whatever is none of the table's own words stands for itself."""
+        """Return what `spec` stands for; whatever is none of the table's own words stands for itself."""
         if isinstance(spec, (New, Copy)):
             return self.filled(self.begun(spec), spec)
         if isinstance(spec, Shared):
@@ -162,7 +168,7 @@ class Placing:
         return spec
 
     def begun(self, spec: New | Copy) -> Any:
-        """An object without the attributes that it is described by."""
+        """Return an object without the attributes that it is described by."""
         if isinstance(spec, New):
             return bare(spec.kind)
         made = object.__new__(type(self.dense[spec.path]))
@@ -170,14 +176,14 @@ class Placing:
         return made
 
     def filled(self, made: Any, spec: New | Copy) -> Any:
-        """An object with the attributes that it is described by."""
+        """Return an object with the attributes that it is described by."""
         for name, value in spec.attributes.items():
             self.put(made, name, value)
         return made
 
 
 def bare(kind: Any) -> Any:
-    """An object of a class, without any attributes of its own."""
+    """Return an object of a class, without any attributes of its own."""
     made = object.__new__(kind)
     if isinstance(made, nn.Module):
         nn.Module.__init__(made)
@@ -185,17 +191,17 @@ def bare(kind: Any) -> Any:
 
 
 def made_parameter(spec: Weight) -> nn.Parameter | None:
-    """The parameter, of zeros."""
+    """Return the parameter, of zeros."""
     return None if None in spec.size else nn.Parameter(torch.zeros(spec.size, dtype=spec.dtype), requires_grad=spec.trained)  # type: ignore[arg-type]
 
 
 def made_buffer(spec: Buffer) -> torch.Tensor | None:
-    """The buffer, of zeros."""
+    """Return the buffer, of zeros."""
     return None if None in spec.size else torch.zeros(spec.size, dtype=spec.dtype)  # type: ignore[arg-type]
 
 
 def shared_values(spec: Any) -> Iterator[Shared]:
-    """What is shared within a part of the table."""
+    """Yield what is shared within a part of the table."""
     if isinstance(spec, Shared):
         yield spec
     inner: Any = ()
@@ -209,3 +215,67 @@ def shared_values(spec: Any) -> Iterator[Shared]:
         inner = (*spec.keys(), *spec.values())
     for one in inner:
         yield from shared_values(one)
+
+
+ENGINES = frozenset(("vllm", "sglang"))  # packages with an attention that keeps keys and values by itself
+
+
+class Bundled:
+    """A dense transformers model, named behind this class, with the modules of a table put in place before its weights arrive.
+
+    `path` is where the model is in the one that the table is about: empty, or that of its base. A base has the modules that it has
+    in a dense model of the class `whole`, whatever its own class makes besides.
+    """
+
+    table: Mapping[str, Any] = {}
+    path = ""
+    whole: Any = None
+
+    def __init__(self, config: Any, *inputs: Any, **options: Any) -> None:
+        require_own_attention(type(self), config)
+        super().__init__(config, *inputs, **options)  # type: ignore[call-arg]
+        if self.path:
+            vars(self).update(vars(self.whole(config).get_submodule(self.path)))
+        Placing(self, self.path).place(self.table)  # type: ignore[arg-type]
+        self._frozen = [name for name, parameter in self.named_parameters() if not parameter.requires_grad]  # type: ignore[attr-defined]
+        self._weight_conversions: list[Any] = []  # the file has the model's own names
+        self.init_weights()  # type: ignore[attr-defined]
+        rebuild_buffers(self)  # type: ignore[arg-type]
+
+    @classmethod
+    def _load_pretrained_model(cls, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **options: Any) -> Any:
+        """transformers translates no names: what it knows of this kind of model is about the dense one."""
+        if load_config.hf_quantizer is None:
+            load_config = dataclasses.replace(load_config, weight_mapping=[])
+        return super()._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **options)  # type: ignore[misc]
+
+    @classmethod
+    def from_pretrained(cls, *inputs: Any, **options: Any) -> Any:
+        """Return the model with its weights, which begin where a cache line does: the last bits of a product may depend on it."""
+        loaded = super().from_pretrained(*inputs, **options)  # type: ignore[misc]
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        for name in model._frozen:
+            model.get_parameter(name).requires_grad_(False)
+        align_weights(model)
+        rebuild_buffers(model)
+        return loaded
+
+
+def require_own_attention(kind: Any, config: Any) -> None:
+    """Raises `ValueError` where an engine attends in place of a model whose layers need more than keys and values."""
+    name = getattr(config, "_attn_implementation", None)
+    function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
+    engine = str(getattr(function, "__module__", "")).partition(".")[0]
+    if engine in ENGINES and not kind.is_backend_compatible():
+        raise ValueError(
+            f"{kind.__name__} does not run in {engine}: it keeps the keys and values of earlier tokens and nothing else, and "
+            "layers of this model need more of these tokens, so that it would decode wrongly. Use generate in transformers."
+        )
+
+
+@torch.no_grad()
+def rebuild_buffers(model: nn.Module) -> None:
+    """The buffers that are not saved hold what follows from the weights."""
+    for module in model.modules():
+        if hasattr(type(module), "rebuild_buffers"):
+            module.rebuild_buffers()  # type: ignore[operator]

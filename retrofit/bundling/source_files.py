@@ -76,20 +76,20 @@ class SourceFile:
 
 @functools.cache
 def source_file(module: str) -> SourceFile:
-    """The file of a module that can be imported."""
+    """Return the file of a module that can be imported."""
     return SourceFile(module)
 
 
 def imports_of(statement: ast.Import | ast.ImportFrom) -> Iterator[Import]:
-    """The names that a statement imports, `from __future__` apart."""
+    """Yield the names that a statement imports, `from __future__` apart."""
     if isinstance(statement, ast.Import):
-        yield from (Import(one.name, None, one.asname or one.name.split(".")[0]) for one in statement.names)
+        yield from (Import(name.name, None, name.asname or name.name.split(".")[0]) for name in statement.names)
     elif statement.module and statement.module != "__future__":
-        yield from (Import(statement.module, one.name, one.asname or one.name) for one in statement.names)
+        yield from (Import(statement.module, name.name, name.asname or name.name) for name in statement.names)
 
 
 def names_defined(statement: ast.stmt) -> list[str]:
-    """The names that a statement defines."""
+    """Return the names that a statement defines."""
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [statement.name]
     targets: list[ast.expr] = []
@@ -101,7 +101,7 @@ def names_defined(statement: ast.stmt) -> list[str]:
 
 
 def resolve(module: str, name: str, ours: frozenset[str]) -> Definition | Import | None:
-    """Where a global of a module comes from: a definition in one of `ours`, an import from elsewhere; None where it is built in."""
+    """Return where a global of a module comes from: a definition in one of `ours`, or an import; None if it is built in."""
     file = source_file(module)
     if name in file.statements:
         return Definition(module, name)
@@ -110,7 +110,7 @@ def resolve(module: str, name: str, ours: frozenset[str]) -> Definition | Import
 
 
 def follow(found: Import, ours: frozenset[str]) -> Definition | Import | None:
-    """What is imported: a definition, where it comes from a package of `ours`."""
+    """Return what is imported: a definition, where it comes from a package of `ours`."""
     if found.package not in ours:
         return found
     if found.attribute is None or is_module(found.module, found.attribute):
@@ -123,7 +123,7 @@ def follow(found: Import, ours: frozenset[str]) -> Definition | Import | None:
 
 
 def is_module(package: str, name: str) -> bool:
-    """Whether a name imported from a package is one of its modules."""
+    """Return whether a name imported from a package is one of its modules."""
     parent = importlib.util.find_spec(package)
     is_package = parent is not None and parent.submodule_search_locations is not None
     return is_package and importlib.util.find_spec(f"{package}.{name}") is not None

@@ -9,8 +9,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from retrofit.bundling.closure import PRESENT, Closure, Collected
-from retrofit.bundling.references import Reference
+from retrofit.bundling.closure import PRESENT, Closure, Collected, Reference
 from retrofit.bundling.source_files import Definition, Import, resolve, source_file
 from retrofit.errors import CheckpointError
 
@@ -34,7 +33,7 @@ class SourceText:
         self.names = self.told_apart({*taken})
 
     def ordered(self) -> Iterator[str]:
-        """The files, each after those that it needs."""
+        """Yield the files, each after those that it needs."""
         needed = {file: {one.module for one in self.needed(file)} - {file} for file in self.by_file}
         done = dict[str, None]()
 
@@ -49,7 +48,7 @@ class SourceText:
         return iter(done)
 
     def needed(self, file: str) -> Iterator[Definition]:
-        """The definitions that a file's code reads when it runs."""
+        """Yield the definitions that a file's code reads when it runs."""
         for one in self.by_file[file]:
             for references in one.read:
                 for reference in references.found:
@@ -58,11 +57,11 @@ class SourceText:
                         yield found
 
     def target(self, file: str, reference: Reference, one: Collected) -> Definition | Import | None:
-        """What a name in a definition means."""
+        """Return what a name in a definition means."""
         return resolve(file, reference.name, self.closure.ours)
 
     def told_apart(self, taken: set[str]) -> dict[Definition, str]:
-        """A name of its own for each definition; no two are alike, nor like an import."""
+        """Return a name of its own for each definition; no two are alike, nor like an import."""
         taken |= {one.name for imports in self.closure.imports.values() for one in imports}
         names: dict[Definition, str] = {}
         for file in self.files:
@@ -78,16 +77,16 @@ class SourceText:
     # Text.
 
     def imports(self) -> set[Import]:
-        """The imports of all but optional files; raises `CheckpointError` where one name is imported from two places."""
+        """Return the imports of all but optional files; raises `CheckpointError` where one name is imported from two places."""
         found = {one for file in self.files if file not in self.closure.optional for one in self.closure.imports.get(file, ())}
         return {*found, ANY}
 
     def write(self) -> str:
-        """The sections of all files."""
+        """Return the sections of all files."""
         return "\n\n\n".join(self.section(file) for file in self.files)
 
     def section(self, file: str) -> str:
-        """What is collected of one file, below what the file says about itself."""
+        """Return what is collected of one file, below what the file says about itself."""
         title = " / ".join(part.replace("_", " ") for part in file.split(".")[1:])
         head = f"# {'─' * 3} {title} {'─' * max(3, WIDTH - 8 - len(title))}\n#\n"
         said = source_file(file).docstring
@@ -112,7 +111,7 @@ class SourceText:
         return head + ("\n\n" if first_is_constant else "\n\n\n") + body
 
     def definition(self, one: Collected) -> str:
-        """The text of a definition: of a class, without the members that nothing needs."""
+        """Return the text of a definition: of a class, without the members that nothing needs."""
         file = source_file(one.definition.module)
         lines = dict(enumerate(file.lines, 1))
         first, last = extent(one.node, file.lines)
@@ -134,7 +133,7 @@ class SourceText:
         return f"{text}\n    pass" if only_head else text
 
     def changes(self, one: Collected) -> Iterator[Change]:
-        """The names to be written otherwise: of definitions that are told apart, and annotations that nothing here defines."""
+        """Yield the names to be changed: of definitions with the same name, and annotations that nothing here defines."""
         name = self.names[one.definition]
         if name != one.definition.name:
             yield self.renamed_here(one, name)
@@ -167,7 +166,7 @@ class SourceText:
                     yield (*place(annotation), "Any")
 
     def renamed_here(self, one: Collected, name: str) -> Change:
-        """The change of the name that a statement defines."""
+        """Return the change of the name that a statement defines."""
         plain, node = one.definition.name, one.node
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -179,7 +178,7 @@ class SourceText:
 
 
 def extent(node: ast.stmt, lines: list[str], *, comments: bool = True) -> tuple[int, int]:
-    """The first and last line of a statement, with its decorators and the comments right above it."""
+    """Return the first and last line of a statement, with its decorators and the comments right above it."""
     first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
     while comments and first > 1 and lines[first - 2].startswith("# ") and not lines[first - 2].startswith("# ─"):
         first -= 1

@@ -14,7 +14,7 @@ from torch import fx, nn
 from transformers import PretrainedConfig
 
 from retrofit.bundling.placing import HOOKS, Buffer, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
-from retrofit.bundling.written_graph import WrittenGraph
+from retrofit.bundling.table_text import WrittenGraph
 from retrofit.errors import CheckpointError
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.dtype, torch.Size, type(Ellipsis))
@@ -115,7 +115,7 @@ class Structure:
             raise refused(key, f"it has hooks of a kind that a bundle cannot have ({name})")
 
     def described(self, value: Any, where: str) -> Any:
-        """The description of any value; raises `CheckpointError` for what has none."""
+        """Return the description of any value; raises `CheckpointError` for what has none."""
         if isinstance(value, enum.Enum) or type(value) in PLAIN:
             return value
         if isinstance(value, CALLABLE):
@@ -143,7 +143,7 @@ class Structure:
         return self.shared(value, where)
 
     def attribute(self, value: Any, where: str) -> Any:
-        """The description of what is no child: a module that is one elsewhere is described there."""
+        """Return the description of what is no child: a module that is one elsewhere is described there."""
         if not isinstance(value, nn.Module):
             return self.described(value, where)
         if id(value) in self.places and id(value) not in self.dense.paths:
@@ -151,7 +151,7 @@ class Structure:
         return Unregistered(self.described(value, where))
 
     def copied_from(self, module: nn.Module) -> str | None:
-        """The path of the dense module of which this one is a copy, with other children; None where there is none."""
+        """Return the path of the dense module of which this one is a copy, with other children; None where there is none."""
         for path, held in self.dense.held.items():
             if type(self.dense.modules[path]) is type(module) and vars(module).keys() == held.keys():
                 names = vars(module).keys() - {"_modules", "training"}
@@ -160,15 +160,15 @@ class Structure:
         return None
 
     def config(self, value: Any, where: str) -> Any:
-        """A copy of one of the model's configs, as that."""
-        for one in self.dense.attributes.values():
-            known = self.dense.held[one.path][one.name]
+        """Return a copy of one of the model's configs, as that."""
+        for attribute in self.dense.attributes.values():
+            known = self.dense.held[attribute.path][attribute.name]
             if type(known) is type(value) and known.to_dict() == value.to_dict():
-                return one
+                return attribute
         raise refused(where, "it keeps a config that is none of the model's")
 
     def shared(self, value: Any, where: str) -> Any:
-        """The description of an object that is not plain; by a name where it is met again."""
+        """Return the description of an object that is not plain; by a name where it is met again."""
         if id(value) in self.met:
             return Shared(self.named.setdefault(id(value), self.places.get(id(value), f"{type(value).__name__} of {where}")))
         original = self.copied_from(value) if isinstance(value, nn.Module) and id(value) not in self.places else None
@@ -182,7 +182,7 @@ class Structure:
         elif isinstance(value, nn.Module):
             self.describe_module(value, new, where)  # type: ignore[arg-type]
         else:
-            new.attributes.update({name: self.described(one, f"{where}.{name}") for name, one in vars(value).items()})
+            new.attributes.update({name: self.described(var, f"{where}.{name}") for name, var in vars(value).items()})
         return new
 
     def describe_module(self, module: nn.Module, new: New, where: str) -> None:
@@ -205,7 +205,7 @@ class Structure:
             new.attributes[name] = self.tensor(module, name, value)
 
     def tensor(self, module: nn.Module, name: str, value: torch.Tensor | None) -> Weight | Buffer:
-        """The description of a parameter or buffer."""
+        """Return the description of a parameter or buffer."""
         saved = name not in module._non_persistent_buffers_set
         if name in module._parameters:
             return Weight(None) if value is None else Weight(*value.shape, dtype=self.own_dtype(value), trained=value.requires_grad)
@@ -216,14 +216,14 @@ class Structure:
         return Buffer(*value.shape, dtype=self.own_dtype(value), saved=saved)
 
     def own_dtype(self, value: torch.Tensor) -> torch.dtype | None:
-        """The dtype of a tensor that has one of its own, whatever the model is loaded in."""
+        """Return the dtype of a tensor that has one of its own, whatever the model is loaded in."""
         return None if value.dtype == self.default else value.dtype
 
 
 def with_names(spec: Any, names: Mapping[int, str]) -> Any:
-    """A part of the table in which what is met again is `Shared` where it was met first; `names` by the id of its description."""
+    """Return a part of the table in which repeated objects are `Shared` at first; `names` by the id of their description."""
     if isinstance(spec, (New, Copy)):
-        spec.attributes = {name: with_names(one, names) for name, one in spec.attributes.items()}
+        spec.attributes = {name: with_names(attribute, names) for name, attribute in spec.attributes.items()}
         return Shared(names[id(spec)], spec) if id(spec) in names else spec
     if isinstance(spec, (Unregistered, Method, Hook)):
         for name, one in vars(spec).items():
@@ -252,7 +252,7 @@ def weights_of(module: nn.Module) -> dict[str, Any]:
 
 
 def differs(value: Any, before: Any) -> bool:
-    """Whether an attribute is another than before."""
+    """Return whether an attribute is another than before."""
     if value is before:
         return False
     plain = (*PLAIN, list, tuple, dict, set, frozenset, OrderedDict)

@@ -1,4 +1,7 @@
-"""The table of a bundle as Python text: what is the same at several depths is written once, for all of them."""
+"""The table of a bundle as Python text: what is the same at several depths is written once, for all of them.
+
+A graph module becomes a class: the Python code of its forward, which needs no graph.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,58 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F
 
 from retrofit.bundling.placing import Buffer, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
 from retrofit.bundling.source_files import Import
-from retrofit.bundling.written_graph import WrittenGraph
 from retrofit.errors import CheckpointError
+
+FREED = re.compile(r";[ ]+(?:\w+ = )+None[^\n]*$", re.MULTILINE)  # what a graph's code says when a value is not read any more
+
+
+class WrittenGraph:
+    """A class to be written, `class_name` with the method `forward`, and what its code imports, as statements."""
+
+    def __init__(self, class_name: str, forward: str, imports: frozenset[str]) -> None:
+        self.class_name, self.forward, self.imports = class_name, forward, imports
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, WrittenGraph) and (self.class_name, self.forward) == (other.class_name, other.forward)
+
+    def __hash__(self) -> int:
+        return hash((self.class_name, self.forward))
+
+    @staticmethod
+    def of(module: fx.GraphModule) -> WrittenGraph:
+        """Return the class of a graph module; children, parameters and buffers are attributes, as they are the graph module's."""
+        code = module.graph.python_code(root_module="self")
+        source = FREED.sub("", code.src).strip()
+        for name, value in code.globals.items():
+            if isinstance(value, str):  # a type that was given as text
+                source = source.replace(f" : {name}", "").replace(f" -> {name}", "")
+        imports = frozenset(import_of(name, value) for name, value in code.globals.items() if uses(source, name))
+        return WrittenGraph(type(module).__name__, source, imports)
+
+    def source(self, name: str) -> str:
+        """Return the class as text, under this name."""
+        body = "\n".join(f"    {line}".rstrip() for line in self.forward.splitlines())
+        return f'class {name}(nn.Module):\n    """What the dense model computes there, read from its graph."""\n\n{body}'
+
+
+def uses(source: str, name: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(name)}\b", source) is not None
+
+
+def import_of(name: str, value: Any) -> str:
+    """Return the statement by which a module has this global of a graph's code."""
+    if isinstance(value, types.ModuleType):
+        return f"import {value.__name__}" if value.__name__ == name else f"import {value.__name__} as {name}"
+    if isinstance(value, float):
+        return f"from math import {'nan' if math.isnan(value) else 'inf'}"
+    whole = value.__qualname__
+    return f"from {value.__module__} import {whole}" + (f" as {name}" if whole != name else "")
+
 
 WIDTH = 120
 INDEX = "i"
@@ -32,7 +80,7 @@ class TableText:
         self.prefix = self.depth = ""  # of the entry that is written for several depths: its path, the number there
 
     def write(self, table: Mapping[str, Any]) -> str:
-        """The dict display of the table."""
+        """Return the dict display of the table."""
         lines = ["{"]
         for keys, spec in self.grouped(table):
             if len(keys) == 1:
@@ -48,14 +96,14 @@ class TableText:
         return "\n".join([*lines, "}"])
 
     def grouped(self, table: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
-        """The entries, those that are the same but for one number in their paths together, in order of the first."""
+        """Return the entries, those that are the same but for one number in their paths together, in order of the first."""
         groups: dict[tuple[str, str], list[str]] = {}
         for key, spec in table.items():
             groups.setdefault(self.form(key, spec), []).append(key)
         return [(keys, table[keys[0]]) for keys in groups.values()]
 
     def form(self, key: str, spec: Any) -> tuple[str, str]:
-        """The entry as it is written for several depths: of those with the same form one text is written."""
+        """Return the entry as it is written for several depths: of those with the same form one text is written."""
         if not prefix_of(key):
             return key, ""
         self.at(prefix_of(key))
@@ -70,7 +118,7 @@ class TableText:
     # One entry.
 
     def entry(self, head: str, spec: Any, indent: int) -> list[str]:
-        """The lines of `head` and a value, with a comma behind."""
+        """Return the lines of `head` and a value, with a comma behind."""
         space = "    " * indent
         whole = f"{space}{head}{self.expression(spec)},"
         if len(whole) <= WIDTH:
@@ -84,7 +132,7 @@ class TableText:
         return [*lines, f"{space}{closing},"]
 
     def opened(self, spec: Any) -> tuple[str, list[tuple[str, Any]], str]:
-        """How a value that does not fit into a line begins, its parts with what is before each, and how it ends."""
+        """Return how a value that does not fit into a line begins, its parts with what is before each, and how it ends."""
         if isinstance(spec, New):
             return "New(", [("", Plain(self.reference(spec.kind))), *self.keywords(spec.attributes)], ")"
         if isinstance(spec, Copy):
@@ -106,12 +154,12 @@ class TableText:
         return "", [], ""
 
     def keywords(self, attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
-        plain = [(f"{name}=", one) for name, one in attributes.items() if name.isidentifier()]
-        others = {name: one for name, one in attributes.items() if not name.isidentifier()}
+        plain = [(f"{name}=", attribute) for name, attribute in attributes.items() if name.isidentifier()]
+        others = {name: attribute for name, attribute in attributes.items() if not name.isidentifier()}
         return [*plain, ("**", others)] if others else plain
 
     def expression(self, spec: Any) -> str:
-        """A value in one line."""
+        """Return a value in one line."""
         if isinstance(spec, Plain):
             return spec.text
         if isinstance(spec, (New, Copy, Unregistered, Method, Hook)) or (isinstance(spec, Shared) and spec.value is not None):
@@ -152,14 +200,14 @@ class TableText:
         return f"Buffer({', '.join([*given, *([] if spec.saved else ['saved=False'])])})"
 
     def text(self, value: str) -> str:
-        """A string; where an entry is written for several depths, a path at its depth has their number in it."""
+        """Return a string; where an entry is written for several depths, a path at its depth has their number in it."""
         if not self.prefix or not (value == self.prefix or value.startswith(f"{self.prefix}.")):
             return quoted(value)
         before, after = self.prefix[: -len(self.depth)], value[len(self.prefix) :]
         return 'f"' + in_braces(before) + "{" + INDEX + "}" + in_braces(after) + '"'
 
     def reference(self, value: Any) -> str:
-        """The expression for a class or a function, imported where that is needed."""
+        """Return the expression for a class or a function, imported where that is needed."""
         own = self.own(value)
         if own:
             return own
@@ -194,17 +242,17 @@ class Plain:
 
 
 def quoted(value: str) -> str:
-    """The string in double quotes."""
+    """Return the string in double quotes."""
     return '"' + repr('"' + value)[2:-1].replace('"', '\\"').replace("\\'", "'") + '"'
 
 
 def in_braces(value: str) -> str:
-    """The string as a part of a formatted one: nothing of it is evaluated."""
+    """Return the string as a part of a formatted one: nothing of it is evaluated."""
     return quoted(value)[1:-1].replace("{", "{{").replace("}", "}}")
 
 
 def prefix_of(key: str) -> str:
-    """The beginning of a path up to its first number; empty where it has none."""
+    """Return the beginning of a path up to its first number; empty where it has none."""
     match = re.search(r"(?:^|\.)\d+(?=\.|$)", key)
     return "" if match is None else key[: match.end()]
 

@@ -44,7 +44,7 @@ class Wanted:
     layers: int
 
     def cost(self, model: nn.Module) -> int:
-        """How many elements the parameters of `model` are away from these."""
+        """Return how many elements the parameters of `model` are away from these."""
         shapes = shapes_of(model)
         stacked = sum(elements(shape) * count for shape, count in shapes.items() if self.is_stacked(shape))
         others = Shapes({shape: count for shape, count in shapes.items() if not self.is_stacked(shape)})
@@ -75,7 +75,7 @@ class Architecture:
         return self.kind.config_class
 
     def skeleton(self, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-        """The model with these entries changed, without weights; raises what the architecture's code raises."""
+        """Return the model with these entries changed, without weights; raises what the architecture's code raises."""
         with quiet():
             return skeleton_of(self.kind, self.config_kind(**{**self.fields, **changes}), dtype)
 
@@ -84,7 +84,7 @@ class Architecture:
 
 
 def architectures_like(model: PreTrainedModel, only: str | None = None) -> Iterator[Architecture]:
-    """The architectures that do the same task, with the entries of the model's config that they have too."""
+    """Yield the architectures that do the same task, with the entries of the model's config that they have too."""
     names: dict[str, None] = {}
     for mapping in vars(modeling_auto).values():
         if type(mapping) is collections.OrderedDict and type(model).__name__ in mapping.values():  # not those that import classes
@@ -105,7 +105,7 @@ def architectures_like(model: PreTrainedModel, only: str | None = None) -> Itera
 
 
 def shared_entries(config: PreTrainedConfig, keys: Iterable[str]) -> dict[str, Any]:
-    """The entries of the config by those of the `keys` that it knows, under names of its own too."""
+    """Return the entries of the config by those of the `keys` that it knows, under names of its own too."""
     plain = config.to_dict()
     return {
         key: plain[key] if key in plain else getattr(config, key) for key in keys if key not in IDENTITY and hasattr(config, key)
@@ -113,7 +113,7 @@ def shared_entries(config: PreTrainedConfig, keys: Iterable[str]) -> dict[str, A
 
 
 def of_depth(config: Mapping[str, Any], kind: type[PreTrainedConfig], depth: int) -> dict[str, Any]:
-    """The config's entries for its first layers alone; a list with an entry a layer is shortened."""
+    """Return the config's entries for its first layers alone; a list with an entry a layer is shortened."""
     key = kind.attribute_map.get(DEPTH, DEPTH)
     whole = config.get(key)
     cut = {name: value[:depth] if isinstance(value, list) and len(value) == whole else value for name, value in config.items()}
@@ -130,7 +130,7 @@ class Sized:
 
 
 def sized(architecture: Architecture, wanted: Wanted) -> Sized:
-    """The architecture in the size that is wanted; its entries are changed in turn until none of them brings it nearer."""
+    """Return the architecture in the size that is wanted; its entries are changed in turn until none of them brings it nearer."""
     try:
         model = architecture.skeleton()
     except Exception as error:  # whatever the architecture's code raises for the sizes of another
@@ -178,7 +178,7 @@ def sized(architecture: Architecture, wanted: Wanted) -> Sized:
 
 
 def absent_weights(model: nn.Module, wanted: Wanted) -> list[Sequence[int]]:
-    """The shapes of weights outside the mixtures that are wanted, and that no parameter of the model has."""
+    """Return the shapes of weights outside the mixtures that are wanted, and that no parameter of the model has."""
     return [shape for shape in wanted.around - shapes_of(model) if len(shape) > 1]
 
 
@@ -189,19 +189,19 @@ def all_trials(architecture: Architecture, model: PreTrainedModel, wanted: Wante
 
 
 def depths_with_stacks(model: nn.Module) -> tuple[int, ...]:
-    """The depths of the layers with weights of experts, each the first number in their names."""
+    """Return the depths of the layers with weights of experts, each the first number in their names."""
     stacked = (name for name, parameter in model.named_parameters() if parameter.dim() == 3 and min(parameter.shape) > 1)
     return tuple(sorted({int(part) for name in stacked if (part := next(filter(str.isdigit, name.split(".")), None))}))
 
 
 def has_stacks(model: nn.Module) -> bool:
-    """Whether two parameters can be weights of the same experts: of each expert, the one takes what the other returns."""
+    """Return whether two parameters can be weights of the same experts: of each expert, the one takes what the other returns."""
     stacked = [shape for shape in shapes_of(model) if len(shape) == 3 and min(shape) > 1]
     return any(one[0] == other[0] and one[1] == other[2] for one, other in itertools.product(stacked, repeat=2))
 
 
 def built(architecture: Architecture) -> PreTrainedModel | None:
-    """The model without weights; None where the entries do not go together, or give it empty weights, which few read."""
+    """Return the model without weights; None where the entries do not go together, or give it empty weights, which few read."""
     try:
         model = architecture.skeleton()
     except Exception:  # whatever the architecture's code raises
@@ -217,15 +217,15 @@ def trials(value: Any, wanted: Wanted) -> list[Any]:
         return list(dict.fromkeys((*wanted.values, 1, 0, None, value)))
     if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
         kinds = list(dict.fromkeys(value))
-        other = [[one if depth in wanted.depths else two for depth in range(wanted.layers)] for one in kinds for two in kinds]
-        return [list(one) for one in dict.fromkeys((*map(tuple, other), tuple(value)))]
+        other = [[kind if depth in wanted.depths else two for depth in range(wanted.layers)] for kind in kinds for two in kinds]
+        return [list(fromkey) for fromkey in dict.fromkeys((*map(tuple, other), tuple(value)))]
     if isinstance(value, list):
         return [[depth for depth in range(wanted.layers) if depth not in wanted.depths], list(wanted.depths), value]
     return []
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """How many parameters have which shape; tied ones count once."""
+    """Return how many parameters have which shape; tied ones count once."""
     return Shapes(tuple(parameter.shape) for parameter in model.parameters())
 
 
@@ -241,7 +241,7 @@ def described(shape: Sequence[int]) -> str:
 
 
 def mixture_paths(model: nn.Module, wanted: Wanted) -> list[str]:
-    """The modules that hold stacked weights and a router, the smallest such; empty where some stacked weights have no router."""
+    """Return the smallest modules that hold stacked weights and a router; empty where some stacked weights have no router."""
     routers = set(wanted.routers)
     owners: dict[str, None] = {}
     for name, parameter in model.named_parameters():
@@ -257,11 +257,13 @@ def mixture_paths(model: nn.Module, wanted: Wanted) -> list[str]:
 
 
 def extra_parameter(model: nn.Module, mixtures: Sequence[str], wanted: Wanted) -> str:
-    """A shape of which there are too few parameters outside the mixtures, or too many; "" where there is neither."""
-    inside = {id(one) for path in mixtures for one in model.get_submodule(path).parameters()}
-    outside = Shapes(tuple(one.shape) for one in model.parameters() if id(one) not in inside)
+    """Return a shape of which there are too few parameters outside the mixtures, or too many; "" where there is neither."""
+    inside = {id(parameter) for path in mixtures for parameter in model.get_submodule(path).parameters()}
+    outside = Shapes(tuple(parameter.shape) for parameter in model.parameters() if id(parameter) not in inside)
     for shape in (*(wanted.around - outside), *(outside - wanted.around)):
-        named = [name for name, one in model.named_parameters() if id(one) not in inside and tuple(one.shape) == shape]
+        named = [
+            name for name, parameter in model.named_parameters() if id(parameter) not in inside and tuple(parameter.shape) == shape
+        ]
         count = wanted.around[shape]
         some = f": {first_few(named, 3)}" if len(named) > count else ""
         place = f"outside the mixtures of {plural(wanted.layers, 'layer')}"

@@ -31,9 +31,17 @@ from retrofit.native.architectures import (
     shared_entries,
     sized,
 )
-from retrofit.native.mixtures import Mixture, choices_of, in_float32, installed_mixtures, random_stream, random_weights
+from retrofit.native.mixtures import (
+    Layout,
+    Mixture,
+    choices_of,
+    equal_layout,
+    in_float32,
+    installed_mixtures,
+    random_stream,
+    random_weights,
+)
 from retrofit.native.surrounding_graph import Surroundings, call_of, first_difference, matched_parameters
-from retrofit.native.weight_layouts import Layout, equal_layout
 from retrofit.pipeline import recipe_storage
 from retrofit.pipeline.replaying import rewritten_part
 from retrofit.program.capture import capture
@@ -78,7 +86,7 @@ class Match:
     wanted: Wanted
 
     def strangeness(self) -> tuple[int, int, int]:
-        """What the architecture has that the model has not: elements, parameters (some have no elements), entries of its config."""
+        """Return what only the architecture has: elements, parameters (some have no elements), entries of its config."""
         empty = sum(not layout.sources for layout in self.layouts.values())
         return self.zeros, empty, len(self.architecture.own)
 
@@ -93,7 +101,7 @@ class Refusal:
 
 
 def to_native(model: PreTrainedModel, architecture: str | None = None) -> PreTrainedModel:
-    """The model as an architecture of transformers that computes the same, with memory of its own; `model` stays as it is.
+    """Return the model as an architecture of transformers that computes the same, with memory of its own; `model` stays as it is.
 
     `architecture`, a `model_type` such as "mixtral", says which; else the nearest that fits. Raises `DoesNotFitError` where none
     does, and says what differs in the nearest, `CheckpointError` for what is no transformers model with mixtures from a pass.
@@ -112,7 +120,7 @@ def native_form(model: Any, architecture: str | None = None, progress: Progress 
         say("capturing the model")
         inputs = named_inputs(part)
         program = capture(part, inputs)
-        ours = Surroundings.of(program, [one.path for one in mixtures])
+        ours = Surroundings.of(program, [mixture.path for mixture in mixtures])
         entering = next(iter(call_of(program, mixtures[0].path).inputs.values()))
         width = int(entering.meta["val"].shape[-1])
         matches: list[Match] = []
@@ -134,7 +142,9 @@ def native_form(model: Any, architecture: str | None = None, progress: Progress 
                 continue
             idle = fill_idle(native, zeros, places.mixtures, inputs)
             measured = require_equal(part, native, inputs)
-            copied = sum(one.numel() for one in native.parameters()) - sum(one.numel() for one in part.parameters())
+            copied = sum(parameter.numel() for parameter in native.parameters()) - sum(
+                parameter.numel() for parameter in part.parameters()
+            )
             extra = sum(native.get_parameter(name).numel() for name in zeros)
             options = {key: whole.fields[key] for key in whole.own if key in whole.fields}
             zero = tuple(name for name in zeros if name not in idle)
@@ -143,7 +153,7 @@ def native_form(model: Any, architecture: str | None = None, progress: Progress 
 
 
 def require_mixtures(model: Any) -> PreTrainedModel:
-    """The transformers model with mixtures that a pass made, else `CheckpointError`."""
+    """Return the transformers model with mixtures that a pass made, else `CheckpointError`."""
     require_module(model)
     require_uncompiled(model)
     require_in_memory(model, "written as an architecture of transformers")
@@ -164,8 +174,8 @@ def require_mixtures(model: Any) -> PreTrainedModel:
 
 
 def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | None) -> DoesNotFitError:
-    """The refusal, with what differs in the architecture that came nearest."""
-    refusals = [one for one in refusals if one.stage > DENSE or architecture]
+    """Return the refusal, with what differs in the architecture that came nearest."""
+    refusals = [refusal for refusal in refusals if refusal.stage > DENSE or architecture]
     if not refusals:
         named = f"architecture {architecture}" if architecture else "architecture"
         why = f"transformers has no {named} with mixtures for that task"
@@ -176,8 +186,8 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
             why=f"{rounded} was rounded to {str(part.dtype).removeprefix('torch.')}, and loading a model makes it in float32",
             remedy="save the model in that dtype and load it again, or load it with dtype= instead of .to(dtype)",
         )
-    nearest = max(one.stage for one in refusals)
-    said = [f"{one.architecture}: {one.why}" for one in refusals if one.stage == nearest]
+    nearest = max(refusal.stage for refusal in refusals)
+    said = [f"{refusal.architecture}: {refusal.why}" for refusal in refusals if refusal.stage == nearest]
     more = f"\nand {len(refusals) - len(said[:4])} more differ" if len(refusals) > len(said[:4]) else ""
     return DoesNotFitError(
         f"{type(part).__name__} with {', '.join(recipe_storage.stored_recipe(part))} has no native form",
@@ -187,10 +197,10 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
 
 
 def rounded_buffer(part: PreTrainedModel) -> str:
-    """A buffer that a model of that class, made in the same dtype, holds in float32, and that no file holds; "" for none."""
+    """Return a buffer that a model of that class, made in the same dtype, holds in float32, and that no file holds; "" for none."""
     fresh = dict(dense_skeleton(part).named_buffers())
     saved = part.state_dict()
-    named = ((name, one) for name, one in part.named_buffers() if name not in saved and name in fresh)
+    named = ((name, buffer) for name, buffer in part.named_buffers() if name not in saved and name in fresh)
     return next((name for name, one in named if one.dtype != fresh[name].dtype == torch.float32), "")
 
 
@@ -227,23 +237,23 @@ def examined(
 
 
 def of_depth_where(architecture: Architecture, depth: int) -> dict[str, Any]:
-    """The architecture's entries for a model of so many layers."""
+    """Return the architecture's entries for a model of so many layers."""
     return of_depth(architecture.fields, architecture.config_kind, depth)
 
 
 def what_is_wanted(part: PreTrainedModel, mixtures: list[Mixture], k: int) -> tuple[Wanted, int]:
-    """The parameters of a native form, of the first layers alone where every layer has a mixture; and how many layers that are."""
+    """Return the parameters of a native form, of the first layers alone where every layer has a mixture, and how many these are."""
     config = without_recipe(part.config.to_dict())
     whole = int(part.config.num_hidden_layers)
     depth = min(SHORT, whole) if len(mixtures) == whole else whole
     kind: Any = type(part)
     short = skeleton_of(kind, kind.config_class.from_dict(of_depth(config, kind.config_class, depth)))
-    paths = [one.path for one in mixtures][:depth] if depth < whole else [one.path for one in mixtures]
-    inside = {id(one) for path in paths for one in short.get_submodule(path).parameters()}
-    around = Shapes(tuple(one.shape) for one in short.parameters() if id(one) not in inside)
+    paths = [mixture.path for mixture in mixtures][:depth] if depth < whole else [mixture.path for mixture in mixtures]
+    inside = {id(parameter) for path in paths for parameter in short.get_submodule(path).parameters()}
+    around = Shapes(tuple(parameter.shape) for parameter in short.parameters() if id(parameter) not in inside)
     weights = mixtures[0].weights
-    stacked = [one for one in weights.values() if one.dim() == 3]
-    others = Shapes(tuple(one.shape) for one in weights.values() if one.dim() != 3)
+    stacked = [weight for weight in weights.values() if weight.dim() == 3]
+    others = Shapes(tuple(weight.shape) for weight in weights.values() if weight.dim() != 3)
     depths = tuple(range(depth)) if len(mixtures) == whole else depths_of(paths, short)
     units = {extent for one in stacked for extent in one.shape[1:]}
     halves = {unit // 2 for unit in units if unit % 2 == 0} if len(stacked) == 2 else set()
@@ -254,14 +264,14 @@ def what_is_wanted(part: PreTrainedModel, mixtures: list[Mixture], k: int) -> tu
 
 
 def depths_of(paths: list[str], short: PreTrainedModel) -> tuple[int, ...]:
-    """The depths of these modules: their positions in the list of layers that they lie in."""
+    """Return the depths of these modules: their positions in the list of layers that they lie in."""
     return tuple(next(int(part) for part in path.split(".") if part.isdigit()) for path in paths)
 
 
 def with_equal_mixture(
     architecture: Architecture, path: str, mixture: Mixture, weights: Mapping[str, Tensor], x: Tensor, k: int, wanted: Wanted
 ) -> Match | Refusal:
-    """The architecture with the settings by which its mixture computes what the model's does."""
+    """Return the architecture with the settings by which its mixture computes what the model's does."""
     nearest, said = float("inf"), "its mixture does not choose experts as the model's does"
     for settings in routing_settings(architecture, path, x, k, mixture.experts):
         changed = architecture.with_fields(**settings)
@@ -272,7 +282,7 @@ def with_equal_mixture(
             said = f"its mixture does not run by itself: {first_line(error)}"
             continue
         if layouts:
-            zeros = sum(one.numel() for name, one in module.named_parameters() if not layouts[name].sources)
+            zeros = sum(parameter.numel() for name, parameter in module.named_parameters() if not layouts[name].sources)
             return Match(changed, layouts, zeros, wanted)
         if gap < nearest:
             nearest, said = gap, f"its mixture computes something else ({gap:.1e} of the largest output away at the nearest)"
@@ -301,7 +311,7 @@ def routing_settings(architecture: Architecture, path: str, x: Tensor, k: int, e
 
 
 def sends(architecture: Architecture, path: str, x: Tensor, settings: dict[str, Any], k: int, experts: int) -> bool:
-    """Whether the mixture sends each token to `k` of the experts with these settings."""
+    """Return whether the mixture sends each token to `k` of the experts with these settings."""
     try:
         module = architecture.skeleton(**settings).get_submodule(path)
         generator = torch.Generator().manual_seed(0)
@@ -315,7 +325,7 @@ def sends(architecture: Architecture, path: str, x: Tensor, settings: dict[str, 
 
 
 def with_whole_depth(match: Match, part: PreTrainedModel) -> Architecture:
-    """The architecture for all layers of the model."""
+    """Return the architecture for all layers of the model."""
     short = match.architecture
     fields = {**short.fields, **shared_entries(part.config, [key for key in short.fields if key not in short.own])}
     whole = int(part.config.num_hidden_layers)
@@ -336,7 +346,7 @@ class Places:
 
 
 def places_of(ours: Surroundings, whole: Architecture, match: Match, dtype: torch.dtype) -> Places:
-    """Where each parameter of the architecture is in the model; raises `LookupError` with the first difference of the graphs.
+    """Return where each parameter of the architecture is in the model; raise `LookupError` with the first difference of the graphs.
 
     `dtype` is the model's: the casts of half precision are in its graph.
     """
@@ -352,9 +362,9 @@ def places_of(ours: Surroundings, whole: Architecture, match: Match, dtype: torc
 def filled(
     part: PreTrainedModel, whole: Architecture, match: Match, places: Places, mixtures: list[Mixture]
 ) -> tuple[PreTrainedModel, list[str]]:
-    """The architecture with the model's weights, and the names of the parameters that are zero."""
+    """Return the architecture with the model's weights, and the names of the parameters that are zero."""
     skeleton, zeros = places.skeleton, list[str]()
-    same = {name: id(one) for name, one in skeleton.named_parameters(remove_duplicate=False)}
+    same = {name: id(parameter) for name, parameter in skeleton.named_parameters(remove_duplicate=False)}
     around = {same[name]: source for name, source in places.around.items()}
     inside = [(f"{path}.", mixture.weights) for path, mixture in zip(places.mixtures, mixtures, strict=True)]
     state: dict[str, Tensor] = {}
@@ -407,7 +417,7 @@ def fill_idle(native: PreTrainedModel, zeros: Sequence[str], mixtures: Sequence[
 
 
 def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[str, Any]) -> str:
-    """How far the outputs of the two lie apart; raises `VerificationError` where it is more than rounding."""
+    """Return how far the outputs of the two lie apart; raises `VerificationError` where it is more than rounding."""
     batch, length = extent_of(inputs)
     shapes = [inputs, resized(part, inputs, batch + 1, 2 * length + 1, seed=1)]
     found = [compared(part, native, given) for given in shapes]
@@ -422,5 +432,5 @@ def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[s
 
 
 def compared(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[str, Any]) -> Comparison:
-    """Whether the two compute the same."""
+    """Return whether the two compute the same."""
     return Arithmetic(part, inputs).compare(lambda: (logits_of(run(native, inputs)), logits_of(run(part, inputs))))

@@ -56,7 +56,7 @@ class Surroundings:
         return hashed(node.op, target, *self.arguments(node))
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """The node that has the values of this one: another where this one is a copy, or a dropout that drops nothing."""
+        """Return the node that has the values of this one: another where this one is a copy, or a dropout that drops nothing."""
         while node not in self.ends and node.op == "call_function":
             source = node.args[0] if node.args else None
             if not isinstance(source, fx.Node) or not is_copy(node, source):
@@ -65,7 +65,7 @@ class Surroundings:
         return node
 
     def held(self, node: fx.Node) -> tuple[Any, ...]:
-        """What a placeholder stands for."""
+        """Return what a placeholder stands for."""
         program, value = self.program, node.meta.get("val")
         shape = tuple(getattr(value, "shape", ()))
         if node in program.parameters:
@@ -76,23 +76,23 @@ class Surroundings:
         return "held", shape, constant.tolist() if constant is not None and not constant.is_meta else None
 
     def arguments(self, node: fx.Node) -> list[str]:
-        """The arguments of a node by their digests, in an order of their own where their order does not matter."""
+        """Return the arguments of a node by their digests, in an order of their own where their order does not matter."""
         args = [one for one in node.args if not isinstance(one, torch.device)]
         kwargs = {key: value for key, value in node.kwargs.items() if key not in PLACES}
         said = [repr(fx.node.map_arg(one, lambda operand: Quoted(self.digests[operand]))) for one in (*args, kwargs)]
         return [*sorted(said[:2]), *said[2:]] if node.target in COMMUTES else said
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """What a node is computed from; of two that may be swapped the one of the lesser digest first."""
+        """Return what a node is computed from; of two that may be swapped the one of the lesser digest first."""
         if node in self.ends:
             return [self.origin(self.ends[node][1])]
-        operands = [self.origin(one) for one in node.all_input_nodes]
+        operands = [self.origin(all_input_node) for all_input_node in node.all_input_nodes]
         if node.target in COMMUTES:
-            return sorted(operands, key=lambda one: self.digests[one])
+            return sorted(operands, key=lambda operand: self.digests[operand])
         return operands
 
     def slice_of(self, node: fx.Node) -> list[fx.Node]:
-        """What `node` is computed from, in the order of the graph."""
+        """Return what `node` is computed from, in the order of the graph."""
         seen: set[fx.Node] = set()
         waiting = [node]
         while waiting:
@@ -103,7 +103,7 @@ class Surroundings:
         return [one for one in self.program.graph.nodes if one in seen]
 
     def place(self, node: fx.Node) -> str:
-        """A node in words: the operation, and the module it is in."""
+        """Return a node in words: the operation, and the module it is in."""
         program = self.program
         if node in program.parameters:
             return f"the parameter {program.parameters[node]} {'×'.join(map(str, self.held(node)[1]))}"
@@ -113,7 +113,7 @@ class Surroundings:
 
 
 def is_copy(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node has the values of its operand."""
+    """Return whether a node has the values of its operand."""
     if node.target in CASTS:
         ours, theirs = node.meta.get("val"), source.meta.get("val")
         return ours is not None and theirs is not None and ours.dtype == theirs.dtype
@@ -134,7 +134,7 @@ def hashed(*parts: Any) -> str:
 
 
 def call_of(program: Program, path: str) -> Call:
-    """The one call of a module; raises `LookupError` where it is called never or twice."""
+    """Return the one call of a module; raises `LookupError` where it is called never or twice."""
     calls = [call for call in program.calls if call.path == path]
     if len(calls) != 1 or not calls[0].inputs or not calls[0].outputs:
         raise LookupError(f"{path} is called {len(calls)} times")
@@ -142,17 +142,17 @@ def call_of(program: Program, path: str) -> Call:
 
 
 def logits_in(program: Program) -> fx.Node:
-    """The output that a model is for."""
+    """Return the output that a model is for."""
     return program.outputs.get(LOGITS) or next(iter(program.outputs.values()))
 
 
 def root_of(one: Surroundings) -> fx.Node:
-    """The node whose values the logits are."""
+    """Return the node whose values the logits are."""
     return one.origin(logits_in(one.program))
 
 
 def first_difference(one: Surroundings, other: Surroundings) -> str:
-    """What of the one graph is the first that the other does not compute, and the reverse; "" where the graphs are equal."""
+    """Return what of the one graph is the first that the other does not compute, and the reverse; "" where the graphs are equal."""
     ours, theirs = (side.slice_of(root_of(side)) for side in (one, other))
     known, there = {one.digests[node] for node in ours}, {other.digests[node] for node in theirs}
     if one.digests[root_of(one)] == other.digests[root_of(other)]:

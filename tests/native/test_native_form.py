@@ -18,8 +18,8 @@ import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError
 from retrofit.native.architectures import Architecture, Shapes, Wanted, architectures_like, extra_parameter, sized
+from retrofit.native.mixtures import Layout, combinations, equal_layout, layouts_for
 from retrofit.native.native_form import Match, native_form
-from retrofit.native.weight_layouts import Layout, combinations, equal_layout, layouts_for
 
 IDS = torch.arange(3, 20)[None]
 
