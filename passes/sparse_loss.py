@@ -92,9 +92,9 @@ def start(observed: Observed) -> Problems:
                 yield site.path, problem
             continue
         received = (known, observed.dense_products[site.dense_path])
-        agreements = [agreement(head, observed.options.modules, *one) for one in received]
-        if not any(CALIBRATED <= one <= 1 / CALIBRATED for one in agreements):
-            ratio = " or ".join(f"{one:.2g}" for one in agreements)
+        agreements = [agreement(head, observed.options.modules, *call) for call in received]
+        if not any(CALIBRATED <= length <= 1 / CALIBRATED for length in agreements):
+            ratio = " or ".join(f"{length:.2g}" for length in agreements)
             yield site.path, f"the dense head is {ratio} times as long along it: it was not fitted to it"
 
 
@@ -282,8 +282,8 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     product = weight_product(node, flow)
     assert product is not None
     call = program.owner.get(node, program.root)
-    inside = [one for one, owner in program.owner.items() if call.encloses(owner) and one in flow.depends]
-    if sparse := [one.path for one in call.chain if isinstance(anatomy.model.get_submodule(one.path), MultiplicativeHead)]:
+    inside = [inner for inner, owner in program.owner.items() if call.encloses(owner) and inner in flow.depends]
+    if sparse := [inner.path for inner in call.chain if isinstance(anatomy.model.get_submodule(inner.path), MultiplicativeHead)]:
         raise DoesNotFitError(
             f"sparse-loss: the head {sparse[0]} is sparse already",
             why="another modules= needs the dense head",
@@ -299,9 +299,11 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
             remedy="apply sparse-loss once, to a model whose head is a module such as nn.Linear",
             in_any_form=True,
         )
-    parameter_adds = [one for one in inside if op(one) == "add" and any(part in program.parameters for part in one.all_input_nodes)]
-    other_work = [one for one in inside if one not in (node, *parameter_adds) and op(one) not in LAYOUT | CAST]
-    read = {name for one in inside for part in one.all_input_nodes if (name := program.parameters.get(part)) is not None}
+    parameter_adds = [
+        inner for inner in inside if op(inner) == "add" and any(part in program.parameters for part in inner.all_input_nodes)
+    ]
+    other_work = [inner for inner in inside if inner not in (node, *parameter_adds) and op(inner) not in LAYOUT | CAST]
+    read = {name for inner in inside for part in inner.all_input_nodes if (name := program.parameters.get(part)) is not None}
     biases = sorted(read - {head.parameter})
     shapes = [anatomy.model.get_parameter(name).shape for name in biases]
     fitting = [

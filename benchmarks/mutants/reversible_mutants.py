@@ -144,7 +144,7 @@ MUTANTS = [
     ),
     call(
         "tensors that several layers are given get no gradient from them",
-        "trained = [one for one in inside if isinstance(one, Tensor) and one.requires_grad]",
+        "trained = [tensor for tensor in inside if isinstance(tensor, Tensor) and tensor.requires_grad]",
         "trained = [one for one in inside if isinstance(one, Tensor) and False]",
         trials=BOTH_STACKS,
     ),

@@ -331,9 +331,9 @@ class DenseAltUpLayer(AltUpLayer):
     def start(self, init: str, n: int) -> None:
         with self.p.device:
             p, g = start_coefficients(init, self.k, self.active, n)
-            one = torch.eye(self.width)
-        self.p.copy_(torch.kron(p, one))
-        self.g.copy_(torch.kron(g.unsqueeze(-1), one))
+            identity = torch.eye(self.width)
+        self.p.copy_(torch.kron(p, identity))
+        self.g.copy_(torch.kron(g.unsqueeze(-1), identity))
 
     def update(self, x: Tensor, block: Tensor, y: Tensor) -> Tensor:
         wide = torch.cat([x] * self.k, -1) if self.expand else x

@@ -280,7 +280,7 @@ class WidthPropagation:
         head = self.anatomy.node(self.anatomy.head.node)
         deeper = [head, *(self.anatomy.node(layer.entry) for layer in self.anatomy.layers)]
         last = [product.node for product in nearest_products(list(self.flow.program.outputs.values()), self.flow)]
-        return {head, *(node for node in last if not any(self.flow.reaches(node, one) for one in deeper))}
+        return {head, *(node for node in last if not any(self.flow.reaches(node, other) for other in deeper))}
 
     def refuse(self, node: fx.Node, why: str, remedy: str = "") -> DoesNotFitError:
         call = self.flow.call_of(node)

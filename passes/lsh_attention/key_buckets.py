@@ -113,7 +113,7 @@ class BucketLists:
     def choose(self, rows: Tensor, heads: int) -> None:
         """Only these sequences are left, in this order."""
         self.places, self.counts = (
-            one.unflatten(1, (-1, heads)).index_select(1, rows).flatten(1, 2) for one in (self.places, self.counts)
+            table.unflatten(1, (-1, heads)).index_select(1, rows).flatten(1, 2) for table in (self.places, self.counts)
         )
         self.hidden = None if self.hidden is None else self.hidden.index_select(0, rows)
 
@@ -197,8 +197,8 @@ class KeyBuckets:
 def same(known: Tensor | None, hidden: Tensor | None) -> bool:
     """Return whether both say the same of the same keys; None: none is hidden."""
     if known is None or hidden is None:
-        one = known if hidden is None else hidden
-        return one is None or not bool(one.any())
+        buckets = known if hidden is None else hidden
+        return buckets is None or not bool(buckets.any())
     return torch.equal(known.expand_as(hidden), hidden)
 
 

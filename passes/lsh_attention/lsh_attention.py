@@ -205,7 +205,7 @@ class SiteFinder:
             raise unfit(
                 name, f"a query of {query[2]} attends to {key[2]} keys, and the stream is {source}: not to every token once"
             )
-        times = sum(one.path == call.path for one in self.anatomy.program.calls)
+        times = sum(other.path == call.path for other in self.anatomy.program.calls)
         made_by = self.made_by(call.path) if self.projections is not None else ()
         causal = stack.causal or is_causal(core, self.anatomy.node(branch.source), self.flow)
         site = BucketedSite(call.path, query[1], query[3], causal, times, query[2], *made_by)
@@ -252,7 +252,7 @@ class SiteFinder:
         if not call.path:
             raise unfit(branch.name or branch.output, "it is computed in the model's own code, and no module owns it", NO_MODULE)
         module = self.anatomy.model.get_submodule(call.path)
-        if any(NOT_INTERCEPTED in names_in_code(one) for one in module.modules()):
+        if any(NOT_INTERCEPTED in names_in_code(part) for part in module.modules()):
             raise unfit(call.path, f"its code calls torch's {NOT_INTERCEPTED}, and no call inside that can be replaced", NO_MODULE)
         inside = [core for core in self.cores if call.encloses(self.flow.call_of(core.result))]
         if len(inside) != 1:
@@ -262,7 +262,7 @@ class SiteFinder:
         """Raises `DoesNotFitError` where the module at a path attends in buckets, or is inside one that does."""
         steps = path.split(".")
         above = (self.anatomy.model.get_submodule(".".join(steps[:count])) for count in range(1, len(steps) + 1))
-        if any(isinstance(one, InterceptedAttention) for one in above):
+        if any(isinstance(outer, InterceptedAttention) for outer in above):
             raise unfit(path, LSHAttention.already, "other options need a model that was not rewritten so")
 
 

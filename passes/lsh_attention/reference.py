@@ -29,7 +29,7 @@ def bucketed_attention(call: SiteCall) -> Tensor:
     rows = []
     for b in range(len(q)):
         for h in range(module.heads):
-            k, v = (one[b, h // (module.heads // one.shape[1])] for one in (key, value))
+            k, v = (projected[b, h // (module.heads // projected.shape[1])] for projected in (key, value))
             real = visible[b, h].any(0).tolist()
             for i in range(q.shape[2]):
                 seen = seen_keys(q[b, h, i], k, real, first + i, module, options)
@@ -76,7 +76,7 @@ def seen_keys(q: Tensor, k: Tensor, real: list[bool], place: int, module: Any, o
     for rotation in module.rotations:
         own, others = (
             bucket(q, rotation),
-            [bucket(one, rotation) if kept else options.buckets for one, kept in zip(k, real, strict=True)],
+            [bucket(key, rotation) if kept else options.buckets for key, kept in zip(k, real, strict=True)],
         )
         if module.causal:
             found |= set([j for j in range(place + 1) if others[j] == own][-options.chunk :])
@@ -91,7 +91,7 @@ def seen_keys(q: Tensor, k: Tensor, real: list[bool], place: int, module: Any, o
 def bucket(x: Tensor, rotation: Tensor) -> int:
     """argmax [x R; −x R]."""
     y = [float((x * column).sum()) for column in rotation.T]
-    both = [*y, *(-one for one in y)]
+    both = [*y, *(-number for number in y)]
     return both.index(max(both))
 
 
@@ -104,8 +104,8 @@ def score(q: Tensor, k: Tensor, scale: float, shared: bool, is_own: bool) -> Ten
 
 def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
     """Σ softmax(s)_j v_j."""
-    top = max(float(one) for one in scores)
-    weights = [(one - top).exp() for one in scores]
+    top = max(float(score) for score in scores)
+    weights = [(score - top).exp() for score in scores]
     total = torch.stack(weights).sum()
     return sum((weight / total * value for weight, value in zip(weights, values, strict=True)), torch.zeros_like(values[0]))
 
@@ -116,10 +116,10 @@ def wiring(observed: Observed) -> Problems:
         module: Any = site.module
         for call in site.calls[:1]:
             narrow = {**dict(zip(ARGUMENTS, call.args, strict=False)), **call.kwargs, "cache": None}
-            wide = {name: one.double() if is_float(one) else one for name, one in narrow.items()}
+            wide = {name: value.double() if is_float(value) else value for name, value in narrow.items()}
             if narrow["query"].dtype != torch.float32:
                 continue
-            if any(not torch.equal(*(buckets_of(one[name], module) for one in (narrow, wide))) for name in ("query", "key")):
+            if any(not torch.equal(*(buckets_of(value[name], module) for value in (narrow, wide))) for name in ("query", "key")):
                 observed.not_compared(site.path, "in float32: some vector is as near to one bucket as to another")
                 continue
             with torch.no_grad():

@@ -36,14 +36,14 @@ def kernel(name: str) -> Any:
     if operation is None:
         return None
     takes = tuple(argument.name for argument in operation._schema.arguments)
-    returns = [str(one.type) for one in operation._schema.returns]
+    returns = [str(result.type) for result in operation._schema.returns]
     return operation if takes == TAKES and returns == ["Tensor", "Tensor"] else None
 
 
 def is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether the kernel can be called: it exists, in float32 on a CPU, outside of tracing, without gradients."""
-    followed = torch.is_grad_enabled() and any(one.requires_grad for one in (q, k, v))
-    plain = all(one.device.type == "cpu" and one.dtype == torch.float32 for one in (q, k, v))
+    followed = torch.is_grad_enabled() and any(operand.requires_grad for operand in (q, k, v))
+    plain = all(operand.device.type == "cpu" and operand.dtype == torch.float32 for operand in (q, k, v))
     return (
         plain and q.shape[-1] == v.shape[-1] and not followed and not torch.compiler.is_compiling() and kernel(KERNEL) is not None
     )
@@ -288,7 +288,7 @@ def first_key_round(operands: Operands, first: Tensor, orders: Sequence[KeyOrder
 def bias_of(order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles, queries: Tensor, keys: Tensor) -> Tensor:
     """0 where a query of a tile sees a key that no round before shows it: (rows, tiles, C, keys)."""
     rows, count, size = tiles.ranks.shape
-    ends = (one.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for one in (order.first, order.last))
+    ends = (end.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for end in (order.first, order.last))
     first, last = ends
     bias = window_bias(first, last, size)
     for other in before:
@@ -323,7 +323,7 @@ def in_window(order: KeyOrder, tiles: Tiles) -> Tensor:
 def in_stretch(order: KeyOrder, queries: Tensor, ranks: Tensor) -> Tensor:
     """Return which keys at these ranks (rows, tiles, keys) each query (rows, tiles · C) sees: (rows, tiles, C, keys)."""
     rows, tiles, _ = ranks.shape
-    ends = (one.expand(rows, -1).gather(-1, queries).int().view(rows, tiles, -1, 1) for one in (order.first, order.last))
+    ends = (end.expand(rows, -1).gather(-1, queries).int().view(rows, tiles, -1, 1) for end in (order.first, order.last))
     (first, last), ranks = ends, ranks.int().unsqueeze(-2)
     return (ranks >= first) & (ranks < last)
 
@@ -372,7 +372,10 @@ def most_seen(rounds: int, chunk: int) -> int:
 
 def over_keys(operands: Operands, keys: Tensor, visible: Tensor) -> Tensor:
     """Return the result, (rows, n_q, d_v), over these keys of each query, (rows, n_q, m), as far as they are visible."""
-    k, v = (one.view(*keys.shape, -1) for one in (operands.keys_at(keys.flatten(1)), operands.at_keys(operands.v, keys.flatten(1))))
+    k, v = (
+        picked.view(*keys.shape, -1)
+        for picked in (operands.keys_at(keys.flatten(1)), operands.at_keys(operands.v, keys.flatten(1)))
+    )
     queries = torch.arange(keys.shape[1], device=keys.device).view(1, -1, 1)
     s = operands.scores(((operands.q * operands.scale).unsqueeze(-2) @ k.mT).squeeze(-2), visible, queries, keys)
     y, total = weighed(s.unsqueeze(-2), v, operands.dropout)

@@ -137,7 +137,7 @@ class AnsweredScores(TorchFunctionMode):
 def softmax_arguments(args: Any, kwargs: Mapping[str, Any]) -> tuple[Tensor, torch.dtype | None]:
     """Return what a softmax normalizes, and the type that it computes in, where one is given."""
     scores = args[0] if args else kwargs["input"]
-    given = [one for one in (*args, kwargs.get("dtype")) if isinstance(one, torch.dtype)]
+    given = [argument for argument in (*args, kwargs.get("dtype")) if isinstance(argument, torch.dtype)]
     return scores, given[0] if given else None
 
 

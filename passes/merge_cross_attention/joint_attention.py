@@ -164,7 +164,7 @@ class JointAttention(AttentionToOthers):
         given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "is_causal": is_causal, "scale": scale}
         one_query = other["query"] is None or self.positions == FIRST
         besides = {**other, "query": query} if other["query"] is None else other
-        own, others = (Part.of(one, self.heads) for one in (given, besides))
+        own, others = (Part.of(arguments, self.heads) for arguments in (given, besides))
         if self.positions == FIRST and self.encoder_is_own:
             own = own.seen_as_first_of(others)
         elif self.positions == FIRST:
@@ -193,12 +193,15 @@ class JointAttention(AttentionToOthers):
     def fused(self, own: Part, others: Part, dropout: float) -> Tensor:
         """By torch's own attention over the keys of both sets, one behind the other."""
         q, heads = own.q, self.heads
-        k, v = (torch.cat([repeated(one, heads), repeated(two, heads)], 2) for one, two in ((own.k, others.k), (own.v, others.v)))
+        k, v = (
+            torch.cat([repeated(mine, heads), repeated(theirs, heads)], 2)
+            for mine, theirs in ((own.k, others.k), (own.v, others.v))
+        )
         if own.mask is None and others.mask is None and not self.weighs:
             mask = None
         else:
             masks = own.mask, others.mask
-            is_bias = self.weighs or any(one is not None and one.dtype != torch.bool for one in masks)
+            is_bias = self.weighs or any(mask is not None and mask.dtype != torch.bool for mask in masks)
             parts = [part.laid_out(is_bias) for part in (own, others)]
             if self.weighs:
                 parts[1] = (parts[1] + self.added()).to(q.dtype)

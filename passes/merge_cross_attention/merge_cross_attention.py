@@ -166,7 +166,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
 
     def merge(self, site: MergedSite, edit: Edit) -> None:
         """The attentions of one layer see both sets of tokens; of the cross-attention its code is left, or its weights too."""
-        own_path, cross_path = (f"{site.path}.{one.path}" for one in (site.own, site.cross))
+        own_path, cross_path = (f"{site.path}.{part.path}" for part in (site.own, site.cross))
         own, cross = edit.model.get_submodule(own_path), edit.model.get_submodule(cross_path)
         like = next((parameter for parameter in own.parameters() if parameter.is_floating_point()), torch.empty(()))
         attention = self.attention(site, like, encoder_is_own=False)

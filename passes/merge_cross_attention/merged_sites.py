@@ -125,8 +125,10 @@ class SiteFinder:
 
     def cache_layers(self, stack: Stack) -> int:
         """Return how many layers the stack's cache has: layers within its layers are a stack of their own, with the same cache."""
-        stacks = [one for one in self.anatomy.stacks if one.kind == stack.kind]
-        return sum(len(one.layers) for one in stacks if is_part_of(one.name, stack.name) or is_part_of(stack.name, one.name))
+        stacks = [other for other in self.anatomy.stacks if other.kind == stack.kind]
+        return sum(
+            len(other.layers) for other in stacks if is_part_of(other.name, stack.name) or is_part_of(stack.name, other.name)
+        )
 
     # The two attentions of a layer.
 
@@ -167,7 +169,7 @@ class SiteFinder:
     def check_above(self, path: str, name: str) -> None:
         steps = path.split(".")
         above = (self.anatomy.model.get_submodule(".".join(steps[:count])) for count in range(1, len(steps) + 1))
-        if any(isinstance(one, MergedLayer) for one in above):
+        if any(isinstance(outer, MergedLayer) for outer in above):
             raise unfit(name, "its attentions are merged already", "other options need a model that was not rewritten so")
 
     def check_shapes(self, own: FoundAttention, cross: FoundAttention) -> None:
@@ -176,22 +178,22 @@ class SiteFinder:
             raise unfit(cross.path, "no one argument of it is the encoder's states, or the stream")
         for letter in "qkv":
             found = [[projection for projection in each.site.projections if letter in projection.letters] for each in (own, cross)]
-            letters = [one[0].letters if one else () for one in found]
+            letters = [projections[0].letters if projections else () for projections in found]
             if letters[0] != letters[1] or REST in letters[0]:
-                ours, theirs = (" and ".join(one) or "nothing" for one in reversed(letters))
+                ours, theirs = (" and ".join(each) or "nothing" for each in reversed(letters))
                 raise unfit(cross.path, f"one matrix makes {ours} in it, and {theirs} in self-attention, whose weights it takes")
-            ours, theirs = (f"{one[0].stream_width} → {one[0].width}" for one in reversed(found))
+            ours, theirs = (f"{projections[0].stream_width} → {projections[0].width}" for projections in reversed(found))
             if ours != theirs:
                 raise unfit(cross.path, f"its projection of {letter} is {ours}, and that of self-attention {theirs}")
-        for one, other in zip(operands(cross.core), operands(own.core), strict=True):
-            first, second = shape(one) or (), shape(other) or ()
+        for operand, other in zip(operands(cross.core), operands(own.core), strict=True):
+            first, second = shape(operand) or (), shape(other) or ()
             ranks = (4,) if own.core.softmax is None else (3, 4)  # written out, batch and heads may be one dimension
             if len(first) not in ranks or len(second) != len(first) or (first[-3], first[-1]) != (second[-3], second[-1]):
                 raise unfit(cross.path, f"its heads are {first}, and those of self-attention {second}")
 
     def written_out(self, own: FoundAttention, cross: FoundAttention) -> bool:
         """Return whether the scores of both are written out; raise `DoesNotFitError` where only one's are, or a bias is needed."""
-        kinds = [one.core.softmax is not None for one in (own, cross)]
+        kinds = [attention.core.softmax is not None for attention in (own, cross)]
         if kinds[0] != kinds[1]:
             raise unfit(
                 cross.path, f"one of it and {own.path} calls {FUSED}, and the scores of the other are written out", CALLS_FUSED
@@ -205,17 +207,17 @@ class SiteFinder:
         """Return what the code of one attention takes of the other; raise `DoesNotFitError` where the other lacks something."""
         modules: dict[str, str] = {}
         query = "", 0
-        for one in code.site.projections:
-            path = inside(one.matrix.module, code.path)
-            (other,) = [each for each in lender.site.projections if each.letters == one.letters]
-            if one.letters == ("q",) and one_query:
-                query = path, one.width
+        for projection in code.site.projections:
+            path = inside(projection.matrix.module, code.path)
+            (other,) = [each for each in lender.site.projections if each.letters == projection.letters]
+            if projection.letters == ("q",) and one_query:
+                query = path, projection.width
             else:
                 modules[path] = inside(other.matrix.module, lender.path)
         out = code.site.out
         out_path = inside(out.module, code.path) if out is not None and out.module.startswith(f"{code.path}.") else ""
         known = {*modules, query[0], out_path}
-        module, others = (self.anatomy.model.get_submodule(one.path) for one in (code, lender))
+        module, others = (self.anatomy.model.get_submodule(attention.path) for attention in (code, lender))
         for path, part in module.named_modules():
             if path in known or not part._parameters or not any(parameter is not None for parameter in part._parameters.values()):
                 continue
@@ -255,7 +257,7 @@ class SiteFinder:
         emptied = list(dict.fromkeys(name.rpartition(".")[0] for name in dropped))
         for path in emptied:
             calls = [call for call in flow.program.calls if call.path == path]
-            sizes = [[shape(node) for node in one] for call in calls for one in (call.inputs.values(), call.outputs.values())]
+            sizes = [[shape(node) for node in group] for call in calls for group in (call.inputs.values(), call.outputs.values())]
             within = path.startswith(f"{cross.path}.") or path == site.out.module
             if not within and (len(calls) != 1 or any(len(size) != 1 for size in sizes) or sizes[0] != sizes[1]):
                 raise unfit(cross.path, f"the weights of {path or 'the model'} would have no use, and its module cannot go")

@@ -28,9 +28,9 @@ def joint_attention(call: SiteCall) -> Tensor:
     other = call.kwargs.get("other")
     sets = [own] if other is None else [own, {**other, "query": own["query"] if other["query"] is None else other["query"]}]
     size = own["query"].shape
-    queries = [one["query"].reshape(len(one["query"]), heads, -1, one["query"].shape[-1]) for one in sets]
+    queries = [keyset["query"].reshape(len(keyset["query"]), heads, -1, keyset["query"].shape[-1]) for keyset in sets]
     tokens = queries[0].shape[2]
-    visible, bias = zip(*(visibility(one, len(queries[0]), heads, tokens) for one in sets), strict=True)
+    visible, bias = zip(*(visibility(keyset, len(queries[0]), heads, tokens) for keyset in sets), strict=True)
     decoder = 1 if module.encoder_is_own else 0
     first = call.options.positions == "first" and other is not None
     rows = []
@@ -38,11 +38,11 @@ def joint_attention(call: SiteCall) -> Tensor:
         for h in range(heads):
             for i in range(tokens):
                 scores, values = [], []
-                for number, one in enumerate(sets):
-                    shared = heads // one["key"].shape[1]
-                    k, v = one["key"][b, h // shared], one["value"][b, h // shared]
+                for number, keyset in enumerate(sets):
+                    shared = heads // keyset["key"].shape[1]
+                    k, v = keyset["key"][b, h // shared], keyset["value"][b, h // shared]
                     q = queries[decoder if first else number][b, h, i]
-                    scale = q.shape[-1] ** -0.5 if one.get("scale") is None else one["scale"]
+                    scale = q.shape[-1] ** -0.5 if keyset.get("scale") is None else keyset["scale"]
                     added = torch.zeros((), dtype=torch.float64)
                     if number == 1 and module.log_weight is not None:
                         added = module.log_weight[h]
@@ -53,7 +53,7 @@ def joint_attention(call: SiteCall) -> Tensor:
                             scores.append(scale * (q * k[j]).sum() + bias[number][b, h, i, j] + added)
                             values.append(v[j])
                 rows.append(weighed(scores, values) if scores else torch.zeros(own["value"].shape[-1], dtype=torch.float64))
-    seen = torch.stack([one.any(-1) for one in visible]).any(0)
+    seen = torch.stack([shown.any(-1) for shown in visible]).any(0)
     call.irrelevant = (~seen).reshape(size[:-1])
     return torch.stack(rows).reshape(*size[:-1], own["value"].shape[-1])
 

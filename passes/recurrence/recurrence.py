@@ -119,7 +119,11 @@ class Recurrence(Pass[RecurrencePlan]):
             near_misses=tuple(near_misses),
             new_parameters=total,
             formula=self.formula(sizes, total),
-            notes=tuple(f"{site.place.path}: {one.dropout_note}" for site in found if (one := site.place.gathered) and one.dropout),
+            notes=tuple(
+                f"{site.place.path}: {gathered.dropout_note}"
+                for site in found
+                if (gathered := site.place.gathered) and gathered.dropout
+            ),
             recurrent=tuple(found),
             paths=tuple((call, tuple(names)) for call, names in finder.paths.values()),
         )
@@ -227,8 +231,8 @@ class SiteFinder:
         """Return the size of what the feed-forward reads within the layer's call."""
         path = place.path if place.gathered is None else place.gathered.into[0].module
         key = place.stream_in if place.gathered is None else 0
-        outer = next(one for one in self.anatomy.program.calls if one.path == call.path)
-        inner = [one for one in self.anatomy.program.calls if one.path == path and outer.encloses(one)]
+        outer = next(other for other in self.anatomy.program.calls if other.path == call.path)
+        inner = [other for other in self.anatomy.program.calls if other.path == path and outer.encloses(other)]
         if len(inner) > 1:
             raise unfit(place.path, f"{call.path} calls it {len(inner)} times, each time with other tokens")
         read = inner[0].inputs.get(key) if inner else None

@@ -20,7 +20,7 @@ def recurrent_feed_forward(call: SiteCall) -> Tensor:
     tokens_first, flat = module.layout.tokens_first, module.layout.flat
     stream = x.reshape(*given["sizes"], x.shape[-1]) if flat else x
     rows = stream.transpose(0, 1) if tokens_first else stream
-    earlier = sum(one.kept["tokens"] for one in call.before)
+    earlier = sum(past.kept["tokens"] for past in call.before)
     call.kept["tokens"] = rows.shape[1]
     real = unpadded(call, len(rows), rows.shape[1], earlier + rows.shape[1])
     call.kept["unpadded"] = torch.full((len(rows),), rows.shape[1]) if real is None else real.expand(len(rows), -1).sum(1)
@@ -56,7 +56,11 @@ def read(x: Tensor, unit: Any, rank: int, real: Tensor | None, state: Tensor | N
         f = 1 / (1 + torch.exp(-(projected(x[:, t], w_f) + b_f)))
         r = 1 / (1 + torch.exp(-(projected(x[:, t], w_r) + b_r)))
         new = f * c + (1 - f) * projected(x[:, t], w_u)
-        c = new if real is None else torch.stack([one if bool(is_real) else old for one, old, is_real in each(new, c, real, t)])
+        c = (
+            new
+            if real is None
+            else torch.stack([new_row if bool(is_real) else old for new_row, old, is_real in each(new, c, real, t)])
+        )
         found[t] = r * c + 3**0.5 * (1 - r) * x[:, t]
     return torch.stack([found[t] for t in sorted(found)], 1), c
 
@@ -74,7 +78,9 @@ def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | N
     as many new tokens in each row; and that places behind all it was given, which it fills a window with, are hidden.
     """
     given = [value for value in call.inputs.values() if isinstance(value, Tensor) and value.dim() == 2 and len(value) == batch]
-    masks = [one for name, one in call.inputs.items() if name.endswith("attention_mask") and any(one is value for value in given)]
+    masks = [
+        mask for name, mask in call.inputs.items() if name.endswith("attention_mask") and any(mask is value for value in given)
+    ]
     for mask in masks:
         if mask.shape[1] == so_far:
             return mask.bool()[:, so_far - tokens :]
@@ -82,7 +88,7 @@ def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | N
     if own is not None and all(mask.shape[1] > so_far for mask in masks):
         return own.bool()  # type: ignore[no-any-return]
     if own is not None and tokens < so_far:
-        before = sum((one.kept["unpadded"] for one in call.before), torch.zeros(batch, dtype=torch.long))
+        before = sum((past.kept["unpadded"] for past in call.before), torch.zeros(batch, dtype=torch.long))
         new = own.bool().expand(batch, -1)
         return new if all(torch.equal(mask.bool().sum(1) - before, new.sum(1)) for mask in masks) else None
     length = max((value.shape[1] for value in given if value.shape[1] < tokens), default=0)
@@ -106,10 +112,13 @@ def start(observed: Observed) -> Problems:
         rank = observed.options.rank
         if bool(unit.w_out.any()):
             yield site.path, "W_out does not begin at zero"
-        units = [one for one in (unit.forwards, unit.backwards) if one is not None]
-        if any(bool(one.b.any()) for one in units):
+        units = [direction for direction in (unit.forwards, unit.backwards) if direction is not None]
+        if any(bool(direction.b.any()) for direction in units):
             yield site.path, "the biases of its gates do not begin at zero"
-        for name, value, expected in (("W_in", unit.w_in, len(unit.w_in) ** -0.5), *(("W", one.w, rank**-0.5) for one in units)):
+        for name, value, expected in (
+            ("W_in", unit.w_in, len(unit.w_in) ** -0.5),
+            *(("W", direction.w, rank**-0.5) for direction in units),
+        ):
             ratio = float(value.detach().float().std()) / expected
             if value.numel() >= 24 and not may_be_chance(ratio, value.numel()):
                 yield site.path, f"{name} begins with {ratio:.2g} times the spread that the method gives it"

@@ -198,12 +198,12 @@ class BranchCall(RepeatedCall):
         span: list[int] = [0]  # the losses of this branch
         state = self.states[number]
 
-        def ended(one: int, value: Tensor) -> Tensor:
-            if one == number:
+        def ended(index: int, value: Tensor) -> Tensor:
+            if index == number:
                 found.append(value)
                 span.append(len(recorded[0]))
                 torch.set_grad_enabled(False)
-            if one == number - 1:
+            if index == number - 1:
                 span[0] = len(recorded[0])
                 if state is not None:
                     state.put(state.states)
@@ -215,7 +215,7 @@ class BranchCall(RepeatedCall):
 
         skipping = Skipping(self.answers, active=number == 0)
         random: Any = contextlib.nullcontext()
-        if any(one is not None for one in self.states):  # what is computed of zeros may draw too
+        if any(state is not None for state in self.states):  # what is computed of zeros may draw too
             random = state.restored() if state is not None else RandomState(self.device).kept()
         with recorded_graph(with_graph), torch.set_grad_enabled(number == 0), random, parts_of(self, skipping):
             output, known, losses = self.run_branches(x if number == 0 else blank, values, ended, recorded)
@@ -244,7 +244,7 @@ class Answer:
     @staticmethod
     def of(output: Any, arguments: Any) -> Answer:
         leaves, structure = flattened(output)
-        numbers = {id(one): number for number, one in enumerate(flattened(arguments)[0]) if isinstance(one, Tensor)}
+        numbers = {id(tensor): number for number, tensor in enumerate(flattened(arguments)[0]) if isinstance(tensor, Tensor)}
 
         def kept(leaf: Any) -> Any:
             if id(leaf) in numbers:

@@ -237,7 +237,7 @@ def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], par
     """Return the wanted gradients from values and their gradients; those of weights that FSDP made whole go to these."""
     if not results:
         return [None] * len(wanted)
-    values, gradients = [one for one, _ in results], [of for _, of in results]
+    values, gradients = [result for result, _ in results], [of for _, of in results]
     strays = stray_leaves(values, wanted) if any(isinstance(parameter, DTensor) for parameter in parameters) else []
     handles = [leaf.register_hook(functools.partial(accumulate, leaf)) for leaf in strays]
     found = torch.autograd.grad(values, [*wanted, *strays], gradients, allow_unused=True)

@@ -87,9 +87,9 @@ def branch(module: Any, call: SiteCall, streams: list[Tensor], number: int) -> T
 def copied(value: Any) -> Any:
     """Return the same arguments, with copies of the caches among them."""
     if isinstance(value, dict):
-        return {name: copied(one) for name, one in value.items()}
+        return {name: copied(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(copied(one) for one in value)
+        return type(value)(copied(item) for item in value)
     return copy.deepcopy(value) if isinstance(value, Cache) else value
 
 
@@ -106,14 +106,14 @@ def swaps_kept(observed: Observed) -> Iterator[None]:
             if last and last[-1][0] is x:
                 _, newer, older = last[-1]
             else:
-                newer, older = (in_steps(one.double()) for one in (x[..., : swaps.width], x[..., -swaps.width :]))
+                newer, older = (in_steps(stream.double()) for stream in (x[..., : swaps.width], x[..., -swaps.width :]))
             shown, ended, terms = [newer.to(x.dtype)], 0, 0
 
-            def meet(one: Tensor, other: Tensor) -> Tensor | None:
+            def meet(stream: Tensor, other: Tensor) -> Tensor | None:
                 nonlocal newer, older, ended, terms
-                if ended == len(swaps.sums) or not any(term is shown[-1] for term in (one, other)):
+                if ended == len(swaps.sums) or not any(term is shown[-1] for term in (stream, other)):
                     return None
-                value = other if one is shown[-1] else one
+                value = other if stream is shown[-1] else stream
                 if terms:
                     value = shown[-1] + value
                 terms += 1
@@ -176,14 +176,14 @@ def wiring(observed: Observed) -> Problems:
         what = str(error).partition("\n")[0]
         yield called[0].path, f"in training it raises an error, and with everything kept it does not: {what}"
         return
-    sizes = [largest(one) for _, one in theirs]
+    sizes = [largest(mine) for _, mine in theirs]
     floor = LEAST * max(sizes, default=0.0)
-    for (name, one), (_, other), size in zip(ours, theirs, sizes, strict=True):
-        if (one is None) != (other is None):
-            yield called[0].path, f"in training {name} {'is missing' if one is None else 'should not be there'}"
-        elif one is not None and other is not None:
-            same = (one == other) | (one.isnan() & other.isnan())  # infinities too, where a model hides outputs
-            gap = float((one - other).abs().masked_fill(same, 0.0).max()) if other.numel() else 0.0
+    for (name, mine), (_, other), size in zip(ours, theirs, sizes, strict=True):
+        if (mine is None) != (other is None):
+            yield called[0].path, f"in training {name} {'is missing' if mine is None else 'should not be there'}"
+        elif mine is not None and other is not None:
+            same = (mine == other) | (mine.isnan() & other.isnan())  # infinities too, where a model hides outputs
+            gap = float((mine - other).abs().masked_fill(same, 0.0).max()) if other.numel() else 0.0
             if not gap <= LIMIT * max(size, floor):
                 yield called[0].path, f"in training {name} is {gap:.1e} from the method's, whose largest is {size:.1e}"
                 return
@@ -208,7 +208,7 @@ def gradients(observed: Observed) -> list[tuple[str, Tensor | None]]:
         with torch.enable_grad():
             model.train()
             torch.manual_seed(SEED)
-            outputs = [one for one in floats(model(**inputs)) if one.requires_grad]
+            outputs = [tensor for tensor in floats(model(**inputs)) if tensor.requires_grad]
             weights = [
                 torch.linspace(-1, 1, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
                 for output in outputs
@@ -219,7 +219,7 @@ def gradients(observed: Observed) -> list[tuple[str, Tensor | None]]:
         for part, mode in modes.items():
             part.training = mode
     returned = [(f"the model's output {number}", output.detach()) for number, output in enumerate(outputs)]
-    return [*returned, *((f"the gradient of {name}", one) for name, one in zip(parameters, found, strict=True))]
+    return [*returned, *((f"the gradient of {name}", tensor) for name, tensor in zip(parameters, found, strict=True))]
 
 
 def floats(value: Any) -> Iterator[Tensor]:
@@ -227,9 +227,9 @@ def floats(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield from [value] if value.is_floating_point() else []
     elif isinstance(value, dict):
-        yield from (found for one in value.values() for found in floats(one))
+        yield from (found for item in value.values() for found in floats(item))
     elif isinstance(value, (tuple, list)):
-        yield from (found for one in value for found in floats(one))
+        yield from (found for item in value for found in floats(item))
 
 
 @contextlib.contextmanager

@@ -63,7 +63,7 @@ def item(output: Any, key: int | str | None) -> Any:
 
 def flattened(value: Any) -> tuple[list[Any], Any]:
     """Return the leaves of nested lists, tuples and mappings; a cache is one."""
-    return tree_flatten(value, is_leaf=lambda one: isinstance(one, Cache))
+    return tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, Cache))
 
 
 class RepeatedCall:
@@ -84,9 +84,9 @@ class RepeatedCall:
         self.leaves: list[Any] = []
         for leaf in leaves:
             inside = tensors_of(leaf) if isinstance(leaf, Cache) else [leaf]
-            trained = [one for one in inside if isinstance(one, Tensor) and one.requires_grad]
+            trained = [tensor for tensor in inside if isinstance(tensor, Tensor) and tensor.requires_grad]
             if isinstance(leaf, Cache):
-                numbers = {id(one): len(self.given) + number for number, one in enumerate(trained)}
+                numbers = {id(tensor): len(self.given) + number for number, tensor in enumerate(trained)}
                 self.leaves.append(KeptCache(leaf, inside, numbers))
             else:
                 self.leaves.append(Placeholder(len(self.given)) if trained else leaf)
@@ -162,7 +162,7 @@ class RepeatedCall:
 @contextlib.contextmanager
 def without_checkpoints(layer: nn.Module) -> Iterator[None]:
     """Within this context no module of the layer drops activations to compute them again: nobody would intercept its sums then."""
-    modules = [one for one in layer.modules() if getattr(one, CHECKPOINTING, False) is True]
+    modules = [part for part in layer.modules() if getattr(part, CHECKPOINTING, False) is True]
     try:
         for module in modules:
             setattr(module, CHECKPOINTING, False)
@@ -227,9 +227,9 @@ def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
         return [value]
     inner = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple, set)) else []
     return (
-        [one for part in (*inner, *vars(value).values()) for one in tensors_of(part, seen)]
+        [tensor for part in (*inner, *vars(value).values()) for tensor in tensors_of(part, seen)]
         if hasattr(value, "__dict__")
-        else [one for part in inner for one in tensors_of(part, seen)]
+        else [tensor for part in inner for tensor in tensors_of(part, seen)]
     )
 
 

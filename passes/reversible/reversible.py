@@ -287,7 +287,7 @@ class StepFinder:
         """Return whether these weights alone make the value: of a shared weight a tracer has one cast, its readers one each."""
         if node in self.flow.depends:
             return False
-        above = [name for one, name in self.flow.program.parameters.items() if self.flow.reaches(one, node)]
+        above = [name for parameter, name in self.flow.program.parameters.items() if self.flow.reaches(parameter, node)]
         return all(self.anatomy.model.get_parameter(name) in weights for name in above)
 
     def parameters(self, path: str) -> set[nn.Parameter]:

@@ -32,7 +32,9 @@ def written_arguments(model: nn.Module, inputs: Mapping[str, Any], paths: Collec
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             given: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
             for key, value in given:
-                calls.extend((path, key, one, one._version) for one in tree_flatten(value)[0] if isinstance(one, Tensor))
+                calls.extend(
+                    (path, key, tensor, tensor._version) for tensor in tree_flatten(value)[0] if isinstance(tensor, Tensor)
+                )
 
         return hook
 
@@ -45,8 +47,8 @@ def written_arguments(model: nn.Module, inputs: Mapping[str, Any], paths: Collec
             skeleton.get_submodule(path).register_forward_pre_hook(hook_for(path), with_kwargs=True)
         skeleton(**called)
     found: dict[str, dict[Key, None]] = {}
-    for path, key, one, version in calls:
-        if one._version != version:
+    for path, key, tensor, version in calls:
+        if tensor._version != version:
             found.setdefault(path, {})[key] = None
     return {path: tuple(keys) for path, keys in found.items()}
 

@@ -78,11 +78,11 @@ def same_as(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
     So is what is clamped in float16, where no number is beyond its range: a run finds out.
     """
     found = [node]
-    for one in found:
-        for user in flow.uses[one]:
+    for alias in found:
+        for user in flow.uses[alias]:
             dtype = user.meta["val"].dtype if isinstance(user.meta.get("val"), torch.Tensor) else None
             is_same = op(user) in SAME or (op(user) == "clamp" and dtype == torch.float16)
-            if is_same and dtype == one.meta["val"].dtype and user.args[0] is one and user not in found:
+            if is_same and dtype == alias.meta["val"].dtype and user.args[0] is alias and user not in found:
                 found.append(user)
     return found
 
@@ -90,8 +90,8 @@ def same_as(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
 def bounds_of(same: Collection[fx.Node], flow: Dataflow) -> set[fx.Node]:
     """Return what the bounds of clamps among these nodes are made of, where that is made of the nodes themselves."""
     made: set[fx.Node] = set()
-    for one in same:
-        for bound in one.all_input_nodes[1:] if op(one) == "clamp" else ():
+    for alias in same:
+        for bound in alias.all_input_nodes[1:] if op(alias) == "clamp" else ():
             made |= {node for source in same if flow.reaches(source, bound) for node in flow.between(source, bound)}
     return made
 
@@ -109,14 +109,16 @@ def parts_of(call: Call, branches: LayerBranches, layer: Layer, anatomy: Anatomy
     Raises `DoesNotFitError` where one branch reads what another computes.
     """
     flow = anatomy.flow
-    adding = {one for sums in branches.sums for node in sums for one in flow.call_of(node).chain}
-    calls = [one for one in flow.program.calls if one is not call and call.encloses(one) and one not in adding]
-    outermost = [one for one in calls if one.parent is call or one.parent in adding]
+    adding = {inner for sums in branches.sums for node in sums for inner in flow.call_of(node).chain}
+    calls = [inner for inner in flow.program.calls if inner is not call and call.encloses(inner) and inner not in adding]
+    outermost = [inner for inner in calls if inner.parent is call or inner.parent in adding]
     require_separate(call, set(outermost), branches, layer, flow)
-    holding = {one.path for one in adding}
+    holding = {inner.path for inner in adding}
     inside = f"{call.path}."
     return tuple(
-        dict.fromkeys(one.path.removeprefix(inside) for one in outermost if one.path.startswith(inside) and one.path not in holding)
+        dict.fromkeys(
+            inner.path.removeprefix(inside) for inner in outermost if inner.path.startswith(inside) and inner.path not in holding
+        )
     )
 
 
@@ -126,12 +128,12 @@ def require_separate(call: Call, parts: set[Call], branches: LayerBranches, laye
     What lies in no part is computed in the run for each branch, unless it is made of a stream or of what a part returns.
     """
     ends = [flow.position[node] for node in branches.streams[1:]]
-    streams = {one: number for number, node in enumerate(branches.streams) for one in same_as(node, flow)}
+    streams = {part: number for number, node in enumerate(branches.streams) for part in same_as(node, flow)}
     inside = [node for node in flow.nodes if call.encloses(flow.call_of(node))]
     own, summed = set(inside), {node for sums in branches.sums for node in sums}
     skipped = 0  # the bits of all that is not computed in each run
     for node in inside:
-        if any(one in parts for one in flow.call_of(node).chain):
+        if any(part in parts for part in flow.call_of(node).chain):
             skipped |= flow.bit(node)
     for node in (*streams, *summed):
         skipped |= flow.bit(node)
@@ -139,12 +141,12 @@ def require_separate(call: Call, parts: set[Call], branches: LayerBranches, laye
         if op(node).startswith("_assert") or op(node) in LIKE:  # these read a shape
             continue
         branch = bisect.bisect_left(ends, flow.position[node])
-        for one in node.all_input_nodes:
-            if one in streams:
-                if streams[one] != branch and node not in summed and node not in streams:
+        for part in node.all_input_nodes:
+            if part in streams:
+                if streams[part] != branch and node not in summed and node not in streams:
                     raise unfit(layer, f"{node.name} reads the stream before an earlier branch")
-            elif one in own and bisect.bisect_left(ends, flow.position[one]) != branch and flow.ancestors[one] & skipped:
-                raise unfit(layer, f"{node.name} reads {one.name}, which another branch computes")
+            elif part in own and bisect.bisect_left(ends, flow.position[part]) != branch and flow.ancestors[part] & skipped:
+                raise unfit(layer, f"{node.name} reads {part.name}, which another branch computes")
 
 
 def unfit(layer: Layer, why: str, remedy: str = "layers= leaves depths out") -> DoesNotFitError:

@@ -127,9 +127,9 @@ class TwoStreamChain:
                 results.append((value, of_newer.to(value.dtype)))
             found = gradients_of(results, [x, *given, *parameters], parameters)
             of_newer, of_older = plus(of_older, found[0], link.dtypes[number + 1]), plus(of_newer, None, link.dtypes[number])
-            total = [plus(one, other) for one, other in zip(total, found[1:], strict=True)]
+            total = [plus(term, other) for term, other in zip(total, found[1:], strict=True)]
         if link.begins:
-            found_sums, self.newest = tuple(one.sum() for one in self.newest), None
+            found_sums, self.newest = tuple(term.sum() for term in self.newest), None
             if not all(torch.equal(found_sum, other) for found_sum, other in zip(found_sums, self.start or (), strict=True)):
                 raise not_reproduced()
         return joined(of_newer, of_older, link), total
@@ -165,14 +165,14 @@ def joined(of_newer: Tensor | None, of_older: Tensor | None, link: Link) -> Tens
         return plus(of_newer, of_older)
     if of_newer is None and of_older is None:
         return None
-    one = of_newer if of_newer is not None else of_older
-    assert one is not None
-    return torch.cat([torch.zeros_like(one) if part is None else part.to(one.dtype) for part in (of_newer, of_older)], -1)
+    gradient = of_newer if of_newer is not None else of_older
+    assert gradient is not None
+    return torch.cat([torch.zeros_like(gradient) if part is None else part.to(gradient.dtype) for part in (of_newer, of_older)], -1)
 
 
-def plus(one: Tensor | None, other: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
+def plus(term: Tensor | None, other: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
     """Return the sum of what is there, of this dtype."""
-    total = other if one is None else one if other is None else one + other
+    total = other if term is None else term if other is None else term + other
     return total if total is None or dtype is None else total.to(dtype)
 
 
@@ -185,7 +185,7 @@ def results_of(
     losses = returned.tensors[len(returned.tensors) - returned.losses :]
     pairs = [*zip(returned.tensors[1 : 1 + plain], of_others[:plain], strict=True)]
     pairs += zip(losses, of_others[plain + first : plain + first + len(losses)], strict=True)
-    return [(one, of) for one, of in pairs if of is not None and one.requires_grad]
+    return [(result, of) for result, of in pairs if of is not None and result.requires_grad]
 
 
 # ── One layer in autograd ────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -208,7 +208,7 @@ def pair_parameters(first: Layer, ours: Branch | None, other: Layer, theirs: Bra
         raise differ(other, f"{first.name} has not the same attentions, which it would share")
     common = parameter_names(ours, anatomy) & parameter_names(theirs, anatomy)
     here, there = own_matrices(ours, first, common, anatomy), own_matrices(theirs, other, common, anatomy)
-    if {name: one.shape for name, one in here.items()} != {name: one.shape for name, one in there.items()}:
+    if {name: parameter.shape for name, parameter in here.items()} != {name: parameter.shape for name, parameter in there.items()}:
         raise differ(other, f"its matrices are not those of {first.name} in name and size, which it would share")
     return {f"{other.name}.{name}": f"{first.name}.{name}" for name in there}
 

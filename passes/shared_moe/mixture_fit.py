@@ -115,8 +115,8 @@ def choose_sources(products: Products, experts: int, k: int) -> list[int]:
 
     chosen: list[int] = []
     while len(chosen) < experts:
-        rest = (one for one in range(products.layers) if one not in chosen)
-        chosen.append(min(rest, key=lambda one: total([*chosen, one])))
+        rest = (layer for layer in range(products.layers) if layer not in chosen)
+        chosen.append(min(rest, key=lambda layer: total([*chosen, layer])))
     best = total(chosen)
     improved = True
     while improved:

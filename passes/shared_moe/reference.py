@@ -55,7 +55,7 @@ def balance_loss(probabilities: Tensor, chosen: list[list[int]]) -> Tensor:
     count, experts = probabilities.shape
     total = probabilities.new_zeros(())
     for e in range(experts):
-        dispatched = sum(e in one for one in chosen) / count
+        dispatched = sum(e in dispatch for dispatch in chosen) / count
         total = total + dispatched * probabilities[:, e].mean()
     return experts * total
 
@@ -125,7 +125,7 @@ def start(observed: Observed) -> Problems:
 
 def named_sources(text: str) -> list[list[int]]:
     """Return the layers that the option names for each group of several, as in 0+2/1+3; none where experts are spread evenly."""
-    found = [[int(one) for one in group.split("+") if one.isdecimal()] for group in text.split("/")]
+    found = [[int(source) for source in group.split("+") if source.isdecimal()] for group in text.split("/")]
     return [group for group in found if group]
 
 

@@ -150,7 +150,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 sites += [Site(site.path, f"E={self.experts} experts{whose}") for site in group.sites]
                 if self.share_attention:
                     shared = plan_sharing(group, stack, anatomy, near_misses)
-                    sites += [Site(one.name, f"shares the attention matrices of {one.first}") for one in shared]
+                    sites += [Site(layer.name, f"shares the attention matrices of {layer.first}") for layer in shared]
                     attentions += shared
         if groups and self.groups > max(len(stack.layers) for stack in anatomy.stacks):
             raise DoesNotFitError(

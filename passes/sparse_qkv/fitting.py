@@ -313,16 +313,16 @@ def scope_of(attention: str, out: str | None) -> str:
     if out is None:
         return attention
     common = []
-    for one, other in zip(attention.split("."), out.split("."), strict=False):
-        if one != other:
+    for step, other in zip(attention.split("."), out.split("."), strict=False):
+        if step != other:
             break
-        common.append(one)
+        common.append(step)
     return ".".join(common)
 
 
 def results(call: RecordedCall, module: nn.Module) -> tuple[Tensor, Tensor]:
     """Return the results of the module and the dense one for the same arguments, without padding: (tokens, d) each."""
-    found, dense = (stream_among(one) for one in (call.repeat(module), call.output))
+    found, dense = (stream_among(output) for output in (call.repeat(module), call.output))
     return call.real(found), call.real(dense)
 
 

@@ -113,10 +113,12 @@ def visible_source(call: SiteCall, module: Any) -> dict[Any, Tensor]:
 
 def earlier_tokens(call: SiteCall, name: str) -> list[Tensor]:
     """Return what earlier calls kept by that name, of the tokens that stayed in their sequences: rows end together, after zeros."""
-    if not any(one.staying is not None for one in call.before):
-        return [one.kept[name] for one in call.before]
+    if not any(past.staying is not None for past in call.before):
+        return [past.kept[name] for past in call.before]
     rows = [
-        torch.cat([one.kept[name][row] if one.staying is None else one.kept[name][row][one.staying[row]] for one in call.before])
+        torch.cat(
+            [past.kept[name][row] if past.staying is None else past.kept[name][row][past.staying[row]] for past in call.before]
+        )
         for row in range(len(call.before[0].kept[name]))
     ]
     most = max(map(len, rows))

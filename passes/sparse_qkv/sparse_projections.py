@@ -40,10 +40,10 @@ class AttentionPlan:
     @property
     def parameters(self) -> int:
         """The number of parameters by the formula: separate projections of one stream share their multiplicative layer."""
-        whole = [one for one in (self.shared, self.output) if one is not None]
+        whole = [shape for shape in (self.shared, self.output) if shape is not None]
         firsts = [self.separate[group[0].matrix.module] for group in separate_streams(self.site)]
         mults = sum(first.count() - first.count(mult=False) for first in firsts)
-        return mults + sum(one.count(mult=False) for one in self.separate.values()) + sum(one.count() for one in whole)
+        return mults + sum(shape.count(mult=False) for shape in self.separate.values()) + sum(shape.count() for shape in whole)
 
 
 def separate_streams(site: AttentionSite) -> list[list[SiteProjection]]:
@@ -79,10 +79,10 @@ class SparseProjections:
         separate: dict[str, ModularProjection] = {}
         for group in separate_streams(plan.site):
             mult = None
-            for one in group:
-                module = plan.separate[one.matrix.module].build(like, mult)
+            for projection in group:
+                module = plan.separate[projection.matrix.module].build(like, mult)
                 mult = module.mult if module.variant == "mult-conv" else None
-                separate[one.matrix.module] = module
+                separate[projection.matrix.module] = module
         return cls(plan.site, shared, separate, None if plan.output is None else plan.output.build(like))
 
     def fit(self, model: nn.Module, moments: Moments, *, absorb: bool = False) -> dict[str, tuple[float, float]]:
@@ -98,7 +98,7 @@ class SparseProjections:
         if self.shared is not None:
             errors |= fit_letters(self.shared, weights, moments.get(self.site.stream_projections[0].matrix.module))
         for group in separate_streams(self.site):
-            paths = [one.matrix.module for one in group]
+            paths = [projection.matrix.module for projection in group]
             errors |= fit_letters(joined([self.separate[path] for path in paths]), weights, moments.get(paths[0]))
         if self.output is not None and self.site.out is not None:
             out = {"out": weight_out_first(self.site.out, model).t()}

@@ -325,7 +325,7 @@ def has_columns(model: nn.Module, path: str) -> bool:
         module = model.get_submodule(path)
     except AttributeError:
         return False
-    return bool(path) and any(isinstance(one, ColumnProjection) for one in module.modules())
+    return bool(path) and any(isinstance(part, ColumnProjection) for part in module.modules())
 
 
 def sparse_already(miss: NearMiss) -> NearMiss:

@@ -103,11 +103,13 @@ def parts(observed: Observed) -> Iterator[Part]:
 
 def replaced_output(site: ObservedSite, observed: Observed) -> ObservedSite:
     """Return the site of a sparse output layer in the dense one's place; outside the attention's code it is the wrapper's child."""
-    owner = next((one for one in observed.sites if one.path == site.path.rpartition(".")[0] and hasattr(one.module, "cross")), None)
+    owner = next(
+        (other for other in observed.sites if other.path == site.path.rpartition(".")[0] and hasattr(other.module, "cross")), None
+    )
     inside = [
-        one
-        for one in observed.sites
-        if owner is not None and one.path.startswith(f"{owner.path}.") and hasattr(one.module, "biased")
+        other
+        for other in observed.sites
+        if owner is not None and other.path.startswith(f"{owner.path}.") and hasattr(other.module, "biased")
     ]
     return dataclasses.replace(site, dense_path=inside[0].dense_path) if len(inside) == 1 else site
 
@@ -121,8 +123,8 @@ def agreement_problems(part: Part, observed: Observed) -> Problems:
     rows = [probes, observed.dense_products[part.site.dense_path]] if observed.is_calibrated else [probes]
     least = CALIBRATED if observed.is_calibrated else LEAST
     found = [agreement(part, observed, *row) for row in rows]
-    if not any(least <= one <= 1 / least for one in found):
-        ratio = f"along {part.letter} the dense projection is {' or '.join(f'{one:.2g}' for one in found)} times as long"
+    if not any(least <= length <= 1 / least for length in found):
+        ratio = f"along {part.letter} the dense projection is {' or '.join(f'{length:.2g}' for length in found)} times as long"
         yield part.site.path, f"{ratio}: it was not fitted, or its columns lie otherwise"
 
 
