@@ -121,10 +121,10 @@ def tokenizer_place(source: Path) -> Path:
 
 
 def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, force: bool) -> Path:
-    """Return the model is in the directory `output`, and with it what else `source` holds, a directory's files byte for byte.
+    """Write the model to the directory `output`, and with it what else `source` holds, a directory's files byte for byte.
 
     Left out are hidden files, folders of anything but chat templates, and the weights of the dense model in whatever format; other
-    modules keep theirs. README.md says what the model is now before what it said (`model_card`). Raises `CheckpointError` where a
+    modules keep theirs. README.md says what the model is now before what it said. Raises `CheckpointError` where a
     link leads out of the directory.
     """
     with whole_directory(output, force=force) as draft:
