@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 SOURCES = ("retrofit", "passes", "cli")
 SHORT, LONG = 60, 600  # lines of a file
-GENERATED = re.compile(r"do not edit|^Written by|<!-- the table of", re.MULTILINE)
+GENERATED = re.compile(r"do not edit|^Written by|made by `make real`", re.MULTILINE)
 
 
 def package(file: Path) -> str:
