@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from sweeping import with_tables
 
 from retrofit.planning.damage import TRAIN_FROM
 
@@ -17,6 +18,11 @@ STRIDED = json.loads((DOCS.parent / "benchmarks/learning/results/strided_layers.
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
 COLUMNS = {"decoder": "SmolLM2", "encoder": "all-MiniLM", "encoder-decoder": "Whisper"}
 EXAMPLE = '"held-out loss 2.50 → 3.17, +0.67 nats (KL 0.67): train it before use"'  # of the words, not of a measurement
+
+
+def text_of(page: str) -> str:
+    """Return a page of docs/ with the tables that it links to."""
+    return with_tables((DOCS / page).read_text(encoding="utf-8"), DOCS)
 
 
 def sections(text: str) -> dict[str, str]:
@@ -34,7 +40,7 @@ def rows(text: str) -> list[list[str]]:
 
 def real_figures(model: str) -> dict[str, str]:
     """The figure at step 0 of each pass on a model of docs/real_models.md, calibrated where it was."""
-    body = next(text for title, text in sections((DOCS / "real_models.md").read_text("utf-8")).items() if title.startswith(model))
+    body = next(text for title, text in sections(text_of("real_models.md")).items() if title.startswith(model))
     return {row[0]: row[2].rpartition("→")[2].strip() for row in rows(body) if len(row) > 2 and row[1] != "checks"}
 
 
@@ -88,7 +94,7 @@ def test_what_is_lost_at_step_0_is_in_the_table_of_that_model(model: str) -> Non
 @pytest.mark.parametrize(("passage", "links"), passages(), ids=lambda text: text[:40])
 def test_every_figure_is_in_a_page_that_it_is_linked_to(passage: str, links: str) -> None:
     assert links, "a figure without a page"
-    known = [one for link in links.split() for one in numbers((DOCS / link).read_text(encoding="utf-8"))]
+    known = [one for link in links.split() for one in numbers(text_of(link))]
     known += [f"{TRAIN_FROM}", *numbers(" ".join(STRIDED_DIFFERENCES))]
     text = re.sub(r"\]\([^)]*\)|`[^`]*`|\b\d{1,3}e-\d", "", passage)
     missing = [one for one in numbers(text) if "." in one and not is_among(one, known)]
@@ -96,7 +102,7 @@ def test_every_figure_is_in_a_page_that_it_is_linked_to(passage: str, links: str
 
 
 def test_what_training_gets_back_is_on_the_page_of_results() -> None:
-    known = numbers((DOCS / "results.md").read_text(encoding="utf-8"))
+    known = numbers(text_of("results.md"))
     table = rows(sections(PAGE)["What is lost at step 0, and what comes back"])
     first = next(number for number, row in enumerate(table) if row[1] == "before")
     figures = [cell for row in table[first + 1 :] for cell in row[1:]]
@@ -120,7 +126,7 @@ def test_the_advice_on_strided_layers_says_what_was_measured_on_which_model() ->
     (said,) = re.findall(words, PAGE)
     small, four, real = STRIDED_DIFFERENCES
     assert said == (real, small, four)
-    results = (DOCS / "results.md").read_text(encoding="utf-8")
+    results = text_of("results.md")
     kept = [
         STRIDED[f"SmolLM2{more}"]
         for more in ("", f", {SPEC.format('1-2').removesuffix(', calibrated')}", f", {SPEC.format('1-2')}")
