@@ -23,7 +23,6 @@ from retrofit.pipeline.protocol import AnyPass, Recipe
 from retrofit.pipeline.registry import make_pass, parse_spec
 from retrofit.runtime.model_folders import as_path
 from retrofit.storage.file_names import FILES
-from retrofit.storage.pipeline_directories import CONFIG, transformer_folder
 
 VERSION = 1  # of the JSON object
 SHOWN = 60  # characters of what is no pass
@@ -70,6 +69,11 @@ def pass_of(spec: str | Mapping[str, Any]) -> AnyPass:
 def specs_in(file: Path) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
     """Each pass as it is written in a file, and where it is."""
     if file.is_dir():
+        from retrofit.storage.pipeline_directories import (
+            CONFIG,
+            transformer_folder,
+        )  # it imports torch
+
         config = transformer_folder(file) / CONFIG
         if not config.is_file():
             raise SpecError(f"{file} is not a recipe", why=f"it is a directory without a {CONFIG}", remedy=READABLE)
