@@ -318,8 +318,8 @@ MUTANTS = [
     ),
     fitted(
         "the output matrix is fitted without λ",
-        "gram + strength * size * torch.eye",
-        "gram + 1e-6 * size * torch.eye",
+        "system.diagonal().add_(strength * size)",
+        "system.diagonal().add_(1e-6 * size)",
     ),
     fitted(
         "the output matrix is fitted with all units active",
