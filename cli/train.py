@@ -97,23 +97,16 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_to_overwrite(output, resume=arguments.resume, force=arguments.force)
         check_model_output(output, arguments.force, arguments.model)
 
-    from retrofit.pipeline.tokenization import read_texts, read_tokenizer
-    from retrofit.storage.checkpoint import load
-    from retrofit.storage.companions import tokenizer_place
-    from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
+    from retrofit.pipeline.tokenization import read_texts
+    from retrofit.storage.pipeline_directories import is_pipeline
     from retrofit.training.continued_pretraining import continue_pretraining
 
     texts = read_texts(arguments.data)
     try:
         with working(arguments.debug) as progress, name_in_errors(output):
             progress(f"reading {arguments.model}")
-            place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
-            tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
-            if is_pipeline(arguments.model):
-                model = load_pipeline(arguments.model)
-            else:
-                config = arguments.config if arguments.teacher is None else config_for(arguments.model, arguments)
-                model = load(arguments.model, config=config, allow_pickle=arguments.allow_pickle)
+            config = arguments.config if arguments.teacher is None else config_for(arguments.model, arguments)
+            model, tokenizer = read_model(arguments, config)
             teacher = read_teacher(arguments, tokenizer)
             if arguments.float32:
                 for one in (model, teacher):
@@ -157,6 +150,20 @@ def refuse_what_has_no_effect(given: Mapping[str, Any]) -> None:
             value = given[name] if isinstance(given[name], str) else f"{given[name]:g}"
             zero = f"--{other.replace('_', '-')} 0"
             raise TrainingError(f"--{name.replace('_', '-')} {value} has no effect with {zero}", remedy="leave one of them out")
+
+
+def read_model(arguments: argparse.Namespace, config: Path | None) -> tuple[Any, Any]:
+    """Return the model, which may be a whole of sentence-transformers, and its tokenizer."""
+    from retrofit.pipeline.tokenization import read_tokenizer
+    from retrofit.storage.checkpoint import load
+    from retrofit.storage.companions import tokenizer_place
+    from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
+
+    place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
+    tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
+    if is_pipeline(arguments.model):
+        return load_pipeline(arguments.model), tokenizer
+    return load(arguments.model, config=config, allow_pickle=arguments.allow_pickle), tokenizer
 
 
 def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
@@ -246,22 +253,14 @@ def run_teach(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     output: Path = arguments.output or beside(arguments.model, "logits")
 
-    from retrofit.pipeline.tokenization import read_texts, read_tokenizer, text_codec
-    from retrofit.storage.checkpoint import load
-    from retrofit.storage.companions import tokenizer_place
-    from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
+    from retrofit.pipeline.tokenization import read_texts, text_codec
     from retrofit.training.teaching import teach
 
     texts = read_texts(arguments.data)
     try:
         with working(arguments.debug) as progress:
             progress(f"reading {arguments.model}")
-            place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
-            tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
-            if is_pipeline(arguments.model):
-                model = load_pipeline(arguments.model)
-            else:
-                model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+            model, tokenizer = read_model(arguments, arguments.config)
             kept = teach(
                 model,
                 texts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def swaps_kept(observed: Observed) -> Iterator[None]:
             if last and last[-1][0] is x:
                 _, newer, older = last[-1]
             else:
-                newer, older = (in_steps(stream.double()) for stream in (x[..., : swaps.width], x[..., -swaps.width :]))
+                newer, older = (rounded(stream.double(), torch.round) for stream in (x[..., : swaps.width], x[..., -swaps.width :]))
             shown, ended, terms = [newer.to(x.dtype)], 0, 0
 
             def meet(stream: Tensor, other: Tensor) -> Tensor | None:
@@ -118,7 +118,7 @@ def swaps_kept(observed: Observed) -> Iterator[None]:
                     value = shown[-1] + value
                 terms += 1
                 if terms == swaps.sums[ended]:
-                    newer, older, terms, ended = older + in_steps(value.double()), newer, 0, ended + 1
+                    newer, older, terms, ended = older + rounded(value.double(), torch.round), newer, 0, ended + 1
                     value = newer.to(x.dtype)
                 shown.append(value)
                 return value
@@ -133,19 +133,20 @@ def swaps_kept(observed: Observed) -> Iterator[None]:
 
         return forward
 
-    modules: list[Any] = [site.module for site in observed.sites if hasattr(site.module, "swaps")]
+    with replaced_forwards([site.module for site in observed.sites if hasattr(site.module, "swaps")], stepping):
+        yield
+
+
+@contextlib.contextmanager
+def replaced_forwards(modules: Sequence[Any], forward_of: Callable[[Any], Any]) -> Iterator[None]:
+    """Within this context the modules run what `forward_of` makes for them."""
     for module in modules:
-        module.__dict__["forward"] = stepping(module)
+        module.__dict__["forward"] = forward_of(module)
     try:
         yield
     finally:
         for module in modules:
             del module.__dict__["forward"]
-
-
-def in_steps(x: Tensor) -> Tensor:
-    """Return a whole number of steps of 2⁻³², with the gradient of x."""
-    return x + (torch.round(x.detach() * 2.0**32) / 2.0**32 - x.detach())
 
 
 STEP = 2.0**-32
@@ -261,14 +262,8 @@ def everything_kept(observed: Observed) -> Iterator[None]:
 
         return forward
 
-    modules = [site.module for site in observed.sites]
-    for module in modules:
-        module.__dict__["forward"] = stepping(module)
-    try:
+    with replaced_forwards([site.module for site in observed.sites], stepping):
         yield
-    finally:
-        for module in modules:
-            del module.__dict__["forward"]
 
 
 def rounded(x: Tensor, how: Any) -> Tensor:

@@ -21,13 +21,9 @@ def recording_groups(model: nn.Module, calibration: Calibration, widths: Mapping
 
 
 def most_tokens(calibration: Calibration) -> int:
-    """How many tokens of a module are recorded, at most: those of images are not known before they are run."""
-    has_ids = all(any(is_ids(value) for value in batch.values()) for batch in calibration.batches)
-    return min(TOKENS, tokens_given(calibration)) if has_ids else TOKENS
-
-
-def is_ids(value: object) -> bool:
-    return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point()
+    """Return how many tokens of a module are recorded at most: those of images and sound are not known before they are run."""
+    tensors = [value for batch in calibration.batches for value in batch.values() if isinstance(value, Tensor)]
+    return TOKENS if any(value.is_floating_point() for value in tensors) else min(TOKENS, tokens_given(calibration))
 
 
 def record_inputs(model: nn.Module, calibration: Calibration, paths: list[str]) -> dict[str, Tensor]:

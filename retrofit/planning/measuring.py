@@ -453,7 +453,7 @@ class Measurements:
         nothing = numpy.zeros_like(next(iter(sketches.values())))
         cosines = cosines_of([sketches.get(index, nothing) for index in range(len(self.sites))])
         return JointError.of(
-            [site.alone for site in self.sites], alike(cosines, [site.candidate for site in self.sites], list(sketches))
+            [site.alone for site in self.sites], with_means(cosines, [site.candidate for site in self.sites], list(sketches))
         )
 
     def uniform_choices(self) -> Iterator[tuple[int, frozenset[int]]]:
@@ -528,8 +528,8 @@ def between(known: Mapping[int, float], place: int) -> float:
     return float(numpy.exp(numpy.interp(place, places, [math.log(known[one]) for one in places])))
 
 
-def alike(cosines: numpy.ndarray[Any, Any], candidates: Sequence[int], known: Sequence[int]) -> numpy.ndarray[Any, Any]:
-    """The cosines, of sites that are not `known` the mean over those of the same two candidates."""
+def with_means(cosines: numpy.ndarray[Any, Any], candidates: Sequence[int], known: Sequence[int]) -> numpy.ndarray[Any, Any]:
+    """Return the cosines; those of sites that are not `known` are the means over the known sites of the same two candidates."""
     which, is_known = numpy.asarray(candidates), numpy.isin(numpy.arange(len(candidates)), known)
     pairs = is_known[:, None] & is_known & ~numpy.eye(len(which), dtype=bool)
     found = cosines.copy()

@@ -361,7 +361,7 @@ def test_sites_that_were_not_measured_have_the_mean_cosine_of_those_that_were() 
     cosines = numpy.eye(5)
     cosines[0, 1] = cosines[1, 0] = 0.5
     cosines[0, 3] = cosines[3, 0] = 0.25
-    found = measuring.alike(cosines, [0, 0, 0, 1, 1], [0, 1, 3])
+    found = measuring.with_means(cosines, [0, 0, 0, 1, 1], [0, 1, 3])
     assert found[0, 2] == found[2, 1] == 0.5 and numpy.allclose(found.diagonal(), 1.0)
     assert found[2, 3] == found[0, 4] == pytest.approx(0.125) and found[3, 4] == 0.0
     assert numpy.array_equal(found, found.T)

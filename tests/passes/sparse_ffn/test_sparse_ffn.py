@@ -26,7 +26,7 @@ from retrofit.passes.sparse_ffn.controller_fit import (
     held_out_tokens,
     leading_singular_vectors,
 )
-from retrofit.passes.sparse_ffn.recorded_inputs import spread_out
+from retrofit.passes.sparse_ffn.recorded_inputs import TOKENS, most_tokens, spread_out
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.passes.sparse_ffn.sparse_ffn import ENERGY
 from retrofit.rewriting import apply_reported
@@ -512,3 +512,10 @@ def test_a_plan_counts_the_controllers_and_leaves_the_model_as_it_is() -> None:
     assert applied.rewrites[0].sites == planned.plan.sites and applied.rewrites[0].formula == planned.plan.formula
     assert not any(one.is_meta for one in model.parameters())
     assert model.layers[2].f.hidden.get_submodule("act") is act, "the plan on the copy without weights did not take the module"
+
+
+def test_as_many_tokens_are_recorded_as_there_may_be() -> None:
+    """Of ids no more than were given; an encoder of sound has more tokens than its decoder's ids and its input's channels."""
+    ids, sound = torch.ones(2, 8, dtype=torch.long), torch.zeros(2, 80, 3000)
+    assert most_tokens(Calibration(({"input_ids": ids}, {"input_ids": ids}))) == 32
+    assert most_tokens(Calibration(({"input_features": sound, "decoder_input_ids": ids},))) == TOKENS
