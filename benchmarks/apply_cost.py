@@ -130,7 +130,7 @@ def timed(options: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from retrofit.pipeline.registry import parse_spec
+    from retrofit.passbase.protocol import parse_spec
     from retrofit.rewriting import apply_reported
 
     logging.disable_progress_bar()

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
-from retrofit.pipeline.registry import parse_recipe
+from retrofit.passbase.protocol import parse_recipe
 
 SIZES = {"t5-base": (768, 3072, 12), "t5-large": (1024, 4096, 16), "smoke": (32, 64, 2)}  # d, d_ff, heads
 RECIPES = {

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.exporter.weight_quantization import BLOCK, quantize_weights
-from retrofit.pipeline.registry import parse_recipe
+from retrofit.passbase.protocol import parse_recipe
 
 sys.path.insert(0, str(Path(__file__).parent / "learning"))
 SPARSE = "sparse-ffn(sparsity=16)"

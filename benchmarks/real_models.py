@@ -114,7 +114,7 @@ def import_everything() -> None:
 
     import retrofit.onnx.exporter.export_onnx
     import retrofit.rewriting  # noqa: F401
-    from retrofit.pipeline.registry import load_pass, pass_names
+    from retrofit.passbase.protocol import load_pass, pass_names
 
     for name in pass_names():
         load_pass(name)
@@ -180,7 +180,7 @@ def try_row(name: str, template: str) -> dict[str, Any]:
 
     import retrofit
     from retrofit.errors import RetrofitError, VerificationError
-    from retrofit.pipeline.registry import as_pass
+    from retrofit.passbase.protocol import as_pass
     from retrofit.rewriting import apply_reported
 
     torch.manual_seed(0)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.passes import SparseFFN
 from retrofit.passes.sparse_ffn import controller_fit
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
-from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.rewriting import apply_reported
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.settings import Settings

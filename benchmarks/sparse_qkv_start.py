@@ -18,9 +18,9 @@ import torch
 from altup_starts import byte_llama, settings
 from transformers import LlamaForCausalLM
 
+from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.passes.multiplicative import Multiplicative
 from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution
-from retrofit.pipeline.tokenization import codec_for, windows_of
 from retrofit.rewriting import apply_reported
 from retrofit.runtime.notes import Note
 from retrofit.training.continued_pretraining import continue_pretraining

@@ -38,7 +38,7 @@ from whole.page import Rows, table, written
 from whole.ways import ROOM, WEIGHTS, Running, files_of, packed_file, ways, write_int8
 
 import retrofit
-from retrofit.pipeline.registry import parse_recipe
+from retrofit.passbase.protocol import parse_recipe
 from retrofit.planning.planning_data import PlanningData, planning_data
 
 DENSE, PLAIN = "dense", "torch"

@@ -16,14 +16,14 @@ from retrofit.cli.pass_options import add_pass_arguments, named_passes
 from retrofit.cli.progress import working
 from retrofit.cli.terminal import print_table
 from retrofit.errors import RetrofitWarning
-from retrofit.pipeline.accounts import rewrite_rows, separated
-from retrofit.pipeline.registry import load_pass, pass_names
+from retrofit.passbase.protocol import load_pass, pass_names
+from retrofit.passbase.report_text import rewrite_rows, separated
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from retrofit.pipeline.protocol import Recipe
+    from retrofit.passbase.protocol import Recipe
     from retrofit.planning.damage import Verdict
     from retrofit.rewriting import Applied
 
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
     passes = named_passes(arguments)
     if not passes:
         raise UsageError("no pass to apply", remedy="name one with --pass, or several in a file with --recipe; see retrofit passes")
-    from retrofit.pipeline.early_refusals import require_consistent
+    from retrofit.passbase.running import require_consistent
 
     require_consistent(passes)
     require_path(arguments.model)
@@ -193,8 +193,8 @@ def require_calibration(files: list[Path], passes: Recipe) -> None:
 
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[torch.Tensor, Any, str]:
     """Return the text to fit on as windows of token ids, (windows, length), the tokenizer, and how the text was read."""
-    from retrofit.pipeline.calibration import calibration_windows
-    from retrofit.pipeline.tokenization import read_texts, read_tokenizer, reading, text_codec
+    from retrofit.passbase.calibration import calibration_windows
+    from retrofit.passbase.tokenization import read_texts, read_tokenizer, reading, text_codec
     from retrofit.storage.companions import tokenizer_place
 
     place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)

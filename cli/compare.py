@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.picture is not None:
         check_output(arguments.picture, arguments.force, ".png")
 
-    from retrofit.pipeline.tokenization import read_texts, read_tokenizer
+    from retrofit.passbase.tokenization import read_texts, read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
     from retrofit.training.model_comparison import compare_models, draw_comparison, require_package, task_scores

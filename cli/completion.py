@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from retrofit.cli.parser import Parser, Subparsers
-from retrofit.pipeline.registry import GROUP
+from retrofit.passbase.protocol import GROUP
 
 
 @dataclasses.dataclass(frozen=True)

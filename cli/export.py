@@ -12,7 +12,7 @@ from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.progress import working
 from retrofit.cli.terminal import print_table
 from retrofit.errors import first_few
-from retrofit.pipeline.accounts import listed
+from retrofit.passbase.report_text import listed
 from retrofit.storage.file_names import is_file_name
 
 EXAMPLES = """\
@@ -173,7 +173,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from retrofit.pipeline.replaying import recipe
+    from retrofit.passbase.replaying import recipe
     from retrofit.storage.checkpoint import load, require_savable
     from retrofit.storage.companions import companion_files
     from retrofit.surgery.dequantization import dequantize
@@ -238,7 +238,7 @@ def run_bundle(arguments: argparse.Namespace) -> int:
     output = check_model_output(arguments.output or default_output(model, ["bundle"]), arguments.force)
 
     from retrofit.bundling.bundle import CODE, bundle
-    from retrofit.pipeline.recipe_storage import BUNDLE
+    from retrofit.passbase.recipe_storage import BUNDLE
 
     with working(arguments.debug) as progress:
         progress(f"bundling {model}")

@@ -19,7 +19,7 @@ from retrofit.runtime.atomic_writes import whole_file
 if TYPE_CHECKING:
     from torch import nn
 
-    from retrofit.pipeline.protocol import Recipe
+    from retrofit.passbase.protocol import Recipe
 
 EXAMPLES = """\
 An option after --pass belongs to that pass. A plan does nothing to the model; the exit code is 2 where a pass fits nowhere.

@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = check_model_output(arguments.output or default_output(adapter, ["merged"]), arguments.force)
 
     from retrofit.adapters import BASE, load_adapted, merge_adapters, read_adapter_config, require_base_of
-    from retrofit.pipeline.replaying import recipe
+    from retrofit.passbase.replaying import recipe
     from retrofit.storage.checkpoint import load
 
     config = read_adapter_config(adapter)

@@ -10,9 +10,8 @@ from typing import Any
 from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import Parser, suggest
 from retrofit.errors import SpecError
-from retrofit.pipeline.options import options_of
-from retrofit.pipeline.protocol import Pass, Recipe
-from retrofit.pipeline.registry import load_pass, make_pass, pass_names, split_spec
+from retrofit.passbase.options import options_of
+from retrofit.passbase.protocol import Pass, Recipe, load_pass, make_pass, pass_names, split_spec
 from retrofit.storage.recipe_file import read_recipe
 
 Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether one may be given without a value, as a yes

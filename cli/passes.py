@@ -7,8 +7,8 @@ import argparse
 from retrofit.cli.parser import Subparsers
 from retrofit.cli.pass_options import find_pass
 from retrofit.cli.terminal import print_table
-from retrofit.pipeline.options import format_value, options_of
-from retrofit.pipeline.registry import load_pass, pass_names
+from retrofit.passbase.options import format_value, options_of
+from retrofit.passbase.protocol import load_pass, pass_names
 
 EXAMPLES = """\
   retrofit passes                               all that are installed

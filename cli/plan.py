@@ -18,10 +18,10 @@ from retrofit.cli.parser import Subparsers, add_model_arguments, require_path, s
 from retrofit.cli.pass_options import gather_passes
 from retrofit.cli.progress import working
 from retrofit.cli.terminal import print_table, printable
-from retrofit.pipeline.registry import make_pass
+from retrofit.passbase.protocol import make_pass
 
 if TYPE_CHECKING:
-    from retrofit.pipeline.protocol import AnyPass
+    from retrofit.passbase.protocol import AnyPass
     from retrofit.planning.planned_recipe import ModelPlan
     from retrofit.planning.targets import Target
 
@@ -91,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         check_output(file, arguments.force)
     folder = output.with_suffix(".measured")
 
-    from retrofit.pipeline.calibration import calibration_windows
-    from retrofit.pipeline.tokenization import read_texts, read_tokenizer, reading, text_codec
+    from retrofit.passbase.calibration import calibration_windows
+    from retrofit.passbase.tokenization import read_texts, read_tokenizer, reading, text_codec
     from retrofit.planning.front_picture import draw_front
     from retrofit.planning.planner import plan
     from retrofit.storage.checkpoint import load

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_to_overwrite(output, resume=arguments.resume, force=arguments.force)
         check_model_output(output, arguments.force, arguments.model)
 
-    from retrofit.pipeline.tokenization import read_texts
+    from retrofit.passbase.tokenization import read_texts
     from retrofit.storage.pipeline_directories import is_pipeline
     from retrofit.training.continued_pretraining import continue_pretraining
 
@@ -154,7 +154,7 @@ def refuse_what_has_no_effect(given: Mapping[str, Any]) -> None:
 
 def read_model(arguments: argparse.Namespace, config: Path | None) -> tuple[Any, Any]:
     """Return the model, which may be a whole of sentence-transformers, and its tokenizer."""
-    from retrofit.pipeline.tokenization import read_tokenizer
+    from retrofit.passbase.tokenization import read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
     from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
@@ -173,7 +173,7 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     """
     if arguments.teacher is None:
         return None
-    from retrofit.pipeline.tokenization import read_tokenizer
+    from retrofit.passbase.tokenization import read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
     from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
@@ -198,7 +198,7 @@ def hold_in_float32(model: Any) -> None:
     """Cast the numbers of a model to float32, except those that a quantizer packed; leave predictions in a folder as they are."""
     from torch import nn
 
-    from retrofit.pipeline.recipe_storage import is_quantized
+    from retrofit.passbase.recipe_storage import is_quantized
 
     if isinstance(model, nn.Module) and not is_quantized(model):
         model.float()
@@ -253,7 +253,7 @@ def run_teach(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     output: Path = arguments.output or beside(arguments.model, "logits")
 
-    from retrofit.pipeline.tokenization import read_texts, text_codec
+    from retrofit.passbase.tokenization import read_texts, text_codec
     from retrofit.training.teaching import teach
 
     texts = read_texts(arguments.data)

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = require_path(arguments.model)
     output = check_model_output(arguments.output or default_output(source, ["dense"]), arguments.force)
 
-    from retrofit.pipeline.replaying import recipe, rewritten_part
+    from retrofit.passbase.replaying import recipe, rewritten_part
     from retrofit.storage.checkpoint import load
     from retrofit.undoing.undo import undo
 

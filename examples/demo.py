@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofit
 from retrofit.cli import main as retrofit_command
 from retrofit.cli.progress import working
-from retrofit.pipeline.tokenization import codec_for, read_texts
+from retrofit.passbase.tokenization import codec_for, read_texts
 from retrofit.program.cost import flops_per_token
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.curves import draw_curves

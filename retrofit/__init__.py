@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from retrofit.native.native_form import to_native as to_native
     from retrofit.onnx.exporter.export_onnx import export_onnx as export_onnx
     from retrofit.onnx.importer.from_onnx import from_onnx as from_onnx
-    from retrofit.pipeline.replaying import recipe as recipe
+    from retrofit.passbase.replaying import recipe as recipe
     from retrofit.planning.planner import plan as plan
     from retrofit.preview import plan_of as plan_of
     from retrofit.rewriting import apply as apply
@@ -49,7 +49,7 @@ HOMES = {
     "plan": "retrofit.planning.planner",
     "plan_of": "retrofit.preview",
     "read_recipe": "retrofit.storage.recipe_file",
-    "recipe": "retrofit.pipeline.replaying",
+    "recipe": "retrofit.passbase.replaying",
     "save": "retrofit.storage.checkpoint",
     "to_native": "retrofit.native.native_form",
     "undo": "retrofit.undoing.undo",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.emitted.dense_graph import as_dense_graph_of, dense_graph
-from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.registry import parse_recipe
-from retrofit.pipeline.replaying import rewrites, rewritten_part
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.protocol import parse_recipe
+from retrofit.passbase.replaying import rewrites, rewritten_part
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.packed_rows import unpacked

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retrofit.errors import CaptureError, RetrofitError, first_line
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
-from retrofit.pipeline.tokenization import (
+from retrofit.passbase.tokenization import (
     Codec,
     byte_codec,
     config_special_ids,

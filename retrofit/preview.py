@@ -12,8 +12,8 @@ from retrofit.anatomy.anatomy import Anatomy, format_change
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.parts import NearMiss
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, join_remedies
-from retrofit.pipeline.accounts import aligned, plan_rows, separated
-from retrofit.pipeline.protocol import AnyPass, Plan, Recipe
+from retrofit.passbase.protocol import AnyPass, Plan, Recipe
+from retrofit.passbase.report_text import aligned, plan_rows, separated
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run, flops_per_token
 from retrofit.rewriting import (

@@ -19,13 +19,11 @@ from retrofit.emitted.dense_graph import DenseGraph, fits_as_graph
 from retrofit.emitted.graph_module import graph_module
 from retrofit.emitted.shape_prop import propagate_shapes
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, SpecError, VerificationError, join_remedies
-from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.calibration import calibration_from, readable_calibration
-from retrofit.pipeline.early_refusals import refuse_early
-from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
-from retrofit.pipeline.registry import as_pass, load_pass, pass_names
-from retrofit.pipeline.replaying import added, rearranged, recipe, rewrites
-from retrofit.pipeline.running import Progress, require_place, run_passes, with_current_names
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.calibration import calibration_from, readable_calibration
+from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite, as_pass, load_pass, pass_names
+from retrofit.passbase.replaying import added, rearranged, recipe, rewrites
+from retrofit.passbase.running import Progress, refuse_early, require_place, run_passes, with_current_names
 from retrofit.program.capture import capture
 from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.program.program import Program

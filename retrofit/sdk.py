@@ -6,25 +6,25 @@ A pass imports from here and from its own package, and from nothing else of `ret
 from __future__ import annotations
 
 # What a pass is: options, a plan of what would be rewritten, an edit that does it.
-from retrofit.pipeline.options import option as option
-from retrofit.pipeline.protocol import Pass as Pass
-from retrofit.pipeline.protocol import Plan as Plan
-from retrofit.pipeline.protocol import Recovery as Recovery
-from retrofit.pipeline.method_reference import Deviation as Deviation
-from retrofit.pipeline.method_reference import Inside as Inside
-from retrofit.pipeline.method_reference import MethodReference as MethodReference
-from retrofit.pipeline.method_reference import ModuleReference as ModuleReference
-from retrofit.pipeline.method_reference import Observed as Observed
-from retrofit.pipeline.method_reference import ObservedSite as ObservedSite
-from retrofit.pipeline.method_reference import OneOf as OneOf
-from retrofit.pipeline.method_reference import Problems as Problems
-from retrofit.pipeline.method_reference import SiteCall as SiteCall
-from retrofit.pipeline.method_reference import may_be_chance as may_be_chance
-from retrofit.pipeline.protocol import Rewrite as Rewrite
+from retrofit.passbase.options import option as option
+from retrofit.passbase.protocol import Pass as Pass
+from retrofit.passbase.protocol import Plan as Plan
+from retrofit.passbase.protocol import Recovery as Recovery
+from retrofit.passbase.method_reference import Deviation as Deviation
+from retrofit.passbase.method_reference import Inside as Inside
+from retrofit.passbase.method_reference import MethodReference as MethodReference
+from retrofit.passbase.method_reference import ModuleReference as ModuleReference
+from retrofit.passbase.method_reference import Observed as Observed
+from retrofit.passbase.method_reference import ObservedSite as ObservedSite
+from retrofit.passbase.method_reference import OneOf as OneOf
+from retrofit.passbase.method_reference import Problems as Problems
+from retrofit.passbase.method_reference import SiteCall as SiteCall
+from retrofit.passbase.method_reference import may_be_chance as may_be_chance
+from retrofit.passbase.protocol import Rewrite as Rewrite
 from retrofit.anatomy.parts import NearMiss as NearMiss
 from retrofit.anatomy.parts import Site as Site
 from retrofit.anatomy.parts import collect_near_miss as collect_near_miss
-from retrofit.pipeline.layer_selection import selected_depths as selected_depths
+from retrofit.passbase.options import selected_depths as selected_depths
 from retrofit.surgery.edit import Edit as Edit
 from retrofit.surgery.edit import Rearranged as Rearranged
 from retrofit.runtime.optional_inputs import left_out as left_out
@@ -132,7 +132,7 @@ from retrofit.surgery.fused_attention import unpadded_tokens as unpadded_tokens
 from retrofit.surgery.fused_attention import visible_keys as visible_keys
 
 # Running a model: on calibration data, on inputs of other shapes, undisturbed; one of two ways by the sizes of the input.
-from retrofit.pipeline.calibration import calibration_from as calibration_from
+from retrofit.passbase.calibration import calibration_from as calibration_from
 from retrofit.runtime.calibration import Calibration as Calibration
 from retrofit.runtime.calibration import Enough as Enough
 from retrofit.runtime.calibration_split import sample_calibration as sample_calibration

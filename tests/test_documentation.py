@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from retrofit.pipeline.options import options_of
-from retrofit.pipeline.registry import load_pass, pass_names
+from retrofit.passbase.options import options_of
+from retrofit.passbase.protocol import load_pass, pass_names
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

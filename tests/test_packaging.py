@@ -228,7 +228,7 @@ def test_what_is_tested_is_what_is_supported() -> None:
 # Who may import whom
 
 ORDER = (  # a package imports only those before it
-    "errors runtime program surgery anatomy pipeline emitted onnx storage bundling checks undoing differences native adapters "
+    "errors runtime program surgery anatomy passbase emitted onnx storage bundling checks undoing differences native adapters "
     "training generation drawing rewriting preview streaming planning sdk passes cli __main__"
 ).split()
 FILES = {  # by the name they are imported by
@@ -346,7 +346,7 @@ def test_the_readme_links_to_what_is_there() -> None:
 def test_the_pages_name_files_that_are_there(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     folders = ("retrofit", "passes", "cli", "tests", "examples", "benchmarks", "docs", "runtime", "program", "surgery", "anatomy")
-    folders += ("pipeline", "emitted", "onnx", "storage", "checks", "training", "drawing", "streaming")
+    folders += ("passbase", "emitted", "onnx", "storage", "checks", "training", "drawing", "streaming")
     named = set(re.findall(rf"((?:{'|'.join(folders)})/[\w/]+\.(?:py|md))\b", text))
     named |= {f"docs/{link}" for link in re.findall(r"\]\(([^)#:]+\.md)", text) if "/" not in link}
     assert not [name for name in named if not (ROOT / name).exists() and not (ROOT / "retrofit" / name).exists()]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from retrofit.pipeline.corresponding_sites import Correspondence
+from retrofit.passbase.replaying import Correspondence
 from retrofit.training.distillation import divergence_from_teacher
 from retrofit.training.layerwise import DenseSites
 from retrofit.training.teacher import ChunkedLoss, Teacher

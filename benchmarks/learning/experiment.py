@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertForMaskedLM, set_seed
 
 import retrofit
-from retrofit.pipeline.registry import as_pass
-from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.passbase.protocol import as_pass
+from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.runs import TrainingRun
 from retrofit.training.settings import Settings

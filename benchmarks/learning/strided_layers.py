@@ -23,7 +23,7 @@ from experiment import HELD_OUT, LENGTH, TEXTS, DenseModel, Kept, mean_and_devia
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.training.windows import is_held_out
 
 STRIDES = (2, 4)

@@ -7,7 +7,7 @@ from typing import Any
 
 from sphinx.application import Sphinx
 
-from retrofit.pipeline.options import format_value, options_of
+from retrofit.passbase.options import format_value, options_of
 from retrofit.sdk import Pass
 
 CODE = re.compile(r"(`[^`\n]+(?:\n[^`\n]+)?`)")

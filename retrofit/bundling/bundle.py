@@ -23,9 +23,9 @@ from transformers.models.auto import modeling_auto
 from retrofit.bundling.modelling_file import ModelClass, ModellingFile, modelling_file
 from retrofit.bundling.structure import DenseState, Structure
 from retrofit.errors import CheckpointError, first_few
-from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.registry import parse_recipe
-from retrofit.pipeline.replaying import added_parameters
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.protocol import parse_recipe
+from retrofit.passbase.replaying import added_parameters
 from retrofit.runtime.atomic_writes import whole_directory
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.quiet import quiet

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from retrofit.checks.subject import Subject
-from retrofit.pipeline.protocol import Rewrite
+from retrofit.passbase.protocol import Rewrite
 from retrofit.runtime.agreement import LIMIT
 from retrofit.runtime.calibration import Calibration
 from retrofit.surgery.edit import Fate

@@ -16,7 +16,7 @@ from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.sliced_gradients import SlicedGradients
 from retrofit.checks.subject import Subject
 from retrofit.errors import first_few
-from retrofit.pipeline.replaying import recipe
+from retrofit.passbase.replaying import recipe
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.probes import TOLERANCE, Inputs, accepts, extent_of, named_outputs, record_arguments, resized_like
 from retrofit.runtime.state_preservation import forget_history, without_history

@@ -18,7 +18,7 @@ from typing import Any
 import networkx
 from torch import Tensor, fx
 
-from retrofit.pipeline.protocol import Rewrite
+from retrofit.passbase.protocol import Rewrite
 from retrofit.program.aten_ops import CAST, op
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import Call, Program

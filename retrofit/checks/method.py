@@ -25,7 +25,7 @@ from retrofit.checks.site_replay import Found, MovedParameters, own_modules, rep
 from retrofit.checks.site_ways import SiteWays, Way
 from retrofit.checks.subject import Subject
 from retrofit.errors import first_line
-from retrofit.pipeline.method_reference import (
+from retrofit.passbase.method_reference import (
     Inside,
     MethodReference,
     ModuleReference,
@@ -34,8 +34,8 @@ from retrofit.pipeline.method_reference import (
     RecordedCall,
     SiteCall,
 )
-from retrofit.pipeline.registry import parse_spec
-from retrofit.pipeline.replaying import recipe, rewrites
+from retrofit.passbase.protocol import parse_spec
+from retrofit.passbase.replaying import recipe, rewrites
 from retrofit.runtime.wrapped_models import is_adapted
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import Wrapper

@@ -21,7 +21,7 @@ from retrofit.onnx.exporter.export_onnx import export_onnx, plan_export
 from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, ExportPart
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
 from retrofit.onnx.exporter.parity import compare_with_torch, is_comparable, other_sizes
-from retrofit.pipeline.replaying import recipe
+from retrofit.passbase.replaying import recipe
 
 UNPACKING = {  # operators of packed weights
     "DequantizeLinear",

@@ -12,7 +12,7 @@ from retrofit.checks.finding import Raised, attempt
 from retrofit.checks.registry import CHECKS, watches
 from retrofit.checks.subject import Subject, other_shapes
 from retrofit.errors import RetrofitError
-from retrofit.pipeline.replaying import recipe
+from retrofit.passbase.replaying import recipe
 from retrofit.program.program import Program
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.optional_inputs import adds_arguments, with_optional

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
 from retrofit.checks.site_recording import CacheMark, map_tensors
-from retrofit.pipeline.method_reference import (
+from retrofit.passbase.method_reference import (
     Deviation,
     Draw,
     Expected,

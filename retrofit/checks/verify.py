@@ -19,8 +19,8 @@ from retrofit.checks.report import CheckResult, Report
 from retrofit.checks.subject import Subject, other_shapes
 from retrofit.emitted.dense_graph import as_dense_graph_of
 from retrofit.errors import DoesNotFitError
-from retrofit.pipeline.protocol import Rewrite
-from retrofit.pipeline.replaying import recipe, rewrites
+from retrofit.passbase.protocol import Rewrite
+from retrofit.passbase.replaying import recipe, rewrites
 from retrofit.program.program import Program
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.example_inputs import named_inputs

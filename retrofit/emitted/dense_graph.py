@@ -13,8 +13,8 @@ from torch import fx, nn
 
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError
-from retrofit.pipeline.protocol import Recipe
-from retrofit.pipeline.running import run_passes
+from retrofit.passbase.protocol import Recipe
+from retrofit.passbase.running import run_passes
 from retrofit.program.capture import capture
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.skeletons import without_weights, zeros_for

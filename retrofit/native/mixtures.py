@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from retrofit.pipeline.replaying import rewrites
+from retrofit.passbase.replaying import rewrites
 from retrofit.runtime.probes import distance
 
 TOKENS = 64

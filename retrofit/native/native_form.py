@@ -42,8 +42,8 @@ from retrofit.native.mixtures import (
     random_weights,
 )
 from retrofit.native.surrounding_graph import Surroundings, call_of, first_difference, matched_parameters
-from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.replaying import rewritten_part
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.replaying import rewritten_part
 from retrofit.program.capture import capture
 from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.example_inputs import named_inputs

@@ -7,9 +7,8 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from retrofit.errors import PlanningError
-from retrofit.pipeline.options import format_value
-from retrofit.pipeline.protocol import AnyPass, Pass
-from retrofit.pipeline.registry import load_pass, parse_spec, pass_names
+from retrofit.passbase.options import format_value
+from retrofit.passbase.protocol import AnyPass, Pass, load_pass, parse_spec, pass_names
 
 ALL_LAYERS = "layers"  # the option by which a pass is limited to some depths
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from retrofit.errors import RetrofitError
-from retrofit.pipeline.tokenization import positions_named
+from retrofit.passbase.tokenization import positions_named
 from retrofit.runtime.modes import evaluation_mode, preserve_modes
 from retrofit.runtime.probes import can_generate, ids_name, logits_of
 from retrofit.runtime.state_preservation import preserve_random_state

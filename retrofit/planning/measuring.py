@@ -16,7 +16,7 @@ import numpy
 from torch import nn
 
 from retrofit.errors import CaptureError, DoesNotFitError, PlanningError
-from retrofit.pipeline.protocol import AnyPass
+from retrofit.passbase.protocol import AnyPass
 from retrofit.planning.candidates import limited_to, short_spec
 from retrofit.planning.choosing import Problem, cliques_of
 from retrofit.planning.costs import CHOICES, COSTS, LOSSES, PATIENCE, SECONDS, Deadline, Hybrid, OutOfTime, beside

@@ -10,8 +10,7 @@ from typing import Any
 
 from retrofit.anatomy.anatomy import layer_range
 from retrofit.errors import PlanningError
-from retrofit.pipeline.protocol import Recipe
-from retrofit.pipeline.registry import parse_recipe
+from retrofit.passbase.protocol import Recipe, parse_recipe
 from retrofit.planning.targets import QUANTITIES, Target
 from retrofit.runtime.atomic_writes import whole_file
 
@@ -94,7 +93,7 @@ class ModelPlan:
         return self.planned[0].passes
 
     def __str__(self) -> str:
-        from retrofit.pipeline.accounts import aligned
+        from retrofit.passbase.report_text import aligned
 
         return "\n\n".join(aligned(list(rows_of(self, one))) for one in self.planned)
 

@@ -21,8 +21,8 @@ from torch import nn
 
 from retrofit.anatomy.inspection import read_anatomy
 from retrofit.errors import PlanningError, RetrofitError
-from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.protocol import AnyPass
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.protocol import AnyPass
 from retrofit.planning.candidates import candidates_of, limited_to, short_spec
 from retrofit.planning.choosing import Problem, choose, least_cost
 from retrofit.planning.costs import CHOICES, SECONDS, Deadline, OutOfTime, measurable, trains

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import PlanningError, RetrofitError, SpecError
-from retrofit.pipeline.calibration import calibration_from, calibration_windows, named_batch, require_token_ids, tokenize_texts
-from retrofit.pipeline.tokenization import codec_for
+from retrofit.passbase.calibration import calibration_from, calibration_windows, named_batch, require_token_ids, tokenize_texts
+from retrofit.passbase.tokenization import codec_for
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.calibration_split import batched, length_of, windows_of_batch
 from retrofit.runtime.example_inputs import device_of

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import PlanningError, TrainingError
-from retrofit.pipeline.tokenization import vocabulary_size
+from retrofit.passbase.tokenization import vocabulary_size
 from retrofit.planning.recalled_layers import RecalledLayers
 from retrofit.runtime.calibration import real_tokens
 from retrofit.runtime.example_inputs import vocabulary_of

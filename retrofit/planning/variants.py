@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.errors import DoesNotFitError
-from retrofit.pipeline.protocol import AnyPass
+from retrofit.passbase.protocol import AnyPass
 from retrofit.planning.candidates import takes_layers
 from retrofit.planning.changed_modules import changed_modules, share_unchanged
 from retrofit.program.program import Program

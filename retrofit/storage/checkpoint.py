@@ -18,7 +18,7 @@ from torch import nn
 from retrofit.errors import CheckpointError
 from retrofit.onnx.exporter.export_onnx import export_onnx
 from retrofit.onnx.importer.from_onnx import from_onnx
-from retrofit.pipeline.recipe_storage import as_ordinary_model
+from retrofit.passbase.recipe_storage import as_ordinary_model
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory, whole_file
 from retrofit.runtime.deferred_signals import unbroken

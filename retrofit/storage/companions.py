@@ -15,10 +15,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError, RetrofitError
-from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.registry import as_pass
-from retrofit.pipeline.replaying import rewritten_part
-from retrofit.pipeline.tokenization import read_tokenizer
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.protocol import as_pass
+from retrofit.passbase.replaying import rewritten_part
+from retrofit.passbase.tokenization import read_tokenizer
 from retrofit.runtime import gguf_header
 from retrofit.runtime.atomic_writes import whole_directory
 from retrofit.runtime.model_folders import CARD, OF_A_RECIPE, TEMPLATES, says_recipe

@@ -35,8 +35,8 @@ from torch.utils._sympy import functions
 from retrofit.emitted.dense_graph import DenseGraph, dense_graph
 from retrofit.emitted.graph_module import from_exported
 from retrofit.errors import CaptureError, CheckpointError, RetrofitWarning, first_line
-from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.replaying import replayed_inputs
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.replaying import replayed_inputs
 from retrofit.program.capture import as_plain_module
 from retrofit.program.tracing_contexts import disable_cache, silence_tracer, with_dynamic_shapes
 from retrofit.runtime.archives import require_unpacked_fits

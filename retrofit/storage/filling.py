@@ -18,8 +18,8 @@ from torch.nn.modules import module as registration
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from retrofit.errors import CheckpointError, first_few, first_line, kind_of
-from retrofit.pipeline import recipe_storage, replaying
-from retrofit.pipeline.applied_to import assign
+from retrofit.passbase import recipe_storage, replaying
+from retrofit.passbase.recipe_storage import assign
 from retrofit.runtime.memory_limit import in_gigabytes, memory_limit, require_memory
 from retrofit.runtime.quiet import quiet
 from retrofit.runtime.safetensors_header import Extent, extents_in

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, first_line
-from retrofit.pipeline.tokenization import read_texts
+from retrofit.passbase.tokenization import read_texts
 from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.runtime.quiet import quiet
 from retrofit.runtime.wrapped_models import transformers_models

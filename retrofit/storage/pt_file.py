@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError, first_few, kind_of
-from retrofit.pipeline import recipe_storage
+from retrofit.passbase import recipe_storage
 from retrofit.runtime.archives import require_unpacked_fits
 from retrofit.runtime.memory_limit import require_memory
 from retrofit.runtime.wrapped_models import holds_adapters

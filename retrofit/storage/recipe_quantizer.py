@@ -22,7 +22,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from retrofit.errors import CheckpointError, first_few
-from retrofit.pipeline import recipe_storage
+from retrofit.passbase import recipe_storage
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import is_packed
 
@@ -36,7 +36,7 @@ class RecipeConfig(QuantizationConfigMixin):
     architecture: str | None = None  # the class it was applied to
     part: str | None = None  # the path in that class of the model that is saved, where it is one inside
     inputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # dtype and shape of the inputs it was captured with
-    applied_to: dict[str, Any] = dataclasses.field(default_factory=dict)  # the record of `retrofit.pipeline.applied_to`
+    applied_to: dict[str, Any] = dataclasses.field(default_factory=dict)  # the record of `retrofit.passbase.recipe_storage`
     quantization: Any = None  # what another quantizer does after the replay: its config, or that as a dictionary
     packed: bool = True  # whether it has done so in the file
     through: list[list[Any]] = dataclasses.field(default_factory=list)  # classes it had since, each after how many passes
@@ -202,7 +202,7 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
         model = own(kind, copy.deepcopy(config), **kwargs)
     finally:
         BUILDING.reset(token)
-    from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
+    from retrofit.passbase import replaying  # not before: transformers is still importing itself when it reads this file
 
     dense = set(model.modules())
     replaying.replay(model, recipe, entry.get("applied_to"))
@@ -229,7 +229,7 @@ def rewrite_skeleton(
 
     It is tied as the `record` says of what the recipe was applied to, and has to have its sites where it is the `same` model.
     """
-    from retrofit.pipeline import replaying  # not before: transformers is still importing itself when it reads this file
+    from retrofit.passbase import replaying  # not before: transformers is still importing itself when it reads this file
 
     dense = prepare(model)
     replaying.replay(model, recipe, record, same_model=same)

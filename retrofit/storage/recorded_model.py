@@ -1,6 +1,6 @@
 """A skeleton that is about to be rewritten, compared with the model that its recipe was applied to.
 
-The record kept with a recipe (`retrofit.pipeline.applied_to`) has the dense config, so that model can be built again, without
+The record kept with a recipe (`retrofit.passbase.recipe_storage`) has the dense config, so that model can be built again, without
 weights. Where the two differ (fewer layers, other heads, another vocabulary) both are rewritten, and what the recipe puts into the
 skeleton has to be what it puts there in that model; what only a tensor's shape shows is left to the weights.
 """
@@ -19,7 +19,7 @@ from safetensors import safe_open
 from torch import fx, nn
 
 from retrofit.errors import CheckpointError, first_few
-from retrofit.pipeline.recipe_storage import stored_inputs
+from retrofit.passbase.recipe_storage import stored_inputs
 from retrofit.surgery.transformers_bookkeeping import attention_of, shared_names
 
 SAFETENSORS = ".safetensors"

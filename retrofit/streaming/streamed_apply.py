@@ -26,11 +26,10 @@ from torch import nn
 from retrofit import __version__
 from retrofit.checks.finite_weights import require_finite_weight
 from retrofit.errors import CheckpointError
-from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.calibration import calibration_from
-from retrofit.pipeline.early_refusals import refuse_early
-from retrofit.pipeline.protocol import AnyPass, Recipe, Rewrite
-from retrofit.pipeline.running import Progress, run_passes
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.calibration import calibration_from
+from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite
+from retrofit.passbase.running import Progress, refuse_early, run_passes
 from retrofit.program.capture import capture
 from retrofit.program.program import Program
 from retrofit.rewriting import Applied, parse_passes, require_use, rewrite_once

@@ -11,8 +11,8 @@ from retrofit.checks.registry import CHECKS
 from retrofit.checks.report import CheckResult, Report
 from retrofit.checks.verify import check_rewrite, verify
 from retrofit.errors import CheckpointError, VerificationError
-from retrofit.pipeline.protocol import Rewrite
-from retrofit.pipeline.running import Progress
+from retrofit.passbase.protocol import Rewrite
+from retrofit.passbase.running import Progress
 from retrofit.rewriting import Applied
 from retrofit.runtime.drafts import draft_folder
 from retrofit.runtime.example_inputs import named_inputs

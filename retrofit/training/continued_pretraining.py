@@ -14,9 +14,9 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from retrofit.errors import CheckpointError, RetrofitWarning, TrainingError
-from retrofit.pipeline.recipe_storage import as_ordinary_model, is_quantized, stored_recipe
-from retrofit.pipeline.replaying import added_parameters, rewritten_part
-from retrofit.pipeline.tokenization import text_codec, windows_of
+from retrofit.passbase.recipe_storage import as_ordinary_model, is_quantized, stored_recipe
+from retrofit.passbase.replaying import added_parameters, rewritten_part
+from retrofit.passbase.tokenization import text_codec, windows_of
 from retrofit.runtime import usable_models
 from retrofit.runtime.example_inputs import device_of
 from retrofit.runtime.modes import evaluation_mode

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.pipeline.tokenization import Codec
+from retrofit.passbase.tokenization import Codec
 from retrofit.runtime.offloading import value_of
 
 SAMPLES = 64  # values of a parameter that are hashed

@@ -29,8 +29,8 @@ from torch.utils import _pytree as pytree
 from retrofit.anatomy.inspection import inspect
 from retrofit.anatomy.parts import NoStream
 from retrofit.errors import TrainingError
-from retrofit.pipeline.corresponding_sites import CorrespondingSite
-from retrofit.pipeline.protocol import Dial
+from retrofit.passbase.protocol import Dial
+from retrofit.passbase.replaying import CorrespondingSite
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.recorded_calls import float_tensors
 from retrofit.runtime.weighted_errors import token_weights

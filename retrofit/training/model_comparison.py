@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import TrainingError, first_line, kind_of
-from retrofit.pipeline.tokenization import Codec, reading, text_codec, windows_of
+from retrofit.passbase.tokenization import Codec, reading, text_codec, windows_of
 from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.example_inputs import device_of

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from retrofit.errors import TrainingError
-from retrofit.pipeline.recipe_storage import is_quantized
-from retrofit.pipeline.replaying import recipe
+from retrofit.passbase.recipe_storage import is_quantized
+from retrofit.passbase.replaying import recipe
 from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.training import processes

@@ -8,7 +8,7 @@ import operator
 from typing import Any
 
 from retrofit.errors import TrainingError
-from retrofit.pipeline.options import option
+from retrofit.passbase.options import option
 
 MOST = 2**31 - 1  # what any count may be
 MOST_SEED = 2**32 - 1  # what numpy takes

@@ -21,9 +21,8 @@ from torch.nn import functional as F
 
 from retrofit.emitted.dense_graph import as_dense_graph_of, dense_graph
 from retrofit.errors import TrainingError
-from retrofit.pipeline.corresponding_sites import Correspondence, correspondence
-from retrofit.pipeline.replaying import rewritten_part
-from retrofit.pipeline.tokenization import vocabulary_size
+from retrofit.passbase.replaying import Correspondence, correspondence, rewritten_part
+from retrofit.passbase.tokenization import vocabulary_size
 from retrofit.runtime.example_inputs import named_inputs, vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.offloading import offloaded_module

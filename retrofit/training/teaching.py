@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import RetrofitWarning, TrainingError
-from retrofit.pipeline.tokenization import Codec, text_codec, windows_of
+from retrofit.passbase.tokenization import Codec, text_codec, windows_of
 from retrofit.runtime.drafts import held, is_held
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode

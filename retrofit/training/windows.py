@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from retrofit.errors import TrainingError
-from retrofit.pipeline.tokenization import positions_named
+from retrofit.passbase.tokenization import positions_named
 
 MOST_HELD_OUT = 512  # windows
 WINDOW = "window"  # the name of its number in an example

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, initialization
 
 from retrofit.emitted.dense_graph import dense_graph
 from retrofit.errors import CheckpointError
-from retrofit.pipeline import recipe_storage
+from retrofit.passbase import recipe_storage
 from retrofit.runtime.quiet import quiet
 from retrofit.runtime.skeletons import without_weights
 from retrofit.runtime.state_preservation import preserve_random_state

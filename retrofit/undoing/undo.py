@@ -16,8 +16,8 @@ from retrofit.checks.activations import Activations, record_activations
 from retrofit.checks.divergence import first_divergence
 from retrofit.emitted.dense_graph import dense_graph
 from retrofit.errors import CheckpointError, VerificationError
-from retrofit.pipeline import recipe_storage, replaying
-from retrofit.pipeline.replaying import recipe, rewrites, rewritten_part
+from retrofit.passbase import recipe_storage, replaying
+from retrofit.passbase.replaying import recipe, rewrites, rewritten_part
 from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import preserve_modes

@@ -15,6 +15,8 @@ from torch import nn
 
 from retrofit.checks.site_recording import map_tensors
 from retrofit.errors import DoesNotFitError
+from retrofit.passbase.method_reference import SiteCall
+from retrofit.passbase.protocol import parse_spec
 from retrofit.passes import SequenceAltUp, SparseLoss
 from retrofit.passes.altup.layers import AltUpLayer, Contraction, DynamicAltUpLayer
 from retrofit.passes.altup.widening import WidthPropagation
@@ -36,8 +38,6 @@ from retrofit.passes.sparse_ffn import controller_fit, sparse_feed_forward, spar
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.passes.sparse_qkv import sparse_attention, sparse_projections
 from retrofit.passes.sum import SummedEmbedding
-from retrofit.pipeline.method_reference import SiteCall
-from retrofit.pipeline.registry import parse_spec
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
 
 # ── What it says of a model ──────────────────────────────────────────────────────────────────────────────────────────────────────

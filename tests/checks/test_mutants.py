@@ -13,7 +13,7 @@ import pytest
 from mutant import ROOT, Mutant, on
 from mutants_table import MUTANTS, ORDER, page, score, verdict
 
-from retrofit.pipeline.registry import pass_names
+from retrofit.passbase.protocol import pass_names
 
 REPORTED = {  # by the check that is to report it
     "altup: the hop goes to the block that the layer works on already": "method",

@@ -16,7 +16,7 @@ from retrofit.checks.fingerprint import Fingerprint, checksum, fingerprints
 from retrofit.checks.parameter_matching import match_parameters
 from retrofit.checks.reference import Reference
 from retrofit.checks.verify import check_rewrite
-from retrofit.pipeline.protocol import Rewrite
+from retrofit.passbase.protocol import Rewrite
 from retrofit.surgery.edit import Fate
 
 

@@ -30,7 +30,7 @@ from retrofit.checks.registry import CHECKS
 from retrofit.checks.verify import check_rewrite
 from retrofit.emitted.graph_module import from_exported, graph_module
 from retrofit.errors import RetrofitError
-from retrofit.pipeline.protocol import Rewrite
+from retrofit.passbase.protocol import Rewrite
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run
 from retrofit.rewriting import apply_reported

@@ -13,8 +13,8 @@ import pytest
 
 from retrofit.cli import build_parser, main
 from retrofit.cli.completion import SCRIPTS, Source, candidates, declared_in_source, summaries
-from retrofit.pipeline.options import options_of
-from retrofit.pipeline.registry import load_pass, pass_names
+from retrofit.passbase.options import options_of
+from retrofit.passbase.protocol import load_pass, pass_names
 
 PARSER = build_parser()
 COMMANDS = {

@@ -31,9 +31,8 @@ from retrofit.cli.pass_options import named_passes
 from retrofit.cli.progress import Progress
 from retrofit.cli.terminal import print_table, printable
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError
-from retrofit.pipeline.accounts import listed, plan_rows
-from retrofit.pipeline.protocol import Plan
-from retrofit.pipeline.registry import parse_recipe
+from retrofit.passbase.protocol import Plan, parse_recipe
+from retrofit.passbase.report_text import listed, plan_rows
 from retrofit.runtime.line_folding import fold_lines
 from retrofit.runtime.notes import Milestone, Note
 

@@ -18,7 +18,7 @@ import retrofit
 from retrofit.emitted.graph_module import graph_module
 from retrofit.emitted.graph_parts import GraphPart
 from retrofit.errors import CaptureError, CheckpointError, SpecError
-from retrofit.pipeline.replaying import rewrites
+from retrofit.passbase.replaying import rewrites
 from retrofit.rewriting import apply_reported
 
 MODELS = {"functional": Functional, "blocks": Blocks, "encoder": Encoder}

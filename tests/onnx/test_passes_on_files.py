@@ -18,7 +18,7 @@ import retrofit
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.weights import argument_name
-from retrofit.pipeline.registry import parse_recipe
+from retrofit.passbase.protocol import parse_recipe
 from retrofit.runtime.probes import distance, resized
 
 NEW = 8  # tokens decoded

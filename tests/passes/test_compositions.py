@@ -19,9 +19,9 @@ from transformers import DynamicCache
 
 import retrofit
 from retrofit.errors import DoesNotFitError
+from retrofit.passbase.protocol import as_pass, pass_names
+from retrofit.passbase.replaying import rewrites
 from retrofit.passes.memory.external_memory import ExternalMemory
-from retrofit.pipeline.registry import as_pass, pass_names
-from retrofit.pipeline.replaying import rewrites
 from retrofit.program.capture import capture
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.probes import accepts

@@ -14,7 +14,7 @@ import torch
 from support import tiny_models
 
 import retrofit
-from retrofit.pipeline.replaying import rewrites
+from retrofit.passbase.replaying import rewrites
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

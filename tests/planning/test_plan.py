@@ -25,7 +25,7 @@ from retrofit.anatomy.inspection import inspect
 from retrofit.cli import main
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import PlanningError, SpecError
-from retrofit.pipeline.registry import parse_spec
+from retrofit.passbase.protocol import parse_spec
 from retrofit.planning import costs, measuring, planner
 from retrofit.planning.candidates import candidates_of, depths_text, short_spec
 from retrofit.planning.changed_modules import changed_modules

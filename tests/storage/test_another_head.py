@@ -14,7 +14,7 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import CheckpointError
-from retrofit.pipeline import replaying
+from retrofit.passbase import replaying
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 
 IDS, TARGET = torch.arange(3, 19)[None], torch.arange(5, 12)[None]

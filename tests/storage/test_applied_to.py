@@ -13,8 +13,8 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import CheckpointError, RetrofitError
-from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.applied_to import AppliedTo, tie_as
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.recipe_storage import AppliedTo, tie_as
 
 IDS = torch.arange(3, 19)[None]
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -20,7 +20,7 @@ from torch import nn
 
 from retrofit.cli.apply import summary
 from retrofit.errors import CheckpointError
-from retrofit.pipeline import recipe_storage
+from retrofit.passbase import recipe_storage
 from retrofit.rewriting import Applied
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
@@ -33,7 +33,7 @@ MODELS = ("llama", "llama-tied", "gpt2", "t5", "bert", "mixtral", "vit")
 
 @pytest.fixture(autouse=True)
 def standin_replay(monkeypatch):
-    monkeypatch.setattr("retrofit.pipeline.replaying.replay", standin.replay)
+    monkeypatch.setattr("retrofit.passbase.replaying.replay", standin.replay)
 
 
 def remembered(name):

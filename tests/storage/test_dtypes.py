@@ -12,7 +12,7 @@ from support.tiny_models import VOCABULARY, llama
 
 import retrofit
 from retrofit.cli import main
-from retrofit.pipeline.registry import parse_spec
+from retrofit.passbase.protocol import parse_spec
 
 TOKENS = torch.randint(VOCABULARY, (16, 24), generator=torch.Generator().manual_seed(5))
 SPECS = (

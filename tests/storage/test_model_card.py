@@ -13,7 +13,7 @@ from support import tiny_models
 from torch import nn
 
 import retrofit
-from retrofit.pipeline import recipe_storage
+from retrofit.passbase import recipe_storage
 from retrofit.storage.companions import BEGIN, CARD, END, save_with_companions, write_card
 
 FRONT = "---\nlicense: mit\ntags:\n- text\n---\n"

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 import retrofit
 from retrofit.errors import RetrofitError, SpecError
+from retrofit.passbase.protocol import Recipe
 from retrofit.passes import AltUp, SparseFFN, SumEmbedding
-from retrofit.pipeline.protocol import Recipe
 from retrofit.storage.recipe_file import LARGEST, read_recipe
 
 BOTH = (SparseFFN(sparsity=8, layers="0-2+5", scale=True), SumEmbedding())

@@ -16,7 +16,7 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import CheckpointError
-from retrofit.pipeline import recipe_storage
+from retrofit.passbase import recipe_storage
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
 
@@ -25,7 +25,7 @@ transformers_hook.install()
 
 @pytest.fixture(autouse=True)
 def standin_replay(monkeypatch):
-    monkeypatch.setattr("retrofit.pipeline.replaying.replay", standin.replay)
+    monkeypatch.setattr("retrofit.passbase.replaying.replay", standin.replay)
 
 
 @pytest.mark.parametrize("file", ["model.pt", "model"])

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_map
 from transformers.quantizers import auto
 
 from retrofit.errors import CheckpointError
-from retrofit.pipeline import recipe_storage
-from retrofit.pipeline.replaying import input_from_description
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.replaying import input_from_description
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
 from retrofit.surgery import transformers_bookkeeping
@@ -34,7 +34,7 @@ MODELS = ("llama", "llama-tied", "gpt2", "t5", "bert", "mixtral", "vit")
 
 @pytest.fixture(autouse=True)
 def standin_replay(monkeypatch):
-    monkeypatch.setattr("retrofit.pipeline.replaying.replay", standin.replay)
+    monkeypatch.setattr("retrofit.passbase.replaying.replay", standin.replay)
 
 
 def remembered(name, recipe=standin.RECIPE):
@@ -456,7 +456,7 @@ def test_a_module_shared_by_layers_stays_shared(tmp_path, monkeypatch):
         for layer in model.model.layers[1:]:
             layer.mlp = model.model.layers[0].mlp
 
-    monkeypatch.setattr("retrofit.pipeline.replaying.replay", share)
+    monkeypatch.setattr("retrofit.passbase.replaying.replay", share)
     model, inputs = standin.tiny("llama")
     share(model, standin.RECIPE)
     recipe_storage.store_recipe(model, standin.RECIPE)

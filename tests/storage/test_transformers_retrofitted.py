@@ -13,7 +13,7 @@ import transformers
 from support import retrofitted
 
 import retrofit
-from retrofit.pipeline import recipe_storage
+from retrofit.passbase import recipe_storage
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
 from retrofit.surgery import transformers_bookkeeping

@@ -11,10 +11,10 @@ from retrofit.checks import method
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding
 from retrofit.checks.subject import Subject
-from retrofit.pipeline.calibration import calibration_from
-from retrofit.pipeline.registry import parse_spec
-from retrofit.pipeline.replaying import rewrites
-from retrofit.pipeline.running import run_passes
+from retrofit.passbase.calibration import calibration_from
+from retrofit.passbase.protocol import parse_spec
+from retrofit.passbase.replaying import rewrites
+from retrofit.passbase.running import run_passes
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.state_preservation import preserve_state
 from retrofit.surgery.edit import Edit

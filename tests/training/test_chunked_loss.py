@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import retrofit
-from retrofit.pipeline.corresponding_sites import Correspondence
-from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.passbase.replaying import Correspondence
+from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training import distillation
 from retrofit.training.continued_pretraining import continue_pretraining

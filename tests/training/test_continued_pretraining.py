@@ -31,7 +31,7 @@ from transformers import (
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, TrainingError
-from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.training.continued_pretraining import continue_pretraining, require_trainable
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
 from retrofit.training.settings import Settings

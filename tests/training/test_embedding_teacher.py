@@ -17,7 +17,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
-from retrofit.pipeline.corresponding_sites import corresponding_sites
+from retrofit.passbase.replaying import corresponding_sites
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.distillation import divergence_from_teacher
 from retrofit.training.layerwise import DenseSites

@@ -18,7 +18,7 @@ import retrofit
 from retrofit.cli import main
 from retrofit.cli.outputs import beside
 from retrofit.errors import TrainingError
-from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.training import teaching
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.distillation import LargestPredictions

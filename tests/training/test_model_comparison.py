@@ -18,7 +18,7 @@ from training.test_curves import ink
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
-from retrofit.pipeline.tokenization import codec_for, windows_of
+from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.training.curves import COLOURS
 from retrofit.training.model_comparison import Figures, compare_models, draw_comparison, generated
 

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from retrofit.errors import TrainingError
-from retrofit.pipeline.tokenization import byte_codec, codec_for
+from retrofit.passbase.tokenization import byte_codec, codec_for
 from retrofit.training.losses import add_loss
 from retrofit.training.objectives import (
     IGNORED,

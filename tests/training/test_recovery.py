@@ -19,8 +19,8 @@ from torch import nn
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
+from retrofit.passbase.replaying import corresponding_sites
 from retrofit.passes.reversible import two_streams
-from retrofit.pipeline.corresponding_sites import corresponding_sites
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.layerwise import DenseSites
 from retrofit.training.recovery import start_dials

@@ -57,7 +57,7 @@ from retrofit.onnx.exporter.parity import (
 )
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.onnx.exporter.weight_quantization import quantize_weights
-from retrofit.pipeline import recipe_storage
+from retrofit.passbase import recipe_storage
 from retrofit.runtime.agreement import Arithmetic, Comparison
 from retrofit.runtime.atomic_writes import whole_files
 from retrofit.runtime.example_inputs import named_inputs

@@ -69,7 +69,7 @@ from retrofit.onnx.importer.weights import (
     is_quantized_table,
     only_numbers,
 )
-from retrofit.pipeline import recipe_storage
+from retrofit.passbase import recipe_storage
 from retrofit.runtime.example_inputs import LENGTH
 from retrofit.runtime.model_folders import as_path
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.passbase.replaying import rewrites
 from retrofit.passes import Memory
 from retrofit.passes.memory.external_memory import ExternalMemory
 from retrofit.passes.memory.memory_layer import MemoryLayer
-from retrofit.pipeline.replaying import rewrites
 from retrofit.rewriting import apply_reported
 from retrofit.surgery.keyword_injection import InjectingForward
 

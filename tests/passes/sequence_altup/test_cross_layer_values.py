@@ -17,9 +17,9 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.errors import DoesNotFitError
+from retrofit.passbase.replaying import rewrites
 from retrofit.passes import SequenceAltUp
 from retrofit.passes.sequence_altup.token_flow import is_stride_invariant
-from retrofit.pipeline.replaying import rewrites
 
 
 def strided(layers: str, k: int = 3) -> Any:

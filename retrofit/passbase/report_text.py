@@ -1,4 +1,4 @@
-"""What passes did to a model or would do to it, as rows of a table that stays short however many layers there are."""
+"""Rows of a report on what passes did to a model or would do to it: short, however many layers there are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from retrofit.runtime.notes import fold_notes
 
 if TYPE_CHECKING:
     from retrofit.anatomy.parts import NearMiss, Site
-    from retrofit.pipeline.protocol import Plan, Rewrite
+    from retrofit.passbase.protocol import Plan, Rewrite
+
 
 Cells = tuple[str, str]
 

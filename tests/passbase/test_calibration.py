@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from retrofit.errors import SpecError
-from retrofit.pipeline.calibration import BATCH, LENGTH, calibration_from
-from retrofit.pipeline.tokenization import codec_for
+from retrofit.passbase.calibration import BATCH, LENGTH, calibration_from
+from retrofit.passbase.tokenization import codec_for
 from retrofit.rewriting import apply
 from retrofit.runtime.calibration import Calibration, Enough
 

@@ -166,7 +166,7 @@ def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, 
 
 def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
     """Texts as windows of token ids, by the tokenizer that came with the model, else as bytes: (windows, length)."""
-    from retrofit.pipeline.tokenization import read_tokenizer
+    from retrofit.passbase.tokenization import read_tokenizer
 
     home = origin_of(model)
     return calibration_windows(model, texts, read_tokenizer(home) if home is not None else None)
@@ -174,7 +174,7 @@ def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
 
 def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
     """Texts as windows of token ids, by `tokenizer`, or as bytes where that is None: (windows, length)."""
-    from retrofit.pipeline.tokenization import positions_named, text_codec, windows_of
+    from retrofit.passbase.tokenization import positions_named, text_codec, windows_of
 
     length = min(LENGTH, positions_named(model) or length_taken(model))
     found = windows_of(texts, text_codec(model, tokenizer), length)

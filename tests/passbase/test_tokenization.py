@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, ViTConfig, ViTModel
 
 from retrofit.errors import TrainingError
-from retrofit.pipeline.tokenization import byte_codec, codec_for, config_special_ids, read_texts, read_tokenizer, windows_of
+from retrofit.passbase.tokenization import byte_codec, codec_for, config_special_ids, read_texts, read_tokenizer, windows_of
 from retrofit.training.windows import MOST_HELD_OUT, is_held_out, ordered_windows, shuffled_windows
 
 SMALL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

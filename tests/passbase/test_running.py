@@ -1,20 +1,92 @@
-"""What needs no captured model is refused before there is one, and what the anatomy decides before anything is measured."""
+"""Passes one after the other: sites are named as later passes leave them; what options rule out is refused before a capture."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from support import tiny_models
 from support.functional_models import Functional
 from support.tiny_models import bert, gpt2, llama, t5, vit
 from torch import nn
+from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, XLMConfig, XLMWithLMHeadModel
 
 import retrofit
 from retrofit import rewriting
 from retrofit.checks.reference import Reference
 from retrofit.errors import DoesNotFitError, RetrofitError, SpecError, TrainingError, first_few
-from retrofit.pipeline.registry import as_pass, load_pass, pass_names
+from retrofit.passbase.protocol import as_pass, load_pass, pass_names
+from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward
+from retrofit.rewriting import apply_reported, rewrites
+
+LSH = "lsh-attention(rounds=2, buckets=4, chunk=4)"
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
+
+
+def small_llama() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES))
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("later", ["recurrence(rank=2)", "memory", "altup(k=2)"])
+@pytest.mark.parametrize("together", [True, False], ids=["in one call", "one after the other"])
+def test_sites_are_named_as_they_are_once_later_passes_have_wrapped_them(later: str, together: bool) -> None:
+    model = small_llama()
+    reference = Reference.of(model)
+    for passes in ((LSH, later),) if together else ((LSH,), (later,)):
+        retrofit.apply(model, *passes, verify=False)
+    assert retrofit.verify(model, reference, checks=["graph", "method"]).ok, "these checks know sites by their names"
+    first, _ = rewrites(model) or ()
+    alone = small_llama()
+    retrofit.apply(alone, LSH, verify=False)
+    (expected,) = rewrites(alone) or ()
+    kinds = [type(alone.get_submodule(site.name)) for site in expected.sites]
+    assert [type(model.get_submodule(site.name)) for site in first.sites] == kinds
+    assert len(kinds) == SIZES["num_hidden_layers"]
+
+
+def test_a_recurrence_goes_around_a_mixture_that_lays_out_tokens_in_one_dimension() -> None:
+    model = small_llama()
+    apply_reported(model, "shared-moe(experts=3, groups=0)", "recurrence(rank=2)", count_flops=False)
+    around = [path for path, one in model.named_modules() if isinstance(one, RecurrentFeedForward)]
+    assert around == [f"model.layers.{depth}.layer.mlp" for depth in range(SIZES["num_hidden_layers"])]
+    assert not any(model.get_submodule(path).layout.flat for path in around), "it reads (batch, tokens, d)"  # type: ignore[union-attr]
+
+
+def test_a_layer_is_found_to_take_a_mask_behind_hashes_that_show_keys_too() -> None:
+    torch.manual_seed(0)
+    model = BertForMaskedLM(BertConfig(**SIZES))
+    apply_reported(model, LSH, "recurrence(rank=2)", count_flops=False)  # verified where sequences are padded, too
+    layer = model.bert.encoder.layer[0]
+    assert layer.mask is not None, "the recurrence learns of padding by it"
+
+
+def test_a_recurrence_behind_hashed_attention_goes_along_tokens_and_is_continued() -> None:
+    """Its rows do not depend on each other, and decoding goes on from the state of the tokens before."""
+    torch.manual_seed(0)
+    model = small_llama().eval()
+    retrofit.apply(model, LSH, "recurrence(rank=2)", verify=False)
+    assert retrofit.inspect(model).stacks[0].causal
+    for one in model.modules():
+        if isinstance(one, RecurrentFeedForward):
+            nn.init.normal_(one.recurrence.w_out)
+    ids = torch.randint(64, (2, 11))
+    with torch.no_grad():
+        whole = model(ids).logits
+        torch.testing.assert_close(model(ids[1:]).logits, whole[1:], atol=1e-5, rtol=1e-4)
+        begun = model(ids[:, :-2], use_cache=True)
+        rest = model(ids[:, -2:], past_key_values=begun.past_key_values).logits
+    torch.testing.assert_close(rest, whole[:, -2:], atol=1e-4, rtol=1e-3)
+
+
+def test_gradients_of_padding_that_a_model_sets_to_zero_are_nobodys() -> None:
+    """Causal XLM's attention masks no padding: its tokens are multiplied by the mask, before and after."""
+    torch.manual_seed(0)
+    model = XLMWithLMHeadModel(XLMConfig(vocab_size=64, emb_dim=32, n_layers=2, n_heads=2, causal=True, n_langs=1))
+    apply_reported(model, "sparse-qkv", count_flops=False)
+
 
 Build = Any
 
@@ -163,3 +235,14 @@ def test_every_pass_says_by_which_options_it_finds_its_places() -> None:
     for name in pass_names():
         one = as_pass(name)
         assert one.places_by is None or all(hasattr(one, option) for option in one.places_by)
+
+
+@pytest.mark.parametrize("spec", ["altup(k=100000000)", "memory(lookup=lsh, buckets=4000000000, rank=64)"])
+def test_parameters_beyond_all_memory_are_not_made(spec: str) -> None:
+    model = tiny_models.llama()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(DoesNotFitError, match="new parameters do not fit in memory") as error:
+        retrofit.apply(model, spec, verify=False)
+    assert "smaller" in error.value.remedy
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())

@@ -11,7 +11,7 @@ from support.tiny_models import t5
 
 import retrofit
 from retrofit.errors import SpecError
-from retrofit.pipeline.layer_selection import selected_depths
+from retrofit.passbase.options import selected_depths
 
 
 @settings(deadline=None)

@@ -13,9 +13,10 @@ from torch import nn
 
 from retrofit.anatomy.parts import NearMiss, Site, collect_near_miss
 from retrofit.errors import DoesNotFitError, SpecError
-from retrofit.pipeline import registry
-from retrofit.pipeline.options import option, options_of
-from retrofit.pipeline.protocol import Pass, Plan
+from retrofit.passbase import protocol
+from retrofit.passbase.method_reference import may_be_chance
+from retrofit.passbase.options import option, options_of
+from retrofit.passbase.protocol import Pass, Plan, load_pass, make_pass, parse_spec
 from retrofit.surgery.edit import Edit
 
 
@@ -83,7 +84,7 @@ def model(*widths: tuple[int, int]) -> nn.Module:
 
 @pytest.fixture
 def gate_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "load_pass", {"gate": Gate}.__getitem__)
+    monkeypatch.setattr(protocol, "load_pass", {"gate": Gate}.__getitem__)
 
 
 WORDS = st.text("abcxyz_", min_size=1, max_size=5)
@@ -101,14 +102,14 @@ GATES = st.builds(
 @given(GATES)
 def test_a_spec_is_read_back_as_the_pass_it_was_written_from(gate: Gate) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "load_pass", {"gate": Gate}.__getitem__)
-        assert registry.parse_spec(gate.spec()) == gate
+        patch.setattr(protocol, "load_pass", {"gate": Gate}.__getitem__)
+        assert parse_spec(gate.spec()) == gate
 
 
 @pytest.mark.usefixtures("gate_is_installed")
 def test_a_spec_writes_every_option_out() -> None:
     assert Gate(seed=3).spec() == "gate(limit=8, rate=0.5, kind=plain, layers=a+b, seed=3, quick=false)"
-    assert registry.parse_spec(" gate ( quick = yes , layers=c ) ") == Gate(quick=True, layers=("c",))
+    assert parse_spec(" gate ( quick = yes , layers=c ) ") == Gate(quick=True, layers=("c",))
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_an_option_that_there_is_not_is_refused_by_name(given: tuple[Any, ...], 
     ],
 )
 def test_an_option_without_effect_is_named(spec: str, said: tuple[str, ...]) -> None:
-    assert registry.parse_spec(spec).idle_notes() == said
+    assert parse_spec(spec).idle_notes() == said
 
 
 @pytest.mark.parametrize(
@@ -171,17 +172,17 @@ def test_an_option_without_effect_is_named(spec: str, said: tuple[str, ...]) -> 
     ],
 )
 def test_a_range_says_what_the_pass_accepts(name: str, name_of_option: str, range_of_it: str, beyond: str) -> None:
-    assert {option: values for option, values, _, _ in options_of(registry.load_pass(name))}[name_of_option] == range_of_it
+    assert {option: values for option, values, _, _ in options_of(load_pass(name))}[name_of_option] == range_of_it
     greatest = range_of_it.rpartition(" ")[2]
-    registry.make_pass(name, {name_of_option: greatest})
+    make_pass(name, {name_of_option: greatest})
     with pytest.raises(SpecError, match=f"{name_of_option}={beyond} is above {greatest}"):
-        registry.make_pass(name, {name_of_option: beyond})
+        make_pass(name, {name_of_option: beyond})
 
 
 def test_a_pass_of_a_running_program_is_found_by_its_name() -> None:
-    assert registry.load_pass("gate") is Gate
+    assert load_pass("gate") is Gate
     with pytest.raises(SpecError, match="there is no pass called 'gates'"):
-        registry.load_pass("gates")
+        load_pass("gates")
 
 
 def test_a_plan_changes_nothing_and_holds_a_near_miss_for_each_place_left_alone() -> None:
@@ -247,3 +248,15 @@ def test_a_plan_may_say_more_exactly_what_the_options_do_not() -> None:
     dense = model((4, 4))
     account = Fitted().rewrite(dense, Edit(dense))  # type: ignore[arg-type]
     assert not account.exact and account.spec == "gate(limit=3)"
+
+
+@pytest.mark.parametrize("count", [24, 48, 1000, 100_000])
+def test_the_spread_of_normal_numbers_is_within_what_chance_does(count: int) -> None:
+    draws = max(200, min(100_000, 20_000_000 // count))
+    spreads = torch.randn(draws, count, generator=torch.Generator().manual_seed(count)).std(1)
+    assert all(may_be_chance(one, count) for one in (float(spreads.min()), float(spreads.max())))
+    assert not may_be_chance(2.0, count) and not may_be_chance(0.1, count)
+
+
+def test_many_numbers_show_a_spread_that_is_a_tenth_too_large() -> None:
+    assert may_be_chance(1.1, 1000) and not may_be_chance(1.1, 2000) and not may_be_chance(1.06, 10**6)

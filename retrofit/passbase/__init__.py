@@ -1,0 +1,1 @@
+"""Passes as data: the protocol, options, specs and recipes; running and replaying them; calibration text."""

@@ -1,0 +1,240 @@
+"""Replay a saved recipe on a model without weights; find which module of the dense model each rewritten site replaces.
+
+For the latter the recipe is replayed on a copy of the dense model, pass by pass, so that a module is followed through every wrapper
+that later passes put around it or around what it lies in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.errors import CheckpointError, RetrofitError, TrainingError
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.protocol import AnyPass, Dial, Recipe, Rewrite, parse_recipe
+from retrofit.passbase.recipe_storage import passes_of, tie_as
+from retrofit.passbase.running import run_passes, with_current_names
+from retrofit.runtime.example_inputs import device_of, named_inputs
+from retrofit.runtime.memory_limit import require_memory
+from retrofit.runtime.offloading import value_of
+from retrofit.runtime.one_at_a_time import one_at_a_time
+from retrofit.runtime.skeletons import without_weights
+from retrofit.runtime.usable_models import require_torch_module
+from retrofit.runtime.wrapped_models import transformers_models
+from retrofit.surgery.edit import Edit, Fate
+
+
+@one_at_a_time
+def replay(
+    model: nn.Module, specs: Sequence[str], record: Mapping[str, Any] | None = None, *, same_model: bool = True
+) -> tuple[Rewrite, ...]:
+    """Give `model`, dense and without its weights, the structure that the recipe leads to; return the accounts of the passes.
+
+    `record` is what the recipe was applied to (`applied_to`): its parameters are tied as they were then, whatever is tied now.
+    Raises `RetrofitError`, the model being what it was, where a pass does not fit, and where it finds other sites in the
+    `same_model`.
+    """
+    passes, recorded = parse_recipe(specs), passes_of(record)
+    if recorded:
+        tie_as(model, recorded[0].ties)
+    edit = Edit(model)
+    accounts: tuple[Rewrite, ...] = ()
+    try:
+        inputs = replayed_inputs(model, recipe_storage.stored_inputs(model))
+        for one, then in itertools.zip_longest(passes, recorded[: len(passes)]):
+            if then is not None:
+                tie_as(model, then.ties)
+            names, modules = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
+            (account,), _ = run_passes(model, (one,), inputs, edit, lambda stage: None)
+            if then is not None and account.applied_to is not None and same_model:
+                then.require_same(account.applied_to, one.spec())
+            accounts = (*with_current_names(accounts, names, modules, edit), account)
+        edit.set_attribute(model, "retrofit_rewrites", accounts)
+        edit.set_attribute(model, "retrofit_rearranged", rearranged(edit))
+        edit.set_attribute(model, "retrofit_added", added(edit))
+        recipe_storage.store_recipe(model, specs, record)
+    except RetrofitError:
+        edit.undo()
+        raise
+    return accounts
+
+
+def replayed_inputs(model: nn.Module, descriptions: Mapping[str, Any]) -> dict[str, Any]:
+    """Inputs like those that a recipe was first applied with, as described; only types and shapes matter to a capture."""
+    if not descriptions:
+        return named_inputs(model)
+    try:
+        inputs = {name: input_from_description(one, device_of(model)) for name, one in descriptions.items()}
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            "the inputs that the recipe was applied with are not told as they should be",
+            why=f"{type(error).__name__}: {error}",
+            remedy="save the model again with retrofit.save",
+        ) from error
+    return named_inputs(model, inputs)
+
+
+def input_from_description(note: Any, device: torch.device) -> Any:
+    """An input of the types and shapes that `note` tells, as `recipe_storage.input_notes` writes it."""
+    if isinstance(note, Mapping):
+        if "entries" in note:
+            return {key: input_from_description(one, device) for key, one in note["entries"].items()}
+        return tuple(input_from_description(one, device) for one in note["items"])
+    dtype, shape = getattr(torch, note[0]), note[1]
+    require_memory(math.prod(shape) * dtype.itemsize, "an input that the recipe was applied with")
+    return torch.ones(shape, dtype=dtype, device=device)
+
+
+def rearranged(edit: Edit) -> dict[str, Fate]:
+    """The dense parameters that are stored in another layout, which their names and shapes do not show."""
+    return {name: fate for name, fate in edit.account().items() if fate.kind == "rearranged"}
+
+
+def added(edit: Edit) -> frozenset[str]:
+    """The names of the parameters that this rewrite or an earlier one added: none of the dense model's is there."""
+    earlier: frozenset[str] = getattr(edit.model, "retrofit_added", frozenset())
+    named = dict(edit.model.named_parameters(remove_duplicate=False))
+    dense = {id(named[fate.name]) for name, fate in edit.account().items() if name not in earlier and fate.name in named}
+    return frozenset(name for name, parameter in named.items() if id(parameter) not in dense)
+
+
+def recipe(model: nn.Module) -> Recipe | None:
+    """The passes applied to `model` so far, in order; None for a dense model."""
+    require_torch_module(model)
+    specs = recipe_storage.stored_recipe(rewritten_part(model))
+    return parse_recipe(specs) if specs else None
+
+
+def rewrites(model: nn.Module) -> tuple[Rewrite, ...] | None:
+    """The accounts of the passes applied to `model`, or replayed when it was loaded; None for a dense model."""
+    return getattr(rewritten_part(model), "retrofit_rewrites", None)
+
+
+def added_parameters(model: nn.Module) -> list[nn.Parameter] | None:
+    """The parameters that the passes added to `model`; None where that is not known, as in a dense model."""
+    part = rewritten_part(model)
+    names = getattr(part, "retrofit_added", None)
+    return None if names is None else [parameter for name, parameter in part.named_parameters() if name in names]
+
+
+def rewritten_part(model: nn.Module) -> nn.Module:
+    """`model`, or the one transformers model inside it that carries a recipe where `model` carries none."""
+    if recipe_storage.stored_recipe(model):
+        return model
+    inside = [one for one in transformers_models(model) if recipe_storage.stored_recipe(one)]
+    return inside[0] if len(inside) == 1 else model
+
+
+@dataclasses.dataclass(frozen=True)
+class CorrespondingSite:
+    """A module of the dense model, and the one that computes its part in the rewritten model: the same call, another function."""
+
+    dense: str  # paths
+    rewritten: str
+    method: str  # the name of the pass
+    dial: Dial | None = None  # by which the pass turns it from dense to rewritten
+
+    def __str__(self) -> str:
+        return self.rewritten if self.dense == self.rewritten else f"{self.rewritten} (of the dense model: {self.dense})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Correspondence:
+    """What of a dense model became what of the model that was made from it."""
+
+    sites: tuple[CorrespondingSite, ...]  # that approximate passes rewrote, in the order of the model
+    fates: Mapping[str, Fate]  # of the dense parameters
+    places: Mapping[str, str]  # dense module → the same module in the rewritten model, where it is still there; paths
+
+    def write_dense(self, model: nn.Module, dense: nn.Module, site: str) -> None:
+        """The parameters at `site`, a path in `model`, that were the dense model's have its values again."""
+        named, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
+        for name, fate in self.fates.items():
+            if not fate.name.startswith(f"{site}.") or fate.name not in named:
+                continue
+            if fate.layout is not None:
+                value = value_of(dense, name).to(named[fate.name])
+                fate.layout.put(value, named[fate.name], buffers.get(fate.layout.order))
+            elif fate.kind in ("kept", "moved"):
+                named[fate.name].detach().copy_(value_of(dense, name))
+
+
+def corresponding_sites(model: nn.Module, dense: nn.Module) -> tuple[CorrespondingSite, ...]:
+    """The sites that approximate passes rewrote, in the order of the model; none where every pass was exact."""
+    return correspondence(model, dense).sites
+
+
+def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
+    """What of `dense` became what of `model`; raises `TrainingError` where it is not the model that `model` was made from."""
+    model, dense = rewritten_part(model), rewritten_part(dense)
+    specs = recipe_storage.stored_recipe(model)
+    if not specs:
+        raise TrainingError(
+            "the model is a dense one",
+            why="no pass has rewritten it",
+            remedy="rewrite it with retrofit apply, or leave out the teacher",
+        )
+    if recipe_storage.stored_recipe(dense):
+        raise TrainingError(
+            "the teacher is a retrofitted model itself",
+            why=f"its recipe is {', '.join(recipe_storage.stored_recipe(dense))}",
+            remedy="name the dense model that was rewritten",
+        )
+    skeleton = without_weights(dense)
+    modules = dict(skeleton.named_modules())  # keeps them alive, so that identities stay theirs
+    origin = {id(module): path for path, module in modules.items()}
+    found: dict[str, tuple[nn.Module, AnyPass]] = {}  # by path in the dense model: what computes its part now, and the pass
+    edit = Edit(skeleton)
+    try:
+        inputs = replayed_inputs(skeleton, recipe_storage.stored_inputs(model))
+        for one in parse_recipe(specs):
+            before = dict(skeleton.named_modules())
+            (account,), _ = run_passes(skeleton, (one,), inputs, edit, lambda stage: None)
+            for site in account.sites:
+                path = origin.get(id(before.get(site.name)))
+                if path is None:
+                    continue
+                now = skeleton.get_submodule(site.name)
+                origin[id(now)] = path
+                if not account.exact:
+                    found[path] = now, one
+    except RetrofitError as error:
+        raise other_architecture(f"its recipe does not fit the teacher: {error.why or error.what}") from error
+    require_equal_shapes(skeleton, model)
+    names = {id(module): path for path, module in skeleton.named_modules()}
+    order = {path: place for place, path in enumerate(modules)}
+    sites = (
+        CorrespondingSite(path, names[id(now)], one.name, one.recovery.dial)
+        for path, (now, one) in found.items()
+        if id(now) in names
+    )
+    places = {path: names[id(module)] for path, module in modules.items() if id(module) in names}
+    return Correspondence(tuple(sorted(sites, key=lambda site: order[site.dense])), edit.account(), places)
+
+
+def require_equal_shapes(replayed: nn.Module, model: nn.Module) -> None:
+    """Raises `TrainingError` where the parameters of the two do not have the same names and shapes."""
+    theirs, ours = shapes_of(replayed), shapes_of(model)
+    for name in {**ours, **theirs}:
+        if ours.get(name) != theirs.get(name):
+            raise other_architecture(f"{name} would be {described(theirs.get(name))}, and is {described(ours.get(name))}")
+
+
+def shapes_of(model: nn.Module) -> Mapping[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def described(shape: tuple[int, ...] | None) -> str:
+    return "missing" if shape is None else "×".join(map(str, shape)) or "a number"
+
+
+def other_architecture(why: str) -> TrainingError:
+    return TrainingError(
+        "the teacher is not the dense model that the model was made from", why=why, remedy="name the dense model that was rewritten"
+    )
