@@ -133,5 +133,6 @@ def require_path(path: Path) -> Path:
             f"{path}: there is no such file or directory",
             why="models are read from disk only, never downloaded",
             remedy=f"check the path: MODEL is {MODEL}",
+            code="missing",
         )
     return path

@@ -140,6 +140,7 @@ def refuse_what_needs_a_teacher(given: Mapping[str, Any]) -> None:
                 f"--{name.replace('_', '-')} {given[name]} needs a teacher",
                 why="without one the model learns from its own loss alone",
                 remedy="name the dense model with --teacher, or leave the option out",
+                option=name,
             )
 
 
@@ -149,7 +150,9 @@ def refuse_what_has_no_effect(given: Mapping[str, Any]) -> None:
         if name in given and given.get(other) == 0:
             value = given[name] if isinstance(given[name], str) else f"{given[name]:g}"
             zero = f"--{other.replace('_', '-')} 0"
-            raise TrainingError(f"--{name.replace('_', '-')} {value} has no effect with {zero}", remedy="leave one of them out")
+            raise TrainingError(
+                f"--{name.replace('_', '-')} {value} has no effect with {zero}", remedy="leave one of them out", option=name
+            )
 
 
 def read_model(arguments: argparse.Namespace, config: Path | None) -> tuple[Any, Any]:
@@ -188,6 +191,7 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
             f"{arguments.teacher} has another tokenizer than {arguments.model}",
             why="the same text would be other tokens",
             remedy="name the dense model that MODEL was made from",
+            option="teacher",
         )
     if is_pipeline(arguments.teacher):
         return load_pipeline(arguments.teacher)

@@ -289,6 +289,7 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
             why="another modules= needs the dense head",
             remedy="apply sparse-loss once, to a model that was not rewritten so",
             in_any_form=True,
+            code="rewritten",
         )
     operand = next((part for part in node.all_input_nodes if reads(part, head.parameter, anatomy)), None)
     if operand is None or not is_stored(operand, anatomy):
@@ -375,6 +376,7 @@ class SparseLoss(Pass[SparseLossPlan]):
                 why="the outputs are divided among the modules, and some would have none",
                 remedy=f"choose modules near the square root of the vocabulary, {round(head.vocabulary**0.5)}",
                 in_any_form=True,
+                option="modules",
             )
         tied = any(head.weight in names for names in anatomy.tied)
         size = module_size(head.vocabulary, self.modules)

@@ -47,6 +47,7 @@ def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module
             f"{type(model).__name__} holds no adapters",
             why="it is no model of PEFT whose adapters can be merged",
             remedy="give what peft.get_peft_model or PeftModel.from_pretrained returned",
+            code="no-adapters",
         )
     model.eval()
     inputs = named_inputs(inside.model, example_inputs)
@@ -64,6 +65,7 @@ def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module
             "the adapters cannot be merged: the merged model would compute something else",
             why=f"{found.measured} apart; a module that an adapter wraps is read and not called, or its weight is used twice",
             remedy=ELSEWHERE,
+            code="differs",
         )
     with quiet():
         merged: nn.Module = merge(safe_merge=True)
@@ -94,16 +96,19 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
             f"{folder} holds no adapter",
             why=f"there is no {CONFIG} in it",
             remedy="give a directory that save_pretrained of PEFT wrote",
+            code="no-adapters",
         )
     if not (folder / WEIGHTS).is_file():
-        raise CheckpointError(f"{folder} has no {WEIGHTS}", why="an adapter's weights are read as safetensors only")
+        raise CheckpointError(f"{folder} has no {WEIGHTS}", why="an adapter's weights are read as safetensors only", code="missing")
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         imports = config.get(IMPORTS)
     except (ValueError, AttributeError) as error:
         raise CheckpointError(f"{file} is no config of an adapter", why=first_line(error)) from error
     if imports:
-        raise CheckpointError(f"{file} names a module to import", why=f"{IMPORTS} has PEFT do so", remedy="remove that entry")
+        raise CheckpointError(
+            f"{file} names a module to import", why=f"{IMPORTS} has PEFT do so", remedy="remove that entry", code="untrusted"
+        )
     return config
 
 
@@ -128,7 +133,7 @@ def require_base_of(folder: Path, model: nn.Module, base: Path) -> None:
 
 
 def other_base(folder: Path, base: Path, why: str, remedy: str) -> CheckpointError:
-    return CheckpointError(f"the adapter in {folder} is of another model than {base}", why=why, remedy=remedy)
+    return CheckpointError(f"the adapter in {folder} is of another model than {base}", why=why, remedy=remedy, code="other-model")
 
 
 def difference_in_words(found: Differences) -> str:
@@ -150,7 +155,9 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
     try:
         from peft import PeftModel, set_peft_model_state_dict
     except ImportError as error:
-        raise CheckpointError(f"{folder} is an adapter of PEFT", why=first_line(error), remedy="pip install peft") from error
+        raise CheckpointError(
+            f"{folder} is an adapter of PEFT", why=first_line(error), remedy="pip install peft", code="not-installed"
+        ) from error
     extents_in(folder / WEIGHTS)  # raises where the file is damaged
     base = {id(one) for one in model.parameters()}
     try:
@@ -162,12 +169,14 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
             f"the adapter in {folder} does not fit {type(model).__name__}",
             why=first_line(error),
             remedy=TRAINED_ON,
+            code="other-model",
         ) from error
     if adapted.active_peft_config.is_prompt_learning:
         raise CheckpointError(
             f"the adapter in {folder} cannot be merged",
             why=f"{adapted.peft_type.value} puts tokens of its own before the model's, and changes no weight",
             remedy="use it with the model: PeftModel.from_pretrained(model, DIR)",
+            code="prompt",
         )
     added = {name for name, one in adapted.named_parameters() if id(one) not in base}
     if left := [*found.unexpected_keys, *sorted(added.intersection(found.missing_keys))]:
@@ -175,6 +184,7 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
             f"the adapter in {folder} is of another model than this {type(model).__name__}",
             why=f"not both in the adapter and in the model: {first_few(left, 1)}",
             remedy=TRAINED_ON,
+            code="other-model",
         )
     whole: nn.Module = adapted
     return whole

@@ -11,11 +11,21 @@ class RetrofitWarning(UserWarning):
 
 
 class RetrofitError(Exception):
-    """A failure: what it concerns, the reason and, where there is one, the remedy."""
+    """A failure: what it concerns, the reason and, where there is one, the remedy.
 
-    def __init__(self, what: str, *, why: str = "", remedy: str = "") -> None:
+    Programs read the fields that stay when the words change: `code`, the kind of failure ("exists", "unreadable", "busy");
+    `option`, the argument or setting to change; `site`, the module, parameter or node it concerns. Each may be empty.
+    """
+
+    def __init__(self, what: str, *, why: str = "", remedy: str = "", code: str = "", option: str = "", site: str = "") -> None:
         self.what, self.why, self.remedy = what, why, remedy
+        self.code, self.option, self.site = code, option, site
         super().__init__(what)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Return `code`, `option` and `site`, for an error that is made of this one."""
+        return {"code": self.code, "option": self.option, "site": self.site}
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -39,8 +49,8 @@ class NoTransformerError(RetrofitError):
 class DoesNotFitError(RetrofitError):
     """A pass does not fit a model or a place in it; `in_any_form`: as its graph the model would not fit either."""
 
-    def __init__(self, what: str, *, why: str = "", remedy: str = "", in_any_form: bool = False) -> None:
-        super().__init__(what, why=why, remedy=remedy)
+    def __init__(self, what: str, *, in_any_form: bool = False, **fields: str) -> None:
+        super().__init__(what, **fields)
         self.in_any_form = in_any_form
 
 
@@ -70,8 +80,8 @@ class PlanningError(RetrofitError):
 class VerificationError(RetrofitError):
     """A rewritten model failed a check; `report` says which."""
 
-    def __init__(self, what: str, *, report: Any = None, why: str = "", remedy: str = "") -> None:
-        super().__init__(what, why=why, remedy=remedy)
+    def __init__(self, what: str, *, report: Any = None, **fields: str) -> None:
+        super().__init__(what, **fields)
         self.report = report
 
 

@@ -115,6 +115,7 @@ def continue_text(
                 f"{path} does not run on {tokens.shape[1]} tokens",
                 why=first_line(error),
                 remedy="export it again with a dynamic length, or give a shorter text and fewer --tokens",
+                code="does-not-run",
             ) from error
 
     begin = ids if not two_sided else start_of(special_ids_in(tokenizer), path)

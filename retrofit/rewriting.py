@@ -109,7 +109,9 @@ def require_use(calibration: Any, passes: Recipe) -> None:
     if calibration is not None and not any(one.calibrates for one in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         why = f"data is used by {fitted}"
-        raise SpecError("calibration= was given, but none of the passes uses it", why=why, remedy="leave it out")
+        raise SpecError(
+            "calibration= was given, but none of the passes uses it", why=why, remedy="leave it out", option="calibration"
+        )
 
 
 @one_at_a_time
@@ -169,7 +171,7 @@ def apply_reported(
         except CaptureError as error:
             why = f"{refusal.why or refusal.what}; and the model has no graph to rewrite: {error.why}"
             remedy = remedy_without("emit='module'", error.remedy) or remedy_without_graph(refusal.remedy)
-            raise DoesNotFitError(refusal.what, why=why, remedy=remedy) from None
+            raise DoesNotFitError(refusal.what, why=why, remedy=remedy, site=refusal.site) from None
         except RetrofitError:  # the graph cannot hold it either
             raise without_graph_fix(refusal) from None
 
@@ -305,14 +307,14 @@ def rewrite_once(
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
     """The passes, from passes or their specs; raises `SpecError` where there is none."""
     if not passes:
-        raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))")
+        raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))", option="passes")
     return tuple(as_pass(one) for one in passes)
 
 
 def prepare_model(model: nn.Module, example_inputs: Any, emit: str, say: Progress) -> tuple[nn.Module, dict[str, Any], Program]:
     """The model that passes rewrite, its inputs by name, and its program: a graph module where `emit` or its layers require one."""
     if emit not in ("module", "graph"):
-        raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'")
+        raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'", option="emit")
     inputs = sides_apart(model, named_inputs(model, example_inputs))
     say("capturing the dense model")
     program = capture(model, inputs)

@@ -88,13 +88,16 @@ class AltUp(Pass[AltUpPlan]):
         super().__post_init__()
         if self.extra % (self.k - 1):
             raise SpecError(
-                f"altup: extra={self.extra} does not divide into K−1 = {self.k - 1} sub-blocks", remedy="choose a multiple of K−1"
+                f"altup: extra={self.extra} does not divide into K−1 = {self.k - 1} sub-blocks",
+                remedy="choose a multiple of K−1",
+                option="extra",
             )
         if self.extra and (self.init != "hop" or self.embedding != "wide"):
             raise SpecError(
                 f"altup: extra={self.extra} needs init=hop and embedding=wide",
                 why="a block projected up from fewer columns cannot equal the dense embedding, as lockstep would have it",
                 remedy="leave init and embedding out: these are their defaults",
+                option="extra",
             )
 
     @property

@@ -108,6 +108,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
                 f"{self.name}: option buckets={self.buckets} is not even",
                 why="a rotated vector and its opposite are a bucket each",
                 remedy=f"buckets={self.buckets + 1}",
+                option="buckets",
             )
 
     @property
@@ -273,7 +274,7 @@ def names_in_code(module: torch.nn.Module) -> tuple[str, ...]:
 
 
 def unfit(name: str, why: str, remedy: str = "") -> DoesNotFitError:
-    return DoesNotFitError(f"lsh-attention: {name} cannot attend in buckets", why=why, remedy=remedy)
+    return DoesNotFitError(f"lsh-attention: {name} cannot attend in buckets", why=why, remedy=remedy, site=name)
 
 
 __all__ = ["LSHAttention"]

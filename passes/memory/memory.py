@@ -95,7 +95,7 @@ class TablePlaces:
 
 
 def no_place(name: str, why: str, remedy: str) -> DoesNotFitError:
-    return DoesNotFitError(f"memory: {name} can have no table", why=why, remedy=remedy)
+    return DoesNotFitError(f"memory: {name} can have no table", why=why, remedy=remedy, site=name)
 
 
 SAME_ENTRY = "the stream is all zeros there, and every token would look the same entry up"

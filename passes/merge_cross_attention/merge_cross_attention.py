@@ -99,6 +99,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
                 f"{self.name}: option weight={self.weight:g} leaves the model as it is",
                 why="keys of weight 0 are not seen, and no training changes that",
                 remedy="weight=0.01 begins near the dense model; retrofit train --dial own begins at it",
+                option="weight",
             )
 
     @property

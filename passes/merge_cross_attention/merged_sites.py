@@ -334,4 +334,4 @@ def names_in_code(module: nn.Module) -> tuple[str, ...]:
 
 
 def unfit(name: str, why: str, remedy: str = LEFT_OUT) -> DoesNotFitError:
-    return DoesNotFitError(f"merge-cross-attention: {name} cannot be merged", why=why, remedy=remedy)
+    return DoesNotFitError(f"merge-cross-attention: {name} cannot be merged", why=why, remedy=remedy, site=name)

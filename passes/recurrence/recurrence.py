@@ -240,7 +240,7 @@ class SiteFinder:
 
 
 def unfit(name: str, why: str, remedy: str = "") -> DoesNotFitError:
-    return DoesNotFitError(f"recurrence: {name} can have no recurrence", why=why, remedy=remedy)
+    return DoesNotFitError(f"recurrence: {name} can have no recurrence", why=why, remedy=remedy, site=name)
 
 
 __all__ = ["Recurrence"]

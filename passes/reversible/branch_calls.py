@@ -96,6 +96,7 @@ class Branches:
                     "reversible: the code of a layer clamps a number of its stream, which cannot be computed backwards",
                     why=f"the number is beyond the range of {self.stream.dtype}, or none",
                     remedy="train in bfloat16 or float32",
+                    code="clamped",
                 )
             return self.stream
         self.clamped(result)
@@ -133,6 +134,7 @@ def call_intercepted(call: Callable[[], Any], branches: Branches) -> Any:
             f"reversible: {branches.ended} of the {len(branches.sums)} branches of a layer were added to its stream",
             why="its code takes another way than when it was rewritten",
             remedy="call it with the arguments it had then, in that precision; layers= leaves it out",
+            code="other-path",
         )
     return output
 

@@ -169,6 +169,7 @@ def used_up() -> RetrofitError:
         "reversible: backward through the same forward pass a second time",
         why="the first time consumed what the layers are reversed from",
         remedy="run the forward pass again, or add the losses and run backward once",
+        code="second-backward",
     )
 
 
@@ -177,6 +178,7 @@ def not_reproduced() -> RetrofitError:
         "reversible: a layer did not compute the same in its backward pass, so the gradients are wrong",
         why="since the forward pass a weight or a mode was changed, or an operation gives other results for the same numbers",
         remedy="update weights and call eval() after backward; torch.use_deterministic_algorithms(True); compile no single layers",
+        code="not-reproduced",
     )
 
 

@@ -132,6 +132,7 @@ class RepeatedCall:
                 "reversible: an argument of a layer was changed in place between its forward and its backward pass",
                 why="the layer is computed again from it",
                 remedy="change a copy, or leave the layer out with layers=…",
+                code="changed-in-place",
             )
 
     def run(
@@ -194,6 +195,7 @@ def forgotten(kept: None) -> Tensor:
         "reversible: a gradient is wanted of a value from inside a layer",
         why="the layer is computed again in the backward pass, and nothing is kept of its first run",
         remedy="take the gradient of what the layer returns, or leave the layer out with layers=…",
+        code="inner-gradient",
     )
 
 

@@ -299,4 +299,4 @@ class StepFinder:
 
 
 def unfit(name: str, why: str, remedy: str = "layers= leaves depths out") -> DoesNotFitError:
-    return DoesNotFitError(f"reversible: {name} cannot be a reversible step", why=why, remedy=remedy)
+    return DoesNotFitError(f"reversible: {name} cannot be a reversible step", why=why, remedy=remedy, site=name)

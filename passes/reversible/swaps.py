@@ -150,4 +150,6 @@ def require_separate(call: Call, parts: set[Call], branches: LayerBranches, laye
 
 
 def unfit(layer: Layer, why: str, remedy: str = "layers= leaves depths out") -> DoesNotFitError:
-    return DoesNotFitError(f"reversible: {layer.name or layer.exit} cannot run on two streams", why=why, remedy=remedy)
+    return DoesNotFitError(
+        f"reversible: {layer.name or layer.exit} cannot run on two streams", why=why, remedy=remedy, site=layer.name
+    )

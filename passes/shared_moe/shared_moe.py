@@ -110,16 +110,21 @@ class SharedMoE(Pass[SharedMoEPlan]):
         parse_sources(self.sources, self.experts)
         if self.k > self.experts:
             raise SpecError(
-                f"shared-moe: k={self.k} experts for each token of experts={self.experts}", remedy="choose k up to experts"
+                f"shared-moe: k={self.k} experts for each token of experts={self.experts}",
+                remedy="choose k up to experts",
+                option="k",
             )
         if self.k == 1 and self.renormalize and not self.balance:
             raise SpecError(
                 "shared-moe: with k=1, gates that sum to one and no balance loss the router learns nothing",
                 why="the one gate is 1 whatever the logits of the router are",
                 remedy="give balance > 0, or renormalize=false",
+                option="balance",
             )
         if self.capacity == 0:
-            raise SpecError("shared-moe: with capacity=0 no expert keeps a token", remedy="give 1 or more, or none")
+            raise SpecError(
+                "shared-moe: with capacity=0 no expert keeps a token", remedy="give 1 or more, or none", option="capacity"
+            )
 
     @property
     def exact(self) -> bool:
@@ -157,6 +162,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 f"shared-moe: groups={self.groups}, and no stack has as many layers",
                 remedy="groups=0 gives every layer a mixture of its own",
                 in_any_form=True,
+                option="groups",
             )
         groups = list(self.with_sources(groups))
         terms = self.parameter_terms(groups, anatomy.model)
@@ -183,12 +189,16 @@ class SharedMoE(Pass[SharedMoEPlan]):
         several = [group for group in groups if len(group.sites) > 1]
         if len(named) != len(several):
             why = f"{len(several)} of the groups have several layers"
-            raise DoesNotFitError(f"shared-moe: sources names layers for {len(named)} groups", why=why, remedy=SOURCES_REMEDY)
+            raise DoesNotFitError(
+                f"shared-moe: sources names layers for {len(named)} groups", why=why, remedy=SOURCES_REMEDY, option="sources"
+            )
         chosen = dict(zip((group.name for group in several), named, strict=True))
         for group in several:
             if max(chosen[group.name]) >= len(group.sites):
                 why = f"the group {group.name} has {len(group.sites)} layers"
-                raise DoesNotFitError(f"shared-moe: sources names layer {max(chosen[group.name])}", why=why, remedy=SOURCES_REMEDY)
+                raise DoesNotFitError(
+                    f"shared-moe: sources names layer {max(chosen[group.name])}", why=why, remedy=SOURCES_REMEDY, option="sources"
+                )
         return tuple(dataclasses.replace(group, chosen=chosen.get(group.name, ())) for group in groups)
 
     def unused_options(self, groups: Sequence[Group]) -> Iterator[str]:
@@ -232,6 +242,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 why="in a stream every tensor of the result has its place before any data is seen",
                 remedy="name the layers with sources=, leave the data out, or calibrate a model that fits in memory",
                 in_any_form=True,
+                option="sources",
             )
         starts = fit_mixtures(plan.groups, edit, self.experts, self.k, self.renormalize)
         if not starts:
@@ -312,9 +323,17 @@ def parse_sources(text: str, experts: int) -> list[tuple[int, ...]]:
         return []
     groups = [group.split("+") for group in text.split("/")]
     if not all(part.isdecimal() for group in groups for part in group):
-        raise SpecError(f"shared-moe: sources={text} is no list of layers", remedy="write them as in 0+2+5+9, groups apart by /")
+        raise SpecError(
+            f"shared-moe: sources={text} is no list of layers",
+            remedy="write them as in 0+2+5+9, groups apart by /",
+            option="sources",
+        )
     if any(len(group) != experts for group in groups):
-        raise SpecError(f"shared-moe: sources={text} does not name a layer for each of {experts} experts", remedy=SOURCES_REMEDY)
+        raise SpecError(
+            f"shared-moe: sources={text} does not name a layer for each of {experts} experts",
+            remedy=SOURCES_REMEDY,
+            option="sources",
+        )
     return [tuple(map(int, group)) for group in groups]
 
 

@@ -128,6 +128,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
                 f"sparse-ffn: option active={self.active} is above sparsity={self.sparsity}",
                 why="a block has no more units",
                 remedy=f"give at most {self.sparsity}, which is the dense function",
+                option="active",
             )
 
     @property

@@ -258,7 +258,9 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return self.shape(site, kind, columns, modules, width // modules, {"out": 1})
 
     def unfit(self, site: AttentionSite, why: str, remedy: str = "", in_any_form: bool = False) -> DoesNotFitError:
-        return DoesNotFitError(f"{self.name}: {site.name} cannot be rewritten", why=why, remedy=remedy, in_any_form=in_any_form)
+        return DoesNotFitError(
+            f"{self.name}: {site.name} cannot be rewritten", why=why, remedy=remedy, in_any_form=in_any_form, site=site.name
+        )
 
     # The start, and the account.
 

@@ -155,4 +155,6 @@ def has_room(module: nn.Module, given: int) -> bool:
 
 
 def unfit(layer: Layer, why: str) -> DoesNotFitError:
-    return DoesNotFitError(f"the call of layer {layer.name or layer.exit} does not show its stream and its padding", why=why)
+    return DoesNotFitError(
+        f"the call of layer {layer.name or layer.exit} does not show its stream and its padding", why=why, site=layer.name
+    )

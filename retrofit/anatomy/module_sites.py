@@ -423,7 +423,7 @@ def require_each_call(found: list[Use], chosen: set[int] | None, modules: Wrappe
 
 
 def no_site(name: str, why: str, remedy: str) -> DoesNotFitError:
-    return DoesNotFitError(f"{name or 'the model'} is no site", why=why, remedy=remedy)
+    return DoesNotFitError(f"{name or 'the model'} is no site", why=why, remedy=remedy, site=name)
 
 
 KINDS = ("layer", "attention", *get_args(Role))

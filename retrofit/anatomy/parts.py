@@ -79,6 +79,7 @@ class Layer:
             if self.name
             else "the residual additions are in the model's own code, no module owns a layer",
             remedy="write each layer as a module that takes the stream and returns it",
+            site=self.name,
         )
 
     @property

@@ -54,7 +54,9 @@ def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, forc
     """
     path = Path(path)
     if is_file_name(path):
-        raise CheckpointError(f"{path} cannot be a bundle", why="a bundle is a directory", remedy=f"call it {path.stem}")
+        raise CheckpointError(
+            f"{path} cannot be a bundle", why="a bundle is a directory", remedy=f"call it {path.stem}", code="name"
+        )
     if isinstance(model_or_dir, (str, Path)):
         return bundle_directory(Path(model_or_dir), path, force=force)
     model = getattr(model_or_dir, "_orig_mod", model_or_dir)  # torch.compile's wrapper
@@ -64,6 +66,7 @@ def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, forc
             f"{type(model).__name__} cannot be bundled",
             why=f"it is {what}",
             remedy="give a transformers model that retrofit has rewritten",
+            code="not-rewritten",
         )
     with tempfile.TemporaryDirectory(prefix="retrofit-bundle-") as folder:
         model.save_pretrained(folder)
@@ -103,7 +106,7 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
 def read_config(source: Path) -> dict[str, Any]:
     """Return the directory's config; raises `CheckpointError` where it is not that of a retrofitted transformers model."""
     if not source.exists():
-        raise CheckpointError(f"{source} does not exist", remedy="give the directory of a retrofitted model")
+        raise CheckpointError(f"{source} does not exist", remedy="give the directory of a retrofitted model", code="missing")
     if not source.is_dir():
         raise CheckpointError(
             f"{source} is no directory",
@@ -118,23 +121,29 @@ def read_config(source: Path) -> dict[str, Any]:
         )
     file = source / CONFIG
     if not file.is_file():
-        raise CheckpointError(f"there is no {CONFIG} in {source}", remedy="give a directory that save_pretrained wrote")
+        raise CheckpointError(
+            f"there is no {CONFIG} in {source}", remedy="give a directory that save_pretrained wrote", code="missing"
+        )
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{file} is not a config", why=str(error)) from error
     if recipe_storage.BUNDLE in config:
-        raise CheckpointError(f"{source} is a bundle already", remedy="copy it")
+        raise CheckpointError(f"{source} is a bundle already", remedy="copy it", code="bundle")
     entry = config.get("quantization_config")
     if not isinstance(entry, dict) or not recipe_storage.is_recipe(entry) or not entry.get("recipe"):
         raise CheckpointError(
-            f"{source} holds no retrofitted model", why=f"{CONFIG} holds no recipe", remedy="apply a pass first: retrofit apply"
+            f"{source} holds no retrofitted model",
+            why=f"{CONFIG} holds no recipe",
+            remedy="apply a pass first: retrofit apply",
+            code="not-rewritten",
         )
     if recipe_storage.stored_quantization(entry) is not None:
         raise CheckpointError(
             f"{source} is quantized, and a bundle is not",
             why="what packs its weights would be replayed by retrofit, which a bundle does without",
             remedy="bundle the directory that it was quantized from, or retrofit.dequantize the model and save it",
+            code="quantized",
         )
     if "auto_map" in config:
         raise CheckpointError(
@@ -169,6 +178,7 @@ def require_safetensors(source: Path) -> list[Path]:
             f"{source} has no {WEIGHTS}",
             why="a bundle's weights are safetensors",
             remedy="load the model and save it: save_pretrained",
+            code="missing",
         )
     require_whole_weights(source, in_memory=False)
     return files if files[0].name == WEIGHTS else [source / INDEX, *files]
@@ -226,6 +236,7 @@ def require_equal(file: Path, written: ModellingFile, name: str, config: Any, mo
             "the bundle is not the model that it was made of: a defect of retrofit",
             why=first_few((f"{key}: {ours.get(key)} where it was {theirs.get(key)}" for key in wrong), 3, "; "),
             remedy=f"report it; {MEANWHILE}",
+            code="defect",
         )
 
 
@@ -246,6 +257,7 @@ def require_closed(text: str, module: Any) -> None:
             "the bundle's code is not whole: a defect of retrofit",
             why=f"not there: {', '.join(sorted(wanted - assigned))}",
             remedy=f"report it; {MEANWHILE}",
+            code="defect",
         )
 
 

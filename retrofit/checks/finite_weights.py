@@ -37,4 +37,6 @@ def not_finite(name: str, weight: Tensor, others: int = 0) -> RetrofitError:
         f"{name}{more} {'contain' if more else 'contains'} NaN or Inf",
         why=f"of its {weight.numel():,} values {nan:,} are NaN and {infinite:,} infinite",
         remedy="give a checkpoint from before the training that made them",
+        code="not-finite",
+        site=name,
     )

@@ -88,6 +88,7 @@ def runnable_subject(
             f"{type(model).__name__} does not run on {describe(inputs)}",
             why=runs[0].error,
             remedy="pass example_inputs= that its forward accepts",
+            code="does-not-run",
         )
     shapes = {shape: one for shape, one in enumerate(runs) if not isinstance(one, Raised)}
     chosen, made = tuple(subject.shapes[shape] for shape in shapes), dict(enumerate(shapes.values()))

@@ -52,7 +52,7 @@ def named_checks(checks: str | Collection[str]) -> tuple[str, ...]:
     for name in names:
         if name not in CHECKS and name not in ON_REQUEST:
             choices = ", ".join([*SETS, *CHECKS, *ON_REQUEST])
-            raise RetrofitError(f"there is no check called {name!r}", remedy=f"choose among {choices}")
+            raise RetrofitError(f"there is no check called {name!r}", remedy=f"choose among {choices}", option="checks")
     return names
 
 

@@ -69,6 +69,8 @@ def check_sizes(value: Tensor, name: str, sizes: tuple[int | None, ...], largest
                 f"{name} has {value.shape[dim]} as its dimension {dim}",
                 why=f"this graph takes {size} there: the model's code fixed it when it was captured",
                 remedy="give inputs of that size, or capture the model again: with dynamic sizes, or example_inputs= of that size",
+                code="size",
+                site=name,
             )
     for dim, size in enumerate(largest):
         if size is not None and value.shape[dim] > size:
@@ -76,6 +78,8 @@ def check_sizes(value: Tensor, name: str, sizes: tuple[int | None, ...], largest
                 f"{name} has {value.shape[dim]} as its dimension {dim}",
                 why=f"this graph takes at most {size} there, as what it was made from does",
                 remedy="give a smaller input",
+                code="size",
+                site=name,
             )
     return value
 

@@ -162,13 +162,17 @@ def require_mixtures(model: Any) -> PreTrainedModel:
     if not is_transformers(part) or not recipe_storage.stored_recipe(part):
         what = "a dense model" if is_transformers(part) else "no transformers model"
         raise CheckpointError(
-            f"{type(part).__name__} has no native form", why=f"it is {what}", remedy="give a transformers model that a pass rewrote"
+            f"{type(part).__name__} has no native form",
+            why=f"it is {what}",
+            remedy="give a transformers model that a pass rewrote",
+            code="not-rewritten",
         )
     if not installed_mixtures(part):
         raise DoesNotFitError(
             f"{type(part).__name__} with {', '.join(recipe_storage.stored_recipe(part))} has no native form",
             why="no pass made a mixture of experts of its feed-forwards, and transformers has nothing else that passes make",
             remedy="retrofit bundle writes a directory that loads where retrofit is not installed",
+            code="no-mixture",
         )
     return part  # type: ignore[no-any-return]
 
@@ -185,6 +189,7 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
             f"{type(part).__name__} has no native form",
             why=f"{rounded} was rounded to {str(part.dtype).removeprefix('torch.')}, and loading a model makes it in float32",
             remedy="save the model in that dtype and load it again, or load it with dtype= instead of .to(dtype)",
+            site=rounded,
         )
     nearest = max(refusal.stage for refusal in refusals)
     said = [f"{refusal.architecture}: {refusal.why}" for refusal in refusals if refusal.stage == nearest]
@@ -427,6 +432,7 @@ def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[s
             f"{type(native).__name__} does not compute what the model does, though every part does: a defect of retrofit",
             why=worst.measured,
             remedy=WAY_OUT,
+            code="defect",
         )
     return "bit for bit" if worst.gap == 0.0 else worst.measured
 

@@ -43,7 +43,7 @@ def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | N
         for batch in as_batches(model, given, inputs)
     )
     if not batches:
-        raise SpecError("calibration= holds nothing", why="no batch came out of it", remedy=REMEDY)
+        raise SpecError("calibration= holds nothing", why="no batch came out of it", remedy=REMEDY, option="calibration")
     for batch in batches:
         require_all_arguments(model, batch)
     return Calibration(batches)
@@ -55,7 +55,9 @@ def readable_calibration(model: nn.Module, given: Any) -> Any:
     Nothing is captured, and no batch of a dataloader is read.
     """
     if isinstance(given, Sized) and not isinstance(given, Tensor) and not len(given):
-        raise SpecError("calibration= holds nothing", why=f"it is {kind_of(given)} of length 0", remedy=REMEDY)
+        raise SpecError(
+            "calibration= holds nothing", why=f"it is {kind_of(given)} of length 0", remedy=REMEDY, option="calibration"
+        )
     return tokenize_texts(model, texts_of(given)) if texts_of(given) else given
 
 
@@ -74,6 +76,7 @@ def require_all_arguments(model: nn.Module, batch: Mapping[str, Any]) -> None:
             f"a batch of calibration= has no {' and no '.join(missing)}",
             why=f"forward of {type(model).__name__} needs it",
             remedy=f"give batches by argument name: [{{'{next(iter(batch))}': …, '{missing[0]}': …}}, …]",
+            option="calibration",
         )
 
 
@@ -101,9 +104,9 @@ def as_batches(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = 
             elif isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
                 yield named_batch(model, batch[0], inputs)
             else:
-                raise SpecError(f"calibration= holds {kind_of(batch)}", remedy=REMEDY)
+                raise SpecError(f"calibration= holds {kind_of(batch)}", remedy=REMEDY, option="calibration")
     else:
-        raise SpecError(f"calibration= is {kind_of(given)}", remedy=REMEDY)
+        raise SpecError(f"calibration= is {kind_of(given)}", remedy=REMEDY, option="calibration")
 
 
 def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -121,6 +124,7 @@ def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | Non
             f"calibration= holds numbers of {value.dtype}".replace("torch.", ""),
             why=f"{name} takes token ids, which are integers",
             remedy="give them as integers: ids.long()",
+            option="calibration",
         )
     batch = {name: value}
     if not value.is_floating_point():
@@ -144,6 +148,7 @@ def require_token_ids(model: nn.Module, ids: Tensor) -> None:
             f"calibration= holds token ids of shape {tuple(ids.shape)}",
             why="windows of tokens have the shape (windows, length), and none is empty",
             remedy="cut one long text into windows: ids[: len(ids) // 128 * 128].view(-1, 128)",
+            option="calibration",
         )
     size, (least, most) = vocabulary_of(model), map(int, ids.aminmax())
     if least < 0 or (size and most >= size):
@@ -151,6 +156,7 @@ def require_token_ids(model: nn.Module, ids: Tensor) -> None:
             f"calibration= holds the token id {least if least < 0 else most}",
             why=f"the model has {size} ids" if least >= 0 else "ids are numbered from 0: this marks what is no token, in labels",
             remedy="use the model's own tokenizer" if least >= 0 else "give the ids that the model reads, not its labels",
+            option="calibration",
         )
 
 
@@ -159,7 +165,10 @@ def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, 
     kept = {name: value for name, value in batch.items() if accepts(model, name) and name != "labels"}
     if not kept:
         raise SpecError(
-            f"a batch of calibration= has {', '.join(batch) or 'nothing'}", why=f"{type(model).__name__} takes none", remedy=REMEDY
+            f"a batch of calibration= has {', '.join(batch) or 'nothing'}",
+            why=f"{type(model).__name__} takes none",
+            remedy=REMEDY,
+            option="calibration",
         )
     return kept
 
@@ -179,7 +188,9 @@ def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) 
     length = min(LENGTH, positions_named(model) or length_taken(model))
     found = windows_of(texts, text_codec(model, tokenizer), length)
     if not len(found):
-        raise SpecError(f"the calibration text does not fill one window of {length} tokens", remedy="give more text")
+        raise SpecError(
+            f"the calibration text does not fill one window of {length} tokens", remedy="give more text", option="calibration"
+        )
     return found
 
 

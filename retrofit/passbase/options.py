@@ -48,10 +48,10 @@ def require_options(owner: type[Any], given: Sequence[Any], named: Mapping[str, 
         raise SpecError(f"{owner.name}: there is no option {len(known) + 1}, given as {given[len(known)]!r}", remedy=remedy)
     unknown = next((name for name in named if name not in known), None)
     if unknown is not None:
-        raise SpecError(f"{owner.name}: unknown option {unknown!r}", remedy=remedy)
+        raise SpecError(f"{owner.name}: unknown option {unknown!r}", remedy=remedy, option=unknown)
     twice = next((name for name in known[: len(given)] if name in named), None)
     if twice is not None:
-        raise SpecError(f"{owner.name}: option {twice} is given twice", remedy="give it once")
+        raise SpecError(f"{owner.name}: option {twice} is given twice", remedy="give it once", option=twice)
 
 
 def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) -> Any:
@@ -74,19 +74,25 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
         raise SpecError(
             f"{owner.name}: option {field.name}={value!r} is not {describe(accepted)}",
             remedy=f"give {in_range(accepted, field)}: {field.metadata.get('doc', '')}",
+            option=field.name,
         )
     choices = field.metadata.get("choices") or ()
     if choices and value not in choices:
         raise SpecError(
             f"{owner.name}: option {field.name}={value} is not one of {', '.join(choices)}",
             remedy=f"choose one of {', '.join(choices)}",
+            option=field.name,
         )
     minimum = field.metadata.get("minimum")
     if minimum is not None and isinstance(value, (int, float)) and value < minimum:
-        raise SpecError(f"{owner.name}: option {field.name}={value} is below {minimum}", remedy=f"give at least {minimum}")
+        raise SpecError(
+            f"{owner.name}: option {field.name}={value} is below {minimum}", remedy=f"give at least {minimum}", option=field.name
+        )
     maximum = field.metadata.get("maximum")
     if maximum is not None and isinstance(value, (int, float)) and value > maximum:
-        raise SpecError(f"{owner.name}: option {field.name}={value:g} is above {maximum}", remedy=f"give at most {maximum}")
+        raise SpecError(
+            f"{owner.name}: option {field.name}={value:g} is above {maximum}", remedy=f"give at most {maximum}", option=field.name
+        )
     return value
 
 
@@ -159,9 +165,12 @@ def selected_depths(text: str, count: int, owner: str, deepest: int = 0) -> set[
                 f"{owner}: layers={text} names depth {max(first, last)}",
                 why=f"the {'deepest ' if there > count else ''}stack has depths 0 to {there - 1}",
                 remedy="name depths that it has",
+                option="layers",
             )
         if last < first:
-            raise SpecError(f"{owner}: layers={text} names no depth with {first}-{last}", remedy=f"write it {last}-{first}")
+            raise SpecError(
+                f"{owner}: layers={text} names no depth with {first}-{last}", remedy=f"write it {last}-{first}", option="layers"
+            )
         chosen.update(range(first, min(last + 1, count)))
     return chosen
 
@@ -172,6 +181,8 @@ def depth_ranges(text: str, owner: str) -> list[tuple[int, int]]:
     for part in text.split("+"):
         named = DEPTHS.fullmatch(part)
         if named is None:
-            raise SpecError(f"{owner}: cannot read layers={text}", remedy="name depths and ranges joined by +, e.g. 0-5+8")
+            raise SpecError(
+                f"{owner}: cannot read layers={text}", remedy="name depths and ranges joined by +, e.g. 0-5+8", option="layers"
+            )
         found.append((int(named[1]), int(named[2] or named[1])))
     return found

@@ -187,6 +187,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
                 why=f"they take {in_gigabytes(needed)}, and there are {in_gigabytes(limit)} at most",
                 remedy="choose smaller settings",
                 in_any_form=True,
+                code="memory",
             )
 
     def carry_out(self, plan: SomePlan, edit: Edit) -> Rewrite:
@@ -252,7 +253,7 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
             remedy = "name one pass at a time, on a line of its own" if ")" in inside else "write options as option=value"
             raise SpecError(f"{name}: cannot read {item.strip()!r}", remedy=remedy)
         if key.strip() in options:
-            raise SpecError(f"{name}: option {key.strip()} is given twice", remedy="give it once")
+            raise SpecError(f"{name}: option {key.strip()} is given twice", remedy="give it once", option=key.strip())
         options[key.strip()] = value.strip()
     return name, options
 

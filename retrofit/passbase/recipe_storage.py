@@ -254,6 +254,7 @@ def refuse_packed(model: Any, done: str) -> None:
             f"{type(model).__name__} is quantized ({getattr(method, 'value', method)}) and cannot be {done}",
             why="its weights are packed, and new ones are computed from what they stand for",
             remedy="unpack it first: retrofit.dequantize(model), or `retrofit apply --dequantize` (docs/quantization.md)",
+            code="quantized",
         )
 
 
@@ -264,6 +265,7 @@ def refuse_bundle(config: Mapping[str, Any], what: str) -> None:
             f"{what} is a bundle, which is retrofitted no further nor read back",
             why="it has modelling code of its own, made for where retrofit is not installed",
             remedy="take the directory that it was bundled from",
+            code="bundle",
         )
 
 

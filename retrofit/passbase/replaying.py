@@ -179,12 +179,15 @@ def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
             "the model is a dense one",
             why="no pass has rewritten it",
             remedy="rewrite it with retrofit apply, or leave out the teacher",
+            code="not-rewritten",
         )
     if recipe_storage.stored_recipe(dense):
         raise TrainingError(
             "the teacher is a retrofitted model itself",
             why=f"its recipe is {', '.join(recipe_storage.stored_recipe(dense))}",
             remedy="name the dense model that was rewritten",
+            code="rewritten",
+            option="teacher",
         )
     skeleton = without_weights(dense)
     modules = dict(skeleton.named_modules())  # keeps them alive, so that identities stay theirs
@@ -236,5 +239,9 @@ def described(shape: tuple[int, ...] | None) -> str:
 
 def other_architecture(why: str) -> TrainingError:
     return TrainingError(
-        "the teacher is not the dense model that the model was made from", why=why, remedy="name the dense model that was rewritten"
+        "the teacher is not the dense model that the model was made from",
+        why=why,
+        remedy="name the dense model that was rewritten",
+        code="other-model",
+        option="teacher",
     )

@@ -212,6 +212,7 @@ def require_sizes(one: AnyPass, sizes: WeightSizes) -> None:
             why=f"it is {field.metadata['doc']}; the sizes are {shown}",
             remedy=remedy(field.name, value, sizes.matrices) if divides else f"use at most {max(sizes.all)}; {SEE_SIZES}",
             in_any_form=True,
+            option=field.name,
         )
 
 

@@ -48,12 +48,14 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the text files of a directory."""
     if not path.exists():
-        raise TrainingError(f"{path}: there is no such file or directory", remedy="check the path")
+        raise TrainingError(f"{path}: there is no such file or directory", remedy="check the path", code="missing")
     if not path.is_dir():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     if not files:
-        raise TrainingError(f"{path} holds no text", why=f"no file in it ends in {', '.join(SUFFIXES)}", remedy="name the files")
+        raise TrainingError(
+            f"{path} holds no text", why=f"no file in it ends in {', '.join(SUFFIXES)}", remedy="name the files", code="missing"
+        )
     return files
 
 
@@ -62,7 +64,9 @@ def read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise TrainingError(f"{file} is not UTF-8 text", why=str(error), remedy="convert it, or leave it out") from error
+        raise TrainingError(
+            f"{file} is not UTF-8 text", why=str(error), remedy="convert it, or leave it out", code="unreadable"
+        ) from error
 
 
 def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
@@ -73,7 +77,11 @@ def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
     if not any((folder / name).is_file() for name in names):
         if required:
             raise TrainingError(
-                f"{folder} holds no tokenizer", why=f"none of {', '.join(names)} is there", remedy="check --tokenizer"
+                f"{folder} holds no tokenizer",
+                why=f"none of {', '.join(names)} is there",
+                remedy="check --tokenizer",
+                code="missing",
+                option="tokenizer",
             )
         return None
     return pretrained_tokenizer(folder, folder)
@@ -84,7 +92,13 @@ def read_gguf_tokenizer(file: Path, *, required: bool) -> Any:
     if gguf_header.read_header(file).has_tokenizer:
         return pretrained_tokenizer(file, file.parent, gguf_file=file.name)
     if required:
-        raise TrainingError(f"{file} holds no tokenizer", why="its metadata lists no tokens", remedy="check --tokenizer")
+        raise TrainingError(
+            f"{file} holds no tokenizer",
+            why="its metadata lists no tokens",
+            remedy="check --tokenizer",
+            code="missing",
+            option="tokenizer",
+        )
     return None
 
 
@@ -99,6 +113,8 @@ def pretrained_tokenizer(path: Path, folder: Path, **where: str) -> Any:
             f"the tokenizer in {path} cannot be read",
             why=first_line(error),
             remedy="name the directory of another with --tokenizer",
+            code="unreadable",
+            option="tokenizer",
         ) from error
 
 
@@ -122,6 +138,7 @@ def require_readable(name: str, size: int, tokenizer: Any) -> None:
             f"{name} has {size:,} ids and comes without a tokenizer",
             why=f"text would be read as bytes, {BYTES} of these ids, which such a model was hardly trained on",
             remedy="name the directory of its tokenizer with --tokenizer, or tokenizer=; data may also be given as token ids",
+            option="tokenizer",
         )
 
 
@@ -132,6 +149,7 @@ def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
             f"a vocabulary of {vocabulary} ids cannot spell bytes",
             why="the model comes without a tokenizer, so its text would be read as bytes, which takes 256 ids",
             remedy="name the directory of its tokenizer with --tokenizer",
+            option="tokenizer",
         )
     taken = set(special.values())
     starts = (start for start in range(vocabulary - BYTES + 1) if taken.isdisjoint(range(start, start + BYTES)))
@@ -161,6 +179,8 @@ def tokenizer_codec(tokenizer: Any, vocabulary: int, special: dict[str, int]) ->
             f"the tokenizer has {max(words.values(), default=-1) + 1} ids, the model {vocabulary}",
             why="the two do not belong together, or the model's embedding was not resized",
             remedy="give the tokenizer the model was trained with",
+            code="other-model",
+            option="tokenizer",
         )
     taken = set(special.values()) | set(tokenizer.all_special_ids)
     free = list(itertools.islice(spare_ids(vocabulary, taken), SENTINELS))
@@ -209,6 +229,7 @@ def vocabulary_size(model: nn.Module) -> int:
         f"{type(model).__name__} has no vocabulary",
         why="it has neither a config with vocab_size nor a table that is looked up by token ids",
         remedy="give a language model: text is read as token ids",
+        code="no-vocabulary",
     )
 
 

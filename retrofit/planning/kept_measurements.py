@@ -47,7 +47,9 @@ class KeptMeasurements:
         """What the folder holds is known; raises `PlanningError` where that is of something else and `force` is not given."""
         record = folder / RECORD
         if folder.exists() and not (folder.is_dir() and (record.is_file() or not any(folder.iterdir()))):
-            raise PlanningError(f"{folder} is in the way", why="it holds no measurements of a plan", remedy="name another -o")
+            raise PlanningError(
+                f"{folder} is in the way", why="it holds no measurements of a plan", remedy="name another -o", code="occupied"
+            )
         if not record.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             return
@@ -57,7 +59,7 @@ class KeptMeasurements:
             known = kept["format"] == FORMAT
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PlanningError(
-                f"{record} cannot be read", why=str(error), remedy="remove the folder, or name another -o"
+                f"{record} cannot be read", why=str(error), remedy="remove the folder, or name another -o", code="unreadable"
             ) from error
         if known and facts == self.facts:
             self.values = values
@@ -68,6 +70,7 @@ class KeptMeasurements:
                 f"{folder} holds the measurements of another plan",
                 why=f"it differs in {' and '.join(apart)}",
                 remedy="name another -o, or start over with --force",
+                code="exists",
             )
         for file in (*folder.glob("*.safetensors"), record):
             file.unlink()
@@ -111,5 +114,5 @@ class KeptMeasurements:
                 self.sketches[name] = load(path.read_bytes())["u"]
             except (OSError, SafetensorError, KeyError) as error:
                 remedy = f"remove {path.parent}, or name another -o"
-                raise PlanningError(f"{path} cannot be read", why=first_line(error), remedy=remedy) from error
+                raise PlanningError(f"{path} cannot be read", why=first_line(error), remedy=remedy, code="unreadable") from error
         return self.sketches[name].to(torch.float16).float()

@@ -93,6 +93,7 @@ def plan(
             "the model was rewritten already",
             why=f"its recipe is {', '.join(recipe_storage.stored_recipe(part))}",
             remedy="plan for the dense model; the recipe may name the same passes",
+            code="rewritten",
         )
     with evaluation_mode(part):
         dense, inputs, program = prepare_model(part, example_inputs, "module", say)
@@ -174,7 +175,7 @@ def require_quality(measurements: Measurements, targets: Sequence[Target]) -> No
             remedy = "give text or token ids that the model computes a loss of, or limit a cost"
             if not logits:
                 remedy = 'limit the error of the outputs, as in "error +0.1"'
-            raise PlanningError(f"the target {str(target)!r}: the model has no loss here", why=why, remedy=remedy)
+            raise PlanningError(f"the target {str(target)!r}: the model has no loss here", why=why, remedy=remedy, code="no-loss")
         if limit is not None and limit.quantity == "error" and measurements.windows.are_logits:
             raise PlanningError(f"the target {str(target)!r}: the outputs are logits", remedy='limit the loss, as in "loss +0.05"')
 
@@ -192,7 +193,10 @@ class Planner:
                 remedy = "give more minutes: what was measured is kept, where there is a folder; or name fewer passes"
                 raise PlanningError("no candidate could be measured in the time given", why=reasons, remedy=remedy)
             raise PlanningError(
-                "no candidate fits the model and saves what is asked for", why=reasons, remedy="name other passes or settings"
+                "no candidate fits the model and saves what is asked for",
+                why=reasons,
+                remedy="name other passes or settings",
+                code="no-candidate",
             )
         self.cosines = self.pairs = measurements.joint_error()
         self.known: dict[tuple[int, ...], MeasuredTogether] = {}

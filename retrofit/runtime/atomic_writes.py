@@ -130,7 +130,10 @@ def put_away(previous: Path, path: Path, *, replaced: bool) -> None:
         carry_over(previous, path) if replaced else previous.rename(path)
     except OSError as error:
         raise CheckpointError(
-            f"not all that {path} held before is there", why=str(error), remedy=f"it is in {previous}: move it yourself"
+            f"not all that {path} held before is there",
+            why=str(error),
+            remedy=f"it is in {previous}: move it yourself",
+            code="incomplete",
         ) from error
 
 
@@ -139,18 +142,24 @@ def final_name(path: Path, *, force: bool, directory: bool) -> Path:
     if path.exists():
         if path.is_dir() != directory:
             kinds = ("a directory", "a file") if path.is_dir() else ("a file", "a directory")
-            raise CheckpointError(f"{path} is {kinds[0]}; {kinds[1]} was to be written there", remedy="choose another name")
+            raise CheckpointError(
+                f"{path} is {kinds[0]}; {kinds[1]} was to be written there", remedy="choose another name", code="name"
+            )
         if directory:
             require_replaceable(path)
         if not force:
             raise exists_already(path)
     elif not path.resolve().parent.is_dir():
-        raise CheckpointError(f"{path} cannot be written", why=f"there is no directory {path.parent}", remedy="create it first")
+        raise CheckpointError(
+            f"{path} cannot be written", why=f"there is no directory {path.parent}", remedy="create it first", code="missing"
+        )
     return path.resolve()
 
 
 def exists_already(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} exists already", remedy="choose another name, or force=True (--force) to replace it")
+    return CheckpointError(
+        f"{path} exists already", remedy="choose another name, or force=True (--force) to replace it", code="exists"
+    )
 
 
 @contextlib.contextmanager
@@ -167,6 +176,7 @@ def explained(path: Path) -> Iterator[None]:
             f"{path} cannot be written",
             why=reason,
             remedy=f"check the free space and the permissions of {path.parent}" if of_system else "",
+            code="unwritable",
         ) from error
 
 

@@ -69,6 +69,7 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
             f"{type(model).__name__}: the number of token ids it takes is unknown",
             why="it has neither config.vocab_size nor an nn.Embedding",
             remedy=GIVE_INPUTS,
+            option="example_inputs",
         )
     special = special_ids(model)
     ordinary = torch.tensor([token for token in range(min(size, 4096)) if token not in special] or [0], device="cpu")
@@ -251,6 +252,7 @@ def example_inputs(
                 f"{type(model).__name__}: cannot derive inputs for forward({', '.join(map(as_written, parameters.values()))})",
                 why=why_underivable(parameters, required, main),
                 remedy=GIVE_INPUTS,
+                option="example_inputs",
             )
         inputs[required[0]] = token_ids(model, batch, length, seed)
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
@@ -301,6 +303,7 @@ def by_name(model: nn.Module, parameters: Mapping[str, inspect.Parameter], value
             f"{type(model).__name__}: {len(values)} example inputs are given, and its forward names {len(names) or 'no'} arguments",
             why=f"forward({', '.join(map(as_written, parameters.values()))})",
             remedy="pass them by name: example_inputs={'argument': tensor, …}",
+            option="example_inputs",
         )
     return dict(zip(names, values, strict=False))
 
@@ -323,6 +326,7 @@ def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
                 f"example_inputs={str(given)[:80]} are no inputs",
                 why=f"it is {kind_of(given)}",
                 remedy="give a tensor, or {'argument': tensor, …}",
+                option="example_inputs",
             )
         values = [given] if isinstance(given, torch.Tensor) else list(given)
         inputs = by_name(model, parameters, values)

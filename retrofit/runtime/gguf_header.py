@@ -58,14 +58,20 @@ def read_header(path: Path) -> Header:
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise CheckpointError(
-                f"{path} is no GGUF file", why="it does not begin with the letters GGUF", remedy=f"{AGAIN}, or check its name"
+                f"{path} is no GGUF file",
+                why="it does not begin with the letters GGUF",
+                remedy=f"{AGAIN}, or check its name",
+                code="unreadable",
             )
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             try:
                 return Cursor(content).header()
             except (struct.error, ValueError, TypeError, KeyError, OverflowError, ZeroDivisionError, RecursionError) as error:
                 raise CheckpointError(
-                    f"{path} cannot be read as a GGUF file", why="its header is cut short or damaged", remedy=AGAIN
+                    f"{path} cannot be read as a GGUF file",
+                    why="its header is cut short or damaged",
+                    remedy=AGAIN,
+                    code="unreadable",
                 ) from error
             except CheckpointError as error:
                 error.what = f"{path}: {error.what}"

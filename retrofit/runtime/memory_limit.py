@@ -37,6 +37,7 @@ def require_memory(needed: int, what: str, *, remedy: str = "") -> None:
             f"{what} does not fit in memory",
             why=f"{in_gigabytes(needed)} are needed, and there are {in_gigabytes(limit)} at most",
             remedy=remedy or "use a machine with more memory; if the file is small, it is damaged or made to harm",
+            code="memory",
         )
 
 

@@ -38,7 +38,10 @@ def require_replaceable(path: Path) -> None:
     with contextlib.suppress(OSError):  # there is no current directory any more
         if Path.cwd().resolve().is_relative_to(path.resolve()):
             raise CheckpointError(
-                f"{path} cannot be replaced", why="it is the current directory, or holds it", remedy="choose another name"
+                f"{path} cannot be replaced",
+                why="it is the current directory, or holds it",
+                remedy="choose another name",
+                code="occupied",
             )
     names = sorted(entry.name for entry in path.iterdir())
     if names and not is_model_folder(path):
@@ -46,6 +49,7 @@ def require_replaceable(path: Path) -> None:
             f"{path} exists and is not the directory of a model",
             why=f"it holds {first_few(names, SHOWN)}, and no config.json of a model; only a model is replaced by another",
             remedy="choose another name",
+            code="occupied",
         )
 
 
@@ -87,5 +91,5 @@ def as_path(given: object) -> Path:
     if isinstance(given, (str, os.PathLike)):
         return Path(given)
     raise CheckpointError(
-        f"{str(given)[:80]} is no path", why=f"it is {kind_of(given)}", remedy="give a path as text, or a pathlib.Path"
+        f"{str(given)[:80]} is no path", why=f"it is {kind_of(given)}", remedy="give a path as text, or a pathlib.Path", code="name"
     )

@@ -100,6 +100,7 @@ def resumable_directory(path: Path, identity: Mapping[str, Any], *, force: bool 
                 f"{path} cannot be written",
                 why=error.strerror or str(error),
                 remedy=f"check the free space and the permissions of {path.parent}; the same command goes on from where it stopped",
+                code="unwritable",
             ) from error
         except BaseException as error:
             keeps = not isinstance(error, Exception)
@@ -127,13 +128,16 @@ def locked(state: Path, path: Path) -> Iterator[IO[str]]:
         state.mkdir(exist_ok=True)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written", why=error.strerror or str(error), remedy=f"check the permissions of {path.parent}"
+            f"{path} cannot be written",
+            why=error.strerror or str(error),
+            remedy=f"check the permissions of {path.parent}",
+            code="unwritable",
         ) from error
     with (state / LOCK).open("w", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise CheckpointError(
-                f"{path} is being written by another process", remedy="wait until it is done, or choose another name"
+                f"{path} is being written by another process", remedy="wait until it is done, or choose another name", code="busy"
             ) from None
         yield lock

@@ -73,12 +73,12 @@ def extents_in(file: Path) -> dict[str, Extent]:
             raise ValueError(f"its tensors end at byte {end:,}, the file at {whole:,}")
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read", why=error.strerror or str(error), remedy="give a file that can be read"
+            f"{file} cannot be read", why=error.strerror or str(error), remedy="give a file that can be read", code="unreadable"
         ) from error
     except (ValueError, RecursionError) as error:
         why = "its header is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(
-            f"{file} cannot be read as safetensors", why=why, remedy="fetch it again, or save the model again"
+            f"{file} cannot be read as safetensors", why=why, remedy="fetch it again, or save the model again", code="unreadable"
         ) from error
     return found
 

@@ -21,12 +21,14 @@ def require_module(model: Any) -> None:
             f"{type(model).__name__} is compiled by TorchScript",
             why="its code is no longer Python, which a capture runs",
             remedy="give the module it was made from",
+            code="compiled",
         )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise RetrofitError(
             f"{type(model).__name__} only runs a model on several devices",
             why="what is rewritten, checked and saved is the model inside",
             remedy="give that, as its .module, and wrap the result",
+            code="wrapped",
         )
     try:
         with evaluation_mode(model):
@@ -36,6 +38,7 @@ def require_module(model: Any) -> None:
             f"{type(model).__name__} is the module of an exported program",
             why="it has no training and evaluation modes, between which a model is rewritten, checked and trained",
             remedy='write the program with torch.export.save(program, "model.pt2"), and give retrofit.load("model.pt2")',
+            code="wrapped",
         ) from None
 
 
@@ -46,6 +49,7 @@ def require_torch_module(model: Any, name: str = "") -> None:
             f"{f'{name}=' if name else ''}{str(model)[:80]!r} is no model",
             why=f"it is {kind_of(model)} and not a torch.nn.Module",
             remedy="give the model itself; one on disk is read with retrofit.load(path)",
+            code="no-model",
         )
 
 
@@ -57,6 +61,7 @@ def require_uncompiled(model: nn.Module) -> None:
                 f"{path or type(model).__name__} is compiled",
                 why="it would go on running the code that torch.compile made of the dense model",
                 remedy="rewrite the model first and compile the result",
+                code="compiled",
             )
 
 
@@ -67,6 +72,7 @@ def require_no_prompt(model: Any) -> None:
             f"{type(model).__name__} is a model behind a prompt",
             why=f"{model.peft_type.value} puts tokens of its own before the model's, and changes no weight",
             remedy="take the model inside, .get_base_model(), and put PeftModel.from_pretrained(model, DIR) around the result",
+            code="prompt",
         )
 
 
@@ -78,6 +84,7 @@ def require_trainable(model: nn.Module) -> None:
             f"{type(model).__name__} was made under torch.inference_mode()",
             why=f"{name} can never get a gradient, nor be changed outside of it",
             remedy="load or build the model outside of it; torch.no_grad() does no harm",
+            code="inference-mode",
         )
 
 
@@ -92,7 +99,11 @@ def require_values(model: nn.Module, what: str, remedy: str) -> None:
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         raise RetrofitError(
-            f"{type(model).__name__} cannot be {what}", why=f"{empty} has no values: it is on the meta device", remedy=remedy
+            f"{type(model).__name__} cannot be {what}",
+            why=f"{empty} has no values: it is on the meta device",
+            remedy=remedy,
+            code="no-values",
+            site=empty,
         )
 
 
@@ -104,4 +115,5 @@ def require_in_memory(model: nn.Module, what: str) -> None:
             f"{type(model).__name__} cannot be {what}",
             why=f"the weights of {path} are offloaded: accelerate brings them for every call of the module",
             remedy="load it without device_map=, where memory allows; else rewrite its directory: retrofit apply --stream",
+            code="offloaded",
         )

@@ -54,18 +54,20 @@ def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
             f"{kind.__qualname__} does not say how it was built",
             why="it is no transformers model and has no attribute `config` that is a dict or a dataclass",
             remedy=BUILD,
+            code="no-config",
         )
     if not takes_config(kind, fields):
         raise CheckpointError(
             f"{kind.__qualname__} cannot be built from its config",
             why=f"its constructor is {kind.__qualname__}{inspect.signature(kind)}",
             remedy=BUILD,
+            code="no-config",
         )
     try:
         json.dumps(fields)
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the config of {kind.__qualname__} is not plain data", why=f"{fields}: {error}", remedy=BUILD
+            f"the config of {kind.__qualname__} is not plain data", why=f"{fields}: {error}", remedy=BUILD, code="no-config"
         ) from error
     return architecture, fields
 
@@ -76,6 +78,7 @@ def transformers_config(model: PreTrainedModel) -> dict[str, Any]:
         raise CheckpointError(
             f"{type(model).__name__} is quantized, which a .pt checkpoint does not hold",
             remedy="save it to a directory, or load it unpacked (dequantize=True in its quantization config)",
+            code="quantized",
         )
     with recipe_storage.as_ordinary_model(model):
         config = json.loads(json.dumps(model.config.to_dict()))
@@ -93,6 +96,7 @@ def importable_name(kind: type, what: str) -> str:
             f"the {what} class {kind.__qualname__} cannot be found again",
             why="it is defined inside a function",
             remedy=f"define it at the top of a module; or {BUILD}",
+            code="no-config",
         )
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -155,6 +159,7 @@ def resolve(name: str, *, imports: bool) -> Any:
             f"the class {name} has not been imported",
             why="importing the module that a file names would run that module's code",
             remedy=f"import {module_name} first, or say that you trust the file: allow_pickle=True (--allow-pickle)",
+            code="untrusted",
         )
     found: Any = module
     for part in path.split("."):

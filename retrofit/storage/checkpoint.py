@@ -74,6 +74,7 @@ def require_savable(model: nn.Module, path: Path) -> None:
             f"{type(model).__name__} cannot be saved as a directory",
             why="it has no method save_pretrained, as transformers and sentence-transformers models have",
             remedy=f"save it to a file: {path.with_suffix('.pt')}",
+            code="name",
         )
 
 
@@ -101,7 +102,9 @@ def load(
     path, dtype = as_path(path), as_dtype(dtype)
     if not path.exists():
         raise CheckpointError(
-            f"{path} does not exist", remedy="give a .pt checkpoint, a Hugging Face directory, a .gguf, .pt2 or .onnx file"
+            f"{path} does not exist",
+            remedy="give a .pt checkpoint, a Hugging Face directory, a .gguf, .pt2 or .onnx file",
+            code="missing",
         )
     if path.is_dir():
         require_no_description(path, "a directory", config, build)

@@ -197,4 +197,5 @@ def foreign_link(link: Path) -> CheckpointError:
         f"{link} is a link out of the model's directory",
         why=f"what it leads to, {link.resolve()}, would be copied to the result",
         remedy="put a copy of it there if it belongs to the model, else remove it",
+        code="untrusted",
     )

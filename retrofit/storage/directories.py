@@ -50,9 +50,10 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
                 f"{path}: the weights do not fit the model",
                 why="some of them have other shapes than config.json describes",
                 remedy="give the config they were saved with",
+                code="mismatch",
             ) from error
         remedy = "fetch it again, or correct its config.json" if path.is_dir() else "fetch it again"
-        raise CheckpointError(f"{path} cannot be loaded", why=first_line(error), remedy=remedy) from error
+        raise CheckpointError(f"{path} cannot be loaded", why=first_line(error), remedy=remedy, code="unreadable") from error
 
 
 LEFT_OUT = "retrofit_left_out"  # an attribute of models
@@ -132,6 +133,7 @@ def directory_class(path: Path) -> type[PreTrainedModel]:
             f"there is no config.json in {path}",
             why="it holds a PEFT adapter, which is not a whole model" if adapter else "",
             remedy="merge the adapter into its model and save that" if adapter else "give a directory that save_pretrained wrote",
+            code="missing",
         )
     named = read_config(file)
     refuse_bundle(named, str(path))

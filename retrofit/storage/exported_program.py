@@ -134,6 +134,7 @@ def is_code(path: Path, why: str) -> CheckpointError:
         f"{path} can run code when it is read",
         why=why,
         remedy="if you trust whoever wrote it: allow_pickle=True (--allow-pickle)",
+        code="untrusted",
     )
 
 
@@ -336,7 +337,7 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
         programs = {MODEL: export_program(model, inputs)}
     except Exception as error:  # whatever the model's own code raises
         raise CheckpointError(
-            f"{type(model).__name__} cannot be exported", why=first_line(error), remedy="save it as a .pt file"
+            f"{type(model).__name__} cannot be exported", why=first_line(error), remedy="save it as a .pt file", code="unwritable"
         ) from error
     dense = dense_graph(model)
     if dense is not None:
@@ -352,6 +353,7 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
                 f"{path} cannot be written",
                 why=first_line(error),
                 remedy="wrap the model in a module that takes and returns tensors, tuples and dicts, before it is rewritten",
+                code="unwritable",
             ) from error
     return path
 
@@ -378,12 +380,13 @@ def load_exported(path: Path, *, allow_pickle: bool = False) -> fx.GraphModule:
     except CheckpointError:
         raise
     except CaptureError as error:
-        raise CheckpointError(f"{path}: {error.what}", why=error.why, remedy=error.remedy) from error
+        raise CheckpointError(f"{path}: {error.what}", why=error.why, remedy=error.remedy, **error.labels) from error
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as an exported program",
             why=first_line(error),
             remedy="give a whole file that torch.export.save wrote, of torch 2.8 or later",
+            code="unreadable",
         ) from error
     return model.eval()
 

@@ -25,6 +25,8 @@ def require_writable_kind(path: Path) -> None:
     """Raises `CheckpointError` where the name is that of a kind of file that models are not saved as."""
     suffix = path.suffix.lower()
     if suffix in NOT_WRITTEN:
-        raise CheckpointError(f"{path}: models are not saved as {suffix}", remedy="name a .pt file or a directory")
+        raise CheckpointError(f"{path}: models are not saved as {suffix}", remedy="name a .pt file or a directory", code="name")
     if suffix in SUFFIXES and path.suffix != suffix:
-        raise CheckpointError(f"{path}: {suffix} is written in small letters", remedy=f"name {path.with_suffix(suffix)}")
+        raise CheckpointError(
+            f"{path}: {suffix} is written in small letters", remedy=f"name {path.with_suffix(suffix)}", code="name"
+        )

@@ -66,6 +66,7 @@ def too_large(why: str) -> CheckpointError:
         "the config describes a larger model than can be",
         why=why,
         remedy="correct the config (the number of layers, the size of the vocabulary), or fetch it again",
+        code="memory",
     )
 
 
@@ -92,6 +93,7 @@ def refuse_foreign_code(config: dict[str, Any], place: str) -> None:
                 f"{place} chooses the attention {name}",
                 why="that is a repository of compiled code, which would be fetched and run",
                 remedy='leave the entry out of the config, or say "sdpa"',
+                code="untrusted",
             )
 
 
@@ -132,7 +134,7 @@ def weight_map(folder: Path) -> dict[str, str]:
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
             raise ValueError("its weight_map is no table of file names")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} cannot be read", why=first_line(error), remedy=AGAIN) from error
+        raise CheckpointError(f"{index} cannot be read", why=first_line(error), remedy=AGAIN, code="unreadable") from error
     for name in sorted(set(named.values())):
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts or "\0" in name or "\\" in name:
@@ -140,9 +142,12 @@ def weight_map(folder: Path) -> dict[str, str]:
                 f"{index} names a file outside its directory: {name}",
                 why="what is there would become part of the result",
                 remedy="put the file beside the index if it belongs to the model",
+                code="untrusted",
             )
         if not (folder / name).is_file():
-            raise CheckpointError(f"{folder} is not whole: {name} is missing", why=f"{INDEX} names it", remedy=AGAIN)
+            raise CheckpointError(
+                f"{folder} is not whole: {name} is missing", why=f"{INDEX} names it", remedy=AGAIN, code="incomplete"
+            )
     return dict(named)
 
 
@@ -287,7 +292,10 @@ def require_match(missing: Iterable[str], unexpected: Iterable[str], mismatched:
     problems += [f"{name} is {list(saved)}, the model's {list(own)}" for name, saved, own in sorted(mismatched)]
     if problems:
         raise CheckpointError(
-            "the weights do not fit the model", why=first_few(problems, between="; "), remedy="give the config they were saved with"
+            "the weights do not fit the model",
+            why=first_few(problems, between="; "),
+            remedy="give the config they were saved with",
+            code="mismatch",
         )
 
 
@@ -304,6 +312,7 @@ def require_all_used(model: PreTrainedModel, unexpected: Iterable[str]) -> None:
             "the weights are those of a larger model than config.json describes",
             why=f"these would be lost: {first_few(dropped)}",
             remedy="correct config.json (the number of layers, say), or remove these weights from the file",
+            code="mismatch",
         )
 
 

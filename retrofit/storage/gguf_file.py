@@ -202,6 +202,7 @@ def require_package(path: Path) -> None:
             f"{path} cannot be read here",
             why="reading GGUF files takes the package gguf, which is not installed or too old",
             remedy="pip install 'retrofit-transformers[gguf]'",
+            code="not-installed",
         )
 
 
@@ -221,6 +222,7 @@ def require_whole(path: Path, header: Header) -> None:
             f"{path} holds no model",
             why="it has no tensors" if not header.tensors else "it does not say of which architecture it is",
             remedy="give a file with weights: one with a vocabulary or settings only cannot be rewritten",
+            code="missing",
         )
     known = {int(one) for one in GGMLQuantizationType}
     for tensor in header.tensors:
@@ -277,7 +279,9 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
             require_rotated(model, path, header)
             return model
         except RetrofitError as error:
-            missing = missing or CheckpointError(f"{path}: {error.what}", why=error.why, remedy=f"{DIRECTORY}, or {AGAIN}")
+            missing = missing or CheckpointError(
+                f"{path}: {error.what}", why=error.why, remedy=f"{DIRECTORY}, or {AGAIN}", **error.labels
+            )
         except Exception as error:
             raise unreadable(path, header, error) from error
     if missing is None:

@@ -64,6 +64,7 @@ def load_pipeline(path: Path) -> Any:
             f"{path} is a model of sentence-transformers",
             why=first_line(error),
             remedy="pip install sentence-transformers, or give the folder of its transformer alone",
+            code="not-installed",
         ) from error
     with quiet(progress_bars=True):
         return SentenceTransformer(str(path), device="cpu", local_files_only=True, trust_remote_code=False).eval()
@@ -82,13 +83,14 @@ def module_folders(path: Path) -> list[Path]:
         named = json.loads((path / MODULES).read_text(encoding="utf-8"))
         direct = [path / entry["path"] for entry in named]
     except (ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path / MODULES} is not a list of modules", why=first_line(error)) from error
+        raise CheckpointError(f"{path / MODULES} is not a list of modules", why=first_line(error), code="unreadable") from error
     for folder in direct:
         if not folder.resolve().is_relative_to(path.resolve()):
             raise CheckpointError(
                 f"{path / MODULES} names a module outside the directory",
                 why=str(folder),
                 remedy="put the module into the directory",
+                code="untrusted",
             )
     below = [file.parent for folder in direct if folder != path for file in sorted(folder.glob(f"*/{CONFIG}"))]
     return list(dict.fromkeys([*direct, *below]))

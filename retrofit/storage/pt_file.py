@@ -52,6 +52,7 @@ def architecture_in_file(model: nn.Module) -> tuple[str, dict[str, Any]]:
             f"{type(model).__name__} has adapters, which a .pt file does not hold",
             why="the model would be built again without them",
             remedy="save it to a directory, which then holds the adapters alone, or merge them into the model first",
+            code="adapters",
         )
     return describe_architecture(model)
 
@@ -67,7 +68,11 @@ def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             )
         if tensor.is_meta:
             raise CheckpointError(
-                f"{name} has no value here", why="it is on the meta device, or offloaded to disk", remedy="load the weights first"
+                f"{name} has no value here",
+                why="it is on the meta device, or offloaded to disk",
+                remedy="load the weights first",
+                code="no-values",
+                site=name,
             )
     used: dict[int, set[tuple[int, int]]] = {}
     for tensor in state.values():
@@ -94,7 +99,7 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
         raise
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read", why=error.strerror or str(error), remedy="give a file that can be read"
+            f"{path} cannot be read", why=error.strerror or str(error), remedy="give a file that can be read", code="unreadable"
         ) from error
     except Exception as error:
         foreign = re.search(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)|Trying to \w+ (\S+)", str(error))
@@ -103,11 +108,13 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
                 f"{path} holds a pickled Python object ({next(filter(None, foreign.groups()))}), not only weights",
                 why="reading such a file runs whatever code it names",
                 remedy="if you trust whoever wrote it: allow_pickle=True (--allow-pickle)",
+                code="untrusted",
             ) from error
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint",
             why=f"it is cut short, damaged, or of another kind ({type(error).__name__})",
             remedy="copy or download it again, or give a file that retrofit.save or torch.save wrote",
+            code="unreadable",
         ) from error
 
 
@@ -180,6 +187,7 @@ def rebuild_model(
             f"{path} is not a checkpoint",
             why=f"it holds {describe_content(content)}",
             remedy="give a file that retrofit.save wrote, or a state dict",
+            code="unreadable",
         )
     if build is not None:
         return fill_unwrapped(lambda state: fill_model(build(), (), state, dtype), content)
@@ -187,6 +195,8 @@ def rebuild_model(
         raise CheckpointError(
             f"{path} holds weights and not the model they belong to",
             remedy="name the directory of its config.json: config=DIR (--config DIR), or load(path, build=…)",
+            code="missing",
+            option="config",
         )
     return fill_unwrapped(lambda state: fill_from_config(Path(config), state, dtype, path), content)
 

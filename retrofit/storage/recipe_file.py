@@ -46,7 +46,7 @@ def read_recipe(path: str | Path) -> Recipe:
         try:
             passes.append(pass_of(spec))
         except RetrofitError as error:
-            raise SpecError(f"{place}: {error.what}", why=error.why, remedy=error.remedy) from error
+            raise SpecError(f"{place}: {error.what}", why=error.why, remedy=error.remedy, **error.labels) from error
     if not passes:
         raise SpecError(f"{file} names no pass", remedy=READABLE)
     return tuple(passes)
@@ -75,7 +75,9 @@ def specs_in(file: Path) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
 
         config = transformer_folder(file) / CONFIG
         if not config.is_file():
-            raise SpecError(f"{file} is not a recipe", why=f"it is a directory without a {CONFIG}", remedy=READABLE)
+            raise SpecError(
+                f"{file} is not a recipe", why=f"it is a directory without a {CONFIG}", remedy=READABLE, code="no-recipe"
+            )
         file = config
     if file.suffix.lower() in FILES:
         yield from numbered(file, recipe_of_checkpoint(file))
@@ -96,14 +98,14 @@ def read_text(file: Path) -> str:
         why = (
             "there is no such file or directory" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
         )
-        raise SpecError(f"the recipe {file} cannot be read", why=why, remedy="check the path") from error
+        raise SpecError(f"the recipe {file} cannot be read", why=why, remedy="check the path", code="unreadable") from error
     if len(content) > LARGEST:
-        raise SpecError(f"{file} is not a recipe", why=f"it is larger than {LARGEST >> 20} MiB", remedy=READABLE)
+        raise SpecError(f"{file} is not a recipe", why=f"it is larger than {LARGEST >> 20} MiB", remedy=READABLE, code="no-recipe")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise SpecError(
-            f"{file} is not a recipe", why=f"it is not text in UTF-8 from byte {error.start} on", remedy=READABLE
+            f"{file} is not a recipe", why=f"it is not text in UTF-8 from byte {error.start} on", remedy=READABLE, code="no-recipe"
         ) from error
 
 
@@ -146,7 +148,7 @@ def parse_json(file: Path, text: str) -> Any:
         return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         why = "it is nested too deep" if isinstance(error, RecursionError) else f"as JSON it cannot be read: {error}"
-        raise SpecError(f"{file} is not a recipe", why=why, remedy=READABLE) from error
+        raise SpecError(f"{file} is not a recipe", why=why, remedy=READABLE, code="no-recipe") from error
 
 
 def recipe_in_json(file: Path, data: Any) -> Any:
@@ -157,7 +159,12 @@ def recipe_in_json(file: Path, data: Any) -> Any:
         kept = data.get("quantization_config")
         if isinstance(kept, dict) and "recipe" in kept:
             return kept["recipe"]
-        raise SpecError(f"{file} holds no recipe", why="it is the config of a model that was not rewritten", remedy=READABLE)
+        raise SpecError(
+            f"{file} holds no recipe",
+            why="it is the config of a model that was not rewritten",
+            remedy=READABLE,
+            code="not-rewritten",
+        )
     version = data.get("version", VERSION)
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise SpecError(f"{file}: version {version!r} is not an integer ≥ 1", remedy=f'write "version": {VERSION}')
@@ -184,14 +191,16 @@ def recipe_of_checkpoint(file: Path) -> Any:
 
     content = read_checkpoint(file, allow_pickle=False)
     if not is_checkpoint(content) or not content["recipe"]:
-        raise SpecError(f"{file} holds no recipe", why="it is a checkpoint that was not rewritten", remedy=READABLE)
+        raise SpecError(
+            f"{file} holds no recipe", why="it is a checkpoint that was not rewritten", remedy=READABLE, code="not-rewritten"
+        )
     return content["recipe"]
 
 
 def numbered(file: Path, found: Any) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
     """Each pass of a list, and where it is; raises `SpecError` where it is no list of passes."""
     if not isinstance(found, list):
-        raise SpecError(f"{file} is not a recipe", why="it holds no list of passes", remedy=READABLE)
+        raise SpecError(f"{file} is not a recipe", why="it holds no list of passes", remedy=READABLE, code="no-recipe")
     for number, spec in enumerate(found, start=1):
         place = f"{file}, pass {number}"
         if not isinstance(spec, (str, dict)):

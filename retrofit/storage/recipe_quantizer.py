@@ -48,6 +48,7 @@ class RecipeConfig(QuantizationConfigMixin):
                 f"the recipe {self.recipe!r} is no list",
                 why='that is what config.json says in "quantization_config"',
                 remedy='write a list of passes: ["altup(k=2)"]',
+                code="no-recipe",
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -312,6 +313,7 @@ def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple
             raise CheckpointError(
                 f"the recipe {', '.join(entry.recipe)} was applied to {name}, which transformers does not have",
                 remedy="import the package that defines it first",
+                code="missing",
             )
         until = classes[place + 1][1] if place + 1 < len(classes) else count
         skeleton = model if place == len(classes) - 1 else skeleton_of(kind, entry, model)
@@ -425,6 +427,7 @@ def wrong_weights(model: Any, what: str, names: list[str]) -> CheckpointError:
         f"{place}the weights are not those of its recipe {recipe}",
         why=f"{what}: {first_few(names)}",
         remedy='if they are dense weights, the recipe is not theirs: remove it ("quantization_config" in a config.json)',
+        code="mismatch",
     )
 
 
@@ -462,6 +465,7 @@ def rebuild_buffers(model: nn.Module, dense: set[nn.Module]) -> None:
                 f"{path} ({type(module).__name__}) has buffers that are neither saved nor rebuilt",
                 why=f"{', '.join(sorted(module._non_persistent_buffers_set))}: registered with persistent=False",
                 remedy="register them persistent, or give the module a method rebuild_buffers()",
+                site=path,
             )
         with torch.no_grad():
             module.rebuild_buffers()

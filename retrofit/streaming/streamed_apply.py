@@ -145,7 +145,10 @@ def require_directories(source: Path, output: Path) -> None:
     require_directory(source)
     if is_file_name(output):
         raise CheckpointError(
-            f"{output} cannot be written by a stream", why="it writes a directory of safetensors", remedy="name a directory"
+            f"{output} cannot be written by a stream",
+            why="it writes a directory of safetensors",
+            remedy="name a directory",
+            code="name",
         )
 
 
@@ -221,6 +224,7 @@ def require_room(output: Path, layouts: Layouts, verify: bool) -> None:
             f"{output} does not fit on the disk",
             why=f"{needed / 1e9:.2f} GB are needed{on_the_way}, and {free / 1e9:.2f} GB are free",
             remedy=f"make room in {output.parent}, or name an output on another disk",
+            code="disk-space",
         )
 
 

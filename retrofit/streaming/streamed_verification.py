@@ -51,6 +51,7 @@ def verify_directory(model: Path, dense: Path | None, progress: Progress | None 
             f"{model} cannot be verified here",
             why=f"weights merged on loading take {computed / 1e9:.2f} GB on the disk, and {free / 1e9:.2f} GB are free",
             remedy=f"make room in {model.resolve().parent}",
+            code="disk-space",
         )
     files = TensorFiles()
     with draft_folder(model.resolve()) as aside, kept_out_of_memory(files):

@@ -40,7 +40,10 @@ def header_and_extents(file: Path, tensors: Mapping[str, Tensor]) -> tuple[bytes
         one = tensors[name]
         if one.dtype not in NAMES:
             raise CheckpointError(
-                f"{name} cannot be written", why=f"it is {one.dtype}", remedy="rewrite the model without --stream"
+                f"{name} cannot be written",
+                why=f"it is {one.dtype}",
+                remedy="rewrite the model without --stream",
+                code="unwritable",
             )
         entries[name] = {"dtype": NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [end, end + one.nbytes]}
         end += one.nbytes

@@ -51,6 +51,7 @@ class TokenHistory:
                 f"the cache was cropped by {self.missing} tokens more than it can take back",
                 why=f"the rewritten layers store {self.length + self.slack} tokens in addition to the keys and values",
                 remedy=f"crop by at most {self.slack} tokens at a time, or start from an empty cache",
+                code="cropped",
             )
         return self.values[:, self.end - self.length : self.end]
 
@@ -266,6 +267,7 @@ def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
                 "a rewritten layer cannot be called with the paged cache of continuous batching",
                 why="it has several sequences in a row and keeps their keys and values alone: the layer needs more of their tokens",
                 remedy="call generate, not generate_batch",
+                code="paged-cache",
             )
     return None
 

@@ -181,6 +181,8 @@ def require_same_products(model: nn.Module, products: Mapping[str, Tensor | None
                 "and after a forward pass",
                 remedy="load the model again and unpack it before it computes anything (for bitsandbytes, or load it with "
                 "bnb_4bit_use_double_quant=True)",
+                code="differs",
+                site=path,
             )
 
 
@@ -193,4 +195,5 @@ def unpackable(model: Any, why: str) -> CheckpointError:
         f"{type(model).__name__} cannot be unpacked",
         why=why,
         remedy="take the model that it was quantized from, where there is one",
+        code="packed",
     )

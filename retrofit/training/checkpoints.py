@@ -43,6 +43,7 @@ def whole_checkpoint(folder: Path) -> Iterator[None]:
             why=reason_of(error, folder.parent),
             remedy=f"check the free space in {folder.parent}; the same command with --resume goes on from the checkpoint before, "
             "if there is one",
+            code="unwritable",
         ) from error
 
 
@@ -132,6 +133,7 @@ def not_whole(folder: Path, why: str) -> TrainingError:
         f"{folder} is not a whole checkpoint",
         why=why,
         remedy="remove it, and --resume goes on from the one before if there is one; or start over with --force",
+        code="incomplete",
     )
 
 

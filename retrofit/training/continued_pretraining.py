@@ -97,12 +97,14 @@ def continue_pretraining(
             "a sentence-transformers model does not learn from predictions on disk",
             why="they are of tokens, and it makes one vector of a text",
             remedy="name the dense sentence-transformers model itself",
+            option="teacher",
         )
     if settings.fsdp and pipeline:
         raise TrainingError(
             "--fsdp with a sentence-transformers model is not possible",
             why="only a model that predicts tokens is divided among the processes",
             remedy="leave --fsdp out: every process then holds the whole model",
+            option="fsdp",
         )
     guide: Teacher | KeptTeacher | None = None
     numbering = None
@@ -219,7 +221,7 @@ def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:
     found = added_parameters(model)
     if not found:
         known = "no pass has rewritten it, or its file does not say what is new" if found is None else "its passes added none"
-        raise TrainingError(f"--lr-new {rate:g}: the model has no new parameter", why=known, remedy="leave it out")
+        raise TrainingError(f"--lr-new {rate:g}: the model has no new parameter", why=known, remedy="leave it out", option="lr_new")
     return found
 
 
@@ -233,7 +235,7 @@ def refuse_unsavable(model: nn.Module, target: Path) -> None:
     if embeds_sentences(model) and is_file_name(target):
         require_writable_kind(target)
         raise CheckpointError(
-            f"{target}: a sentence-transformers model is several modules in a directory", remedy="name a directory"
+            f"{target}: a sentence-transformers model is several modules in a directory", remedy="name a directory", code="name"
         )
     require_savable(model, target)
 
@@ -249,6 +251,7 @@ def require_trainable(model: nn.Module) -> None:
             f"{type(model).__name__} is quantized and cannot be trained",
             why="its weights are packed, and have no gradient",
             remedy="load it unpacked (dequantize=True in its quantization config), or train adapters on it with PEFT",
+            code="quantized",
         )
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trained:
@@ -256,6 +259,7 @@ def require_trainable(model: nn.Module) -> None:
             f"{type(model).__name__} has nothing to train",
             why="no parameter requires a gradient",
             remedy="call model.requires_grad_(), or parameter.requires_grad_() for what is to be trained",
+            code="frozen",
         )
     half = next((name for name, parameter in trained if parameter.dtype == torch.float16), None)
     if half is not None:
@@ -263,6 +267,7 @@ def require_trainable(model: nn.Module) -> None:
             f"{type(model).__name__} is in float16 and cannot be trained",
             why=f"in it the mean squares of small gradients are zero, and AdamW's steps far too long ({half})",
             remedy="hold them in float32: model.float(), --float32 on the command line",
+            code="float16",
         )
 
 
@@ -280,7 +285,10 @@ def activation_checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
         enable({"use_reentrant": False})
     except ValueError as error:
         raise TrainingError(
-            f"{type(model).__name__} cannot be trained with --gradient-checkpointing", why=str(error), remedy="leave it out"
+            f"{type(model).__name__} cannot be trained with --gradient-checkpointing",
+            why=str(error),
+            remedy="leave it out",
+            option="gradient_checkpointing",
         ) from error
     try:
         yield

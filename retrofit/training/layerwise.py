@@ -229,6 +229,7 @@ class HiddenStates:
                 "--distil-hidden: the model has no layer that corresponds to one of the teacher",
                 why="no module of the dense model takes its residual stream and returns it, or none is left",
                 remedy="leave out --distil-hidden",
+                option="distil_hidden",
             )
         return HiddenStates(dense, pairs)
 
@@ -280,6 +281,7 @@ class RecordedStreams:
                 "--distil-hidden: no layer returns a stream of the shape that the teacher's has",
                 why="the streams are wider or shorter, and no dense layer is left inside",
                 remedy="leave out --distil-hidden",
+                option="distil_hidden",
             )
         return torch.stack(comparable).mean()
 
@@ -314,5 +316,6 @@ def with_gradient(stream: Tensor, around: Tensor) -> Tensor:
             "--distil-hidden: the stream after a layer has no gradient",
             why="the layer is computed again in the backward pass, and what is around it returns another stream",
             remedy="leave out --distil-hidden",
+            option="distil_hidden",
         )
     return found

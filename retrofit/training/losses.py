@@ -48,6 +48,7 @@ def token_logits(outputs: Any) -> Tensor:
             "the model returns no logits for each token",
             why="none of its outputs is (batch, seq, vocabulary)",
             remedy="train a model with a language-modelling head",
+            code="no-logits",
         )
     return found
 
@@ -82,6 +83,7 @@ def add_loss(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot compute a language-modelling loss",
             why=f"its forward takes {', '.join(parameters) or 'nothing'}, and no labels",
             remedy=REMEDY,
+            code="no-loss",
         )
     return WithLabelLoss(model, ids, kinds)
 
@@ -108,7 +110,10 @@ class WithLabelLoss(nn.Module):
             logits = find_logits(named_outputs(self.model(**self.inputs(input_ids))))
         if logits is None:
             raise TrainingError(
-                f"{type(self.model).__name__} gives no logits", why="none of its outputs is (batch, seq, vocabulary)", remedy=REMEDY
+                f"{type(self.model).__name__} gives no logits",
+                why="none of its outputs is (batch, seq, vocabulary)",
+                remedy=REMEDY,
+                code="no-logits",
             )
         if labels is None:
             return (logits,)
@@ -172,6 +177,8 @@ def embedding_distance(found: Tensor, expected: Tensor) -> Tensor:
             f"the teacher's embeddings have {expected.shape[-1]} numbers, the model's {found.shape[-1]}",
             why="the modules after the transformer are others",
             remedy="name the dense sentence-transformers model that was rewritten",
+            code="other-model",
+            option="teacher",
         )
     return (found.float() - expected.float()).square().sum() / expected.float().square().sum()
 
@@ -186,6 +193,7 @@ def same_text(tokenizer: Any, settings: Settings) -> SameText:
             f"--batch-size {settings.batch_size} is too small for sentence embeddings",
             why="a text is told from the others of its batch",
             remedy="give 2 or more",
+            option="batch_size",
         )
     plain, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
     start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)

@@ -142,7 +142,7 @@ def require_comparable(models: Mapping[str, nn.Module], batch: Example) -> None:
                 shapes[name] = token_logits(learner(**inputs)).shape
         except Exception as error:  # whatever the model's own code raises
             raise TrainingError(
-                f"{name} cannot read what the first model reads", why=first_line(error), remedy=ONE_ORIGIN
+                f"{name} cannot read what the first model reads", why=first_line(error), remedy=ONE_ORIGIN, code="does-not-run"
             ) from error
     first, expected = next(iter(shapes.items()))
     for name, shape in shapes.items():
@@ -151,6 +151,7 @@ def require_comparable(models: Mapping[str, nn.Module], batch: Example) -> None:
                 f"{name} cannot be compared with {first}",
                 why=f"of one batch its predictions are {' × '.join(map(str, shape))}, and not {' × '.join(map(str, expected))}",
                 remedy=ONE_ORIGIN,
+                code="other-model",
             )
 
 
@@ -277,10 +278,13 @@ def task_scores(
     for name, model in models.items():
         if not is_transformers(model):
             why = f"{name} is {kind_of(model)}, and the harness runs models of transformers"
-            raise TrainingError("no task can be tried", why=why, remedy="leave --lm-eval out")
+            raise TrainingError("no task can be tried", why=why, remedy="leave --lm-eval out", option="lm_eval")
     if tokenizer is None:
         raise TrainingError(
-            "no task can be tried", why="its texts have to become tokens", remedy="name a tokenizer: --tokenizer DIR"
+            "no task can be tried",
+            why="its texts have to become tokens",
+            remedy="name a tokenizer: --tokenizer DIR",
+            option="tokenizer",
         )
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -292,7 +296,11 @@ def task_scores(
         where = f"in {folder} or " if folder is not None else ""
         remedy = "`lm_eval ls tasks` lists those of the package; --lm-eval-tasks DIR names a folder with others"
         raise TrainingError(
-            f"there is no task {unknown[0]!r}", why=f"none of that name is {where}in the package lm-eval", remedy=remedy
+            f"there is no task {unknown[0]!r}",
+            why=f"none of that name is {where}in the package lm-eval",
+            remedy=remedy,
+            code="missing",
+            option="lm_eval",
         )
     scores = {}
     for name, model in models.items():
@@ -306,7 +314,11 @@ def task_scores(
             except Exception as error:  # whatever a task's own code or its data raises
                 remedy = "tasks run on data of this machine: name local files in the task, or keep its data set in the cache"
                 raise TrainingError(
-                    f"the tasks {', '.join(tasks)} cannot be tried", why=first_line(error), remedy=remedy
+                    f"the tasks {', '.join(tasks)} cannot be tried",
+                    why=first_line(error),
+                    remedy=remedy,
+                    code="does-not-run",
+                    option="lm_eval",
                 ) from error
         scores[name] = dict(numbers(found["results"]))
     return scores
@@ -316,7 +328,10 @@ def require_package() -> None:
     """Raises `TrainingError` where lm-eval is not installed."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise TrainingError(
-            "lm-eval is not installed", why="it holds the tasks", remedy="pip install 'retrofit-transformers[eval]'"
+            "lm-eval is not installed",
+            why="it holds the tasks",
+            remedy="pip install 'retrofit-transformers[eval]'",
+            code="not-installed",
         )
 
 

@@ -132,6 +132,7 @@ def corrupt_spans(
         raise TrainingError(
             f"a window of {len(ids)} tokens hides {len(hidden)} spans, the vocabulary has {len(sentinels)} sentinels for them",
             remedy="give a shorter --length",
+            option="length",
         )
     inputs: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
@@ -246,6 +247,7 @@ def compute_logits(model: nn.Module, example: Example) -> torch.Tensor:
             f"{class_of(model)} gives no logits for each of its {length} tokens",
             why="its outputs are of another shape",
             remedy="train a model with a language-modelling head",
+            code="no-logits",
         )
     return logits.float().cpu()
 
@@ -258,6 +260,7 @@ def compute_loss(model: nn.Module, example: Example) -> float:
             f"{class_of(model)} returned no loss although it received labels",
             why="its first output is not a single number",
             remedy="train a model with a language-modelling head",
+            code="no-loss",
         )
     return float(outputs[0])
 
@@ -273,4 +276,5 @@ def run(model: nn.Module, inputs: Example) -> Any:
             f"{class_of(model)} cannot {'compute a loss for' if labelled else 'read'} {inputs['input_ids'].shape[-1]} tokens",
             why=first_line(error),
             remedy="train a model with a language-modelling head" if labelled else "give a shorter --length",
+            code="no-loss" if labelled else "too-long",
         ) from error

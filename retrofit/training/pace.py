@@ -187,6 +187,7 @@ class StepMonitor(TrainerCallback):
                     f"the loss is {value} after step {state.global_step}",
                     why="training has diverged",
                     remedy="lower --lr, or give a longer --warmup",
+                    code="diverged",
                 )
             setattr(self, "loss" if key == "loss" else "held_out", f"  {text} {value:.4f}")
             if key == "eval_loss" and self.progress is not None:

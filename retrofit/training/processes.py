@@ -101,6 +101,7 @@ def shared_batch(windows: int) -> int:
             f"--batch-size {windows} cannot be shared by {count()} processes",
             why="each works on as many windows of a step as the others",
             remedy=f"give a multiple of {count()}",
+            option="batch_size",
         )
     return windows // count()
 

@@ -93,6 +93,7 @@ class Stages:
                     f"{name} {getattr(settings, asked[0].name)} needs {needs}",
                     why="what is rewritten learns from the modules of the dense model",
                     remedy=remedy,
+                    option=asked[0].name,
                 )
             return Stages()
         if not teacher.sites.sites:
@@ -110,6 +111,7 @@ class Stages:
                 f"--align {found.align}: no site has anything to learn",
                 why="none of their parameters requires a gradient",
                 remedy="leave out --align, or call requires_grad_() on what is to be trained",
+                option="align",
             )
         if found.align or found.anneal:
             require_one_dtype(teacher)
@@ -128,6 +130,8 @@ def require_one_dtype(teacher: Teacher) -> None:
             f"the teacher is in {names[0]}, the model in {names[1]}",
             why="sites that are aligned or annealed are computed dense and rewritten, of the same activations",
             remedy=f"load the teacher in {names[1]} (--float32: both in float32), or give --align 0 --anneal 0",
+            code="dtypes",
+            option="teacher",
         )
 
 

@@ -63,7 +63,7 @@ class TrainingRun:
         folder = folder_of(Path(output))
         record = next((one for one in map(read_record, (folder, folder / REPLACED)) if is_finished(one)), None)
         if record is None:
-            raise TrainingError(f"{folder} holds no finished run", remedy="train the model first")
+            raise TrainingError(f"{folder} holds no finished run", remedy="train the model first", code="missing")
         values: dict[str, Any] = {field.name: record.get(field.name) for field in dataclasses.fields(TrainingRun)}
         for name in ("losses", "eval_losses", "rates", "alignment"):
             values[name] = tuple((step, value) for step, value in record.get(name) or ())
@@ -159,22 +159,36 @@ def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
     ours = is_run(folder)
     refuse_held(folder)
     if folder.exists() and not ours:
-        raise TrainingError(f"{folder} is in the way", why="it is not the folder of a training run", remedy="name another -o")
+        raise TrainingError(
+            f"{folder} is in the way", why="it is not the folder of a training run", remedy="name another -o", code="occupied"
+        )
     if resume and not has_checkpoint(folder) and is_finished(read_record(folder)):
         raise TrainingError(
             f"the run to resume in {folder} is finished, and kept no checkpoint",
             why="without --save-every and --eval-every a run writes none in its first minute",
             remedy=f"to go on from its result, train {output}; to train anew, --force without --resume",
+            code="finished",
         )
     if resume and not has_checkpoint(folder):
-        raise TrainingError(f"there is no run to resume in {folder}", why="it holds no checkpoint", remedy="leave out --resume")
+        raise TrainingError(
+            f"there is no run to resume in {folder}",
+            why="it holds no checkpoint",
+            remedy="leave out --resume",
+            code="missing",
+            option="resume",
+        )
     if output.exists() and not force:
         if resume and is_finished(read_record(folder)):
             raise already_done(folder, f"{output} is its result")
         remedy = "overwrite it with --force" if resume else "name another with -o, or overwrite it with --force"
-        raise TrainingError(f"{output} exists", remedy=remedy)
+        raise TrainingError(f"{output} exists", remedy=remedy, code="exists")
     if ours and not (resume or force or came_to_nothing(folder)):
-        raise TrainingError(f"{folder} holds an earlier run", remedy="continue it with --resume, or start over with --force")
+        raise TrainingError(
+            f"{folder} holds an earlier run",
+            remedy="continue it with --resume, or start over with --force",
+            code="exists",
+            option="resume",
+        )
 
 
 def already_done(folder: Path, why: str) -> TrainingError:
@@ -185,13 +199,16 @@ def already_done(folder: Path, why: str) -> TrainingError:
         f"the run to resume has done {plural(done, 'step')} already",
         why=why,
         remedy=f"to go on from there, give --steps above {done} and --force; to train anew, --force without --resume",
+        code="finished",
     )
 
 
 def refuse_held(folder: Path) -> None:
     """Raises `TrainingError` where another process trains into the folder."""
     if is_held(folder):
-        raise TrainingError(f"{folder} is being written by another run", remedy="wait until it is done, or name another -o")
+        raise TrainingError(
+            f"{folder} is being written by another run", remedy="wait until it is done, or name another -o", code="busy"
+        )
 
 
 def came_to_nothing(folder: Path) -> bool:
@@ -242,7 +259,13 @@ def run_folder(
     """
     if output is None:
         if resume:
-            raise TrainingError("there is no run to resume", why="no output was named", remedy="name the output of that run")
+            raise TrainingError(
+                "there is no run to resume",
+                why="no output was named",
+                remedy="name the output of that run",
+                code="missing",
+                option="resume",
+            )
         with tempfile.TemporaryDirectory(prefix="retrofit-") as temporary:
             yield Path(temporary), None
         return
@@ -325,11 +348,18 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
     refuse_held(folder)
     record, checkpoint = read_record(folder), last_checkpoint(folder)
     if record is None or not has_checkpoint(folder):
-        raise TrainingError(f"there is no run to resume in {folder}", remedy="start one without --resume")
+        raise TrainingError(
+            f"there is no run to resume in {folder}", remedy="start one without --resume", code="missing", option="resume"
+        )
     for field in dataclasses.fields(settings):
         before, now = record["settings"].get(field.name, field.default), getattr(settings, field.name)
         if before != now and field.name not in CHANGEABLE_ON_RESUME:
-            raise TrainingError(f"{flag(field)} was {before} in the run to resume, now it is {now}", remedy="give the same value")
+            raise TrainingError(
+                f"{flag(field)} was {before} in the run to resume, now it is {now}",
+                remedy="give the same value",
+                code="other-run",
+                option=field.name,
+            )
     for name, now in facts.items():
         before = record["facts"].get(name, now)  # a record of an earlier version may not have it
         if before != now:
@@ -337,6 +367,8 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
                 f"the {name} is not that of the run to resume",
                 why=f"{before or 'none'} then, {now or 'none'} now",
                 remedy=f"give the same {name}, or start over with --force",
+                code="other-run",
+                option=name,
             )
     done = 0 if checkpoint is None else steps_done(checkpoint)
     if done > settings.steps or (done == settings.steps and is_finished(record) and output.exists()):

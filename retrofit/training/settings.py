@@ -72,24 +72,35 @@ class Settings:
             value, minimum, choices = as_number(field, self), field.metadata.get("minimum"), field.metadata.get("choices")
             object.__setattr__(self, field.name, value)
             if isinstance(value, (int, float)) and not math.isfinite(value):
-                raise TrainingError(f"{flag(field)} {value} is not a finite number", remedy=field.metadata["doc"])
+                raise TrainingError(
+                    f"{flag(field)} {value} is not a finite number", remedy=field.metadata["doc"], option=field.name
+                )
             if value is not None and minimum is not None and value < minimum:
-                raise TrainingError(f"{flag(field)} {value} is below {minimum}", remedy=f"give at least {minimum}")
+                raise TrainingError(
+                    f"{flag(field)} {value} is below {minimum}", remedy=f"give at least {minimum}", option=field.name
+                )
             if isinstance(value, int):
                 check_most(field.name, value)
             if choices and value not in choices:
-                raise TrainingError(f"{flag(field)} {value} is not known", remedy=f"choose one of {', '.join(choices)}")
+                raise TrainingError(
+                    f"{flag(field)} {value} is not known", remedy=f"choose one of {', '.join(choices)}", option=field.name
+                )
         if self.distil > 1:
-            raise TrainingError(f"--distil {self.distil:g} is above 1", remedy="it is a share: the model's own loss has the rest")
+            raise TrainingError(
+                f"--distil {self.distil:g} is above 1", remedy="it is a share: the model's own loss has the rest", option="distil"
+            )
         if self.anneal is not None and self.anneal > self.steps:
             raise TrainingError(
                 f"--anneal {self.anneal} is more than all steps, {self.steps}",
                 why="a part of the dense model would be left",
                 remedy=f"give at most {self.steps}",
+                option="anneal",
             )
         if self.eval_fraction >= 1:
             raise TrainingError(
-                f"--eval-fraction {self.eval_fraction} leaves no text to train on", remedy="give a share below 1, such as 0.05"
+                f"--eval-fraction {self.eval_fraction} leaves no text to train on",
+                remedy="give a share below 1, such as 0.05",
+                option="eval_fraction",
             )
 
     @property
@@ -129,7 +140,7 @@ def as_number(field: dataclasses.Field[Any], settings: Settings) -> Any:
         return operator.index(value) if kind == "int" else float(value + 0)
     except (TypeError, RuntimeError) as error:  # torch raises the second for a tensor of several numbers
         number = "integer" if kind == "int" else "number"
-        raise TrainingError(f"{flag(field)} {value!r} is no {number}", remedy=field.metadata["doc"]) from error
+        raise TrainingError(f"{flag(field)} {value!r} is no {number}", remedy=field.metadata["doc"], option=field.name) from error
 
 
 def check_values(**values: float) -> None:
@@ -137,14 +148,16 @@ def check_values(**values: float) -> None:
     for name, value in values.items():
         least = LEAST.get(name, 1e-3)
         if not least <= value < math.inf:
-            raise TrainingError(f"--{name.replace('_', '-')} {value} is below {least}", remedy=f"give at least {least}")
+            raise TrainingError(
+                f"--{name.replace('_', '-')} {value} is below {least}", remedy=f"give at least {least}", option=name
+            )
         check_most(name, value)
 
 
 def check_most(name: str, value: float) -> None:
     most = MOST_SEED if name == "seed" else MOST
     if value > most:
-        raise TrainingError(f"--{name.replace('_', '-')} {value} is above {most}", remedy=f"give at most {most}")
+        raise TrainingError(f"--{name.replace('_', '-')} {value} is above {most}", remedy=f"give at most {most}", option=name)
 
 
 def flag(field: dataclasses.Field[Any]) -> str:

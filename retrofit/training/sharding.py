@@ -122,7 +122,13 @@ def require_rows(model: nn.Module) -> None:
     """Raise `TrainingError` unless every parameter has rows that can be divided."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
-            raise TrainingError(f"--fsdp: the parameter {name} cannot be divided", why="it is a single number", remedy=WHOLE)
+            raise TrainingError(
+                f"--fsdp: the parameter {name} cannot be divided",
+                why="it is a single number",
+                remedy=WHOLE,
+                option="fsdp",
+                site=name,
+            )
 
 
 def require_one_dtype_a_group(model: nn.Module) -> None:
@@ -140,6 +146,8 @@ def require_one_dtype_a_group(model: nn.Module) -> None:
                 "--fsdp: parameters that are gathered together are of several dtypes",
                 why=", ".join(f"{name} is in {str(dtype).removeprefix('torch.')}" for dtype, name in firsts.items()),
                 remedy=f"hold all weights in float32 (--float32, model.float()), or {WHOLE}",
+                code="dtypes",
+                option="fsdp",
             )
 
 

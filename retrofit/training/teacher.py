@@ -110,6 +110,8 @@ class Teacher:
                 "the teacher and the model return different things",
                 why="one makes a vector of a text, the other predicts tokens",
                 remedy="name the dense model that was rewritten, as a whole",
+                code="other-output",
+                option="teacher",
             )
         if dense_graph(student) is not None:
             dense = as_dense_graph_of(student, dense, named_inputs(student))
@@ -121,6 +123,8 @@ class Teacher:
                 "the teacher has another vocabulary",
                 why=f"it has {theirs:,} tokens, the model {ours:,}",
                 remedy="name the dense model that was rewritten",
+                code="other-vocabulary",
+                option="teacher",
             )
         parts = correspondence(rewritten, part)
         return Teacher(dense, part, DenseSites(rewritten, part, parts.sites), parts)

@@ -93,6 +93,8 @@ class KeptPredictions:
                 f"{folder} holds no predictions of a teacher",
                 why=f"there is no {RECORD} in it that retrofit teach wrote",
                 remedy=f"write them with retrofit teach DENSE --data TEXT -o {folder}, or name the dense model itself",
+                code="missing",
+                option="teacher",
             )
         kept = KeptPredictions(folder, facts)
         missing = kept.missing()
@@ -101,6 +103,8 @@ class KeptPredictions:
                 f"{folder} does not hold all predictions yet",
                 why=f"{facts.shards - len(missing)} of {facts.shards} files are there",
                 remedy="give the same retrofit teach command again, it goes on from there",
+                code="incomplete",
+                option="teacher",
             )
         return kept
 
@@ -160,7 +164,9 @@ class KeptPredictions:
 
 
 def damaged(file: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{file} cannot be read", why=why, remedy="remove it and give the same retrofit teach command again")
+    return CheckpointError(
+        f"{file} cannot be read", why=why, remedy="remove it and give the same retrofit teach command again", code="unreadable"
+    )
 
 
 def require_shapes(found: Mapping[str, Extent], windows: int, top: int) -> None:
@@ -240,7 +246,13 @@ class KeptTeacher:
         kept = KeptPredictions.in_folder(folder)
         apart = difference(kept.facts, facts)
         if apart is not None:
-            raise TrainingError(f"the predictions in {folder} are of {apart.what}", why=apart.why, remedy=apart.remedy)
+            raise TrainingError(
+                f"the predictions in {folder} are of {apart.what}",
+                why=apart.why,
+                remedy=apart.remedy,
+                code="other-run",
+                option="teacher",
+            )
         return KeptTeacher(kept, DenseSites(student, student, ()))
 
     @contextlib.contextmanager
@@ -263,5 +275,7 @@ class KeptTeacher:
                 f"the model's logits are {student.shape[-1]:,} numbers a token",
                 why=f"the teacher's vocabulary has {self.kept.facts.vocabulary:,} tokens",
                 remedy="name the dense model itself with --teacher",
+                code="other-vocabulary",
+                option="teacher",
             )
         return total_divergence(student, self.predictions(batch, None), temperature) / student[..., 0].numel()

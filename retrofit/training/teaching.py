@@ -58,7 +58,9 @@ def teach(
     """
     folder = Path(folder)
     if is_file_name(folder):
-        raise TrainingError(f"{folder} cannot hold predictions", why="they are a directory", remedy=f"call it {folder.stem}")
+        raise TrainingError(
+            f"{folder} cannot hold predictions", why="they are a directory", remedy=f"call it {folder.stem}", code="name"
+        )
     require_module(dense)
     check_values(length=length, top=top, seed=seed, batch_size=batch_size, temperature=temperature)
     if embeds_sentences(dense):
@@ -66,6 +68,7 @@ def teach(
             "a sentence-transformers model predicts no tokens",
             why="it makes one vector of a text",
             remedy="train with the dense model itself as the teacher",
+            code="no-logits",
         )
     codec = text_codec(dense, tokenizer)
     windows = windows_of(texts, codec, length)
@@ -139,13 +142,17 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
     """Create the folder with its record; raise `TrainingError` where it is for something else."""
     folder, facts = kept.folder, kept.facts
     if is_held(folder):
-        raise TrainingError(f"{folder} is being written by another process", remedy="wait until it is done, or name another -o")
+        raise TrainingError(
+            f"{folder} is being written by another process", remedy="wait until it is done, or name another -o", code="busy"
+        )
     before = read_facts(folder)
     if before is not None and not any(folder.glob(SHARDS)):
         (folder / RECORD).unlink()  # nothing came of it
         before = None
     if folder.exists() and before is None and (not folder.is_dir() or any(folder.iterdir())):
-        raise TrainingError(f"{folder} is in the way", why="it holds no predictions of a teacher", remedy="name another -o")
+        raise TrainingError(
+            f"{folder} is in the way", why="it holds no predictions of a teacher", remedy="name another -o", code="occupied"
+        )
     if before is not None and before != dataclasses.replace(facts, teacher=before.teacher):
         if not force:
             apart = difference(before, facts)
@@ -156,14 +163,16 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
                 if apart is not None
                 else "; ".join(f"its {name} is {getattr(before, name)}, not {getattr(facts, name)}" for name in shown or names)
             )
-            raise TrainingError(f"{folder} holds other predictions", why=why, remedy="name another -o, or start over with --force")
+            raise TrainingError(
+                f"{folder} holds other predictions", why=why, remedy="name another -o, or start over with --force", code="exists"
+            )
         for file in (*folder.glob(SHARDS), folder / RECORD):  # the record last: by it the folder is known
             file.unlink()
         before = None
     if before is None:
         if not folder.resolve().parent.is_dir():
             why = f"there is no directory {folder.parent}"
-            raise TrainingError(f"{folder} cannot be written", why=why, remedy="create it first")
+            raise TrainingError(f"{folder} cannot be written", why=why, remedy="create it first", code="missing")
         folder.mkdir(exist_ok=True)
         write_facts(folder, facts)
 

@@ -22,6 +22,7 @@ def is_held_out(windows: torch.Tensor, fraction: float) -> torch.Tensor:
         raise TrainingError(
             f"the text fills {len(windows)} windows of {windows.shape[1]} tokens, too few to train and to evaluate on",
             remedy="give more text with --data, shorter windows with --length, or --eval-fraction 0",
+            option="data",
         )
     held_out = torch.zeros(len(windows), dtype=torch.bool)
     held_out[(torch.arange(count) + 1) * len(windows) // max(count, 1) - 1] = True
@@ -32,7 +33,9 @@ def require_windows(windows: torch.Tensor) -> None:
     """Raises `TrainingError` where the text fills no window."""
     if not len(windows):
         raise TrainingError(
-            f"the text fills no window of {windows.shape[1]} tokens", remedy="give more text, or shorter windows with --length"
+            f"the text fills no window of {windows.shape[1]} tokens",
+            remedy="give more text, or shorter windows with --length",
+            option="data",
         )
 
 

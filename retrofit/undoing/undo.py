@@ -51,17 +51,24 @@ def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
             f"{type(model).__name__} has adapters, which are no part of the dense model",
             why="it computes what both do together",
             remedy="merge them into the model first: retrofit.merge_adapters, or retrofit merge",
+            code="adapters",
         )
     part = rewritten_part(model)
     if not recipe_storage.stored_recipe(part):
-        raise CheckpointError(f"{type(part).__name__} is a dense model", why="it holds no recipe", remedy="take it as it is")
+        raise CheckpointError(
+            f"{type(part).__name__} is a dense model", why="it holds no recipe", remedy="take it as it is", code="not-rewritten"
+        )
     form = dense_form(part)
     lost = form.lost()
     if lost:
         name, why = next(iter(lost.items()))
         more = f", and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise VerificationError(
-            f"{described(part)} cannot be undone: the dense parameter {name} is gone{more}", why=why, remedy=KEEP
+            f"{described(part)} cannot be undone: the dense parameter {name} is gone{more}",
+            why=why,
+            remedy=KEEP,
+            code="gone",
+            site=name,
         )
     dense = filled(part, form)
     with preserve_modes(part), preserve_random_state(), preserve_state(part):
@@ -118,6 +125,7 @@ def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: In
                 f"{described(part)} cannot be undone: without its passes it computes something else",
                 why=f"{found.measured} apart; {where(part, dense, form, given, found.limit)}",
                 remedy=KEEP,
+                code="differs",
             )
     moved = moved_parameters(part, dense, form)
     name = first_that_matters(part, moved, shapes[-1]) if moved else ""
@@ -126,6 +134,8 @@ def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: In
             f"{described(part)} cannot be undone: {name} is no longer as the passes made it, and takes part",
             why="on the inputs that were tried both compute the same, and with other values in it the model would not",
             remedy=KEEP,
+            code="changed",
+            site=name,
         )
 
 

@@ -109,6 +109,7 @@ def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -
             f"{type(model).__name__} cannot be exported with its cache",
             why="it reads no token ids, one after the other",
             remedy="export it with cache=none",
+            option="cache",
         )
     if cache != "none" and ids_name(inputs) is not None and (two_sided or can_generate(model, inputs) or cache == "past"):
         try:
@@ -122,7 +123,10 @@ def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -
             why = str(error) if isinstance(error, RetrofitError) else first_line(error)
             if cache == "past":
                 raise CaptureError(
-                    f"{type(model).__name__} cannot be exported with its cache", why=why, remedy="export it with cache=none"
+                    f"{type(model).__name__} cannot be exported with its cache",
+                    why=why,
+                    remedy="export it with cache=none",
+                    option="cache",
                 ) from error
     return ExportPlan(
         encoder_decoder_parts(model, inputs, returns_states=False) if two_sided else (WholeModel(model, inputs),), why
@@ -303,15 +307,20 @@ def export_onnx(
     """
     if missing := missing_packages("onnxscript"):
         raise RetrofitError(
-            f"{missing[0]} is not installed", why="it translates graphs", remedy="pip install 'retrofit-transformers[onnx]'"
+            f"{missing[0]} is not installed",
+            why="it translates graphs",
+            remedy="pip install 'retrofit-transformers[onnx]'",
+            code="not-installed",
         )
     if cache not in ("auto", "past", "none"):
-        raise RetrofitError(f"there is no cache={cache!r}", remedy="choose auto, past or none")
+        raise RetrofitError(f"there is no cache={cache!r}", remedy="choose auto, past or none", option="cache")
     if weights not in (None, *BITS):
-        raise RetrofitError(f"there is no weights={weights!r}", remedy=f"choose {' or '.join(BITS)}, or None: as they are")
+        raise RetrofitError(
+            f"there is no weights={weights!r}", remedy=f"choose {' or '.join(BITS)}, or None: as they are", option="weights"
+        )
     path = as_path(path)
     if path.suffix != SUFFIX:
-        raise RetrofitError(f"{path} is no name of an ONNX file", remedy=f"call it {path.name}{SUFFIX}")
+        raise RetrofitError(f"{path} is no name of an ONNX file", remedy=f"call it {path.name}{SUFFIX}", code="name")
     require_module(model)
     require_values(model, "exported", "load its weights first")
     recipe_storage.refuse_packed(model, "exported")
@@ -384,6 +393,7 @@ def require_agreement(parity: Parity | None, path: Path, model: nn.Module) -> No
             f"{path.name} would compute something else than {type(model).__name__}",
             why=f"on inputs of other shapes than it was traced with, ONNX Runtime's outputs lie {parity.measured}",
             remedy="report it; fuse=False and cache='none' export a plainer graph",
+            code="differs",
         )
 
 
@@ -411,6 +421,7 @@ def check_other_sizes_run(part: ExportPart) -> None:
                 f"{type(part.model).__name__} does not run at {', '.join(f'{size} {extent}' for size, extent in sizes.items())}",
                 why=f"{error.what}: {error.why}" if isinstance(error, DoesNotFitError) else first_line(error),
                 remedy=CAPTURE_AGAIN if isinstance(error, DoesNotFitError) else NOT_IN_GROUPS,
+                code="does-not-run",
             ) from error
 
 

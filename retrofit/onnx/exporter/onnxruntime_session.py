@@ -39,7 +39,10 @@ def import_onnxruntime() -> Any:
     """ONNX Runtime, which reports to nobody; raises `RetrofitError` where it is not installed."""
     if missing_packages("onnxruntime"):
         raise RetrofitError(
-            "ONNX Runtime is not installed", why="it runs the exported model", remedy="pip install 'retrofit-transformers[onnx]'"
+            "ONNX Runtime is not installed",
+            why="it runs the exported model",
+            remedy="pip install 'retrofit-transformers[onnx]'",
+            code="not-installed",
         )
     import onnxruntime
 
@@ -79,7 +82,9 @@ class OnnxSession:
         try:
             self.session: onnxruntime.InferenceSession = ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
         except Exception as error:
-            raise RetrofitError("ONNX Runtime cannot load the model", why=first_line(error), remedy=LATER_RUNTIME) from error
+            raise RetrofitError(
+                "ONNX Runtime cannot load the model", why=first_line(error), remedy=LATER_RUNTIME, code="does-not-load"
+            ) from error
         self.inputs = {argument.name: argument for argument in self.session.get_inputs()}
         self.outputs = [argument.name for argument in self.session.get_outputs()]
 
@@ -91,7 +96,9 @@ class OnnxSession:
         try:
             results = self.session.run(None, feed)
         except Exception as error:
-            raise RetrofitError("ONNX Runtime cannot run the model", why=first_line(error), remedy=SIZES_OF_FILE) from error
+            raise RetrofitError(
+                "ONNX Runtime cannot run the model", why=first_line(error), remedy=SIZES_OF_FILE, code="does-not-run"
+            ) from error
         return {name: torch.from_numpy(value) for name, value in zip(self.outputs, results, strict=True)}
 
     @property

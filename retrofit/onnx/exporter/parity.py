@@ -317,6 +317,7 @@ def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedW
                 f"{path.name} would compute something else than {type(part.model).__name__} with the packed weights' numbers",
                 why=f"in float arithmetic ONNX Runtime's outputs lie {exact.measured}",
                 remedy="report it; fuse=False exports a plainer graph, and weights=None leaves the weights as they are",
+                code="differs",
             )
         rounded, fell = compare_files(path, beside, part)
     finally:
@@ -327,6 +328,8 @@ def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedW
             f"{path.name} lies too far from {type(part.model).__name__}",
             why=f"rounding what packed matrices multiply moves the outputs by {rounded:.1e}, more than {limit:.1e}",
             remedy="export it with its weights as they are",
+            code="too-far",
+            option="weights",
         )
     return QuantizedParity(exact, moved, rounded, fell)
 

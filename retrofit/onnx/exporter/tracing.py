@@ -60,6 +60,7 @@ def check_every_size(exported: torch.export.ExportedProgram, part: ExportPart, e
                 f"the {size} is not dynamic: at {extent} the model's code takes another path than at {part.sizes[size]}",
                 why="it was traced with the latter; a loop over pieces of the sequence is such code, or a choice by its length",
                 remedy="rewrite that code without the loop or the choice; a decoder may be exported with its cache (cache=past)",
+                code="fixed-size",
             )
 
 
@@ -169,6 +170,7 @@ def trace_part(part: ExportPart) -> onnx_ir.Model:
             f"{type(part.model).__name__} could not be exported to ONNX as {part.name}",
             why=failure_reason(error),
             remedy="code that branches on the values of tensors, or an operation that ONNX lacks, cannot be exported",
+            code="not-traced",
         ) from error
     assign_names(model, list(example), part.outputs, symbols)
     ask_sizes_once(model)
@@ -225,6 +227,7 @@ def size_names(
                     f"the {size} of {name} is fixed at {fixed} by the model's code",
                     why="the model was traced with it and takes another path for other sizes",
                     remedy="export it with its cache, one token a step, where it has one: cache='past'",
+                    code="fixed-size",
                 )
             same = extents.setdefault(size, example[name].shape[axis]) == example[name].shape[axis]
             found.setdefault(str(extent), size if same else f"{name}_{size}")

@@ -89,6 +89,7 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
             f"no matrix of the model can be kept in {bits} bits",
             why=f"none is float32, {LEAST} × {LEAST} or larger, and read by products or row by row alone",
             remedy="export it as it is; a model in half precision: load it in float32",
+            option="weights",
         )
     model.graph.opset_imports.setdefault(MICROSOFT, 1)
     model.graph.sort()

@@ -374,6 +374,7 @@ class GraphBuilder:
                 f"{self.path} computes a branch of the node {node_label(node)} from the values of its inputs",
                 why="a graph that is trained takes one branch",
                 remedy="export the model again in one piece",
+                code="branch",
             )
         then, otherwise = (self.branch(branches[name]) for name in ("then_branch", "else_branch"))
         operands = list(dict.fromkeys([*then.lifted, *otherwise.lifted]))
@@ -463,7 +464,7 @@ def from_onnx(path: str | Path, cache: States = "none") -> fx.GraphModule:
     cannot be read, `CaptureError` where it holds an unknown operator, with the node.
     """
     if cache not in ("none", "past"):
-        raise RetrofitError(f"there is no cache={cache!r}", remedy="choose none or past")
+        raise RetrofitError(f"there is no cache={cache!r}", remedy="choose none or past", option="cache")
     path = as_path(path)
     model = load_model(path)
     try:
@@ -475,6 +476,7 @@ def from_onnx(path: str | Path, cache: States = "none") -> fx.GraphModule:
             f"{path} cannot be read as a model",
             why=first_line(error),
             remedy="check the file with onnx.checker, or export the model again",
+            code="unreadable",
         ) from error
     release_tensors(model.graph)
     return module

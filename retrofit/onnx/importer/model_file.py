@@ -230,7 +230,7 @@ def load_model(path: Path) -> onnx_ir.Model:
     import onnx_ir
 
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist", remedy="give an ONNX file")
+        raise CheckpointError(f"{path} does not exist", remedy="give an ONNX file", code="missing")
     try:
         model = onnx_ir.load(path.absolute())  # onnx_ir confines external data to the file's folder only if that has a name
         if model.functions:
@@ -248,6 +248,7 @@ def load_model(path: Path) -> onnx_ir.Model:
             f"{path} cannot be read as an ONNX model",
             why=first_line(root_cause(error)),
             remedy="give a whole file, with the files of its external data in the same folder",
+            code="unreadable",
         ) from error
     if not model.graph.num_nodes():
         raise CheckpointError(f"{path} holds no graph", remedy="give the file of a model that was exported whole")

@@ -173,7 +173,9 @@ class Weights:
     def add(self, value: onnx_ir.Value, source: str, tensor: Tensor) -> None:
         """`tensor` is the constant `value`, as if the file had it, and becomes a parameter that is named after `source`."""
         if value in self.computed or value.name in {computed.name for computed in self.computed}:
-            raise CheckpointError(f"{self.path} has two constants called {value.name}", remedy="export the model again")
+            raise CheckpointError(
+                f"{self.path} has two constants called {value.name}", remedy="export the model again", site=value.name or ""
+            )
         self.computed[value] = tensor
         self.names[value] = parameter_name(re.sub(QUANTIZER_SUFFIX, "", source), tensor.dim(), self.first_reader(value))
 
@@ -183,7 +185,10 @@ class Weights:
             return self.computed[value]
         if value not in self.initializers:
             raise CheckpointError(
-                f"{self.path}: nothing computes {value.name}", why=f"the graph {self.graph_name} reads it", remedy="export it again"
+                f"{self.path}: nothing computes {value.name}",
+                why=f"the graph {self.graph_name} reads it",
+                remedy="export it again",
+                site=value.name or "",
             )
         return to_torch(self.initializers[value])
 
