@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import retrofit
-from retrofit.planning.planned_recipe import ModelPlan, PlannedRecipe, Worth
+from retrofit.planning.model_plan import ModelPlan, PlannedRecipe, Worth
 from retrofit.planning.targets import QUANTITIES
 
 sys.path.insert(0, str(Path(__file__).parent / "learning"))

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from retrofit.passbase.protocol import Recipe
-    from retrofit.planning.damage import Verdict
+    from retrofit.planning.quality import Verdict
     from retrofit.rewriting import Applied
 
 TOKENS = 16_384  # that passes are fitted on: benchmarks/sparse_ffn_real.py --tokens shows what more or fewer are worth
@@ -101,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from retrofit.planning.damage import DenseOutputs, hold_back
+    from retrofit.planning.quality import DenseOutputs, hold_back
     from retrofit.rewriting import apply_reported
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import companion_files

@@ -22,7 +22,7 @@ from retrofit.passbase.protocol import make_pass
 
 if TYPE_CHECKING:
     from retrofit.passbase.protocol import AnyPass
-    from retrofit.planning.planned_recipe import ModelPlan
+    from retrofit.planning.model_plan import ModelPlan
     from retrofit.planning.targets import Target
 
 EXAMPLES = """\
@@ -93,7 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from retrofit.passbase.calibration import calibration_windows
     from retrofit.passbase.tokenization import read_texts, read_tokenizer, reading, text_codec
-    from retrofit.planning.front_picture import draw_front
+    from retrofit.planning.model_plan import draw_front
     from retrofit.planning.planner import plan
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
@@ -167,7 +167,7 @@ def output_files(output: Path, targets: tuple[Target, ...]) -> list[Path]:
 
 def print_plans(found: ModelPlan, files: Mapping[Target, Path], picture: Path, read: str) -> None:
     """Print each plan as a table, then the candidates, what was not tried, how the text was read, and where the results are."""
-    from retrofit.planning.planned_recipe import candidate_rows, rows_of
+    from retrofit.planning.model_plan import candidate_rows, rows_of
 
     for one in found.planned:
         print_table([*rows_of(found, one), ("recipe file", str(files[one.target])), ("", "")])

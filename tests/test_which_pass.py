@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from sweeping import with_tables
 
-from retrofit.planning.damage import TRAIN_FROM
+from retrofit.planning.quality import TRAIN_FROM
 
 DOCS = Path(__file__).parent.parent / "docs"
 PAGE = (DOCS / "which_pass.md").read_text(encoding="utf-8")

@@ -8,14 +8,16 @@ linear around the best choice so far, from several starts, and exchanges of one 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy
 from numpy.typing import NDArray
-
-from retrofit.planning.foreign_output import without_foreign_output
 
 Array = NDArray[numpy.float64]
 
@@ -111,7 +113,7 @@ def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float])
     ]
     constraints = [LinearConstraint(row[None], -numpy.inf, limit) for row, limit in scaled]
     size = float(numpy.abs(weights).max()) or 1.0
-    with without_foreign_output():
+    with c_output_suppressed():
         solved = milp(
             weights / size,
             constraints=constraints,
@@ -214,3 +216,32 @@ TRIED = 200  # pairs of moves, from the best on
 def least_cost(problem: Problem, name: str, limits: Mapping[str, float]) -> frozenset[int] | None:
     """The choice that costs least of one cost within the limits on the others, however much it loses."""
     return linear_choice(problem, problem.costs[name], {other: most for other, most in limits.items() if other != name})
+
+
+STDOUT = 1
+
+
+@contextlib.contextmanager
+def c_output_suppressed() -> Iterator[None]:
+    """What is written to stdout past Python is lost until the block ends, and what Python writes there goes to stderr.
+
+    HiGHS, which scipy's `milp` runs, prints a line for some solutions whatever its options say; C keeps such lines in a buffer, so
+    that they could come anywhere in what Python prints, or after the JSON of `--json`.
+    """
+    try:
+        sys.stdout.flush()
+        flush = ctypes.CDLL(None).fflush
+        kept = os.dup(STDOUT)
+    except (OSError, TypeError, ValueError, AttributeError):  # stdout is closed, or this is no POSIX system
+        yield
+        return
+    try:
+        flush(None)
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), STDOUT)
+        with contextlib.redirect_stdout(sys.stderr):  # another thread may print
+            yield
+    finally:
+        flush(None)
+        os.dup2(kept, STDOUT)
+        os.close(kept)

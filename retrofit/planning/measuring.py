@@ -17,16 +17,25 @@ from torch import nn
 
 from retrofit.errors import CaptureError, DoesNotFitError, PlanningError
 from retrofit.passbase.protocol import AnyPass
-from retrofit.planning.candidates import limited_to, short_spec
 from retrofit.planning.choosing import Problem, cliques_of
 from retrofit.planning.costs import CHOICES, COSTS, LOSSES, PATIENCE, SECONDS, Deadline, Hybrid, OutOfTime, beside
-from retrofit.planning.joint_cost import Timed, joint_cost
-from retrofit.planning.joint_error import JointError, MeasuredTogether, cosines_of
-from retrofit.planning.kept_measurements import KeptMeasurements
-from retrofit.planning.kept_variants import restore_variant, save_variant
+from retrofit.planning.measurements import KeptMeasurements
 from retrofit.planning.planning_data import PlanningData
+from retrofit.planning.prediction import JointError, MeasuredTogether, Timed, cosines_of, joint_cost
 from retrofit.planning.quality import MeasuredWindows, Quality
-from retrofit.planning.variants import LayerPaths, Replacement, Variant, added_bytes, build_variant, hybrid, structure
+from retrofit.planning.variants import (
+    LayerPaths,
+    Replacement,
+    Variant,
+    added_bytes,
+    build_variant,
+    hybrid,
+    limited_to,
+    restore_variant,
+    save_variant,
+    short_spec,
+    structure,
+)
 from retrofit.program.program import Program
 from retrofit.runtime.peak_memory import own_bytes
 from retrofit.training.fingerprints import short_hash

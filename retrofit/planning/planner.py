@@ -23,16 +23,15 @@ from retrofit.anatomy.inspection import read_anatomy
 from retrofit.errors import PlanningError, RetrofitError
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import AnyPass
-from retrofit.planning.candidates import candidates_of, limited_to, short_spec
 from retrofit.planning.choosing import Problem, choose, least_cost
 from retrofit.planning.costs import CHOICES, SECONDS, Deadline, OutOfTime, measurable, trains
-from retrofit.planning.joint_error import JointError, MeasuredTogether
-from retrofit.planning.kept_measurements import KeptMeasurements
+from retrofit.planning.measurements import KeptMeasurements
 from retrofit.planning.measuring import NOT_TRIED, Measurements, Site
-from retrofit.planning.planned_recipe import ModelPlan, PlannedLayers, PlannedRecipe, UniformSetting, Worth, candidate_rows
+from retrofit.planning.model_plan import ModelPlan, PlannedLayers, PlannedRecipe, UniformSetting, Worth, candidate_rows
 from retrofit.planning.planning_data import TokenCounts, planning_data
+from retrofit.planning.prediction import JointError, MeasuredTogether
 from retrofit.planning.targets import Target, parse_targets
-from retrofit.planning.variants import layers_by_depth, rewritten_copy
+from retrofit.planning.variants import candidates_of, layers_by_depth, limited_to, rewritten_copy, short_spec
 from retrofit.preview import plan_of
 from retrofit.rewriting import prepare_model
 from retrofit.runtime.example_inputs import device_of

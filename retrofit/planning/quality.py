@@ -6,26 +6,30 @@ Where the outputs are logits, the distance is the KL divergence from the dense p
 
 so that the product of the u of two hybrids is what both together add beyond the sum. u is kept as `SKETCH` random projections a
 token. Where the outputs are no logits the distance is their squared relative error, and u the difference itself.
+
+`Verdict` says the same of a model that was rewritten, in the user's terms.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils import _pytree as pytree
 
-from retrofit.errors import PlanningError, TrainingError
+from retrofit.errors import PlanningError, RetrofitError, TrainingError
 from retrofit.passbase.tokenization import vocabulary_size
-from retrofit.planning.recalled_layers import RecalledLayers
+from retrofit.planning.planning_data import examples_of
 from retrofit.runtime.calibration import real_tokens
 from retrofit.runtime.example_inputs import vocabulary_of
 from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.probes import logits_of, run
+from retrofit.runtime.probes import logits_of, run, same_bits
 from retrofit.runtime.weighted_errors import token_weights
 from retrofit.training.losses import without_labels
 from retrofit.training.objectives import IGNORED
@@ -67,7 +71,7 @@ class MeasuredWindows:
     batches: tuple[MeasuredBatch, ...]
     are_logits: bool
     dense_loss: float | None
-    layers: RecalledLayers | None = None
+    layers: PrefixCache | None = None
 
     @classmethod
     def of(
@@ -86,7 +90,7 @@ class MeasuredWindows:
                     shifted = F.pad(batch["labels"][:, shift:], (0, shift), value=IGNORED).to(outputs.device)
                     labels = shifted.flatten() if mask is None else shifted[mask]
                 found.append(MeasuredBatch(inputs, labels, outputs.float().log_softmax(-1) if are_logits else outputs.float()))
-        recalled = RecalledLayers(model, layers, [one.inputs for one in found]) if layers else None
+        recalled = PrefixCache(model, layers, [one.inputs for one in found]) if layers else None
         windows = cls(tuple(found), are_logits, None, recalled)
         return dataclasses.replace(windows, dense_loss=windows.mean_loss([one.dense for one in found]))
 
@@ -156,3 +160,210 @@ def outputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Ten
     outputs = logits_of(run(model, inputs))
     mask = next((mask for mask in real_tokens(model, inputs) if mask.shape == outputs.shape[:-1]), None)
     return (outputs.reshape(-1, outputs.shape[-1]) if mask is None else outputs[mask]), mask
+
+
+Batch = Mapping[str, Any]
+
+
+class PrefixCache:
+    """The outputs of each call of each layer for each batch, in the order in which the layers run.
+
+    Where the model does not compute the same with its first layers' outputs recalled, however many, nothing is: some leave a later
+    layer more than they return, such as keys and values that it attends to.
+    """
+
+    def __init__(self, model: nn.Module, paths: Sequence[str], batches: Sequence[Batch]) -> None:
+        self.model = model
+        self.calls: list[list[tuple[str, Any]]] = []  # of each batch
+        self.returned: dict[str, int] = {}  # by the path of a module: how many layers had returned when it was first called
+        recorded = [path for path in paths if path]
+        if batches:
+            first = first_row(batches[0])  # to try it, once for each layer
+            self.calls = [self.record(first, recorded)]
+            self.calls = [self.record(one, recorded) for one in batches] if self.is_faithful(first) else [[] for _ in batches]
+
+    @torch.no_grad()
+    def record(self, batch: Batch, paths: Sequence[str]) -> list[tuple[str, Any]]:
+        """Which layer returned what, call by call."""
+        calls: list[tuple[str, Any]] = []
+
+        def hook_of(path: str) -> Callable[..., None]:
+            return lambda module, args, output: calls.append((path, copied(output)))
+
+        def watch(path: str) -> Callable[..., None]:
+            def note(module: nn.Module, args: Any) -> None:
+                self.returned.setdefault(path, len(calls))
+
+            return note
+
+        handles = [self.model.get_submodule(path).register_forward_hook(hook_of(path)) for path in paths]
+        if not self.calls:
+            handles += [module.register_forward_pre_hook(watch(path)) for path, module in self.model.named_modules()]
+        try:
+            with evaluation_mode(self.model):
+                run(self.model, batch)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return calls
+
+    def is_faithful(self, batch: Batch) -> bool:
+        """Whether the model returns the same bits with its layers recalled: with all, and with those before each."""
+        layers = dict.fromkeys(path for path, _ in self.calls[0])
+        try:
+            with evaluation_mode(self.model):
+                expected = logits_of(run(self.model, batch))
+                for replaced in ((), *((path,) for path in layers)):
+                    with self.recalled(0, replaced):
+                        if not same_bits(logits_of(run(self.model, batch)), expected):
+                            return False
+        except Exception:  # whatever the model's own code raises where its layers did not run
+            return False
+        return True
+
+    @contextlib.contextmanager
+    def recalled(self, number: int, replaced: Sequence[str]) -> Iterator[None]:
+        """Within this context the layers that run before any module at the paths `replaced` return what they did for the batch."""
+        count = min((self.returned.get(path, 0) for path in replaced), default=len(self.calls[number]))
+        known, later = self.calls[number][:count], {path for path, _ in self.calls[number][count:]}  # a shared layer runs later too
+        outputs: dict[str, list[Any]] = {}
+        for path, output in known:
+            if path not in later:
+                outputs.setdefault(path, []).append(output)
+        with contextlib.ExitStack() as stack:
+            for path, values in outputs.items():
+                stack.enter_context(forward_replaced(self.model.get_submodule(path), values))
+            yield
+
+
+def first_row(batch: Batch) -> dict[str, Any]:
+    """The first window of a batch."""
+    sizes = {value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()}
+    if len(sizes) != 1:
+        return dict(batch)
+    return {name: value[:1] if isinstance(value, Tensor) and value.dim() else value for name, value in batch.items()}
+
+
+@contextlib.contextmanager
+def forward_replaced(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
+    """Within this context each call of the module returns the next of the outputs."""
+    own, waiting = vars(module), iter(outputs)
+    before = own.get("forward")
+    own["forward"] = lambda *args, **kwargs: copied(next(waiting))
+    try:
+        yield
+    finally:
+        if before is None:
+            del own["forward"]
+        else:
+            own["forward"] = before
+
+
+def copied(value: Any) -> Any:
+    """The value with tensors of its own: a model may change one in place."""
+    return pytree.tree_map(lambda one: one.detach().clone() if isinstance(one, Tensor) else one, value)
+
+
+HELD_BACK = 8  # windows at most, and one in so many: the rest is fitted on
+FEWEST = 4  # windows of which one is held back
+MOST_NUMBERS = 2**26  # dense predictions that are kept: 256 MiB in float32
+TRAIN_FROM = 0.1  # nats a token, of loss or of KL, or relative squared error: from there on a model is to be trained before use
+SURE = 2.0  # standard errors that a change has to exceed
+
+
+def hold_back(windows: Tensor) -> tuple[Tensor, Tensor]:
+    """Windows of token ids in two parts: to fit on, and held back, spread over the text.
+
+    Of fewer than `FEWEST` both parts are all.
+    """
+    if len(windows) < FEWEST:
+        return windows, windows[:HELD_BACK]
+    count = max(1, min(HELD_BACK, len(windows) // HELD_BACK))
+    held = torch.zeros(len(windows), dtype=torch.bool)
+    held[[(index + 1) * len(windows) // count - 1 for index in range(count)]] = True
+    return windows[~held], windows[held]
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a rewrite cost on some windows; a loss is in nats a token, None where the model computes none."""
+
+    text: str  # in words: "held-out" or what else the windows are
+    before: float | None
+    after: float | None
+    distance: float  # KL divergence from the dense predictions in nats a token, or the relative squared error of the outputs
+    noise: float | None  # the standard error of what was added, None of a single window
+
+    @property
+    def added(self) -> float:
+        """The loss added; where there is none, the distance of the outputs."""
+        return self.distance if self.before is None or self.after is None else self.after - self.before
+
+    @property
+    def within_noise(self) -> bool:
+        """Whether what was added is no more than windows of text differ by chance."""
+        return self.noise is not None and abs(self.added) <= SURE * self.noise and not self.needs_training
+
+    @property
+    def needs_training(self) -> bool:
+        """Whether as much was added, or predictions are as far from the dense ones, that it should be trained before use."""
+        return max(self.added, self.distance) >= TRAIN_FROM
+
+    def __str__(self) -> str:
+        if self.before is None or self.after is None:
+            return f"outputs on {self.text} text: relative squared error {self.distance:.3f}: {self.advice}"
+        change = f"{self.before:.2f} → {self.after:.2f}, {self.added:+.2f} nats (KL {self.distance:.2f})"
+        return f"{self.text} loss {change}: {self.advice}"
+
+    @property
+    def advice(self) -> str:
+        """What to do about it."""
+        if self.needs_training:
+            return "train it before use"
+        return "within noise" if self.within_noise else "usable as it is, training gets some of it back"
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseOutputs:
+    """Windows of text, and what the dense model makes of them: what a rewritten one is held against."""
+
+    text: str
+    windows: MeasuredWindows
+
+    @classmethod
+    def of(cls, model: nn.Module, ids: Tensor, tokenizer: Any = None, *, text: str = "held-out") -> DenseOutputs:
+        """The outputs of the dense `model` for as many of the windows as there is room for; raises `RetrofitError` for none."""
+        example, shift, _ = examples_of(model, ids.long(), tokenizer, None)
+        device = next(model.parameters()).device
+        found: list[Any] = []
+        room = MOST_NUMBERS
+        for row in range(len(ids)):
+            batch = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in example(row).items()}
+            measured = MeasuredWindows.of(model, [batch], (), shift)
+            room -= measured.batches[0].dense.numel()
+            if found and room < 0:
+                break
+            found.append(measured)
+        if not found:
+            raise RetrofitError("no window of text was held back", remedy="give more text")
+        whole = dataclasses.replace(found[0], batches=tuple(one.batches[0] for one in found))
+        return cls(text, whole)
+
+    def verdict(self, model: nn.Module) -> Verdict:
+        """What the rewritten `model` lost on the same windows."""
+        each = [dataclasses.replace(self.windows, batches=(batch,)) for batch in self.windows.batches]
+        before = [one.mean_loss([one.batches[0].dense]) for one in each]
+        found = [one.measure(model) for one in each]
+        distance = statistics.fmean(one.distance for one in found)
+        losses = [(was, one.loss) for was, one in zip(before, found, strict=True) if was is not None and one.loss is not None]
+        if len(losses) < len(found):
+            return Verdict(self.text, None, None, distance, standard_error([one.distance for one in found]))
+        added = standard_error([now - was for was, now in losses])
+        return Verdict(
+            self.text, statistics.fmean(was for was, _ in losses), statistics.fmean(now for _, now in losses), distance, added
+        )
+
+
+def standard_error(values: Sequence[float]) -> float | None:
+    """That of their mean; None of a single one."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None

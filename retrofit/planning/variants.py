@@ -1,4 +1,4 @@
-"""A candidate applied once to the whole model, and what it puts into each layer, which can be taken by itself.
+"""The candidates of a plan, and variants: a candidate applied once to the whole model, taken apart by layer, and kept on disk.
 
 A hybrid is the dense model with the modules of some layers of some variants in it.
 """
@@ -8,27 +8,88 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor, fx, nn
 
 from retrofit.anatomy.anatomy import Anatomy
-from retrofit.errors import DoesNotFitError
-from retrofit.passbase.protocol import AnyPass
-from retrofit.planning.candidates import takes_layers
-from retrofit.planning.changed_modules import changed_modules, share_unchanged
+from retrofit.errors import DoesNotFitError, PlanningError
+from retrofit.passbase.options import format_value
+from retrofit.passbase.protocol import AnyPass, Pass, load_pass, parse_spec, pass_names
 from retrofit.program.program import Program
 from retrofit.rewriting import apply_reported
+from retrofit.runtime.atomic_writes import whole_file
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.calibration_split import windows_of_batch
 from retrofit.runtime.example_inputs import named_inputs
 from retrofit.runtime.modes import evaluation_mode
 from retrofit.runtime.peak_memory import own_bytes
 from retrofit.runtime.probes import accepts, distance, logits_of, run, tolerance_of
-from retrofit.runtime.state_preservation import preserve_random_state
+from retrofit.runtime.state_preservation import plain_attributes, preserve_random_state
+from retrofit.surgery.dequantization import TRACES
 from retrofit.surgery.edit import Edit
+
+ALL_LAYERS = "layers"  # the option by which a pass is limited to some depths
+
+
+def candidates_of(given: AnyPass | str | Sequence[AnyPass | str] | None) -> tuple[AnyPass, ...]:
+    """The candidates: passes and specs as they are, the family of a pass that is only named; of all passes where none is given.
+
+    Raises `SpecError` where one cannot be read, `PlanningError` where there is none.
+    """
+    named = pass_names() if given is None else [given] if isinstance(given, (str, Pass)) else given
+    families = [family(one, required=given is not None) for one in named]
+    found: dict[str, AnyPass] = {}
+    for several in itertools.zip_longest(*families):  # each pass's first setting, then each one's second: time may end between
+        found |= {one.spec(): one for one in several if one is not None and one.spec() not in found}
+    if not found:
+        raise PlanningError(
+            "no pass to choose from", why="none was named, or none proposes settings", remedy="name one with its options"
+        )
+    return tuple(found.values())
+
+
+def family(one: AnyPass | str, *, required: bool) -> list[AnyPass]:
+    """The settings that a named pass proposes, itself where it proposes none and is `required`; any other spec as it is."""
+    if not isinstance(one, str) or "(" in one:
+        return [parse_spec(one) if isinstance(one, str) else one]
+    kind = load_pass(one.strip())
+    return [parse_spec(f"{kind.name}({options})") for options in kind.candidates or (("",) if required else ())]
+
+
+def short_spec(one: AnyPass) -> str:
+    """A pass as text with the options that differ from their defaults: `sparse-ffn(sparsity=8)`."""
+    fields = [field for field in dataclasses.fields(one) if getattr(one, field.name) != field.default]
+    options = ", ".join(f"{field.name}={format_value(getattr(one, field.name))}" for field in fields)
+    return f"{one.name}({options})" if options else one.name
+
+
+def takes_layers(one: AnyPass) -> bool:
+    """Whether the pass can be limited to some depths."""
+    return any(field.name == ALL_LAYERS for field in dataclasses.fields(one))
+
+
+def limited_to(one: AnyPass, depths: Iterable[int]) -> AnyPass:
+    """The pass in layers of these depths only."""
+    return dataclasses.replace(one, **{ALL_LAYERS: depths_text(depths)})
+
+
+def depths_text(depths: Iterable[int]) -> str:
+    """Depths as the option `layers` names them: `0-5+8`."""
+    runs: list[list[int]] = []
+    for depth in sorted(set(depths)):
+        if runs and runs[-1][-1] == depth - 1:
+            runs[-1].append(depth)
+        else:
+            runs.append([depth])
+    return "+".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
 
 LayerPaths = Mapping[int, tuple[str, ...]]  # the layers of all stacks by depth
 
@@ -193,3 +254,121 @@ def structure(replacement: Replacement) -> str:
             for part in module.modules()
         ]
     return "; ".join(parts)
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+OWN = "retrofit_"  # attributes in which the library keeps its books
+ORIGINS = {*TRACES, "name_or_path"}  # attributes that say where the weights came from
+PLAIN = (bool, int, float, str, tuple)
+
+
+def changed_modules(dense: nn.Module, rewritten: nn.Module) -> dict[str, nn.Module]:
+    """The outermost modules of `rewritten`, a copy of `dense` that was edited, that are not what they were, by path.
+
+    The path is "" where the model itself is another: its own parameters, hooks, children or forward.
+    """
+    found: dict[str, nn.Module] = {}
+    seen: set[int] = set()
+
+    def compare(path: str, one: nn.Module, other: nn.Module) -> None:
+        if id(one) in seen:
+            return
+        seen.add(id(one))
+        if not is_same_shell(one, other):
+            found[path] = other
+            return
+        for name, child in one._modules.items():
+            if child is not None:
+                compare(f"{path}.{name}".lstrip("."), child, other.get_submodule(name))
+
+    compare("", dense, rewritten)
+    return found
+
+
+def is_same_shell(one: nn.Module, other: nn.Module) -> bool:
+    """Whether two modules are the same but for what is in their children."""
+    same_code = (
+        one.code == other.code
+        if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule)
+        else type(one) is type(other)
+    )
+    children = {name: child is None for name, child in one._modules.items()}
+    return (
+        same_code
+        and children == {name: child is None for name, child in other._modules.items()}
+        and all(len(getattr(one, name)) == len(getattr(other, name)) for name in HOOKS)
+        and same_tensors(one._parameters, other._parameters)
+        and same_tensors(one._buffers, other._buffers)
+        and settings(one) == settings(other)
+    )
+
+
+def same_tensors(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    if one.keys() != other.keys():
+        return False
+    return all((a is None and b is None) or is_same_tensor(a, b) for a, b in ((one[name], other[name]) for name in one))
+
+
+def is_same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two tensors hold the same."""
+    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return one is other or torch.equal(one, other)
+
+
+def settings(module: nn.Module) -> dict[str, Any]:
+    """What a module holds that is plain data, and whether its forward is its class's; not where its weights came from."""
+    kept = {
+        name: value
+        for name, value in plain_attributes(module).items()
+        if isinstance(value, PLAIN) and not name.startswith(OWN) and name not in ORIGINS
+    }
+    return {**kept, "forward": "forward" in vars(module), "training": False}
+
+
+def share_unchanged(module: nn.Module, originals: dict[int, Tensor]) -> None:
+    """The parameters and buffers in `module` that are still what they were copied from are those tensors themselves.
+
+    `originals` has the tensor that each was copied from by the identity of the copy. So what was tied stays tied, and a hybrid of
+    the model and this module has no second copy of anything.
+    """
+    for part in module.modules():
+        for table in (part._parameters, part._buffers):
+            for name, value in table.items():
+                original = originals.get(id(value))
+                if original is not None and is_same_tensor(value, original):
+                    table[name] = original  # type: ignore[assignment]
+
+
+def own_tensors(variant: Variant, dense: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Each tensor in the replacements that is not the dense model's, under a name of its own."""
+    known = {id(tensor) for tensor in (*dense.parameters(), *dense.buffers())}
+    for number, replacement in enumerate(variant):
+        for path, module in replacement.modules.items():
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                if id(tensor) not in known:
+                    known.add(id(tensor))
+                    yield f"{number} {path} {name}", tensor.detach()
+
+
+def save_variant(file: Path, variant: Variant, dense: nn.Module) -> None:
+    """The values of the replacements are in `file`; nothing is where the variant is a whole model."""
+    if all(one.model is None for one in variant):
+        values = {name: tensor.cpu().clone().contiguous() for name, tensor in own_tensors(variant, dense)}
+        with whole_file(file, force=True) as stream:
+            stream.write(save(values))
+
+
+@torch.no_grad()
+def restore_variant(file: Path, variant: Variant, dense: nn.Module) -> bool:
+    """Whether the replacements, of one structure with those that were saved, have the values in `file` now."""
+    try:
+        kept = load_file(file)
+    except (OSError, SafetensorError):
+        return False
+    places = dict(own_tensors(variant, dense))
+    same = places.keys() == kept.keys() and all(places[name].shape == kept[name].shape for name in kept)
+    if same:
+        for name, value in kept.items():
+            places[name].copy_(value)
+    return same

@@ -27,14 +27,22 @@ from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import PlanningError, SpecError
 from retrofit.passbase.protocol import parse_spec
 from retrofit.planning import costs, measuring, planner
-from retrofit.planning.candidates import candidates_of, depths_text, short_spec
-from retrofit.planning.changed_modules import changed_modules
-from retrofit.planning.planned_recipe import ModelPlan
+from retrofit.planning.model_plan import ModelPlan
 from retrofit.planning.planner import Planner
 from retrofit.planning.planning_data import planning_data
-from retrofit.planning.quality import MeasuredWindows
-from retrofit.planning.recalled_layers import RecalledLayers
-from retrofit.planning.variants import Replacement, added_bytes, build_variant, hybrid, layers_by_depth, rewritten_copy
+from retrofit.planning.quality import MeasuredWindows, PrefixCache
+from retrofit.planning.variants import (
+    Replacement,
+    added_bytes,
+    build_variant,
+    candidates_of,
+    changed_modules,
+    depths_text,
+    hybrid,
+    layers_by_depth,
+    rewritten_copy,
+    short_spec,
+)
 from retrofit.runtime.calibration import Calibration
 from retrofit.runtime.peak_memory import own_bytes
 from retrofit.training.fingerprints import hash_settings, hash_weights
@@ -215,7 +223,7 @@ def test_layers_that_leave_more_than_they_return_are_not_recalled() -> None:
     model = Remembering().eval()
     batches = [{"ids": torch.arange(11)[None]}]
     paths = [f"layers.{depth}" for depth in range(3)]
-    seen = RecalledLayers(model, paths, batches)
+    seen = PrefixCache(model, paths, batches)
     with torch.no_grad(), seen.recalled(0, ["layers.2"]):
         found = model(**batches[0])
     assert torch.equal(found, model(**batches[0]))

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import CheckpointError, PlanningError, TrainingError
-from retrofit.planning.kept_measurements import FORMAT, KeptMeasurements
-from retrofit.planning.kept_measurements import RECORD as MEASURED
+from retrofit.planning.measurements import FORMAT, KeptMeasurements
+from retrofit.planning.measurements import RECORD as MEASURED
 from retrofit.training.sharding import fill_from_parts, read_parts
 from retrofit.training.teacher_cache import RECORD, Facts, KeptPredictions, read_facts, write_facts
 

@@ -15,7 +15,7 @@ from transformers import BertModel
 
 import retrofit
 from retrofit.cli import main
-from retrofit.planning.damage import TRAIN_FROM, DenseOutputs, Verdict, hold_back
+from retrofit.planning.quality import TRAIN_FROM, DenseOutputs, Verdict, hold_back
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.settings import Settings
 

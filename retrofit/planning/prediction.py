@@ -1,19 +1,22 @@
-"""What several replacements do to the outputs together, predicted from what each does alone.
+"""What several replacements do to the outputs together, and add to a time, predicted from what was measured of each.
 
-    q(S) = Σ_i k_i + 2 Σ_{i<j} g_ij r_ij √(k_i k_j)        K(S) = a · q(S)^b
+    q(S) = Σ_i k_i + 2 Σ_{i<j} g_ij r_ij √(k_i k_j)        K(S) = a · q(S)^b        t(S) = Σ_s n_s(S) c_s
 
 k_i is the distance that replacement i causes alone, r_ij the cosine between what i and j do to the predictions (u in `quality`):
 errors that point the same way add up to more than their sum, others cancel. With g = 1 that is the second order; in a trained model
 less of it is seen than the cosines say, and of some candidates more than of others. So g is one number for each pair of candidates,
 fitted to all hybrids that were measured, of a candidate in all its places first; a and b are fitted to the same, and are 1 where
 the outputs are close to the dense ones. The loss added is a share of K, that of the hybrids measured whose K is nearest.
+
+n_s is how many of the replacements S have structure s: those of one structure take the same time. c is the least-squares solution
+for everything timed, the replacements of one structure in all layers, and choices. No time is exact, and each says more about all.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy
 from numpy.typing import NDArray
@@ -148,3 +151,22 @@ def cosines_of(sketches: Sequence[Array]) -> Array:
     found: Array = (stacked @ stacked.T).astype(float)
     numpy.fill_diagonal(found, 1.0)
     return found
+
+
+Timed = Mapping[frozenset[int], float]  # what choices were measured to add
+
+
+def joint_cost(kinds: Sequence[str], alone: Sequence[float], timed: Timed) -> Array:
+    """c of each replacement, (n): as each was measured with its like, `alone`, where no choice was timed."""
+    found = numpy.asarray(alone, dtype=float)
+    if not timed:
+        return found
+    names = sorted(set(kinds))
+    column = numpy.asarray([names.index(kind) for kind in kinds])
+    counts = numpy.bincount(column, minlength=len(names)).astype(float)
+    with_its_like = numpy.bincount(column, weights=found, minlength=len(names))
+    rows = [numpy.bincount(column[sorted(chosen)], minlength=len(names)).astype(float) for chosen in timed]
+    matrix = numpy.concatenate([numpy.diag(counts), numpy.stack(rows)])
+    values = numpy.concatenate([with_its_like, list(timed.values())])
+    each: Array = numpy.linalg.lstsq(matrix, values, rcond=None)[0]
+    return each[column]
