@@ -2,7 +2,7 @@
 
 First the attention alone, causal, in heads of 64: seconds and peak memory by length, and from which length on it is faster. A
 ratio is the median over the rounds of the dense attention's time over that of the buckets in the same round. The bar is 4 at 16,384
-tokens and d = 512. Memory is that of the tensors held at one time, by `retrofit/runtime/peak_memory.py`: without what an
+tokens and d = 512. Memory is that of the tensors held at one time, by `retrofit/inputs/model_memory.py`: without what an
 operation takes while it runs. Last, a token decoded behind so many.
 
 With --trained, SmolLM2 (which `make real` installs) on held-out documentation, four chunks long: of the 16 keys with the most
@@ -30,11 +30,11 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 import retrofit
+from retrofit.inputs.model_memory import peak_bytes
 from retrofit.passes import LSHAttention
 from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention
 from retrofit.passes.lsh_attention.key_buckets import hash_buckets, random_rotations
 from retrofit.passes.lsh_attention.seen_keys import seen_by_comparison
-from retrofit.runtime.peak_memory import peak_bytes
 from retrofit.surgery.fused_attention import AnsweredFusedAttention
 
 HEAD, TOP, CHUNKS = 64, 16, 4

@@ -289,7 +289,7 @@ def costs(real: Any, dense: Any, model: Any) -> dict[str, Any]:
     """
     import torch
 
-    from retrofit.runtime.peak_memory import own_bytes
+    from retrofit.inputs.model_memory import own_bytes
 
     batch = {key: value for key, value in real.held_out()[0].items() if key != "labels"}
     sides = {"dense": dense.eval(), "rewritten": model.eval()}

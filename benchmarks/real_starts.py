@@ -25,8 +25,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 from transformers import AutoTokenizer
 
+from retrofit.files.atomic_writes import whole_file
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.atomic_writes import whole_file
 from retrofit.storage.checkpoint import load
 
 SPECS = (

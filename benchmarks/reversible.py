@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
+from retrofit.inputs.model_memory import peak_bytes
 from retrofit.passes import Reversible
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
 from retrofit.passes.reversible.two_streams import SecondStream
-from retrofit.runtime.peak_memory import peak_bytes
 
 BITS = (1, 2, 4)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

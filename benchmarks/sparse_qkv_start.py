@@ -21,8 +21,8 @@ from transformers import LlamaForCausalLM
 from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.passes.multiplicative import Multiplicative
 from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution
+from retrofit.progress import Note
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.notes import Note
 from retrofit.training.continued_pretraining import continue_pretraining
 
 LETTERS = [f"relative error of {letter}" for letter in "qkv"]

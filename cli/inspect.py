@@ -14,7 +14,7 @@ from retrofit.cli.parser import STREAMS, Subparsers, add_model_arguments, requir
 from retrofit.cli.pass_options import add_pass_arguments, named_passes
 from retrofit.cli.progress import working
 from retrofit.cli.terminal import print_table, printable
-from retrofit.runtime.atomic_writes import whole_file
+from retrofit.files.atomic_writes import whole_file
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
-from retrofit.runtime import gguf_header
-from retrofit.runtime.atomic_writes import final_name
+from retrofit.files import gguf_header
+from retrofit.files.atomic_writes import final_name
 from retrofit.storage.file_names import EXPORTED, ONNX, is_file_name, require_writable_kind
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 from retrofit.cli.failures import is_first
 from retrofit.cli.terminal import console_for, printable
 from retrofit.errors import RetrofitWarning
-from retrofit.runtime.notes import Milestone
+from retrofit.progress import Milestone
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -82,7 +82,7 @@ def working(debug: bool) -> Iterator[Progress]:
 
     Of several processes the first one shows it.
     """
-    from retrofit.runtime.quiet import quiet
+    from retrofit.process import quiet
 
     shown = Progress()
     silence = contextlib.nullcontext() if debug else quiet()

@@ -19,7 +19,7 @@ from retrofit.cli.parser import MODEL, Subparsers, add_checks_argument, add_mode
 from retrofit.cli.progress import working
 from retrofit.cli.terminal import print_table
 from retrofit.errors import first_few
-from retrofit.runtime.line_folding import FEWEST, NUMBER, fold_lines
+from retrofit.progress import FEWEST, NUMBER, fold_lines
 
 if TYPE_CHECKING:
     from torch import nn

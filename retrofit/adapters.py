@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 from retrofit.differences import Differences, diff
 from retrofit.errors import CheckpointError, VerificationError, first_few, first_line
-from retrofit.runtime.agreement import Arithmetic
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.precision import as_stored
-from retrofit.runtime.probes import logits_of, run
-from retrofit.runtime.quiet import quiet
-from retrofit.runtime.safetensors_header import extents_in
-from retrofit.runtime.state_preservation import preserve_random_state
-from retrofit.runtime.usable_models import require_no_prompt
+from retrofit.files.safetensors_header import extents_in
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_state import preserve_random_state
+from retrofit.inputs.probes import logits_of, run
+from retrofit.inputs.usable_models import require_no_prompt
+from retrofit.numerics.agreement import Arithmetic
+from retrofit.numerics.precision import as_stored
+from retrofit.process import quiet, serialized
 from retrofit.storage.checkpoint import load
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -32,7 +31,7 @@ BASE, CLASSES = "base_model_name_or_path", "auto_mapping"  # what an adapter say
 ELSEWHERE = "train the adapter on modules that the model calls: their names are in retrofit inspect"
 
 
-@one_at_a_time
+@serialized
 def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     """The model inside a `PeftModel` of LoRA adapters, their products added to its weights: it computes what both did together.
 

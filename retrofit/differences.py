@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.emitted.dense_graph import as_dense_graph_of, dense_graph
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_state import same_bits
+from retrofit.inputs.packed_weights import unpacked
+from retrofit.inputs.usable_models import require_in_memory, require_module, require_values
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import parse_recipe
 from retrofit.passbase.replaying import rewrites, rewritten_part
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.packed_rows import unpacked
-from retrofit.runtime.probes import same_bits
-from retrofit.runtime.usable_models import require_in_memory, require_module, require_values
+from retrofit.process import serialized
 from retrofit.undoing.dense_parameters import DenseForm, dense_form
 
 CHANGING = ("quantization_config", "transformers_version", "architectures", "_name_or_path")  # say nothing of the model
@@ -96,7 +96,7 @@ class Differences:
         return {"same": self.same, **dataclasses.asdict(self), "config": config}
 
 
-@one_at_a_time
+@serialized
 def diff(one: nn.Module, other: nn.Module) -> Differences:
     """Which sites, parameters and options of the recipes differ between two models, and by how much; both stay as they are.
 

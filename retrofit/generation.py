@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import CaptureError, RetrofitError, first_line
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.probes import accepts, has_two_sides, ids_name, is_decoder_side, is_numbering, is_per_token, logits_of
+from retrofit.numerics.distances import scale_of
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.passbase.tokenization import (
     Codec,
@@ -27,17 +30,6 @@ from retrofit.passbase.tokenization import (
     require_readable,
     tokenizer_codec,
     vocabulary_size,
-)
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.probes import (
-    accepts,
-    has_two_sides,
-    ids_name,
-    is_decoder_side,
-    is_numbering,
-    is_per_token,
-    logits_of,
-    scale_of,
 )
 from retrofit.storage.checkpoint import load
 from retrofit.storage.file_names import ONNX

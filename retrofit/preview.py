@@ -12,8 +12,19 @@ from retrofit.anatomy.anatomy import Anatomy, format_change
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.parts import NearMiss
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, join_remedies
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_memory import without_weights
+from retrofit.inputs.model_state import preserve_random_state
+from retrofit.inputs.usable_models import (
+    require_module,
+    require_no_prompt,
+    require_trainable,
+    require_uncompiled,
+    transformer_inside,
+)
 from retrofit.passbase.protocol import AnyPass, Plan, Recipe
 from retrofit.passbase.report_text import aligned, plan_rows, separated
+from retrofit.process import serialized
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run, flops_per_token
 from retrofit.rewriting import (
@@ -25,12 +36,6 @@ from retrofit.rewriting import (
     remedy_without_graph,
     unseen_refusal,
 )
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.skeletons import without_weights
-from retrofit.runtime.state_preservation import preserve_random_state
-from retrofit.runtime.usable_models import require_module, require_no_prompt, require_trainable, require_uncompiled
-from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
 
@@ -123,7 +128,7 @@ class RecipePlan:
         }
 
 
-@one_at_a_time
+@serialized
 def plan_of(
     model: nn.Module, *passes: AnyPass | str, example_inputs: Any = None, emit: str = "module", progress: Progress | None = None
 ) -> RecipePlan:

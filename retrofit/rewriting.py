@@ -19,30 +19,28 @@ from retrofit.emitted.dense_graph import DenseGraph, fits_as_graph
 from retrofit.emitted.graph_module import graph_module
 from retrofit.emitted.shape_prop import propagate_shapes
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, SpecError, VerificationError, join_remedies
-from retrofit.passbase import recipe_storage
-from retrofit.passbase.calibration import calibration_from, readable_calibration
-from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite, as_pass, load_pass, pass_names
-from retrofit.passbase.replaying import added, rearranged, recipe, rewrites
-from retrofit.passbase.running import Progress, refuse_early, require_place, run_passes, with_current_names
-from retrofit.program.capture import capture
-from retrofit.program.cost import flops_per_token, unit_of
-from retrofit.program.program import Program
-from retrofit.runtime.example_inputs import device_of, named_inputs
-from retrofit.runtime.failing_module import failure_in
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.optional_inputs import with_optional
-from retrofit.runtime.probes import describe, run
-from retrofit.runtime.sides_apart import sides_apart
-from retrofit.runtime.state_preservation import preserve_state
-from retrofit.runtime.usable_models import (
+from retrofit.inputs.example_inputs import device_of, named_inputs
+from retrofit.inputs.model_state import preserve_state
+from retrofit.inputs.optional_inputs import with_optional
+from retrofit.inputs.probes import describe, distinct_lengths, run
+from retrofit.inputs.usable_models import (
     require_in_memory,
     require_module,
     require_no_prompt,
     require_trainable,
     require_uncompiled,
     require_values,
+    transformer_inside,
 )
-from retrofit.runtime.wrapped_models import transformer_inside
+from retrofit.passbase import recipe_storage
+from retrofit.passbase.calibration import calibration_from, readable_calibration
+from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite, as_pass, load_pass, pass_names
+from retrofit.passbase.replaying import added, rearranged, recipe, rewrites
+from retrofit.passbase.running import Progress, refuse_early, require_place, run_passes, with_current_names
+from retrofit.process import serialized
+from retrofit.program.capture import capture, failure_in
+from retrofit.program.cost import flops_per_token, unit_of
+from retrofit.program.program import Program
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit, Fate, Keep
 from retrofit.surgery.user_hooks import HookWatch
@@ -114,7 +112,7 @@ def require_use(calibration: Any, passes: Recipe) -> None:
         )
 
 
-@one_at_a_time
+@serialized
 def apply_reported(
     model: nn.Module,
     *passes: AnyPass | str,
@@ -217,7 +215,7 @@ def rewrite_once(
     if dense is None:
         model, inputs, dense = prepare_model(model, example_inputs, emit, say)
     else:
-        inputs = sides_apart(model, named_inputs(model, example_inputs))
+        inputs = distinct_lengths(model, named_inputs(model, example_inputs))
         dense = dataclasses.replace(dense, examples=inputs)  # on the device of this model
     say(f"planning {passes[0].name}")
     anatomy = read_anatomy(model, dense)
@@ -315,7 +313,7 @@ def prepare_model(model: nn.Module, example_inputs: Any, emit: str, say: Progres
     """The model that passes rewrite, its inputs by name, and its program: a graph module where `emit` or its layers require one."""
     if emit not in ("module", "graph"):
         raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'", option="emit")
-    inputs = sides_apart(model, named_inputs(model, example_inputs))
+    inputs = distinct_lengths(model, named_inputs(model, example_inputs))
     say("capturing the dense model")
     program = capture(model, inputs)
     if emit == "module" and (transformers_bookkeeping.is_transformers(model) or not has_layers_in_code(model, program)):

@@ -22,10 +22,10 @@ import retrofit
 from retrofit.anatomy.parts import NearMiss, Site
 from retrofit.checks.method import dense_path
 from retrofit.errors import CaptureError, DoesNotFitError, SpecError
+from retrofit.inputs.model_memory import without_weights
 from retrofit.passbase.protocol import Plan
 from retrofit.preview import PlannedPass, RecipePlan
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.skeletons import without_weights
 
 
 def functional() -> nn.Module:

@@ -19,9 +19,9 @@ from torch import Tensor, fx, nn
 import retrofit
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError, RetrofitError, VerificationError
+from retrofit.inputs.example_inputs import named_inputs
 from retrofit.program.capture import missing_masks
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.example_inputs import named_inputs
 
 BOTH = {"altup": "altup(k=2)", "sparse-ffn": "sparse-ffn(sparsity=8)"}  # rewritten on both sides
 PASSES = {  # on the models without modules, with sizes that fit them

@@ -92,12 +92,12 @@ def read_back(model: Any, made: Any, inputs: dict[str, Any]) -> float:
     """How far the files as modules, states and all, lie from ONNX Runtime on fresh inputs of another shape."""
     import torch
 
+    from retrofit.inputs.example_inputs import named_inputs
+    from retrofit.numerics.distances import distance
     from retrofit.onnx.exporter.export_onnx import other_sizes, plan_export
     from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
     from retrofit.onnx.importer.from_onnx import from_onnx
     from retrofit.onnx.importer.weights import argument_name
-    from retrofit.runtime.example_inputs import named_inputs
-    from retrofit.runtime.probes import distance
 
     parts = plan_export(model, named_inputs(model, inputs), "past" if made.cached else "none").parts
     gaps = []
@@ -130,8 +130,8 @@ def same_tokens(model: Any, made: Any) -> bool | str:
     import torch
     from support.onnx_files import decode_greedily, translate
 
+    from retrofit.inputs.example_inputs import token_ids
     from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
-    from retrofit.runtime.example_inputs import token_ids
 
     ids = token_ids(model, 2, 6, seed=3)
     mask = torch.ones_like(ids)

@@ -167,8 +167,8 @@ def is_within(name: str, package: str) -> bool:
 @functools.cache
 def program_of(name: str) -> Any:
     """The program of a dense model."""
+    from retrofit.inputs.example_inputs import named_inputs
     from retrofit.program.capture import capture
-    from retrofit.runtime.example_inputs import named_inputs
 
     found = capture(model(name), named_inputs(model(name)))
     gc.freeze()

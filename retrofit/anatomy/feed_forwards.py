@@ -20,8 +20,8 @@ from transformers.pytorch_utils import Conv1D
 from retrofit.anatomy.parts import Branch
 from retrofit.anatomy.weights import Matrix
 from retrofit.errors import DoesNotFitError
+from retrofit.inputs.packed_weights import unpacked
 from retrofit.program.program import Key
-from retrofit.runtime.packed_rows import unpacked
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.wrappers import argument_place, find_argument
 
@@ -121,7 +121,7 @@ class RowMajor(Conv1D):
 class PackableRows(nn.Linear):
     """y = h W + b with W stored (d_ff, d), for quantizers that pack the weight of a linear layer in place: so they pack the rows.
 
-    W is unpacked to be multiplied by; who needs a few rows reads these (`retrofit.runtime.packed_rows`).
+    W is unpacked to be multiplied by; who needs a few rows reads these (`retrofit.inputs.packed_weights`).
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:

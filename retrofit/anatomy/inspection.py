@@ -15,19 +15,17 @@ from retrofit.anatomy.residual_streams import Residual, residual_chains
 from retrofit.anatomy.stacks import describe_stack, find_head, modules_outside, tied_parameter_names, token_tables
 from retrofit.anatomy.weights import nearest_products
 from retrofit.errors import NoTransformerError, first_few
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_memory import offloaded_module, without_weights
+from retrofit.inputs.usable_models import require_module, transformer_inside, untrainable_tensor
+from retrofit.process import serialized
 from retrofit.program.aten_ops import shape
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Program
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.offloading import offloaded_module
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.skeletons import without_weights
-from retrofit.runtime.usable_models import require_module, untrainable_tensor
-from retrofit.runtime.wrapped_models import transformer_inside
 
 
-@one_at_a_time
+@serialized
 def inspect(model: nn.Module, example_inputs: Any = None) -> Anatomy:
     """Return the anatomy of `model`: its stacks, layers, branches, embedding and head.
 

@@ -19,11 +19,11 @@ from retrofit.anatomy.causality import is_causal
 from retrofit.anatomy.parts import Findings, Layer
 from retrofit.anatomy.stacks import token_tables
 from retrofit.errors import CaptureError, DoesNotFitError
+from retrofit.inputs.example_inputs import forward_parameters
 from retrofit.program.aten_ops import SCAN, is_float, op, shape
 from retrofit.program.capture import capture, missing_masks
 from retrofit.program.dataflow import Dataflow, backward_slice
 from retrofit.program.program import Call, Key
-from retrofit.runtime.example_inputs import forward_parameters
 
 
 @dataclasses.dataclass(frozen=True)

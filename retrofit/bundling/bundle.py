@@ -23,13 +23,12 @@ from transformers.models.auto import modeling_auto
 from retrofit.bundling.modelling_file import ModelClass, ModellingFile, modelling_file
 from retrofit.bundling.structure import DenseState, Structure
 from retrofit.errors import CheckpointError, first_few
+from retrofit.files.atomic_writes import whole_directory
+from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import parse_recipe
 from retrofit.passbase.replaying import added_parameters
-from retrofit.runtime.atomic_writes import whole_directory
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.quiet import quiet
-from retrofit.runtime.state_preservation import preserve_random_state
+from retrofit.process import quiet, serialized
 from retrofit.storage.architecture import transformers_class
 from retrofit.storage.companions import companion_files, put_on_card, row
 from retrofit.storage.file_names import is_file_name
@@ -44,7 +43,7 @@ DEFAULT = torch.bfloat16  # of skeletons: a weight that is in another dtype has 
 MEANWHILE = "load it where retrofit is installed: from_pretrained needs no code there"
 
 
-@one_at_a_time
+@serialized
 def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, force: bool = False) -> Path:
     """Write the retrofitted model to the directory `path` with code of its own, which needs torch and transformers alone.
 

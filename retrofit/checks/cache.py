@@ -26,8 +26,8 @@ from retrofit.checks.stepping import (
     ways_to_step,
 )
 from retrofit.checks.subject import Subject
-from retrofit.runtime.agreement import Comparison
-from retrofit.runtime.probes import can_generate
+from retrofit.inputs.probes import can_generate
+from retrofit.numerics.agreement import Comparison
 
 Result = TypeVar("Result")
 GENERATED = "generate with and without its cache"

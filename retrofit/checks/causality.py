@@ -19,9 +19,8 @@ from retrofit.checks.divergence import Divergence, first_divergence
 from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.stepping import keeps_cache
 from retrofit.checks.subject import Subject
-from retrofit.runtime.agreement import Comparison
-from retrofit.runtime.packed_rows import is_packed_tensor
-from retrofit.runtime.probes import (
+from retrofit.inputs.packed_weights import is_packed_tensor
+from retrofit.inputs.probes import (
     is_floating,
     is_numbering,
     is_per_token,
@@ -30,8 +29,9 @@ from retrofit.runtime.probes import (
     placeholders,
     resized_like,
     run,
-    scale_of,
 )
+from retrofit.numerics.agreement import Comparison
+from retrofit.numerics.distances import scale_of
 
 NOISE = 0.1  # in place of what begins at zero
 BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model reads both ways

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from retrofit.checks.context import Context
 from retrofit.checks.divergence import Divergence
 from retrofit.checks.finding import Finding, failed, passed, skipped
-from retrofit.runtime.agreement import Comparison
-from retrofit.runtime.probes import distance
+from retrofit.numerics.agreement import Comparison
+from retrofit.numerics.distances import distance
 
 
 def judge_comparison(

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from retrofit.checks.subject import Subject
+from retrofit.inputs.calibration import Calibration
+from retrofit.numerics.agreement import LIMIT
 from retrofit.passbase.protocol import Rewrite
-from retrofit.runtime.agreement import LIMIT
-from retrofit.runtime.calibration import Calibration
 from retrofit.surgery.edit import Fate
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 
 from retrofit.checks.activations import Activations
-from retrofit.runtime.probes import distance
+from retrofit.numerics.distances import distance
 from retrofit.surgery.edit import Fate
 
 

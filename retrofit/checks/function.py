@@ -14,8 +14,9 @@ from retrofit.checks.finding import Finding, failed, passed
 from retrofit.checks.fingerprint import sample
 from retrofit.checks.padded_inputs import without_padding
 from retrofit.checks.subject import Subject
-from retrofit.runtime.agreement import EXPLAINED, Comparison
-from retrofit.runtime.probes import TOLERANCE, describe, distance, logits_of, run
+from retrofit.inputs.probes import describe, logits_of, run
+from retrofit.numerics.agreement import EXPLAINED, Comparison
+from retrofit.numerics.distances import TOLERANCE, distance
 
 SAMPLE = 64  # elements of an activation
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # this model's logits, the dense model's

@@ -8,20 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.runtime.agreement import Arithmetic, Comparison
-from retrofit.runtime.probes import (
-    TOLERANCE,
-    Inputs,
-    distance,
-    filler_id,
-    has_two_sides,
-    ids_name,
-    is_decoder_side,
-    placeholders,
-    resized,
-    scale_of,
-    tolerance_of,
-)
+from retrofit.inputs.probes import Inputs, filler_id, has_two_sides, ids_name, is_decoder_side, placeholders, resized
+from retrofit.numerics.agreement import Arithmetic, Comparison
+from retrofit.numerics.distances import TOLERANCE, distance, scale_of, tolerance_of
 
 PROMPT, NEW_TOKENS = 6, 3
 FEWEST_TOKENS = 2  # of which one is computed on the cache

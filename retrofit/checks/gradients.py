@@ -16,10 +16,11 @@ from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.sliced_gradients import SlicedGradients
 from retrofit.checks.subject import Subject
 from retrofit.errors import first_few
+from retrofit.inputs.example_inputs import device_of
+from retrofit.inputs.model_state import forget_history, without_history
+from retrofit.inputs.probes import Inputs, accepts, extent_of, named_outputs, record_arguments, resized_like
+from retrofit.numerics.distances import TOLERANCE
 from retrofit.passbase.replaying import recipe
-from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.probes import TOLERANCE, Inputs, accepts, extent_of, named_outputs, record_arguments, resized_like
-from retrofit.runtime.state_preservation import forget_history, without_history
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 
 IGNORED = -100  # a label that does not count, for every loss of transformers

@@ -13,9 +13,9 @@ from retrofit.checks.finding import Finding, Raised, attempt, failed, format_lay
 from retrofit.checks.graph_hashes import GraphHashes, changed_modules, hash_modules
 from retrofit.checks.subject import Layout, Subject
 from retrofit.errors import first_few
+from retrofit.inputs.optional_inputs import adds_arguments
+from retrofit.inputs.probes import Inputs, describe, extent_of, is_per_token
 from retrofit.program.program import Program
-from retrofit.runtime.optional_inputs import adds_arguments
-from retrofit.runtime.probes import Inputs, describe, extent_of, is_per_token
 
 Layouts = dict[str, Layout]
 

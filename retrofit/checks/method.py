@@ -25,6 +25,7 @@ from retrofit.checks.site_replay import Found, MovedParameters, own_modules, rep
 from retrofit.checks.site_ways import SiteWays, Way
 from retrofit.checks.subject import Subject
 from retrofit.errors import first_line
+from retrofit.inputs.usable_models import is_adapted
 from retrofit.passbase.method_reference import (
     Inside,
     MethodReference,
@@ -36,7 +37,6 @@ from retrofit.passbase.method_reference import (
 )
 from retrofit.passbase.protocol import parse_spec
 from retrofit.passbase.replaying import recipe, rewrites
-from retrofit.runtime.wrapped_models import is_adapted
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import Wrapper
 

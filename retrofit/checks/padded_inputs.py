@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.runtime.probes import (
+from retrofit.inputs.probes import (
     Inputs,
     accepts,
     filler_id,

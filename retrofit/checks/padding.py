@@ -15,8 +15,8 @@ from retrofit.checks.divergence import Divergence, first_divergence
 from retrofit.checks.finding import Finding, Raised, attempt, failed, merge, skipped
 from retrofit.checks.padded_inputs import Padded, takes_padding
 from retrofit.checks.subject import Subject
-from retrofit.runtime.agreement import Comparison
-from retrofit.runtime.probes import ids_name, output_ids_name, run
+from retrofit.inputs.probes import ids_name, output_ids_name, run
+from retrofit.numerics.agreement import Comparison
 
 SIDES = ("left", "right")
 

@@ -12,14 +12,13 @@ from retrofit.checks.finding import Raised, attempt
 from retrofit.checks.registry import CHECKS, watches
 from retrofit.checks.subject import Subject, other_shapes
 from retrofit.errors import RetrofitError
+from retrofit.files.memory import release_freed_memory
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_state import preserve_state
+from retrofit.inputs.optional_inputs import adds_arguments, with_optional
+from retrofit.inputs.probes import describe, distinct_lengths
 from retrofit.passbase.replaying import recipe
 from retrofit.program.program import Program
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.optional_inputs import adds_arguments, with_optional
-from retrofit.runtime.probes import describe
-from retrofit.runtime.released_memory import release_freed_memory
-from retrofit.runtime.sides_apart import sides_apart
-from retrofit.runtime.state_preservation import preserve_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Reference:
         With `optional`, if None where the example inputs are derived, also on inputs with the images, films and sound that the
         model reads beside its text. Raises `RetrofitError` where the model does not run on the example inputs.
         """
-        inputs = sides_apart(model, named_inputs(model, example_inputs))
+        inputs = distinct_lengths(model, named_inputs(model, example_inputs))
         more = with_optional(model, inputs) if (example_inputs is None if optional is None else optional) else ()
         subject = runnable_subject(model, inputs, program, checks, more)
         measurements = {}

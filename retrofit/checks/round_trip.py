@@ -21,10 +21,12 @@ from retrofit.checks.finding import Finding, Raised, attempt, failed, passed, sk
 from retrofit.checks.parameter_matching import is_within
 from retrofit.checks.subject import Run, Subject
 from retrofit.errors import CheckpointError, first_few
-from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.full_disks import why_full
-from retrofit.runtime.probes import distance, logits_of, run, same_bits
-from retrofit.runtime.wrapped_models import holds_adapters
+from retrofit.files.atomic_writes import why_full
+from retrofit.inputs.example_inputs import device_of
+from retrofit.inputs.model_state import same_bits
+from retrofit.inputs.probes import logits_of, run
+from retrofit.inputs.usable_models import holds_adapters
+from retrofit.numerics.distances import distance
 from retrofit.storage.checkpoint import load, save
 from retrofit.storage.sampled_files import is_large, same_sample, write_samples
 from retrofit.surgery import transformers_bookkeeping

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
+from retrofit.inputs.model_state import same_bits
 from retrofit.passbase.method_reference import ModuleReference, RecordedCall
-from retrofit.runtime.probes import same_bits
 
 MOST = 2  # calls of a module that are kept of one forward: one that several depths share has many
 

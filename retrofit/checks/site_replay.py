@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
 from retrofit.checks.site_recording import CacheMark, map_tensors
+from retrofit.numerics.precision import Widened
 from retrofit.passbase.method_reference import (
     Deviation,
     Draw,
@@ -33,7 +34,6 @@ from retrofit.passbase.method_reference import (
     linked,
     shown,
 )
-from retrofit.runtime.precision import Widened
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import with_item
 

@@ -18,8 +18,8 @@ from retrofit.checks.padded_inputs import pad_both_sides, takes_padding, without
 from retrofit.checks.site_recording import MOST, CallRecorder, has_cache, map_tensors, same_calls
 from retrofit.checks.stepping import PADDED, PLAIN, section, step_batch, ways_to_step
 from retrofit.errors import RetrofitError, first_line
+from retrofit.inputs.probes import Inputs, accepts, extent_of, is_per_token, output_ids_name, resized, run
 from retrofit.passbase.method_reference import ModuleReference, RecordedCall
-from retrofit.runtime.probes import Inputs, accepts, extent_of, is_per_token, output_ids_name, resized, run
 
 STEPS = 5  # tokens decoded one at a time: of a few in a row some are anchors and some are not
 CHUNKS = (2, 3)  # tokens decoded at a time

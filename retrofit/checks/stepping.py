@@ -12,8 +12,7 @@ from torch import nn
 from retrofit.checks.activations import at_positions, record_activations
 from retrofit.checks.divergence import Divergence, first_divergence
 from retrofit.checks.padded_inputs import Padded, pad_inputs, takes_padding
-from retrofit.runtime.agreement import Arithmetic, Comparison
-from retrofit.runtime.probes import (
+from retrofit.inputs.probes import (
     Inputs,
     accepts,
     has_two_sides,
@@ -28,6 +27,7 @@ from retrofit.runtime.probes import (
     resized_like,
     run,
 )
+from retrofit.numerics.agreement import Arithmetic, Comparison
 
 STEPS = 2  # tokens decoded one at a time; one where a sequence is padded
 PLAIN, PADDED, REORDERED = "steps", "left-padded steps", "reordered steps"

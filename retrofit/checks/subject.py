@@ -12,12 +12,12 @@ import torch
 from torch import fx, nn
 
 from retrofit.checks.padded_inputs import Padded, pad_inputs, share_padding
+from retrofit.inputs.example_inputs import device_of
+from retrofit.inputs.probes import Inputs, extent_of, logits_of, named_outputs, resized, run
+from retrofit.numerics.agreement import Arithmetic, is_large
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import Program
-from retrofit.runtime.agreement import Arithmetic, is_large
-from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.probes import Inputs, extent_of, logits_of, named_outputs, resized, run
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 Watch = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -19,31 +19,30 @@ from retrofit.checks.report import CheckResult, Report
 from retrofit.checks.subject import Subject, other_shapes
 from retrofit.emitted.dense_graph import as_dense_graph_of
 from retrofit.errors import DoesNotFitError
-from retrofit.passbase.protocol import Rewrite
-from retrofit.passbase.replaying import recipe, rewrites
-from retrofit.program.program import Program
-from retrofit.runtime.calibration import Calibration
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.optional_inputs import adds_arguments, optional_tensors, with_optional
-from retrofit.runtime.probes import describe, recording_arguments, run
-from retrofit.runtime.released_memory import release_freed_memory
-from retrofit.runtime.sides_apart import sides_apart
-from retrofit.runtime.state_preservation import preserve_state
-from retrofit.runtime.usable_models import (
+from retrofit.files.memory import release_freed_memory
+from retrofit.inputs.calibration import Calibration
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_state import preserve_state
+from retrofit.inputs.optional_inputs import adds_arguments, optional_tensors, with_optional
+from retrofit.inputs.probes import describe, distinct_lengths, recording_arguments, run
+from retrofit.inputs.usable_models import (
     require_module,
     require_no_prompt,
     require_torch_module,
     require_trainable,
     require_values,
+    transformer_inside,
 )
-from retrofit.runtime.wrapped_models import transformer_inside
+from retrofit.passbase.protocol import Rewrite
+from retrofit.passbase.replaying import recipe, rewrites
+from retrofit.process import serialized
+from retrofit.program.program import Program
 from retrofit.surgery.edit import Fate
 
 LOAD_FIRST = "load its weights first"
 
 
-@one_at_a_time
+@serialized
 def verify(
     model: nn.Module,
     reference: nn.Module | Reference | None = None,
@@ -79,7 +78,7 @@ def verify(
         accounts = None if accounts is None else accounts[len(reference.recipe) :]
     exact = all(one.exact for one in (accounts if accounts is not None else passes))
     if reference is None:
-        inputs = sides_apart(model, named_inputs(model, example_inputs))
+        inputs = distinct_lengths(model, named_inputs(model, example_inputs))
         others = [one for one in other_shapes(model, inputs) if admits(model, one)]
         optional = with_optional(model, inputs) if example_inputs is None else ()
         subject = Subject(model, (inputs, *others, *optional))
@@ -95,7 +94,7 @@ def verify(
     return run_checks(context, reference, checks)
 
 
-@one_at_a_time
+@serialized
 def verify_onnx(path: str | Path, model: nn.Module, example_inputs: Any = None) -> Report:
     """The report of the check `onnx` on an ONNX file: whether it computes what `model`, or a part of it, does."""
     require_module(model)

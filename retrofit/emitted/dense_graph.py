@@ -13,12 +13,12 @@ from torch import fx, nn
 
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_memory import without_weights, zeros_for
+from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase.protocol import Recipe
 from retrofit.passbase.running import run_passes
 from retrofit.program.capture import capture
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.skeletons import without_weights, zeros_for
-from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.surgery.edit import Edit
 
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.errors import CaptureError
+from retrofit.inputs.example_inputs import device_of, named_inputs
+from retrofit.inputs.model_state import preserve_state
+from retrofit.inputs.probes import Inputs, named_outputs
+from retrofit.numerics.distances import distance
 from retrofit.program.aten_ops import extent, op
 from retrofit.program.capture import capture
 from retrofit.program.program import Program
 from retrofit.program.tracing_contexts import CUSTOM_BACKWARD, NO_GRAD, annotation
-from retrofit.runtime.example_inputs import device_of, named_inputs
-from retrofit.runtime.probes import Inputs, distance, named_outputs
-from retrofit.runtime.state_preservation import preserve_state
 
 
 def attention_dropouts(model: nn.Module, program: Program) -> dict[fx.Node, float]:

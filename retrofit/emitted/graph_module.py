@@ -22,15 +22,16 @@ from retrofit.emitted.dropout_and_gradients import custom_backwards, have_same_g
 from retrofit.emitted.emission import emit_graph_module
 from retrofit.emitted.graph_parts import register_tensor
 from retrofit.errors import CaptureError, kind_of
+from retrofit.inputs.example_inputs import device_of, named_inputs, special_ids, vocabulary_of
+from retrofit.inputs.model_state import preserve_state
+from retrofit.inputs.probes import Inputs, named_outputs
+from retrofit.numerics.distances import distance, tolerance_of
 from retrofit.program.aten_ops import op
 from retrofit.program.capture import capture, missing_masks
 from retrofit.program.functionalize import mutates
 from retrofit.program.program import Program
 from retrofit.program.reading import calls_from_metadata, read_program
 from retrofit.program.tracing_contexts import NO_GRAD, annotation
-from retrofit.runtime.example_inputs import device_of, named_inputs, special_ids, vocabulary_of
-from retrofit.runtime.probes import Inputs, distance, named_outputs, tolerance_of
-from retrofit.runtime.state_preservation import preserve_state
 
 
 @torch.no_grad()

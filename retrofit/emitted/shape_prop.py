@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
 from retrofit.emitted.graph_parts import GraphPart
-from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.state_preservation import preserve_state
+from retrofit.inputs.example_inputs import device_of
+from retrofit.inputs.model_state import preserve_state
 
 GraphOwner = fx.GraphModule | GraphPart
 

@@ -22,7 +22,7 @@ from transformers.models.auto import modeling_auto
 
 from retrofit.anatomy.anatomy import plural
 from retrofit.errors import first_few, first_line
-from retrofit.runtime.quiet import quiet
+from retrofit.process import quiet
 from retrofit.undoing.dense_skeleton import skeleton_of
 
 IDENTITY = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config", "auto_map", "dtype")

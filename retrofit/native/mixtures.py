@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retrofit.numerics.distances import distance
 from retrofit.passbase.replaying import rewrites
-from retrofit.runtime.probes import distance
 
 TOKENS = 64
 SPREAD = 2.0  # of the logits of a router at random: large enough that gates differ

@@ -19,6 +19,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, VerificationError, first_line
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_state import preserve_modes, preserve_random_state, preserve_state
+from retrofit.inputs.probes import extent_of, logits_of, resized, run
+from retrofit.inputs.usable_models import require_in_memory, require_module, require_uncompiled, require_values
 from retrofit.native.architectures import (
     Architecture,
     Shapes,
@@ -42,16 +46,11 @@ from retrofit.native.mixtures import (
     random_weights,
 )
 from retrofit.native.surrounding_graph import Surroundings, call_of, first_difference, matched_parameters
+from retrofit.numerics.agreement import Arithmetic, Comparison
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.replaying import rewritten_part
+from retrofit.process import serialized
 from retrofit.program.capture import capture
-from retrofit.runtime.agreement import Arithmetic, Comparison
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.modes import preserve_modes
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.probes import extent_of, logits_of, resized, run
-from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
-from retrofit.runtime.usable_models import require_in_memory, require_module, require_uncompiled, require_values
 from retrofit.storage.filling import fill_transformers
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 from retrofit.undoing.dense_skeleton import RECIPE, dense_skeleton, skeleton_of, without_recipe
@@ -109,7 +108,7 @@ def to_native(model: PreTrainedModel, architecture: str | None = None) -> PreTra
     return native_form(model, architecture).model
 
 
-@one_at_a_time
+@serialized
 def native_form(model: Any, architecture: str | None = None, progress: Progress | None = None) -> NativeForm:
     """`to_native`, with an account of what the result is."""
     say = progress or (lambda stage: None)

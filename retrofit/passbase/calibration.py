@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CaptureError, SpecError, kind_of
-from retrofit.runtime.calibration import Calibration
-from retrofit.runtime.example_inputs import (
+from retrofit.inputs.calibration import Calibration
+from retrofit.inputs.example_inputs import (
     beside_ids,
     example_inputs,
     forward_parameters,
@@ -22,8 +22,8 @@ from retrofit.runtime.example_inputs import (
     trainable,
     vocabulary_of,
 )
-from retrofit.runtime.probes import accepts, extent_of, ids_name, run
-from retrofit.runtime.state_preservation import preserve_state
+from retrofit.inputs.model_state import preserve_state
+from retrofit.inputs.probes import accepts, extent_of, ids_name, run
 from retrofit.surgery.dequantization import quantization_of
 
 LENGTH = 128  # tokens a window of text

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.runtime.calibration import Calibration
+from retrofit.inputs.calibration import Calibration
 
 Place = tuple[int | None, str | None]  # an argument of a call: its position, its keyword
 Key = int | str | None  # an item of what a module returns; None: the value itself

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 
 from retrofit.anatomy.parts import NearMiss, Site
 from retrofit.errors import DoesNotFitError, SpecError, first_few
+from retrofit.files.memory import in_gigabytes, memory_limit
 from retrofit.passbase.options import check_option, format_value, require_options
-from retrofit.runtime.memory_limit import in_gigabytes, memory_limit
 
 if TYPE_CHECKING:
     from torch import nn

@@ -16,21 +16,19 @@ import torch
 from torch import nn
 
 from retrofit.errors import CheckpointError, RetrofitError, TrainingError
+from retrofit.files.memory import require_memory
+from retrofit.inputs.example_inputs import device_of, named_inputs
+from retrofit.inputs.model_memory import value_of, without_weights
+from retrofit.inputs.usable_models import require_torch_module, transformers_models
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import AnyPass, Dial, Recipe, Rewrite, parse_recipe
 from retrofit.passbase.recipe_storage import passes_of, tie_as
 from retrofit.passbase.running import run_passes, with_current_names
-from retrofit.runtime.example_inputs import device_of, named_inputs
-from retrofit.runtime.memory_limit import require_memory
-from retrofit.runtime.offloading import value_of
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.skeletons import without_weights
-from retrofit.runtime.usable_models import require_torch_module
-from retrofit.runtime.wrapped_models import transformers_models
+from retrofit.process import serialized
 from retrofit.surgery.edit import Edit, Fate
 
 
-@one_at_a_time
+@serialized
 def replay(
     model: nn.Module, specs: Sequence[str], record: Mapping[str, Any] | None = None, *, same_model: bool = True
 ) -> tuple[Rewrite, ...]:

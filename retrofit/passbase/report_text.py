@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from retrofit.anatomy.anatomy import plural
-from retrofit.runtime.line_folding import fold_lines, one_line
-from retrofit.runtime.notes import fold_notes
+from retrofit.progress import fold_lines, fold_notes, one_line
 
 if TYPE_CHECKING:
     from retrofit.anatomy.parts import NearMiss, Site

@@ -18,7 +18,7 @@ from retrofit.passbase.protocol import AnyPass, Plan, Recipe, Rewrite
 from retrofit.passbase.recipe_storage import AppliedTo, is_quantized
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
-from retrofit.runtime.counted_work import reported_to
+from retrofit.progress import reported_to
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import shared_names
 from retrofit.surgery.user_hooks import HookWatch

@@ -14,7 +14,7 @@ from torch import nn
 
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import RetrofitError, TrainingError, first_line
-from retrofit.runtime import gguf_header
+from retrofit.files import gguf_header
 
 SUFFIXES = (".txt", ".py", ".md")
 BYTES = 256

@@ -22,10 +22,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from retrofit.errors import RetrofitError
+from retrofit.inputs.model_state import evaluation_mode, preserve_modes, preserve_random_state
+from retrofit.inputs.probes import can_generate, ids_name, logits_of
 from retrofit.passbase.tokenization import positions_named
-from retrofit.runtime.modes import evaluation_mode, preserve_modes
-from retrofit.runtime.probes import can_generate, ids_name, logits_of
-from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.model_comparison import generated, synchronize
 

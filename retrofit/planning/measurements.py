@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from retrofit.errors import PlanningError, first_line
-from retrofit.runtime.atomic_writes import whole_file
+from retrofit.files.atomic_writes import whole_file
 
 RECORD = "measured.json"
 FORMAT = "retrofit plan's measurements"

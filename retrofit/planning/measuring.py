@@ -16,6 +16,7 @@ import numpy
 from torch import nn
 
 from retrofit.errors import CaptureError, DoesNotFitError, PlanningError
+from retrofit.inputs.model_memory import own_bytes
 from retrofit.passbase.protocol import AnyPass
 from retrofit.planning.choosing import Problem, cliques_of
 from retrofit.planning.costs import CHOICES, COSTS, LOSSES, PATIENCE, SECONDS, Deadline, Hybrid, OutOfTime, beside
@@ -37,7 +38,6 @@ from retrofit.planning.variants import (
     structure,
 )
 from retrofit.program.program import Program
-from retrofit.runtime.peak_memory import own_bytes
 from retrofit.training.fingerprints import short_hash
 
 Progress = Callable[[str], None]

@@ -11,9 +11,9 @@ from typing import Any
 
 from retrofit.anatomy.anatomy import layer_range
 from retrofit.errors import PlanningError
+from retrofit.files.atomic_writes import whole_file
 from retrofit.passbase.protocol import Recipe, parse_recipe
 from retrofit.planning.targets import QUANTITIES, Target
-from retrofit.runtime.atomic_writes import whole_file
 from retrofit.training.curves import COLOURS, DPI, SIZE
 
 VERSION = 1  # of recipe files

@@ -21,6 +21,10 @@ from torch import nn
 
 from retrofit.anatomy.inspection import read_anatomy
 from retrofit.errors import PlanningError, RetrofitError
+from retrofit.inputs.example_inputs import device_of
+from retrofit.inputs.model_memory import own_bytes
+from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.usable_models import require_in_memory, require_module, require_uncompiled, require_values, transformer_inside
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import AnyPass
 from retrofit.planning.choosing import Problem, choose, least_cost
@@ -33,13 +37,8 @@ from retrofit.planning.prediction import JointError, MeasuredTogether
 from retrofit.planning.targets import Target, parse_targets
 from retrofit.planning.variants import candidates_of, layers_by_depth, limited_to, rewritten_copy, short_spec
 from retrofit.preview import plan_of
+from retrofit.process import serialized
 from retrofit.rewriting import prepare_model
-from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.peak_memory import own_bytes
-from retrofit.runtime.usable_models import require_in_memory, require_module, require_uncompiled, require_values
-from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.training.fingerprints import hash_settings, hash_weights
 
 ROUNDS = 6  # of choosing and measuring
@@ -48,7 +47,7 @@ HALVINGS = 9  # in looking for the cost at which a loss is reached
 SAME = 1e-6
 
 
-@one_at_a_time
+@serialized
 def plan(
     model: nn.Module,
     calibration: Any,

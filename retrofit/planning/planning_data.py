@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import PlanningError, RetrofitError, SpecError
+from retrofit.inputs.calibration import Calibration, batched, length_of, windows_of_batch
+from retrofit.inputs.example_inputs import device_of
 from retrofit.passbase.calibration import calibration_from, calibration_windows, named_batch, require_token_ids, tokenize_texts
 from retrofit.passbase.tokenization import codec_for
-from retrofit.runtime.calibration import Calibration
-from retrofit.runtime.calibration_split import batched, length_of, windows_of_batch
-from retrofit.runtime.example_inputs import device_of
 from retrofit.training.fingerprints import short_hash
 from retrofit.training.losses import add_loss
 from retrofit.training.objectives import Collator, objective_for

@@ -24,13 +24,13 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from retrofit.errors import PlanningError, RetrofitError, TrainingError
+from retrofit.inputs.calibration import real_tokens
+from retrofit.inputs.example_inputs import vocabulary_of
+from retrofit.inputs.model_state import evaluation_mode, same_bits
+from retrofit.inputs.probes import logits_of, run
+from retrofit.numerics.distances import token_weights
 from retrofit.passbase.tokenization import vocabulary_size
 from retrofit.planning.planning_data import examples_of
-from retrofit.runtime.calibration import real_tokens
-from retrofit.runtime.example_inputs import vocabulary_of
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.probes import logits_of, run, same_bits
-from retrofit.runtime.weighted_errors import token_weights
 from retrofit.training.losses import without_labels
 from retrofit.training.objectives import IGNORED
 

@@ -20,18 +20,17 @@ from torch import Tensor, fx, nn
 
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.errors import DoesNotFitError, PlanningError
+from retrofit.files.atomic_writes import whole_file
+from retrofit.inputs.calibration import Calibration, windows_of_batch
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_memory import own_bytes
+from retrofit.inputs.model_state import evaluation_mode, plain_attributes, preserve_random_state
+from retrofit.inputs.probes import accepts, logits_of, run
+from retrofit.numerics.distances import distance, tolerance_of
 from retrofit.passbase.options import format_value
 from retrofit.passbase.protocol import AnyPass, Pass, load_pass, parse_spec, pass_names
 from retrofit.program.program import Program
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.atomic_writes import whole_file
-from retrofit.runtime.calibration import Calibration
-from retrofit.runtime.calibration_split import windows_of_batch
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.peak_memory import own_bytes
-from retrofit.runtime.probes import accepts, distance, logits_of, run, tolerance_of
-from retrofit.runtime.state_preservation import plain_attributes, preserve_random_state
 from retrofit.surgery.dequantization import TRACES
 from retrofit.surgery.edit import Edit
 

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import dataclasses
 import inspect
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,11 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from retrofit.errors import CaptureError
+from retrofit.errors import CaptureError, first_line
+from retrofit.inputs.model_state import preserve_modes, preserve_state
+from retrofit.inputs.packed_weights import refuse_packed_layers
+from retrofit.inputs.probes import extent_of, resized
+from retrofit.process import serialized
 from retrofit.program.aten_ops import SELECTION, op
 from retrofit.program.functionalize import functionalize, replace_nondifferentiable_copies
 from retrofit.program.program import Call, Program
@@ -37,12 +42,6 @@ from retrofit.program.tracing_contexts import (
     skip_no_op_casts,
     with_dynamic_shapes,
 )
-from retrofit.runtime.failing_module import failure_in
-from retrofit.runtime.modes import preserve_modes
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.packed_layers import refuse_packed_layers
-from retrofit.runtime.probes import extent_of, resized
-from retrofit.runtime.state_preservation import preserve_state
 
 LIBRARY = torch.library.Library("retrofit", "DEF")
 LIBRARY.define("mark(Tensor x, int call, bool leaves, str key) -> Tensor")
@@ -50,7 +49,7 @@ LIBRARY.impl("mark", lambda x, call, leaves, key: x.clone(), "CompositeExplicitA
 fx.node.has_side_effect(torch.ops.retrofit.mark.default)  # kept in the graph even where no output depends on it
 
 
-@one_at_a_time
+@serialized
 def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: bool = False, training: bool = False) -> Program:
     """Return the program that `model` runs on inputs like `example_inputs` (by argument), in evaluation mode if not in `training`.
 
@@ -248,3 +247,17 @@ def on_fake_cpu(model: nn.Module) -> nn.Module:
                         fake = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
                         table[name] = made.setdefault(id(tensor), fake)  # type: ignore[assignment]
     return twin
+
+
+def failure_in(model: nn.Module, error: BaseException, at: str = "") -> str:
+    """The first line of the error, after the path of the innermost module of the model in whose code it was raised.
+
+    The model may itself be a part of another, where its path is `at`.
+    """
+    paths = {  # by contents: a tracer calls other modules that have the same ones
+        id(vars(module)): f"{at}.{path}".strip(".") for path, module in model.named_modules()
+    }
+    owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    inside = [id(vars(one)) for one in owners if isinstance(one, nn.Module)]
+    path = next((paths[one] for one in reversed(inside) if one in paths), "")
+    return f"{path}: {first_line(error)}" if path else first_line(error)

@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from retrofit.inputs.model_memory import HollowGroupedProducts
+from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.probes import run
 from retrofit.program.aten_ops import op_name
 from retrofit.program.program import Program
 from retrofit.program.tracing_contexts import disable_cache, silence_tracer
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.probes import run
-from retrofit.runtime.skeletons import HollowGroupedProducts
 
 # A product costs 2 operations (multiply, add) an element and summand; of element-wise operations only multiply-adds are counted.
 

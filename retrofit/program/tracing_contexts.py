@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils._pytree import tree_map
 
-from retrofit.runtime.one_at_a_time import PROCESS
+from retrofit.process import PROCESS
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export", "torch._export")  # logs
 

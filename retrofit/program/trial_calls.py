@@ -15,17 +15,16 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.errors import CaptureError, DoesNotFitError
-from retrofit.program.capture import capture
+from retrofit.inputs.model_state import preserve_state
+from retrofit.inputs.probes import run
+from retrofit.process import serialized
+from retrofit.program.capture import capture, failure_in
 from retrofit.program.tracing_contexts import disable_cache
-from retrofit.runtime.failing_module import failure_in
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.probes import run
-from retrofit.runtime.state_preservation import preserve_state
 
 Trial = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object]  # of a module and the arguments of one of its calls
 
 
-@one_at_a_time
+@serialized
 def failed_trials(model: nn.Module, inputs: Mapping[str, Any], trials: Mapping[str, Trial]) -> dict[str, str]:
     """Run `model` without its cache, and before each call of a module at one of the paths its trial; return why trials failed.
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError, first_few
+from retrofit.inputs.example_inputs import accepts, forward_parameters, named_inputs
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.protocol import Rewrite
-from retrofit.runtime.example_inputs import accepts, forward_parameters, named_inputs
 from retrofit.storage.recorded_model import config_differences
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
 from retrofit.surgery.edit import Edit, Fate

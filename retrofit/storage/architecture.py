@@ -21,9 +21,9 @@ from torch import fx, nn
 from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError
+from retrofit.inputs.model_memory import zeros_for
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import subclasses
-from retrofit.runtime.skeletons import zeros_for
 
 REFERENCE = re.compile(r"(?P<model>[\w.]+:[\w.]+)(?:\((?P<config>[\w.]+:[\w.]+)\))?")
 BUILD = (

@@ -16,15 +16,14 @@ import torch
 from torch import nn
 
 from retrofit.errors import CheckpointError
+from retrofit.files import gguf_header
+from retrofit.files.atomic_writes import whole_directory, whole_file
+from retrofit.files.model_folders import as_path
+from retrofit.inputs.packed_weights import refuse_packed_layers
 from retrofit.onnx.exporter.export_onnx import export_onnx
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.passbase.recipe_storage import as_ordinary_model
-from retrofit.runtime import gguf_header
-from retrofit.runtime.atomic_writes import whole_directory, whole_file
-from retrofit.runtime.deferred_signals import unbroken
-from retrofit.runtime.model_folders import as_path
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.packed_layers import refuse_packed_layers
+from retrofit.process import serialized, unbroken
 from retrofit.storage.companions import write_card
 from retrofit.storage.directories import load_directory, name_file_in_errors
 from retrofit.storage.exported_program import load_exported, save_exported
@@ -33,7 +32,7 @@ from retrofit.storage.gguf_file import load_gguf
 from retrofit.storage.pt_file import architecture_in_file, checkpoint_contents, read_checkpoint, rebuild_model
 
 
-@one_at_a_time
+@serialized
 def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: Any = None) -> Path:
     """Write the model with its recipe to `path`, a `.pt`, `.pt2` or `.onnx` file or else a directory, whole or not at all.
 
@@ -83,7 +82,7 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-@one_at_a_time
+@serialized
 def load(
     path: str | Path,
     *,

@@ -15,13 +15,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError, RetrofitError
+from retrofit.files import gguf_header
+from retrofit.files.atomic_writes import whole_directory
+from retrofit.files.model_folders import CARD, OF_A_RECIPE, TEMPLATES, says_recipe
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import as_pass
 from retrofit.passbase.replaying import rewritten_part
 from retrofit.passbase.tokenization import read_tokenizer
-from retrofit.runtime import gguf_header
-from retrofit.runtime.atomic_writes import whole_directory
-from retrofit.runtime.model_folders import CARD, OF_A_RECIPE, TEMPLATES, says_recipe
 from retrofit.storage.pipeline_directories import MODULES, module_folders, transformer_folder
 
 BEGIN, END = OF_A_RECIPE, "<!-- retrofit: end -->"

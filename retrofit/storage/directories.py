@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError, RetrofitError, first_few, first_line
 from retrofit.passbase.recipe_storage import refuse_bundle
-from retrofit.runtime.quiet import quiet
+from retrofit.process import quiet
 from retrofit.storage.architecture import transformers_class
 from retrofit.storage.filling import (
     ONLY_DATA,

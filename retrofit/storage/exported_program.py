@@ -35,19 +35,18 @@ from torch.utils._sympy import functions
 from retrofit.emitted.dense_graph import DenseGraph, dense_graph
 from retrofit.emitted.graph_module import from_exported
 from retrofit.errors import CaptureError, CheckpointError, RetrofitWarning, first_line
+from retrofit.files.atomic_writes import whole_file
+from retrofit.files.memory import require_memory, require_unpacked_fits
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_memory import zeros_for
+from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.probes import is_numbering, is_per_token, is_token_ids
+from retrofit.inputs.usable_models import require_values
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.replaying import replayed_inputs
+from retrofit.process import unbroken
 from retrofit.program.capture import as_plain_module
 from retrofit.program.tracing_contexts import disable_cache, silence_tracer, with_dynamic_shapes
-from retrofit.runtime.archives import require_unpacked_fits
-from retrofit.runtime.atomic_writes import whole_file
-from retrofit.runtime.deferred_signals import unbroken
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.memory_limit import require_memory
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.probes import is_numbering, is_per_token, is_token_ids
-from retrofit.runtime.skeletons import zeros_for
-from retrofit.runtime.usable_models import require_values
 from retrofit.storage.filling import fill_model
 
 CASTS = ("_to_copy", "to", "clone", "alias", "_assert_tensor_metadata")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from retrofit.errors import CheckpointError
-from retrofit.runtime import gguf_header
+from retrofit.files import gguf_header
 
 FILES = (".pt", ".pth")
 EXPORTED = ".pt2"

@@ -18,11 +18,11 @@ from torch.nn.modules import module as registration
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from retrofit.errors import CheckpointError, first_few, first_line, kind_of
+from retrofit.files.memory import in_gigabytes, memory_limit, require_memory
+from retrofit.files.safetensors_header import Extent, extents_in
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.recipe_storage import assign
-from retrofit.runtime.memory_limit import in_gigabytes, memory_limit, require_memory
-from retrofit.runtime.quiet import quiet
-from retrofit.runtime.safetensors_header import Extent, extents_in
+from retrofit.process import quiet
 from retrofit.surgery import transformers_bookkeeping
 
 MORE = 50  # times as many parameters as a file holds tensors may be registered: experts apart, layers rewritten

@@ -22,9 +22,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_gguf_available
 
 from retrofit.errors import CheckpointError, RetrofitError, first_few, first_line
-from retrofit.runtime.gguf_header import AGAIN, Header, read_header
-from retrofit.runtime.memory_limit import require_memory
-from retrofit.runtime.quiet import quiet
+from retrofit.files.gguf_header import AGAIN, Header, read_header
+from retrofit.files.memory import require_memory
+from retrofit.process import quiet
 from retrofit.storage.architecture import transformers_class
 from retrofit.storage.filling import ONLY_DATA, no_larger_than, require_all_used, require_match
 from retrofit.surgery.dequantization import forget_quantization, skeleton_of

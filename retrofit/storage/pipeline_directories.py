@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, first_line
+from retrofit.inputs.usable_models import transformers_models
 from retrofit.passbase.tokenization import read_texts
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.quiet import quiet
-from retrofit.runtime.wrapped_models import transformers_models
+from retrofit.process import quiet, serialized
 
 MODULES, CONFIG = "modules.json", "config.json"
 
@@ -50,7 +49,7 @@ def is_pipeline(path: Path) -> bool:
     return (path / MODULES).is_file()
 
 
-@one_at_a_time
+@serialized
 def load_pipeline(path: Path) -> Any:
     """Return the whole sentence-transformers model in a directory, its transformer rewritten as its recipe says, in eval mode.
 

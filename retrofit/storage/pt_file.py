@@ -15,10 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError, first_few, kind_of
+from retrofit.files.memory import require_memory, require_unpacked_fits
+from retrofit.inputs.usable_models import holds_adapters
 from retrofit.passbase import recipe_storage
-from retrofit.runtime.archives import require_unpacked_fits
-from retrofit.runtime.memory_limit import require_memory
-from retrofit.runtime.wrapped_models import holds_adapters
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.directories import fill_from_config
 from retrofit.storage.filling import fill_model, fill_transformers, no_larger_than

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.errors import RetrofitError, SpecError
+from retrofit.files.model_folders import as_path
 from retrofit.passbase.protocol import AnyPass, Recipe, make_pass, parse_spec
-from retrofit.runtime.model_folders import as_path
 from retrofit.storage.file_names import FILES
 
 VERSION = 1  # of the JSON object

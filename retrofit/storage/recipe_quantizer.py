@@ -298,7 +298,7 @@ def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple
     `saved` is the class it was saved as last. Return the modules that are not new, and the names of the tensors that were not
     saved.
     """
-    from retrofit.runtime.example_inputs import forward_parameters  # not before, as above
+    from retrofit.inputs.example_inputs import forward_parameters
     from retrofit.storage import another_head
     from retrofit.storage.architecture import transformers_class
 

@@ -19,7 +19,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError
-from retrofit.runtime.safetensors_header import Extent
+from retrofit.files.safetensors_header import Extent
 from retrofit.storage.filling import WEIGHTS
 from retrofit.streaming.tensor_files import header_and_extents
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from retrofit.checks.fingerprint import chunks, is_finite
 from retrofit.checks.finite_weights import not_finite, require_finite_weight
-from retrofit.runtime.resumable_directory import Unfinished
-from retrofit.runtime.safetensors_header import Extent
+from retrofit.files.resumable_directory import Unfinished
+from retrofit.files.safetensors_header import Extent
 from retrofit.storage.filling import INDEX
 from retrofit.streaming.model_layout import ModelLayout
 from retrofit.streaming.tensor_files import TensorFiles, bytes_of, copy_bytes, forget_pages, reserved_file, write_at

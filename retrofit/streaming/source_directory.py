@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from retrofit.errors import CheckpointError
-from retrofit.runtime.quiet import quiet
-from retrofit.runtime.safetensors_header import Extent
+from retrofit.files.safetensors_header import Extent
+from retrofit.process import quiet
 from retrofit.storage.directories import directory_class, load_directory, name_file_in_errors
 from retrofit.storage.filling import (
     INDEX,

@@ -26,21 +26,20 @@ from torch import nn
 from retrofit import __version__
 from retrofit.checks.finite_weights import require_finite_weight
 from retrofit.errors import CheckpointError
+from retrofit.files.atomic_writes import final_name
+from retrofit.files.resumable_directory import Unfinished, resumable_directory, unfinished_of
+from retrofit.inputs.calibration import Calibration
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_memory import recordings_kept_by
+from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.calibration import calibration_from
 from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite
 from retrofit.passbase.running import Progress, refuse_early, run_passes
+from retrofit.process import quiet, serialized
 from retrofit.program.capture import capture
 from retrofit.program.program import Program
 from retrofit.rewriting import Applied, parse_passes, require_use, rewrite_once
-from retrofit.runtime.atomic_writes import final_name
-from retrofit.runtime.calibration import Calibration
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.quiet import quiet
-from retrofit.runtime.recordings import recordings_kept_by
-from retrofit.runtime.resumable_directory import Unfinished, resumable_directory, unfinished_of
-from retrofit.runtime.state_preservation import preserve_random_state
 from retrofit.storage.companions import add_companions, companion_files
 from retrofit.storage.file_names import is_file_name
 from retrofit.storage.filling import INDEX, WEIGHTS, weight_files
@@ -86,7 +85,7 @@ class Mapped:
     random_state: torch.Tensor  # of the generator after the capture, as it is in `apply`
 
 
-@one_at_a_time
+@serialized
 def apply_streamed(
     source: str | Path,
     output: str | Path,

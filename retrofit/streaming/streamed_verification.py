@@ -11,12 +11,12 @@ from retrofit.checks.registry import CHECKS
 from retrofit.checks.report import CheckResult, Report
 from retrofit.checks.verify import check_rewrite, verify
 from retrofit.errors import CheckpointError, VerificationError
+from retrofit.files.atomic_writes import draft_folder
+from retrofit.inputs.example_inputs import named_inputs
 from retrofit.passbase.protocol import Rewrite
 from retrofit.passbase.running import Progress
+from retrofit.process import serialized
 from retrofit.rewriting import Applied
-from retrofit.runtime.drafts import draft_folder
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.one_at_a_time import one_at_a_time
 from retrofit.storage.pipeline_directories import transformer_folder
 from retrofit.streaming.result_files import SetAside
 from retrofit.streaming.source_directory import (
@@ -32,7 +32,7 @@ STREAMED = ("graph", "parameters", "function", "cost")  # each reads all weights
 ELSEWHERE = "it reads the weights many times over, or needs a gradient for each: retrofit verify, where the model fits in memory"
 
 
-@one_at_a_time
+@serialized
 def verify_directory(model: Path, dense: Path | None, progress: Progress | None = None) -> Report:
     """Return the report on the model in a directory, held against the one in the directory `dense` where one is named.
 

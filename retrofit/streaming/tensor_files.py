@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import CheckpointError
-from retrofit.runtime.safetensors_header import DTYPES, METADATA, Extent
+from retrofit.files.safetensors_header import DTYPES, METADATA, Extent
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CACHE_LINE = 64  # bytes; tensors that torch makes begin at a multiple

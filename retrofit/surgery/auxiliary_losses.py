@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from retrofit.errors import RetrofitWarning
+from retrofit.inputs.example_inputs import forward_parameters
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import MUTATION, Program
-from retrofit.runtime.example_inputs import forward_parameters
 from retrofit.surgery.keyword_injection import ForwardReplacement, own_forward
 from retrofit.surgery.wrappers import with_item
 

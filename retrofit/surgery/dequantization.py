@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from retrofit.errors import CheckpointError, first_few, first_line
-from retrofit.runtime.packed_layers import packed_layers, unpacked_linear
-from retrofit.runtime.packed_rows import is_packed_tensor, unpacked
-from retrofit.runtime.state_preservation import preserve_random_state
-from retrofit.runtime.usable_models import require_torch_module
+from retrofit.inputs.model_state import preserve_random_state
+from retrofit.inputs.packed_weights import is_packed_tensor, packed_layers, unpacked, unpacked_linear
+from retrofit.inputs.usable_models import require_torch_module
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import forget_packed_reading
 

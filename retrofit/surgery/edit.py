@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from retrofit.errors import DoesNotFitError
-from retrofit.runtime.notes import Note, Worst
-from retrofit.runtime.released_memory import page_out
+from retrofit.files.memory import page_out
+from retrofit.progress import Note, Worst
 from retrofit.surgery.user_hooks import OURS, hooked_module, hooks_of_passes, take_over_hooks
 
 if TYPE_CHECKING:
-    from retrofit.runtime.calibration import Calibration
+    from retrofit.inputs.calibration import Calibration
 
 
 SWITCHES = {"use_nested_tensor": False, "activation_relu_or_gelu": 0}  # an attribute, and its value where the code is not to run

@@ -20,8 +20,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from retrofit.errors import DoesNotFitError, join_remedies
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
+from retrofit.inputs.model_state import evaluation_mode, preserve_random_state, preserve_state
 from retrofit.surgery.keyword_injection import ForwardReplacement, own_forward
 
 CALLED = {

@@ -17,8 +17,8 @@ from torch import nn
 from transformers.utils import WEIGHTS_NAME
 
 from retrofit.errors import TrainingError, first_line, kind_of
-from retrofit.runtime.atomic_writes import whole_file
-from retrofit.runtime.deferred_signals import deferred_signals
+from retrofit.files.atomic_writes import whole_file
+from retrofit.process import deferred_signals
 
 OF_TORCH = ("PytorchStreamWriter", "inline_container")  # in what torch says of a file that it could not write
 FULL = 1 << 20  # bytes: where less is free, that was it

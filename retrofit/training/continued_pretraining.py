@@ -14,14 +14,13 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from retrofit.errors import CheckpointError, RetrofitWarning, TrainingError
+from retrofit.inputs import usable_models
+from retrofit.inputs.example_inputs import device_of
+from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.usable_models import require_in_memory, require_module, require_values, transformer_inside
 from retrofit.passbase.recipe_storage import as_ordinary_model, is_quantized, stored_recipe
 from retrofit.passbase.replaying import added_parameters, rewritten_part
 from retrofit.passbase.tokenization import text_codec, windows_of
-from retrofit.runtime import usable_models
-from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.usable_models import require_in_memory, require_module, require_values
-from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.storage.checkpoint import require_savable, save
 from retrofit.storage.file_names import is_file_name, require_writable_kind
 from retrofit.training import processes

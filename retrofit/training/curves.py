@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from retrofit.runtime.atomic_writes import whole_file
+from retrofit.files.atomic_writes import whole_file
 
 Points = tuple[tuple[int, float], ...]  # (step, loss)
 

@@ -34,9 +34,9 @@ from torch.nn import functional as F
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import RetrofitError
+from retrofit.inputs.model_state import evaluation_mode
 from retrofit.program.aten_ops import DROPOUT, POINTWISE, is_float, op, shape
 from retrofit.program.program import Call
-from retrofit.runtime.modes import evaluation_mode
 from retrofit.training.losses import list_of, token_logits, without_labels
 from retrofit.training.objectives import IGNORED, Example
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from retrofit.inputs.model_memory import value_of
 from retrofit.passbase.tokenization import Codec
-from retrofit.runtime.offloading import value_of
 
 SAMPLES = 64  # values of a parameter that are hashed
 UNRELATED = ("transformers_version", "dtype", "architectures")  # fields of a config that change nothing that is computed

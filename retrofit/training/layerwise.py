@@ -29,11 +29,11 @@ from torch.utils import _pytree as pytree
 from retrofit.anatomy.inspection import inspect
 from retrofit.anatomy.parts import NoStream
 from retrofit.errors import TrainingError
+from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.module_calls import float_tensors
+from retrofit.numerics.distances import token_weights
 from retrofit.passbase.protocol import Dial
 from retrofit.passbase.replaying import CorrespondingSite
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.recorded_calls import float_tensors
-from retrofit.runtime.weighted_errors import token_weights
 
 Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 

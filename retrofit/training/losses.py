@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import TrainingError
-from retrofit.runtime.example_inputs import beside_ids, forward_parameters, is_required, kinds_beside_ids
-from retrofit.runtime.probes import accepts, named_outputs
+from retrofit.inputs.example_inputs import beside_ids, forward_parameters, is_required, kinds_beside_ids
+from retrofit.inputs.probes import accepts, named_outputs
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.settings import Settings
 from retrofit.training.windows import WINDOW

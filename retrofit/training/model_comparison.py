@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import TrainingError, first_line, kind_of
+from retrofit.files.atomic_writes import whole_file
+from retrofit.inputs.example_inputs import device_of
+from retrofit.inputs.model_memory import own_bytes, peak_bytes
+from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.probes import can_generate
 from retrofit.passbase.tokenization import Codec, reading, text_codec, windows_of
 from retrofit.program.cost import flops_per_token, unit_of
-from retrofit.runtime.atomic_writes import whole_file
-from retrofit.runtime.example_inputs import device_of
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.peak_memory import own_bytes, peak_bytes
-from retrofit.runtime.probes import can_generate
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 from retrofit.training.curves import COLOURS, DPI, SIZE
 from retrofit.training.losses import add_loss, token_logits, without_labels

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from retrofit.errors import TrainingError, first_line
+from retrofit.inputs.model_state import evaluation_mode
 from retrofit.passbase.tokenization import Codec
-from retrofit.runtime.modes import evaluation_mode
 from retrofit.training.losses import class_of, find_logits, list_of
 from retrofit.training.windows import WINDOW
 

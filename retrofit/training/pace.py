@@ -22,8 +22,8 @@ from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from retrofit.errors import TrainingError
-from retrofit.runtime.deferred_signals import WAITING
-from retrofit.runtime.notes import Milestone
+from retrofit.process import WAITING
+from retrofit.progress import Milestone
 from retrofit.training import processes
 
 SHARE = 0.05  # of the time of the steps that evaluations may take, and that checkpoints may

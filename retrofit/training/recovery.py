@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from retrofit.errors import TrainingError
+from retrofit.files.atomic_writes import whole_file
+from retrofit.inputs.model_state import evaluation_mode
 from retrofit.passbase.recipe_storage import is_quantized
 from retrofit.passbase.replaying import recipe
-from retrofit.runtime.atomic_writes import whole_file
-from retrofit.runtime.modes import evaluation_mode
 from retrofit.training import processes
 from retrofit.training.checkpoints import read_dial
 from retrofit.training.layerwise import HiddenStates

@@ -15,9 +15,8 @@ from typing import Any
 
 from retrofit.anatomy.anatomy import plural
 from retrofit.errors import TrainingError, first_few
-from retrofit.runtime.atomic_writes import whole_file
-from retrofit.runtime.deferred_signals import deferred_signals
-from retrofit.runtime.drafts import aside_of, held, is_held
+from retrofit.files.atomic_writes import aside_of, held, is_held, whole_file
+from retrofit.process import deferred_signals
 from retrofit.storage.file_names import EXPORTED, FILES
 from retrofit.training.curves import Points, draw_curves
 from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag

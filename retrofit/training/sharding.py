@@ -23,7 +23,7 @@ from torch import distributed as dist
 
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import RetrofitError, TrainingError, first_line
-from retrofit.runtime.skeletons import without_weights
+from retrofit.inputs.model_memory import without_weights
 from retrofit.training import processes
 from retrofit.training.checkpoints import not_whole
 

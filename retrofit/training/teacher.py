@@ -21,12 +21,12 @@ from torch.nn import functional as F
 
 from retrofit.emitted.dense_graph import as_dense_graph_of, dense_graph
 from retrofit.errors import TrainingError
+from retrofit.inputs.example_inputs import named_inputs, vocabulary_of
+from retrofit.inputs.model_memory import offloaded_module
+from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.usable_models import transformer_inside
 from retrofit.passbase.replaying import Correspondence, correspondence, rewritten_part
 from retrofit.passbase.tokenization import vocabulary_size
-from retrofit.runtime.example_inputs import named_inputs, vocabulary_of
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.offloading import offloaded_module
-from retrofit.runtime.wrapped_models import transformer_inside
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training import distillation
 from retrofit.training.distillation import (

@@ -29,8 +29,8 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, TrainingError
-from retrofit.runtime.atomic_writes import whole_file
-from retrofit.runtime.safetensors_header import Extent, extents_in
+from retrofit.files.atomic_writes import whole_file
+from retrofit.files.safetensors_header import Extent, extents_in
 from retrofit.training.distillation import LargestPredictions, LogitHead, Predictions, total_divergence
 from retrofit.training.layerwise import DenseSites
 from retrofit.training.losses import token_logits

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import RetrofitWarning, TrainingError
+from retrofit.files.atomic_writes import held, is_held
+from retrofit.inputs.example_inputs import vocabulary_of
+from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.usable_models import require_module
 from retrofit.passbase.tokenization import Codec, text_codec, windows_of
-from retrofit.runtime.drafts import held, is_held
-from retrofit.runtime.example_inputs import vocabulary_of
-from retrofit.runtime.modes import evaluation_mode
-from retrofit.runtime.usable_models import require_module
 from retrofit.storage.file_names import is_file_name
 from retrofit.training.distillation import LargestPredictions
 from retrofit.training.fingerprints import hash_example, hash_tokenizer, hash_weights, hash_windows

@@ -19,7 +19,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import WEIGHTS_NAME
 
 from retrofit.errors import TrainingError
-from retrofit.runtime.modes import evaluation_mode
+from retrofit.inputs.model_state import evaluation_mode
 from retrofit.training import processes
 from retrofit.training.checkpoints import (
     SCHEDULER,

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, RetrofitError, first_few
+from retrofit.inputs.probes import Inputs, logits_of, run
+from retrofit.numerics.agreement import Arithmetic
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import parse_recipe
 from retrofit.passbase.replaying import replayed_inputs, rewritten_part
 from retrofit.passbase.running import run_passes
-from retrofit.runtime.agreement import Arithmetic
-from retrofit.runtime.probes import Inputs, logits_of, run
 from retrofit.surgery.edit import Edit, Fate
 from retrofit.undoing.dense_skeleton import dense_skeleton
 

@@ -10,10 +10,10 @@ from transformers import PreTrainedModel, initialization
 
 from retrofit.emitted.dense_graph import dense_graph
 from retrofit.errors import CheckpointError
+from retrofit.inputs.model_memory import without_weights
+from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase import recipe_storage
-from retrofit.runtime.quiet import quiet
-from retrofit.runtime.skeletons import without_weights
-from retrofit.runtime.state_preservation import preserve_random_state
+from retrofit.process import quiet
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.filling import config_class
 

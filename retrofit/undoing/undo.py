@@ -16,16 +16,21 @@ from retrofit.checks.activations import Activations, record_activations
 from retrofit.checks.divergence import first_divergence
 from retrofit.emitted.dense_graph import dense_graph
 from retrofit.errors import CheckpointError, VerificationError
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_state import preserve_modes, preserve_random_state, preserve_state, same_bits
+from retrofit.inputs.probes import Inputs, extent_of, logits_of, resized, run
+from retrofit.inputs.usable_models import (
+    holds_adapters,
+    require_in_memory,
+    require_module,
+    require_no_prompt,
+    require_uncompiled,
+    require_values,
+)
+from retrofit.numerics.agreement import Arithmetic, Comparison
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.replaying import recipe, rewrites, rewritten_part
-from retrofit.runtime.agreement import Arithmetic, Comparison
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.modes import preserve_modes
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.probes import Inputs, extent_of, logits_of, resized, run, same_bits
-from retrofit.runtime.state_preservation import preserve_random_state, preserve_state
-from retrofit.runtime.usable_models import require_in_memory, require_module, require_no_prompt, require_uncompiled, require_values
-from retrofit.runtime.wrapped_models import holds_adapters
+from retrofit.process import serialized
 from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.filling import fill_model, fill_transformers
 from retrofit.undoing.dense_parameters import DenseForm, dense_form, first_that_matters
@@ -34,7 +39,7 @@ from retrofit.undoing.dense_skeleton import RECIPE, without_recipe
 KEEP = "keep the retrofitted model, or take the dense one that it was made from"
 
 
-@one_at_a_time
+@serialized
 def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     """Return the dense model that computes what the rewritten `model` does, which is left as it was; nothing is shared by the two.
 

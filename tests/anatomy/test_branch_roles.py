@@ -15,9 +15,9 @@ from retrofit.anatomy.branches import describe_projections, role_of
 from retrofit.anatomy.causality import is_causal
 from retrofit.anatomy.parts import Projection
 from retrofit.anatomy.residual_streams import residual_chains
+from retrofit.inputs.example_inputs import named_inputs
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow
-from retrofit.runtime.example_inputs import named_inputs
 
 WIDTH, HEADS, LENGTH, EXPERTS = 12, 3, 7, 4
 Code = Callable[["OneBranch", Tensor, Tensor], Tensor]

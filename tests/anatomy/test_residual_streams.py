@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.anatomy.residual_streams import Residual, residual_chains
+from retrofit.inputs.example_inputs import named_inputs
 from retrofit.program.aten_ops import is_heavy, op
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow
-from retrofit.runtime.example_inputs import named_inputs
 
 WIDTH = 8
 Code = Callable[["Written", Tensor], Tensor]

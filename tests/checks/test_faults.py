@@ -25,7 +25,7 @@ import retrofit
 from retrofit.checks.reference import Reference
 from retrofit.checks.registry import CHECKS
 from retrofit.checks.report import Report
-from retrofit.runtime import agreement
+from retrofit.numerics import agreement
 
 # ── The models ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -17,8 +17,8 @@ from retrofit.checks.gradients import GradientsMeasurement, collect_gradients, n
 from retrofit.checks.parameter_matching import match_parameters
 from retrofit.checks.reference import Reference
 from retrofit.checks.verify import check_rewrite
+from retrofit.inputs.example_inputs import named_inputs
 from retrofit.passbase.protocol import Rewrite
-from retrofit.runtime.example_inputs import named_inputs
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import retrofit
 from retrofit import sdk
 from retrofit.checks.padded_inputs import PADS, with_room
 from retrofit.errors import DoesNotFitError, VerificationError
-from retrofit.runtime.probes import placeholders, resized
+from retrofit.inputs.probes import placeholders, resized
 
 
 def test_every_check_passes() -> None:

@@ -14,9 +14,9 @@ from retrofit.checks.padded_inputs import PADS, share_padding
 from retrofit.checks.reference import Reference
 from retrofit.checks.registry import watches
 from retrofit.checks.subject import Subject, other_shapes
-from retrofit.runtime import agreement
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.probes import logits_of, run
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.probes import logits_of, run
+from retrofit.numerics import agreement
 
 
 def subject_of(model: Any, **given: Any) -> Subject:

@@ -30,12 +30,12 @@ from retrofit.checks.registry import CHECKS
 from retrofit.checks.verify import check_rewrite
 from retrofit.emitted.graph_module import from_exported, graph_module
 from retrofit.errors import RetrofitError
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_memory import without_weights
 from retrofit.passbase.protocol import Rewrite
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.skeletons import without_weights
 from retrofit.surgery.edit import Fate
 
 

@@ -17,7 +17,7 @@ import pytest
 from support.command_server import CommandServer, Ended
 from support.commands import WORKS, contents, given, require_no_complaint
 
-from retrofit.runtime.drafts import YOUNGEST
+from retrofit.files.atomic_writes import YOUNGEST
 
 MOMENTS = 4  # of each command and signal
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}

@@ -33,8 +33,7 @@ from retrofit.cli.terminal import print_table, printable
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError
 from retrofit.passbase.protocol import Plan, parse_recipe
 from retrofit.passbase.report_text import listed, plan_rows
-from retrofit.runtime.line_folding import fold_lines
-from retrofit.runtime.notes import Milestone, Note
+from retrofit.progress import Milestone, Note, fold_lines
 
 COMMANDS = ("apply", "inspect", "verify", "export", "train", "passes")
 

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from support import zoo
 
 import retrofit
+from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter import optimization
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.importer.from_onnx import GraphBuilder
-from retrofit.runtime.probes import distance
 
 PARITY = 2e-6
 WIDTH = 8

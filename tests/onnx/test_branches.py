@@ -17,13 +17,13 @@ from support.onnx_files import decode_greedily
 
 import retrofit
 from retrofit.errors import CaptureError
+from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter import export_onnx, optimization
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.exporter.optimization import make_branches
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.operators.table import CHOICE
 from retrofit.passes import SequenceAltUp, SparseFFN
-from retrofit.runtime.probes import distance
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")

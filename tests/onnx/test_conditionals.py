@@ -15,12 +15,13 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.errors import CaptureError, CheckpointError
+from retrofit.inputs.probes import resized
+from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.onnx.importer.conditionals import SizeConditional
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.passes import SparseFFN
 from retrofit.program.capture import capture
-from retrofit.runtime.probes import distance, resized
 
 PARITY = 1e-4
 FEW = 2  # rows up to which the first way is taken

@@ -22,12 +22,12 @@ from retrofit.checks.registry import CHECKS
 from retrofit.checks.verify import verify_onnx
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
+from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter import export_onnx, optimization
 from retrofit.onnx.exporter.export_parts import WholeModel
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.passes import AltUp, SequenceAltUp, SparseFFN, SparseQKV
-from retrofit.runtime.probes import distance
 from retrofit.surgery.cache_memory import TokenHistory, cache_among, histories_of
 
 FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")

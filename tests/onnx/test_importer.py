@@ -24,12 +24,13 @@ from retrofit.anatomy.stacks import group_by_number
 from retrofit.cli import main
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, RetrofitError
+from retrofit.inputs.probes import resized
+from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.weights import argument_name
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.probes import distance, resized
 
 PARITY = 1e-4
 SHAPES = (("weight", (4, 4)), ("bias", (4,)))  # of a layer

@@ -18,12 +18,12 @@ from retrofit.checks.context import Context
 from retrofit.checks.subject import Subject
 from retrofit.checks.verify import verify_onnx
 from retrofit.errors import CaptureError
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.numerics.distances import distance
+from retrofit.numerics.precision import Widened
 from retrofit.onnx.exporter import export_onnx as exporting
 from retrofit.onnx.exporter import parity
 from retrofit.onnx.exporter.export_parts import ExportPart, WholeModel
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.precision import Widened
-from retrofit.runtime.probes import distance
 
 pytest.importorskip("onnxscript")
 pytest.importorskip("onnxruntime")

@@ -15,11 +15,12 @@ from support import retrofitted, tiny_models
 from support.onnx_files import decode_greedily, translate
 
 import retrofit
+from retrofit.inputs.probes import resized
+from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.weights import argument_name
 from retrofit.passbase.protocol import parse_recipe
-from retrofit.runtime.probes import distance, resized
 
 NEW = 8  # tokens decoded
 PARITY = 1e-4

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from retrofit.errors import SpecError
+from retrofit.inputs.calibration import Calibration, Enough
 from retrofit.passbase.calibration import BATCH, LENGTH, calibration_from
 from retrofit.passbase.tokenization import codec_for
 from retrofit.rewriting import apply
-from retrofit.runtime.calibration import Calibration, Enough
 
 IDS = torch.arange(10, 30).repeat(3, 1)
 

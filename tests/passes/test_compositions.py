@@ -19,12 +19,12 @@ from transformers import DynamicCache
 
 import retrofit
 from retrofit.errors import DoesNotFitError
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.probes import accepts
 from retrofit.passbase.protocol import as_pass, pass_names
 from retrofit.passbase.replaying import rewrites
 from retrofit.passes.memory.external_memory import ExternalMemory
 from retrofit.program.capture import capture
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.probes import accepts
 from retrofit.surgery.keyword_injection import InjectingForward
 
 SPECS = {

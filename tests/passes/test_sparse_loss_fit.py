@@ -7,11 +7,11 @@ import torch
 from support import zoo
 from torch import Tensor
 
+from retrofit.numerics.distances import token_weights
 from retrofit.passes import SparseLoss
 from retrofit.passes.multiplicative import Multiplicative
 from retrofit.passes.sparse_loss import DenseHead, fit_to_data, lower_squared_error, product
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.weighted_errors import token_weights
 
 WIDTH, MODULES, SIZE = 8, 3, 5
 

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.emitted.graph_module import graph_module
+from retrofit.numerics.distances import distance
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.probes import distance
 
 VOCABULARY, NARROW, WIDTH, HIDDEN, HEADS, LAYERS = 31, 8, 16, 24, 2, 2
 LAYER = ((3 * WIDTH, WIDTH), (WIDTH, WIDTH), (WIDTH,), (HIDDEN, WIDTH), (WIDTH, HIDDEN), (WIDTH,))

@@ -25,6 +25,8 @@ from retrofit.anatomy.inspection import inspect
 from retrofit.cli import main
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import PlanningError, SpecError
+from retrofit.inputs.calibration import Calibration
+from retrofit.inputs.model_memory import own_bytes
 from retrofit.passbase.protocol import parse_spec
 from retrofit.planning import costs, measuring, planner
 from retrofit.planning.model_plan import ModelPlan
@@ -43,8 +45,6 @@ from retrofit.planning.variants import (
     rewritten_copy,
     short_spec,
 )
-from retrofit.runtime.calibration import Calibration
-from retrofit.runtime.peak_memory import own_bytes
 from retrofit.training.fingerprints import hash_settings, hash_weights
 
 QKV, FFN, HEAD = "sparse-qkv(variant=mult, output=keep)", "sparse-ffn(sparsity=8, active=4)", "sparse-loss(modules=4)"

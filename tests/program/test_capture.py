@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError, DoesNotFitError
+from retrofit.inputs.model_memory import without_weights
 from retrofit.program import tracing_contexts
 from retrofit.program.aten_ops import op, shape
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.tracing_contexts import MAX_OPERATIONS, expression_length
 from retrofit.program.trial_calls import failed_trials
-from retrofit.runtime.skeletons import without_weights
 
 
 class Inner(nn.Module):

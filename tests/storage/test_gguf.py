@@ -15,9 +15,9 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import CheckpointError, TrainingError, VerificationError
+from retrofit.files.gguf_header import read_header
 from retrofit.passbase.calibration import tokenize_texts
 from retrofit.passbase.tokenization import codec_for, read_tokenizer
-from retrofit.runtime.gguf_header import read_header
 from retrofit.surgery.dequantization import TRACES, has_plain_weights
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.settings import Settings

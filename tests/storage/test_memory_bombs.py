@@ -16,8 +16,8 @@ from support import gguf_files, tiny_models
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError
+from retrofit.files import memory as memory_limit
 from retrofit.onnx.importer import model_file
-from retrofit.runtime import memory_limit
 from retrofit.storage.filling import INDEX
 
 LIMIT = 64 << 20  # bytes
@@ -36,7 +36,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of 64 MiB, as far as headers are compared with it."""
-    for module in ("retrofit.runtime.memory_limit", "retrofit.storage.filling"):
+    for module in ("retrofit.files.memory", "retrofit.storage.filling"):
         monkeypatch.setattr(f"{module}.memory_limit", lambda: LIMIT)
 
 
@@ -194,7 +194,7 @@ def test_packed_weights_that_unpack_to_more_than_memory(tmp_path: Path, monkeypa
     pytest.importorskip("gguf")
     path = gguf_files.write_llama(tmp_path / "model.gguf", gguf_files.tiny_llama(), "Q4_0")
     size = path.stat().st_size
-    monkeypatch.setattr("retrofit.runtime.memory_limit.memory_limit", lambda: size)
+    monkeypatch.setattr("retrofit.files.memory.memory_limit", lambda: size)
     refused(path, "unpacked, does not fit in memory")
 
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, TrainingError
-from retrofit.runtime.packed_rows import has_rows_apart
+from retrofit.inputs.packed_weights import has_rows_apart
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.settings import Settings
 

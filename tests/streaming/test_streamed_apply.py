@@ -22,9 +22,9 @@ from support.directories import differences, tensors_in
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError, RetrofitError
+from retrofit.files import resumable_directory
+from retrofit.files.safetensors_header import extents_in
 from retrofit.rewriting import apply_reported
-from retrofit.runtime import resumable_directory
-from retrofit.runtime.safetensors_header import extents_in
 from retrofit.storage.companions import save_with_companions
 from retrofit.streaming import result_files, streamed_apply, streamed_verification
 from retrofit.streaming.streamed_apply import apply_streamed

@@ -15,9 +15,9 @@ from torch import Tensor
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import SpecError
+from retrofit.inputs.model_memory import set_aside
 from retrofit.passes.sparse_ffn import output_fit as sparse_ffn_fit
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.recordings import set_aside
 from retrofit.storage.companions import save_with_companions
 from retrofit.streaming import result_files, streamed_apply, tensor_files
 from retrofit.streaming.streamed_apply import apply_streamed

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from retrofit.errors import CheckpointError
-from retrofit.runtime.safetensors_header import DTYPES, extents_in
+from retrofit.files.safetensors_header import DTYPES, extents_in
 from retrofit.streaming.tensor_files import (
     CACHE_LINE,
     TensorFiles,

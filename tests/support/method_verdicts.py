@@ -11,12 +11,12 @@ from retrofit.checks import method
 from retrofit.checks.context import Context
 from retrofit.checks.finding import Finding
 from retrofit.checks.subject import Subject
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_state import preserve_state
 from retrofit.passbase.calibration import calibration_from
 from retrofit.passbase.protocol import parse_spec
 from retrofit.passbase.replaying import rewrites
 from retrofit.passbase.running import run_passes
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.state_preservation import preserve_state
 from retrofit.surgery.edit import Edit
 
 

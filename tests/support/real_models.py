@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerFast
 
 import retrofit
-from retrofit.runtime.probes import logits_of
+from retrofit.inputs.probes import logits_of
 from support.model_packages import package_folder, require_package
 from support.whisper_tiny import features, vowels, whisper_tiny
 

@@ -22,8 +22,8 @@ from torch import Tensor
 
 import retrofit
 from retrofit.errors import DoesNotFitError
+from retrofit.inputs.usable_models import is_adapted
 from retrofit.passes.shared_moe.mixture_of_experts import Router
-from retrofit.runtime.wrapped_models import is_adapted
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
 from retrofit.surgery.keyword_injection import ForwardReplacement, InjectingForward, own_forward
 from retrofit.surgery.transformers_bookkeeping import transformers_parts

@@ -14,7 +14,7 @@ import torch
 from support import tiny_models
 
 from retrofit.errors import TrainingError
-from retrofit.runtime.drafts import held, is_held
+from retrofit.files.atomic_writes import held, is_held
 from retrofit.training.checkpoints import whole_checkpoint
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.runs import ALIGNMENT, last_checkpoint, refuse_to_overwrite, run_folder

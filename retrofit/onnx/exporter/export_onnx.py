@@ -17,6 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, first_line
+from retrofit.files.atomic_writes import whole_files
+from retrofit.files.model_folders import as_path
+from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_state import preserve_state
+from retrofit.inputs.probes import accepts, can_generate, has_two_sides, ids_name, logits_of
+from retrofit.inputs.usable_models import require_module, require_values, transformer_inside
+from retrofit.numerics.agreement import Arithmetic, Comparison
 from retrofit.onnx.exporter.cache_states import (
     states_of,
 )
@@ -58,21 +65,7 @@ from retrofit.onnx.exporter.parity import (
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.onnx.exporter.weight_quantization import quantize_weights
 from retrofit.passbase import recipe_storage
-from retrofit.runtime.agreement import Arithmetic, Comparison
-from retrofit.runtime.atomic_writes import whole_files
-from retrofit.runtime.example_inputs import named_inputs
-from retrofit.runtime.model_folders import as_path
-from retrofit.runtime.one_at_a_time import one_at_a_time
-from retrofit.runtime.probes import (
-    accepts,
-    can_generate,
-    has_two_sides,
-    ids_name,
-    logits_of,
-)
-from retrofit.runtime.state_preservation import preserve_state
-from retrofit.runtime.usable_models import require_module, require_values
-from retrofit.runtime.wrapped_models import transformer_inside
+from retrofit.process import serialized
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -282,7 +275,7 @@ class ExportResult:
         return "\n".join(lines + ([f"without its cache: {self.why_no_cache}"] if self.why_no_cache else []))
 
 
-@one_at_a_time
+@serialized
 def export_onnx(
     model: nn.Module,
     path: str | Path,

@@ -27,6 +27,9 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
 from retrofit.errors import CaptureError
+from retrofit.inputs.example_inputs import device_of, forward_parameters, token_ids
+from retrofit.inputs.probes import accepts, extent_of, ids_name, is_decoder_side, logits_of, named_outputs, resized
+from retrofit.numerics.agreement import Arithmetic
 from retrofit.onnx.exporter.cache_states import (
     WITHOUT_CACHE,
     build_cache,
@@ -38,17 +41,6 @@ from retrofit.onnx.exporter.cache_states import (
     token_strides,
 )
 from retrofit.program.tracing_contexts import disable_cache
-from retrofit.runtime.agreement import Arithmetic
-from retrofit.runtime.example_inputs import device_of, forward_parameters, token_ids
-from retrofit.runtime.probes import (
-    accepts,
-    extent_of,
-    ids_name,
-    is_decoder_side,
-    logits_of,
-    named_outputs,
-    resized,
-)
 
 Sizes: TypeAlias = Mapping[str, int]
 Tensors: TypeAlias = dict[str, Tensor]

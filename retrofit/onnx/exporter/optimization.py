@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import first_line
+from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.attention_fusion import attend_on_cache, rotate_by_token
 from retrofit.onnx.exporter.export_parts import LENGTH, PAST, ExportPart, other_sizes
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
 from retrofit.onnx.importer.operators.table import CHOICE
-from retrofit.runtime.probes import distance
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -30,13 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CaptureError, first_line
+from retrofit.numerics.choices import Choices, OtherChoicesError
+from retrofit.numerics.distances import TOLERANCE, distance
+from retrofit.numerics.precision import Widened
 from retrofit.onnx.exporter.export_parts import ExportPart, Tensors, other_sizes
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.onnx.exporter.optimization import CHOOSES, choosing_nodes, largest_gap
 from retrofit.onnx.exporter.weight_quantization import QuantizedWeight
-from retrofit.runtime.choices import Choices, OtherChoicesError
-from retrofit.runtime.precision import Widened
-from retrofit.runtime.probes import TOLERANCE, distance
 
 if TYPE_CHECKING:
     import onnx

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.errors import CaptureError
-from retrofit.runtime.exporting import is_exporting
-from retrofit.runtime.probes import distance
+from retrofit.numerics.distances import distance
+from retrofit.program.conditional import is_exporting
 
 TOLERANCE = 1e-4  # how far two branches may differ, relative to the largest number
 THEN, OTHERWISE = "then", "otherwise"

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import CaptureError
+from retrofit.inputs.example_inputs import BATCH, LENGTH, TARGET_LENGTH
 from retrofit.onnx.importer.operators.table import DTYPES
 from retrofit.onnx.importer.weights import Weights, argument_name
-from retrofit.runtime.example_inputs import BATCH, LENGTH, TARGET_LENGTH
 
 if TYPE_CHECKING:
     import onnx_ir

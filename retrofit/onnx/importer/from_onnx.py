@@ -19,6 +19,8 @@ from torch import Tensor, fx, nn
 
 from retrofit.emitted.graph_parts import Graph
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError, first_line
+from retrofit.files.model_folders import as_path
+from retrofit.inputs.example_inputs import LENGTH
 from retrofit.onnx.importer.conditionals import SizeConditional, select_general_branches
 from retrofit.onnx.importer.file_inputs import (
     PRESENT_PREFIX,
@@ -70,8 +72,6 @@ from retrofit.onnx.importer.weights import (
     only_numbers,
 )
 from retrofit.passbase import recipe_storage
-from retrofit.runtime.example_inputs import LENGTH
-from retrofit.runtime.model_folders import as_path
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import CheckpointError, first_line
+from retrofit.files.memory import require_memory
 from retrofit.onnx.importer.operators.table import DTYPES, MICROSOFT, TYPES_OF_NUMBERS
-from retrofit.runtime.memory_limit import require_memory
 
 if TYPE_CHECKING:
     import onnx

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from transformers import DynamicCache, ReformerConfig
 from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
+from retrofit.inputs.model_memory import peak_bytes
 from retrofit.passes.lsh_attention import seen_keys
 from retrofit.passes.lsh_attention.bucketed_attention import OWN, BucketedAttention
 from retrofit.passes.lsh_attention.key_buckets import SPARE, hash_buckets, random_rotations
 from retrofit.passes.lsh_attention.key_orders import order_by_bucket
 from retrofit.passes.lsh_attention.seen_keys import Operands, combine, one_round
-from retrofit.runtime.peak_memory import peak_bytes
 
 CHUNK, WIDTH = 4, 6
 

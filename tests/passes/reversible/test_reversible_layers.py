@@ -20,10 +20,10 @@ from support import tiny_models
 from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
+from retrofit.inputs.model_memory import peak_bytes
 from retrofit.passes.reversible import chain as chains
 from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
-from retrofit.runtime.peak_memory import peak_bytes
 
 IDS = torch.randint(5, 40, (3, 9), generator=torch.Generator().manual_seed(0))
 

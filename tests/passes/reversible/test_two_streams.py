@@ -20,12 +20,12 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import retrofit
 from retrofit.errors import RetrofitError
+from retrofit.inputs.model_memory import peak_bytes
 from retrofit.passes import Reversible
 from retrofit.passes.reversible import reference, two_streams
 from retrofit.passes.reversible.branch_calls import BranchCall, Following
 from retrofit.passes.reversible.repeated_call import Returned
 from retrofit.passes.reversible.two_streams import SecondStream, TwoStreamLayer, TwoStreamStep, two_stream_layers
-from retrofit.runtime.peak_memory import peak_bytes
 from retrofit.surgery.auxiliary_losses import auxiliary_losses, record_auxiliary_loss
 
 IDS = torch.randint(5, 40, (3, 9), generator=torch.Generator().manual_seed(0))

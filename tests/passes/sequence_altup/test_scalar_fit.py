@@ -10,11 +10,11 @@ import torch
 from support import zoo
 from torch import Tensor
 
+from retrofit.numerics.distances import token_weights
 from retrofit.passes import SequenceAltUp
 from retrofit.passes.sequence_altup.scalar_fit import START, error_of, linear, moved, solve
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.weighted_errors import token_weights
 
 WIDTH = 5
 

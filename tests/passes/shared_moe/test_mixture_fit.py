@@ -10,11 +10,11 @@ from support import zoo
 from torch import Tensor
 
 from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.numerics.distances import token_weights, weighted_error
 from retrofit.passes import SharedMoE
 from retrofit.passes.shared_moe.mixture_fit import Products, choose_sources, combination_errors, fit_mixture, fit_router, gates_of
 from retrofit.passes.shared_moe.mixture_of_experts import MoEBlock
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.weighted_errors import token_weights, weighted_error
 
 WIDTH, TOKENS = 6, 40
 

@@ -16,6 +16,7 @@ from support.feed_forward_models import IDS, Gated, Model, Plain
 import retrofit
 from retrofit.anatomy.feed_forward_parsing import feed_forwards
 from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.inputs.calibration import Calibration
 from retrofit.passes import AltUp, SparseFFN
 from retrofit.passes.sparse_ffn.contributions import ContributionMoments, Contributions
 from retrofit.passes.sparse_ffn.controller_fit import (
@@ -30,7 +31,6 @@ from retrofit.passes.sparse_ffn.recorded_inputs import TOKENS, most_tokens, spre
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.passes.sparse_ffn.sparse_ffn import ENERGY
 from retrofit.rewriting import apply_reported
-from retrofit.runtime.calibration import Calibration
 
 # Plain and gated, fused and Conv1D, with and without bias, parallel, spread over two modules, shared across depth, images.
 MODELS = "causal/llama causal/gpt2 causal/glm causal/phi masked/bert masked/albert seq2seq/t5 image/vit".split()

@@ -1,0 +1,309 @@
+"""Outputs that are whole or not there: written under a hidden name, renamed when complete, removed when anything fails.
+
+What exists is replaced only with `force`, also where it came to exist while the output was written. A draft is locked while it is
+written; whoever writes next in the same folder removes those whose process was killed. What was moved aside is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from retrofit.errors import CheckpointError, RetrofitError
+from retrofit.files.model_folders import carry_over, require_replaceable
+from retrofit.process import deferred_signals
+
+OF_SYSTEM = re.compile(r"\(os error \d+\)")  # how libraries written in Rust report one
+NAME = re.compile(r"\.retrofit-[0-9a-f]{16}\.partial")
+YOUNGEST = 60  # seconds since the last change of a draft that is removed: one that was just made may not be locked yet
+LONGEST = 100  # characters of a name that are kept
+FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
+NUMBERS, TEXTS = "|".join(map(str, FULL)), "|".join(re.escape(os.strerror(one)) for one in FULL)
+OF_TORCH = r"PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+"  # it does not say why
+IN_WORDS = re.compile(rf"os error ({NUMBERS})\b|{TEXTS}|{OF_TORCH}")  # safetensors, in Rust, says the number
+
+
+@contextlib.contextmanager
+def whole_file(path: Path, *, force: bool = False) -> Iterator[BinaryIO]:
+    """A file to write to; it is at `path`, on the disk, once the block ends, and nowhere if the block raises."""
+    path = final_name(path, force=force, directory=False)
+    draft = draft_of(path)
+    with explained(path):
+        try:
+            descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+            with os.fdopen(descriptor, "w+b") as file, held(draft):
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+                place_file(draft, path, force=force)
+            flush_directory(path.parent)
+        finally:
+            with deferred_signals():
+                draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
+    """A directory to write a model into; once the block ends it is at `path`, and if it raises it is gone.
+
+    With `force` it replaces another model, and what its directory held besides stays. Nothing else is replaced.
+    """
+    path = final_name(path, force=force, directory=True)
+    previous, placed = aside_of(path), False
+    with explained(path):
+        try:
+            with draft_folder(path) as draft:
+                yield draft
+                for file in draft.rglob("*"):
+                    flush_directory(file) if file.is_dir() else flush_file(file)
+                if force and path.exists():
+                    final_name(path, force=True, directory=True)
+                    path.rename(previous)
+                place_directory(draft, path)
+                placed = True
+                flush_directory(path.parent)
+        finally:
+            with deferred_signals():
+                put_away(previous, path, replaced=placed)
+
+
+@contextlib.contextmanager
+def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> Iterator[Path]:
+    """A directory to write into, of which every file has its name in `folder` once the block ends, and none if it raises.
+
+    Raises at once where one of `names` exists, and before any has its name where another file that was written does.
+    """
+    for name in names:
+        final_name(folder / name, force=force, directory=False)
+    with explained(folder), draft_folder(folder.resolve() / "any") as draft:
+        yield draft
+        for file in draft.iterdir():
+            flush_file(file)
+        with deferred_signals():
+            place_files(sorted(draft.iterdir(), key=lambda file: (file.name in names, file.name)), folder, force=force)
+        flush_directory(folder)
+
+
+def place_files(drafts: Sequence[Path], folder: Path, *, force: bool) -> None:
+    """Each file has its name in `folder`; without `force` all have, or none."""
+    for draft in drafts:
+        final_name(folder / draft.name, force=force, directory=False)
+    placed: list[Path] = []
+    try:
+        for draft in drafts:
+            place_file(draft, folder / draft.name, force=force)
+            placed.append(folder / draft.name)
+    except Exception:
+        for file in () if force else placed:
+            file.unlink(missing_ok=True)
+        raise
+
+
+def place_file(draft: Path, path: Path, *, force: bool) -> None:
+    """The file has its name; raises `CheckpointError` where another has it and may not be replaced."""
+    if not force:
+        try:
+            os.link(draft, path)  # unlike a rename, it never replaces
+        except FileExistsError:
+            raise exists_already(path) from None
+        except OSError:  # a file system without links
+            if os.path.lexists(path):
+                raise exists_already(path) from None
+        else:
+            draft.unlink()
+            return
+    os.replace(draft, path)
+
+
+def place_directory(draft: Path, path: Path) -> None:
+    """The directory has its name; raises `CheckpointError` where something has it already, be it not an empty directory."""
+    try:
+        draft.rename(path)
+    except OSError:
+        if os.path.lexists(path):
+            raise exists_already(path) from None
+        raise
+
+
+def put_away(previous: Path, path: Path, *, replaced: bool) -> None:
+    """A directory that was renamed to make room is back where nothing replaced it, else gone but for what is not a model's."""
+    if not previous.exists():
+        return
+    try:
+        carry_over(previous, path) if replaced else previous.rename(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"not all that {path} held before is there",
+            why=str(error),
+            remedy=f"it is in {previous}: move it yourself",
+            code="incomplete",
+        ) from error
+
+
+def final_name(path: Path, *, force: bool, directory: bool) -> Path:
+    """`path` with its links followed; raises where something exists there that may not be replaced, or nothing can be written."""
+    if path.exists():
+        if path.is_dir() != directory:
+            kinds = ("a directory", "a file") if path.is_dir() else ("a file", "a directory")
+            raise CheckpointError(
+                f"{path} is {kinds[0]}; {kinds[1]} was to be written there", remedy="choose another name", code="name"
+            )
+        if directory:
+            require_replaceable(path)
+        if not force:
+            raise exists_already(path)
+    elif not path.resolve().parent.is_dir():
+        raise CheckpointError(
+            f"{path} cannot be written", why=f"there is no directory {path.parent}", remedy="create it first", code="missing"
+        )
+    return path.resolve()
+
+
+def exists_already(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} exists already", remedy="choose another name, or force=True (--force) to replace it", code="exists"
+    )
+
+
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """A failure to write is a `CheckpointError` that names `path` and the reason."""
+    try:
+        yield
+    except RetrofitError:
+        raise
+    except Exception as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error) or type(error).__name__
+        of_system = isinstance(error, OSError) or OF_SYSTEM.search(reason) is not None
+        raise CheckpointError(
+            f"{path} cannot be written",
+            why=reason,
+            remedy=f"check the free space and the permissions of {path.parent}" if of_system else "",
+            code="unwritable",
+        ) from error
+
+
+def flush_file(path: Path) -> None:
+    """The file's contents are on the disk."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def flush_directory(path: Path) -> None:
+    """The directory's entries are on the disk, where the system can say so."""
+    if os.name == "posix":
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# ── Drafts ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def draft_of(path: Path) -> Path:
+    """A new hidden name in the directory of `path` for what is being written; drafts of processes that were killed are gone."""
+    remove_abandoned(path.parent)
+    return path.parent / f".retrofit-{secrets.token_hex(8)}.partial"
+
+
+def aside_of(path: Path) -> Path:
+    """A new hidden name in the directory of `path` for what stood there, which nobody removes unasked."""
+    return path.parent / f".retrofit-{secrets.token_hex(8)}.{path.name[:LONGEST]}.replaced"
+
+
+@contextlib.contextmanager
+def held(draft: Path) -> Iterator[None]:
+    """Within this context the draft, or folder, which exists, is known to be written: `is_held`."""
+    descriptor = os.open(draft, os.O_RDONLY)
+    try:
+        lock(descriptor)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def draft_folder(beside: Path) -> Iterator[Path]:
+    """A new folder in the directory of `beside`, gone after the block."""
+    draft = draft_of(beside)
+    try:
+        draft.mkdir()
+        with held(draft):
+            yield draft
+    finally:
+        with deferred_signals():
+            shutil.rmtree(draft, ignore_errors=True)
+
+
+def is_held(path: Path) -> bool:
+    """Whether another process, or another part of this one, holds the file or folder."""
+    try:
+        import fcntl  # of Unix alone
+
+        descriptor = os.open(path, os.O_RDONLY)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # a file system without locks
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def lock(descriptor: int) -> bool:
+    """Whether the open file is this process's now, until it is closed; False where another has it or the system has no locks."""
+    with contextlib.suppress(ImportError, OSError):
+        import fcntl  # of Unix alone
+
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def remove_abandoned(folder: Path) -> None:
+    """No draft is in the folder whose process is gone; what cannot be removed stays."""
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(folder):
+            if NAME.fullmatch(entry.name) and not entry.is_symlink():
+                remove_if_abandoned(Path(entry.path))
+
+
+def remove_if_abandoned(draft: Path) -> None:
+    with contextlib.suppress(OSError):
+        if time.time() - draft.stat().st_mtime < YOUNGEST:
+            return
+        descriptor = os.open(draft, os.O_RDONLY)
+        try:
+            if lock(descriptor):
+                shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
+        finally:
+            os.close(descriptor)
+
+
+# ── Full disks ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def why_full(error: BaseException) -> str:
+    """What the system says of the disk, where that is why `error` was raised, else ""."""
+    one: BaseException | None = error
+    while one is not None:
+        if isinstance(one, OSError) and one.errno in FULL:
+            return os.strerror(one.errno).lower()
+        if found := IN_WORDS.search(str(one)):
+            return os.strerror(int(found[1])).lower() if found[1] else found[0].lower()
+        one = one.__cause__ or one.__context__
+    return ""

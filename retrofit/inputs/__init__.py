@@ -1,0 +1,1 @@
+"""What a model runs on, and what its modules receive."""

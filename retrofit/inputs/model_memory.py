@@ -1,0 +1,153 @@
+"""Where the weights of a model are and how many bytes they take: measured, offloaded, left out (a skeleton), recorded for later."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+import numpy
+import torch
+from accelerate.hooks import ModelHook, remove_hook_from_module
+from accelerate.utils import align_module_device, has_offloaded_params
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Store = Callable[[Tensor], Tensor]
+STORE: ContextVar[Store | None] = ContextVar("STORE", default=None)
+ROOM = 256 * 2**20  # bytes of recordings in memory at a time, and more beside a large model:
+SHARE = 4  # a quarter of its own
+
+
+def own_bytes(model: nn.Module) -> int:
+    """The bytes of the parameters and buffers, shared ones once."""
+    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
+
+
+def peak_bytes(action: Callable[[], Any]) -> int:
+    """The most bytes that the tensors made by the action took at one time; without what an operation needs while it runs."""
+    with HeldStorages() as held:
+        action()
+    return held.most
+
+
+class HeldStorages(TorchDispatchMode):
+    """Knows the memory of every tensor that an operation made, for as long as there is one on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self.sizes: dict[StorageWeakRef, int] = {}
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        given = {storage_of(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        made = {storage_of(one): one for one in tree_leaves(result) if isinstance(one, Tensor)}
+        self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
+        self.sizes |= {storage: one.untyped_storage().nbytes() for storage, one in made.items() if storage not in given}
+        self.most = max(self.most, sum(self.sizes.values()))
+        return result
+
+
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())
+
+
+def offloaded_module(model: nn.Module) -> str | None:
+    """The path of the first module whose weights are elsewhere between its calls; None where there is none."""
+    return next((path for path, module in model.named_modules() if has_offloaded_params(module)), None)
+
+
+def hooks_to_leave_out(model: nn.Module) -> dict[int, ModelHook]:
+    """By identity, for a deep copy: hooks that do nothing, for the hooks of accelerate with all that they hold."""
+    return {id(module._hf_hook): ModelHook() for module in model.modules() if hasattr(module, "_hf_hook")}
+
+
+def without_hooks(copy: nn.Module) -> nn.Module:
+    """`copy` itself, whose modules run their own code again."""
+    return remove_hook_from_module(copy, recurse=True)
+
+
+def value_of(model: nn.Module, name: str) -> Tensor:
+    """The value of a parameter, wherever it is kept."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    with align_module_device(module):
+        value = model.get_parameter(name).detach()
+        return value.clone() if has_offloaded_params(module) else value
+
+
+def without_weights(model: nn.Module, *, keep_buffers: bool = False) -> nn.Module:
+    """A copy of the model on the meta device: its tensors have shapes and no values, tied ones are tied.
+
+    With `keep_buffers` its buffers are those of the model, with their values.
+    """
+    hooks = hooks_to_leave_out(model)
+    memo: dict[int, Any] = dict(hooks)
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    memo |= {id(buffer): buffer for buffer in model.buffers() if keep_buffers}
+    attributes = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    for tensor in (*model.buffers(), *attributes):
+        memo.setdefault(id(tensor), torch.empty_like(tensor, device="meta", requires_grad=False))
+    skeleton = copy.deepcopy(model, memo)
+    return without_hooks(skeleton) if hooks else skeleton
+
+
+def zeros_for(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros of its shape and dtype on the CPU, which take memory only once they are written.
+
+    They are the weights of a model that is rewritten before its own are loaded: uninitialised memory may hold NaN, and no start can
+    be fitted to that.
+    """
+    count = tensor.numel() * tensor.element_size()
+    return torch.from_numpy(numpy.zeros(count, numpy.uint8)).view(tensor.dtype).view(tensor.shape)
+
+
+class HollowGroupedProducts(TorchDispatchMode):
+    """Within this context grouped products of hollow matrices are of any dtype, as those of real ones are.
+
+    torch 2.13 has a shape for them in bfloat16 alone.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten._grouped_mm.default and args[0].is_meta and args[1].dim() == 3 and args[0].dim() == 2:
+            rows, weight = args[:2]  # (rows, in), (E, in, out)
+            return rows.new_empty(len(rows), weight.shape[-1])
+        return function(*args, **(kwargs or {}))
+
+
+def set_aside(tensor: Tensor) -> Tensor:
+    """The same values, where recordings are kept: the tensor itself, unless the model under way is larger than memory."""
+    store = STORE.get()
+    return tensor if store is None else store(tensor)
+
+
+def groups_in_room(sizes: Mapping[str, int], model: nn.Module) -> list[list[str]]:
+    """The modules of `model` that are recorded in one run, then those of the next, in order and of about as many bytes each.
+
+    `sizes` are the bytes of their recordings, by path. Where recordings are not kept in memory all are of one run.
+    """
+    whole, room = max(1, sum(sizes.values())), max(ROOM, own_bytes(model) // SHARE)
+    runs = -(-whole // room) if STORE.get() is None else 1
+    groups: list[list[str]] = [[] for _ in range(runs)]
+    before = 0
+    for path, size in sizes.items():
+        groups[min(runs - 1, (2 * before + size) * runs // (2 * whole))].append(path)
+        before += size
+    return [group for group in groups if group]
+
+
+@contextlib.contextmanager
+def recordings_kept_by(store: Store) -> Iterator[None]:
+    """Within this context `store` gets every tensor that is set aside, and returns it from where it put it."""
+    token = STORE.set(store)
+    try:
+        yield
+    finally:
+        STORE.reset(token)

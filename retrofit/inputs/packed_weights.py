@@ -1,0 +1,90 @@
+"""Packed weights: layers that hold an object of torch's engine, and tensors of a class of their own.
+
+`torch.ao.quantization.quantize_dynamic` makes the former. The latter say through `__tensor_flatten__`, the protocol by which
+torch.compile takes tensor classes apart, what they consist of: integers, their scales, their zeros. Where each of these has a row
+for each row of the matrix, a few rows are read alone: put together again as a small matrix of the same class, which unpacks itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from retrofit.errors import RetrofitError, first_few
+
+APART: Any = WeakIdKeyDictionary()  # of each packed matrix that was asked for, whether its rows can be read one by one
+
+
+def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that hold such an object and say what it stands for: `weight()` is a method of theirs; by path."""
+    return {
+        path: module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if callable(getattr(module, "weight", None)) and any(holds_object(one) for one in module.modules())
+    }
+
+
+def holds_object(module: nn.Module) -> bool:
+    return any(type(one) is torch.ScriptObject for one in vars(module).values())
+
+
+def unpacked_linear(layer: Any) -> nn.Linear:
+    """The linear layer whose weight is what the packed one stands for, in float32: such layers compute in nothing else."""
+    weight, bias = layer.weight().detach().dequantize().float(), layer.bias()
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")  # no random number is drawn
+    linear.weight = nn.Parameter(weight.contiguous())
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().float().clone())
+    return linear.train(layer.training)
+
+
+def refuse_packed_layers(model: nn.Module, error: type[RetrofitError], done: str, because: str) -> None:
+    """Raises `error` where the model has such layers and is to be `done`; `because` goes on about their objects."""
+    if found := list(packed_layers(model)):
+        raise error(
+            f"{type(model).__name__} is quantized and cannot be {done}",
+            why=f"{first_few(found, 1)}: weights in an object of torch's engine, {because}",
+            remedy="unpack it first: retrofit.dequantize(model) (docs/quantization.md); what comes of it can be quantized again",
+        )
+
+
+def is_packed_tensor(weight: Tensor) -> bool:
+    """Whether the tensor is of a class of its own that consists of other tensors."""
+    return type(weight.detach()) is not Tensor and hasattr(weight, "__tensor_flatten__") and hasattr(weight, "dequantize")
+
+
+def unpacked(weight: Tensor) -> Tensor:
+    """The numbers that a packed matrix represents; a plain one itself."""
+    return weight.dequantize() if is_packed_tensor(weight) else weight
+
+
+def has_rows_apart(weight: Tensor) -> bool:
+    """Whether `rows_at` reads the rows of this packed matrix as they are in the whole; tried once for each matrix."""
+    if weight not in APART:
+        APART[weight] = is_packed_tensor(weight) and weight.dim() == 2 and agrees_by_rows(weight)
+    return bool(APART[weight])
+
+
+@torch.no_grad()
+def agrees_by_rows(weight: Tensor) -> bool:
+    """Whether a few of the rows, read alone, are those of the whole."""
+    parts, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined] # of tensors with a class of their own
+    if any(getattr(weight, name).dim() == 0 or len(getattr(weight, name)) != len(weight) for name in parts):
+        return False
+    tried = torch.linspace(0, len(weight) - 1, 5, device=weight.device).long()
+    try:
+        return torch.equal(rows_at(weight, tried), weight.dequantize().index_select(0, tried))
+    except Exception:  # whatever a class raises that does not expect this
+        return False
+
+
+def rows_at(weight: Tensor, indices: Tensor) -> Tensor:
+    """The rows of a packed matrix with these indices, unpacked: (indices, columns)."""
+    parts, rest = weight.__tensor_flatten__()  # type: ignore[attr-defined]
+    read = {name: getattr(weight, name).index_select(0, indices) for name in parts}
+    shape = torch.Size((len(indices), *weight.shape[1:]))
+    few: Tensor = type(weight.detach()).__tensor_unflatten__(read, rest, shape, None)  # type: ignore[attr-defined]
+    return few.dequantize()

@@ -1,0 +1,173 @@
+"""Which models can be captured and rewritten: modules that run their own code, and a transformers model inside another module."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from retrofit.errors import RetrofitError, kind_of
+from retrofit.inputs.example_inputs import handed_to, named_inputs
+from retrofit.inputs.model_memory import offloaded_module
+from retrofit.inputs.model_state import evaluation_mode, preserve_state
+
+
+def require_module(model: Any) -> None:
+    """`model` is a module whose code is Python, else `RetrofitError`."""
+    require_torch_module(model)
+    if isinstance(model, torch.jit.ScriptModule):
+        raise RetrofitError(
+            f"{type(model).__name__} is compiled by TorchScript",
+            why="its code is no longer Python, which a capture runs",
+            remedy="give the module it was made from",
+            code="compiled",
+        )
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise RetrofitError(
+            f"{type(model).__name__} only runs a model on several devices",
+            why="what is rewritten, checked and saved is the model inside",
+            remedy="give that, as its .module, and wrap the result",
+            code="wrapped",
+        )
+    try:
+        with evaluation_mode(model):
+            pass
+    except NotImplementedError:
+        raise RetrofitError(
+            f"{type(model).__name__} is the module of an exported program",
+            why="it has no training and evaluation modes, between which a model is rewritten, checked and trained",
+            remedy='write the program with torch.export.save(program, "model.pt2"), and give retrofit.load("model.pt2")',
+            code="wrapped",
+        ) from None
+
+
+def require_torch_module(model: Any, name: str = "") -> None:
+    """`model`, given as the argument `name`, is a module of whatever kind, else `RetrofitError`."""
+    if not isinstance(model, nn.Module):
+        raise RetrofitError(
+            f"{f'{name}=' if name else ''}{str(model)[:80]!r} is no model",
+            why=f"it is {kind_of(model)} and not a torch.nn.Module",
+            remedy="give the model itself; one on disk is read with retrofit.load(path)",
+            code="no-model",
+        )
+
+
+def require_uncompiled(model: nn.Module) -> None:
+    """No module in `model` runs code that torch.compile made of it, else `RetrofitError`; `model` itself may be its wrapper."""
+    for path, module in model.named_modules():
+        if module._compiled_call_impl is not None or (path and "_orig_mod" in module._modules):
+            raise RetrofitError(
+                f"{path or type(model).__name__} is compiled",
+                why="it would go on running the code that torch.compile made of the dense model",
+                remedy="rewrite the model first and compile the result",
+                code="compiled",
+            )
+
+
+def require_no_prompt(model: Any) -> None:
+    """PEFT puts no tokens or states of its own before the model's, else `RetrofitError`."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise RetrofitError(
+            f"{type(model).__name__} is a model behind a prompt",
+            why=f"{model.peft_type.value} puts tokens of its own before the model's, and changes no weight",
+            remedy="take the model inside, .get_base_model(), and put PeftModel.from_pretrained(model, DIR) around the result",
+            code="prompt",
+        )
+
+
+def require_trainable(model: nn.Module) -> None:
+    """No parameter or buffer was made under `torch.inference_mode`, else `RetrofitError`."""
+    name = untrainable_tensor(model)
+    if name is not None:
+        raise RetrofitError(
+            f"{type(model).__name__} was made under torch.inference_mode()",
+            why=f"{name} can never get a gradient, nor be changed outside of it",
+            remedy="load or build the model outside of it; torch.no_grad() does no harm",
+            code="inference-mode",
+        )
+
+
+def untrainable_tensor(model: nn.Module) -> str | None:
+    """The name of a parameter or buffer that was made under `torch.inference_mode`."""
+    named = itertools.chain(model.named_parameters(), model.named_buffers())
+    return next((name for name, tensor in named if tensor.is_inference()), None)
+
+
+def require_values(model: nn.Module, what: str, remedy: str) -> None:
+    """Every parameter has values, else `RetrofitError` that says what cannot be done."""
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise RetrofitError(
+            f"{type(model).__name__} cannot be {what}",
+            why=f"{empty} has no values: it is on the meta device",
+            remedy=remedy,
+            code="no-values",
+            site=empty,
+        )
+
+
+def require_in_memory(model: nn.Module, what: str) -> None:
+    """No module has its weights elsewhere between its calls, else `RetrofitError` that says what cannot be done."""
+    path = offloaded_module(model)
+    if path is not None:
+        raise RetrofitError(
+            f"{type(model).__name__} cannot be {what}",
+            why=f"the weights of {path} are offloaded: accelerate brings them for every call of the module",
+            remedy="load it without device_map=, where memory allows; else rewrite its directory: retrofit apply --stream",
+            code="offloaded",
+        )
+
+
+def transformer_inside(model: nn.Module, example_inputs: Any = None) -> nn.Module:
+    """The one transformers model inside `model` where that is what can be run; else `model` itself.
+
+    A module that takes the inputs (those given, else those derived from it) is a model of its own, whatever it contains. One that
+    takes none of them, such as a pipeline that takes a dict of features, only feeds the transformers model it holds.
+    """
+    if "retrofit_examples" in model.__dict__:
+        return model
+    inside = transformers_models(model)
+    if len(inside) != 1 or inside[0] is model or (handed_to(model) is None and takes(model, example_inputs)):
+        return model
+    return inside[0]
+
+
+def transformers_models(model: nn.Module) -> list[nn.Module]:
+    """The outermost transformers models in `model`."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    found: list[nn.Module] = []
+    if transformers is None:
+        return found
+    for module in model.modules():  # a module comes before those inside it
+        if isinstance(module, transformers.PreTrainedModel) and not any(
+            module is part for outer in found for part in outer.modules()
+        ):
+            found.append(module)
+    return found
+
+
+def holds_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has put adapters into `model`, which `save_pretrained` then leaves out of the model or saves alone."""
+    if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
+        return True
+    return any(is_adapted(module) for module in model.modules())
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether the module is one that PEFT put around another, which it adapts."""
+    peft = sys.modules.get("peft.tuners.tuners_utils")
+    return peft is not None and isinstance(module, peft.BaseTunerLayer)
+
+
+def takes(model: nn.Module, example_inputs: Any) -> bool:
+    """Whether the model runs on the inputs."""
+    try:
+        inputs = named_inputs(model, example_inputs)
+        with preserve_state(model), torch.no_grad():
+            model(**inputs)
+    except Exception:  # no inputs can be derived, or whatever the model's own code raises
+        return False
+    return True

@@ -1,0 +1,1 @@
+"""How far two computations lie apart, and why."""

@@ -1,0 +1,236 @@
+"""Whether two ways of computing one thing agree: what one arithmetic leaves in doubt is settled in a wider one.
+
+1. No gap in float32, or, in a large model where the ways may round differently, one within its own rounding: they agree.
+2. In float64 more than 1e-9 of the outputs' scale: they do not, however small the gap is in float32.
+3. Less, and the gap in float32 is one that the model's own rounding explains: they agree.
+4. Less, and it is not: with the choices made in float64 forced on float32 the gap must be explained. Then some choices nearly tied,
+   and the ways agree; else one of them loses precision.
+
+The model's own rounding is the distance between its forward in float32 and in float64.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.errors import first_line
+from retrofit.inputs.probes import logits_of, run
+from retrofit.numerics.choices import Choices, OtherChoicesError
+from retrofit.numerics.distances import TOLERANCE, distance
+from retrofit.numerics.precision import SplitReductions, Widened
+
+LIMIT = TOLERANCE[torch.float64]
+EXPLAINED = 64  # times its own rounding, a model's float32 outputs may move from one way to another
+SETTLED = 1 << 25  # parameters up to which every gap but none is settled in float64
+HALF = (torch.float16, torch.bfloat16)
+Ways = Callable[[], tuple[Tensor, Tensor]]
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How far two ways lie apart, relative to the largest output, and in which arithmetic that was decided."""
+
+    gap: float
+    narrow: str = "float32"
+    wide: float | None = None  # the gap in float64, where it was needed
+    agrees: bool = True
+    limit: float = 0.0  # in the arithmetic that decided
+    in_float64: bool = False  # whether that was float64
+    note: str = ""
+    outputs: Tensor | None = None  # of the one way, where they do not agree
+    others: Tensor | None = None
+
+    @property
+    def measured(self) -> str:
+        """The gaps in words: `1.1e-06 in float32, 3.1e-16 in float64 (limit 1e-09)`."""
+        if self.wide is None:
+            return f"{self.gap:.1e} in {self.narrow}" + (f" ({self.note})" if self.note else "")
+        limit = self.limit if self.in_float64 or (self.agrees and self.limit) else LIMIT
+        wide = f"{self.gap:.1e} in {self.narrow}, {self.wide:.1e} in float64 (limit {limit:.0e})"
+        return f"{wide}, {self.note}" if self.note else wide
+
+
+def is_large(model: nn.Module) -> bool:
+    """Whether not every gap is settled in float64, and few forwards are made: each reads all the weights."""
+    return sum(one.numel() for one in model.parameters() if one.is_floating_point()) > SETTLED
+
+
+class Arithmetic:
+    """How a model is measured: in which arithmetic, and where that leaves doubt in which wider one."""
+
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Any], computed: Callable[[], Tensor] | None = None) -> None:
+        """`computed` gives the outputs for the inputs, where somebody has them already."""
+        self.model, self.inputs, self.computed = model, inputs, computed
+        parameters = [one for one in model.parameters() if one.is_floating_point()]
+        self.stored = parameters[0].dtype if parameters else torch.float32
+        self.dtype = torch.float32 if self.stored in HALF else self.stored
+        self.settles_everything = not is_large(model)
+        self.remembered: dict[Hashable, Any] = {}  # what was computed in the arithmetic that the model is measured in
+        self.remembers = False
+
+    @property
+    def name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def note(self) -> str:
+        """Why the model is not measured in the dtype of its weights; "" where it is."""
+        stored = str(self.stored).removeprefix("torch.")
+        return f"computed in {self.name}: its weights are {stored}" if self.stored in HALF else ""
+
+    def computing(self, in_float64: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """Within this context the model computes as it is measured, or in float64."""
+        if in_float64:
+            return Widened(torch.float64)
+        return Widened(self.dtype) if self.stored in HALF else contextlib.nullcontext()
+
+    @functools.cached_property
+    def outputs(self) -> Tensor:
+        """What the model returns for the inputs."""
+        if self.computed is not None:
+            return self.computed()
+        with self.computing():
+            return logits_of(run(self.model, self.inputs)).cpu()
+
+    @functools.cached_property
+    def wide_outputs(self) -> Tensor | None:
+        """The same in float64; None where its code refuses it."""
+        return self.wide_outputs_for(self.inputs)
+
+    def wide_outputs_for(self, inputs: Mapping[str, Any]) -> Tensor | None:
+        """What the model returns for those inputs in float64; None where its code refuses it."""
+        try:
+            with self.computing(in_float64=True):
+                return logits_of(run(self.model, inputs)).cpu()
+        except Exception:  # whatever the model's own code raises
+            return None
+
+    @functools.cached_property
+    def rounding(self) -> float:
+        """How far rounding moves the model's outputs: float32 from float64, in a large model one order of its sums from another."""
+        if self.dtype == torch.float64:
+            return 0.0
+        if not self.settles_everything and "wide_outputs" not in self.__dict__:
+            expected = self.outputs  # before the sums are split
+            with self.computing(), SplitReductions():
+                moved = distance(logits_of(run(self.model, self.inputs)), expected)
+            if moved <= TOLERANCE[torch.float32]:
+                return moved
+        if self.wide_outputs is None:
+            return TOLERANCE[torch.float32] / EXPLAINED
+        found = distance(self.outputs, self.wide_outputs)
+        if found <= TOLERANCE[torch.float32]:
+            return found
+        forced = self.gap_with_choices(lambda: (logits_of(run(self.model, self.inputs)),) * 2, self.wide_outputs)
+        return found if forced is None else min(found, forced[0])
+
+    @property
+    def explained(self) -> float:
+        """How far outputs may lie apart that differ by rounding alone."""
+        return max(TOLERANCE[torch.float32], EXPLAINED * self.rounding)
+
+    @contextlib.contextmanager
+    def remembering(self) -> Iterator[None]:
+        """Within this context `logits` and `once` compute nothing twice, whichever check asks."""
+        self.remembers = True
+        try:
+            yield
+        finally:
+            self.remembers = False
+
+    def logits(self, inputs: Mapping[str, Any]) -> Tensor:
+        """What the model returns for those inputs."""
+        return self.once(identity_of(inputs), lambda: logits_of(run(self.model, inputs)))
+
+    def remember(self, inputs: Mapping[str, Any], logits: Tensor) -> None:
+        """`logits` is what the model returns for those inputs: whoever asks need not run it."""
+        key = identity_of(inputs)
+        if key is not None:
+            self.remembered[key] = logits
+
+    def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
+        """What `compute` gives; while `remembering` it is computed once a key, but for the key None."""
+        if not self.remembers or key is None:
+            return compute()
+        if key not in self.remembered:
+            self.remembered[key] = compute()
+        found: Result = self.remembered[key]
+        return found
+
+    def compare(self, ways: Ways, in_doubt: bool = False, same_kernels: bool = False) -> Comparison:
+        """Whether the two ways agree; `in_doubt` float64 is asked in any case. Raises what the ways raise.
+
+        Ways that run the `same_kernels` on the same numbers round alike, so that even in a large model any gap is a doubt.
+        """
+        with self.computing(), self.remembering():
+            one, other = ways()
+        gap = distance(one, other)
+        if self.dtype == torch.float64:
+            return self.decided(one, other, Comparison(gap, self.name, agrees=gap <= LIMIT, limit=LIMIT, in_float64=True))
+        may_round = not self.settles_everything and not same_kernels
+        if not in_doubt and (gap == 0.0 or (may_round and gap <= 2 * self.rounding)):
+            return Comparison(gap, self.name)
+        try:
+            with self.computing(in_float64=True):
+                wide_one, wide_other = ways()
+        except Exception as error:  # code that refuses float64
+            limit = TOLERANCE[torch.float32]
+            note = f"limit {limit:.0e}; not in float64: {first_line(error)}"
+            return self.decided(one, other, Comparison(gap, self.name, agrees=gap <= limit, limit=limit, note=note))
+        wide = distance(wide_one, wide_other)
+        if wide > LIMIT:
+            found = Comparison(gap, self.name, wide, agrees=False, limit=LIMIT, in_float64=True)
+            return self.decided(wide_one, wide_other, found)
+        if gap <= self.explained:
+            return Comparison(gap, self.name, wide)
+        return self.decided(one, other, self.explain(ways, Comparison(gap, self.name, wide)))
+
+    def decided(self, one: Tensor, other: Tensor, found: Comparison) -> Comparison:
+        """The comparison with its outputs, where they are needed."""
+        return found if found.agrees else dataclasses.replace(found, outputs=one.detach().cpu(), others=other.detach().cpu())
+
+    def explain(self, ways: Ways, found: Comparison) -> Comparison:
+        """Whether a gap that is none in float64 is one of choices that nearly tied."""
+        forced = self.gap_with_choices(ways)
+        if forced is not None and forced[1] and forced[0] <= self.explained:
+            gap, changed, margin = forced
+            choices = f"{changed} choice{'s' if changed > 1 else ''} within {margin:.1e} of a tie fell otherwise"
+            return dataclasses.replace(found, note=f"{choices}, with the same {gap:.1e}")
+        note = f"more than its own rounding of {self.rounding:.1e} explains: it loses precision on the way"
+        return dataclasses.replace(found, agrees=False, limit=self.explained, note=note)
+
+    def gap_with_choices(self, ways: Ways, expected: Tensor | None = None) -> tuple[float, int, float] | None:
+        """The gap where the choices made in float64 are forced, how many had fallen otherwise, and by what margin.
+
+        None where they cannot be.
+        """
+        try:
+            with self.computing(in_float64=True), Choices() as recorded:
+                ways()
+            with self.computing(), Choices(recorded.made) as replayed:
+                one, other = ways()
+        except OtherChoicesError:
+            return None
+        return distance(one, other if expected is None else expected), replayed.changed, replayed.margin
+
+
+def identity_of(inputs: Mapping[str, Any]) -> Hashable:
+    """What tells these inputs from others; None where they hold more than tensors and plain values."""
+    parts: list[Hashable] = []
+    for name, value in sorted(inputs.items()):
+        if isinstance(value, Tensor):
+            content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            parts.append((name, tuple(value.shape), value.dtype, content))
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            parts.append((name, value))
+        else:
+            return None
+    return tuple(parts)

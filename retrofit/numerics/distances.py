@@ -1,0 +1,151 @@
+"""How far values lie from what they should be: by the largest difference, by the error of tokens, by a model's predictions.
+
+    error = √(Σ_t w_t ‖y_t − ŷ_t‖² / Σ_t w_t ‖y_t‖²)        w_t = min(1, median_s ‖y_s‖² / ‖y_t‖²)
+
+A trained model gives a few tokens activations hundreds of times longer than the others'. In the weighted error each of them counts
+as a token of the median length does: it is neither left out nor more important than the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from retrofit.inputs.calibration import Calibration, real_tokens, windows_of_batch
+from retrofit.inputs.example_inputs import named_inputs, vocabulary_of
+from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.probes import accepts, logits_of
+
+# How far two ways of computing the same thing may lie apart, relative to the largest magnitude.
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+Batch = tuple[dict[str, object], Tensor]  # inputs, and the dense outputs
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The largest difference relative to the largest magnitude of `other`; infinite where shapes differ or only one is a number."""
+    if one.shape != other.shape:
+        return float("inf")
+    if one.numel() == 0:
+        return 0.0
+    left, right = one.detach().to("cpu", torch.float64), other.detach().to("cpu", torch.float64)
+    difference = (left - right).abs().masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
+    return float("inf") if bool(difference.isnan().any()) else float(difference.max()) / scale_of(right)
+
+
+def scale_of(value: torch.Tensor) -> float:
+    """The largest finite magnitude, 1 where everything is zero."""
+    magnitudes = value.detach().abs().float()
+    return float(magnitudes[magnitudes.isfinite()].max()) or 1.0 if bool(magnitudes.isfinite().any()) else 1.0
+
+
+def tolerance_of(value: torch.Tensor) -> float:
+    return TOLERANCE.get(value.dtype, TOLERANCE[torch.float32])
+
+
+def token_weights(y: Tensor, *others: Tensor) -> Tensor:
+    """w of the formula above for each row of y, (tokens, d): (tokens), in float32.
+
+    With `others`, of the same shape, such as what is to be combined into y, the longest of a token's rows counts.
+    """
+    lengths = torch.stack([one.detach().float().square().sum(-1) for one in (y, *others)]).amax(0)
+    median = lengths.median()
+    median = median if bool(median > 0) else lengths.mean()
+    return (median / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)).clamp(max=1.0)
+
+
+def weighted_error(found: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
+    """The error of `found` relative to y, (tokens, d) both, in float32; `weights`, (tokens), are those of y where not given."""
+    weights = token_weights(y) if weights is None else weights
+    missed = (found.float() - y.float()).square().sum(-1) @ weights
+    return (missed / (y.float().square().sum(-1) @ weights).clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
+
+
+@dataclasses.dataclass(frozen=True)
+class DensePredictions:
+    """The dense model's outputs on windows to fit on and on windows held out.
+
+    Where the outputs are logits of a vocabulary the distance from them is the mean KL divergence, in nats a token; else the
+    relative error (`weighted_error`).
+    """
+
+    fitted: tuple[Batch, ...]
+    held_out: tuple[Batch, ...]
+    are_logits: bool
+
+    @classmethod
+    def record(cls, model: nn.Module, fitted: Calibration, held_out: Calibration) -> DensePredictions:
+        """The outputs of `model`, which is the dense one still; one window a batch."""
+        known, other = (tuple(outputs_of(model, part)) for part in (fitted, held_out))
+        return cls(known, other, known[0][1].shape[-1] == vocabulary_of(model))
+
+    @property
+    def unit(self) -> str:
+        return "KL divergence from the dense predictions, in nats a token," if self.are_logits else "relative error of the outputs"
+
+    @torch.no_grad()
+    def distance(self, model: nn.Module) -> float:
+        """How far the outputs of `model` are from the dense ones on the windows held out."""
+        with evaluation_mode(model):
+            return sum(float(self.distance_of(model, batch)) for batch in self.held_out) / len(self.held_out)
+
+    def distance_of(self, model: nn.Module, batch: Batch) -> Tensor:
+        inputs, dense = batch
+        found = real_outputs(model, inputs)
+        if not self.are_logits:
+            return weighted_error(found, dense)
+        log_p, log_q = dense.float().log_softmax(-1), found.float().log_softmax(-1)
+        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean()
+
+    @torch.enable_grad()
+    def descend(self, model: nn.Module, parameters: Sequence[nn.Parameter], steps: int, rate: float) -> None:
+        """The `parameters` have made so many steps of Adam, a window each, that lower the distance on the windows to fit on.
+
+        The rate falls to zero along a cosine. No other parameter changes or has a gradient.
+        """
+        required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        try:
+            for parameter, _ in required:
+                parameter.requires_grad_(False)
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            optimizer = torch.optim.Adam(parameters, lr=rate, betas=(0.9, 0.95))
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
+            with evaluation_mode(model):
+                for step in range(steps):
+                    distance = self.distance_of(model, self.fitted[step % len(self.fitted)])
+                    if not distance.requires_grad:
+                        return
+                    gradients = torch.autograd.grad(distance, parameters, allow_unused=True)
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        parameter.grad = gradient
+                    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                    optimizer.step()
+                    schedule.step()
+        finally:
+            for parameter, before in required:
+                parameter.requires_grad_(before)
+            for parameter in parameters:
+                parameter.grad = None
+
+
+@torch.no_grad()
+def outputs_of(model: nn.Module, calibration: Calibration) -> list[Batch]:
+    """The inputs of each window and the model's outputs for its real tokens."""
+    batches: list[Batch] = []
+    with evaluation_mode(model):
+        for batch in (window for several in calibration.batches for window in windows_of_batch(several)):
+            inputs = {**named_inputs(model, batch), **({"use_cache": False} if accepts(model, "use_cache") else {})}
+            batches.append((inputs, real_outputs(model, inputs)))
+    return batches
+
+
+def real_outputs(model: nn.Module, inputs: dict[str, object]) -> Tensor:
+    """The model's outputs for the tokens that are no padding: (tokens, d)."""
+    outputs = logits_of(model(**inputs))
+    mask = next((mask for mask in real_tokens(model, inputs) if mask.shape == outputs.shape[:-1]), None)
+    return outputs.reshape(-1, outputs.shape[-1]) if mask is None else outputs[mask]

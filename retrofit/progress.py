@@ -1,0 +1,186 @@
+"""What long work reports: its progress with an estimate, and the notes of passes, alike lines folded and sites in one table.
+
+The fit of a layer is thousands of small operations. Threads that share a small operation wait for one another, and where other
+processes use the cores too, many times as long as they compute. So layers are worked on side by side, each by threads of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Literal, TypeVar
+
+FEWEST = 3  # lines worth folding
+NUMBER = re.compile(r"(?<=[._A-Za-z])\d+|\d+(?:,\d{3})*(?:\.\d+)?")  # `layers.0.1` holds two, `1,000.5` one
+Worst = Literal["lowest", "highest"]
+MOST_ROWS = 8  # sites that a table lists one by one
+WORST_ROWS = 5  # sites that a table of more lists after its summary
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Say = Callable[[str], None]
+LISTENER: contextvars.ContextVar[Say | None] = contextvars.ContextVar("LISTENER", default=None)
+LONG = 10.0  # seconds left that are worth an estimate
+ROOM = 2**30  # bytes that work on several layers at once may take
+
+
+def one_line(text: str) -> str:
+    """The text with its line breaks written out: a name from a file begins no line of ours."""
+    return text.replace("\n", "\\n")
+
+
+def fold_lines(lines: Iterable[str]) -> list[str]:
+    """The lines in order, those that differ in their numbers only as one, with their count and the range of each number.
+
+    `h.0: kept 91%`, `h.1: kept 95%`, `h.2: kept 93%` become `3 × h.0–2: kept 91–95%`.
+    """
+    groups: dict[str, list[str]] = {}
+    for line in lines:
+        groups.setdefault(NUMBER.sub("\0", line), []).append(line)
+    return [text for group in groups.values() for text in ([f"{len(group)} × {merge(group)}"] if len(group) >= FEWEST else group)]
+
+
+def merge(group: Sequence[str]) -> str:
+    """One text for lines that differ in their numbers only."""
+    between = NUMBER.split(group[0])
+    merged = between[0]
+    for numbers, text in zip(zip(*map(NUMBER.findall, group), strict=True), between[1:], strict=True):
+        merged += number_range(numbers, in_path=merged.endswith((".", "_")) and text[:1] in (".", "_", ":", "")) + text
+    return merged
+
+
+def number_range(numbers: Sequence[str], in_path: bool) -> str:
+    """The smallest and the largest of the numbers; `*` for the indices of a module path between which some are missing."""
+    ordered = sorted(dict.fromkeys(numbers), key=lambda number: float(number.replace(",", "")))
+    if len(ordered) == 1:
+        return ordered[0]
+    if in_path and len(ordered) <= int(ordered[-1]) - int(ordered[0]):
+        return "*"
+    return f"{ordered[0]}–{ordered[-1]}"
+
+
+class Note(str):
+    """A finding as text. One that was measured at a site keeps the parts that its text is made of; the others have no `values`.
+
+    `values` are numbers by column, the same columns for all notes of a `kind`; `form` is how they are written (`.1%`, `.3f`). The
+    first column ranks the sites: its `worst` value is the lowest or the highest.
+    """
+
+    kind: str
+    site: str
+    values: Mapping[str, float]
+    form: str
+    worst: Worst
+
+    def __new__(
+        cls, kind: str, site: str = "", values: Mapping[str, float] | None = None, form: str = ".3g", worst: Worst = "lowest"
+    ) -> Note:
+        numbers = dict(values or {})
+        measured = ", ".join(f"{column} {value:{form}}" for column, value in numbers.items())
+        note = super().__new__(cls, ": ".join(part for part in (site, kind, measured) if part))
+        note.kind, note.site, note.values, note.form, note.worst = kind, site, numbers, form, worst
+        return note
+
+
+class Milestone(str):
+    """A report of progress that a log keeps beside those after it, as of an evaluation; other reports replace one another."""
+
+
+def fold_notes(notes: Iterable[str]) -> list[str]:
+    """The notes in order: one table for each kind that was measured at several sites, lines that differ in numbers only as one."""
+    tables: dict[tuple[str, ...], list[Note]] = {}
+    texts: list[str] = []
+    for note in notes:
+        if isinstance(note, Note) and note.values:
+            tables.setdefault((note.kind, *note.values), []).append(note)
+        else:
+            texts.append(one_line(note))
+    few = [one_line(note) for group in tables.values() if len(group) < FEWEST for note in group]
+    return [*("\n".join(table_lines(group)) for group in tables.values() if len(group) >= FEWEST), *few, *fold_lines(texts)]
+
+
+def table_lines(notes: Sequence[Note]) -> list[str]:
+    """Notes of one kind in aligned columns: each site, or of many the median, the range and the worst."""
+    first = notes[0]
+    columns = list(first.values)
+    rows = [[first.kind, *columns]]
+    listed = list(notes)
+    if len(notes) > MOST_ROWS:
+        for label, summary in ((f"median of {len(notes)}", statistics.median), ("lowest", min), ("highest", max)):
+            rows.append([label, *(f"{summary(note.values[column] for note in notes):{first.form}}" for column in columns)])
+        listed.sort(key=lambda note: note.values[columns[0]], reverse=first.worst == "highest")
+        listed = listed[:WORST_ROWS]
+        rows.append([f"the {first.worst} {columns[0]}:"])
+    rows += [[one_line(note.site), *(f"{note.values[column]:{note.form}}" for column in columns)] for note in listed]
+    first_width = max(len(row[0]) for row in rows)
+    widths = [max(len(row[index]) for row in rows if len(row) > 1) for index in range(1, len(columns) + 1)]
+    return [
+        "  ".join([row[0].ljust(first_width), *(cell.rjust(width) for cell, width in zip(row[1:], widths, strict=False))]).rstrip()
+        for row in rows
+    ]
+
+
+@contextlib.contextmanager
+def reported_to(say: Say | None) -> Iterator[None]:
+    """Within this context `say` receives what counted work is at."""
+    token = LISTENER.set(say)
+    try:
+        yield
+    finally:
+        LISTENER.reset(token)
+
+
+def counted(items: Iterable[Item], what: str, total: int, done: int = 0) -> Iterator[Item]:
+    """Yield the items, and before each report its number and an estimate: "layer 7 of 30, about 40 s left".
+
+    They are some of `total`; `done` came before them.
+    """
+    say, began = LISTENER.get(), time.monotonic()
+    for index, item in enumerate(items):
+        if say is not None:
+            left = time_left((time.monotonic() - began) / index * (total - done - index)) if index else ""
+            say(f"{what} {done + index + 1} of {total}{left}")
+        yield item
+
+
+def time_left(seconds: float) -> str:
+    """Return an estimate in words; nothing where little is left."""
+    if seconds < LONG:
+        return ""
+    return f", about {f'{seconds / 60:.0f} min' if seconds >= 90 else f'{round(seconds / 5) * 5} s'} left"
+
+
+def side_by_side(
+    work: Callable[[Item], Result], items: Sequence[Item], what: str, size: int, *, done: int = 0, total: int | None = None
+) -> list[Result]:
+    """Return what `work` gives for each of the items, counted; torch's threads are divided among those worked on at once.
+
+    Where the items are some of `total`, `done` came before them.
+
+    `work` takes `size` bytes for an item, draws from no generator but its own, and changes nothing that another item's reads. No
+    gradients are recorded but where it says so.
+    """
+    import torch  # here, so that --help never waits for it
+
+    threads = torch.get_num_threads()
+    workers, total = max(1, min(threads, len(items), ROOM // max(1, size))), len(items) if total is None else total
+    if workers == 1:
+        return [work(item) for item in counted(items, what, total, done)]
+
+    def alone(item: Item) -> Result:
+        with torch.no_grad():
+            return work(item)
+
+    each = threads // workers
+    torch.set_num_threads(each)  # for this thread, and for those that begin later
+    pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(each,))
+    try:
+        waiting = [pool.submit(contextvars.copy_context().run, alone, item) for item in items]
+        return [one.result() for one in counted(waiting, what, total, done)]
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)

@@ -1,1 +1,0 @@
-"""What everything else builds on: example inputs, probes, calibration data, atomic writes, preserved state, modes, silence."""
