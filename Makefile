@@ -38,15 +38,15 @@ types: $(READY)
 
 # What is achieved on every architecture of the installed transformers; takes long, and goes on where it stopped.
 coverage: $(READY)
-	$(ALONE) PYTHONPATH=tests $(BIN)/python benchmarks/coverage/coverage_table.py -o docs/coverage.md
+	$(ALONE) PYTHONPATH=tests $(BIN)/python benchmarks/coverage/coverage_table.py -o benchmarks/results/coverage.json
 
 # Which check reports which fault that is put into the passes' sources; goes on where it stopped, and makes anew what has changed.
 mutants: $(READY)
-	$(ALONE) PYTHONPATH=tests:benchmarks/coverage $(BIN)/python benchmarks/mutants/mutants_table.py --jobs 2 -o docs/mutants.md
+	$(ALONE) PYTHONPATH=tests:benchmarks/coverage $(BIN)/python benchmarks/mutants/mutants_table.py --jobs 2 -o benchmarks/results/mutants.json
 
 # Every pass on trained models, which come inside packages; takes hours, and goes on where it stopped.
 real: $(REAL)
-	$(ALONE) PYTHONPATH=tests $(BIN)/python benchmarks/real_models.py --results build/real_models.json -o docs/real_models.md
+	$(ALONE) PYTHONPATH=tests $(BIN)/python benchmarks/real_models.py --results build/real_models.json -o benchmarks/results/real_models.json
 
 bench: $(READY)
 	for one in $(filter-out %/gpu.py,$(wildcard benchmarks/*.py)); do echo "$$one"; $(BIN)/python "$$one" || exit 1; done

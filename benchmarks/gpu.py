@@ -1,6 +1,6 @@
 """Everything that this project claims or fears on CUDA, measured by one command, for at most nine minutes a call.
 
-    python benchmarks/gpu.py                    # on a machine with a GPU; results in build/gpu.json, the page in docs/gpu.md
+    python benchmarks/gpu.py                    # on a machine with a GPU; writes build/gpu.json and benchmarks/results/gpu.json
     python benchmarks/gpu.py --minutes 9 --results gpu.json --page gpu.md
     python benchmarks/gpu.py --rehearse --results /tmp/rehearsal.json   # every part at tiny sizes, without a GPU too
     python benchmarks/gpu.py --list             # the parts, in their order, and about how many seconds each takes
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 BENCHMARKS = Path(__file__).resolve().parent
 ROOT = BENCHMARKS.parent
-FOLDERS = (BENCHMARKS, BENCHMARKS / "learning", ROOT / "tests")  # whose files are imported by name
+FOLDERS = (BENCHMARKS, BENCHMARKS / "learning", BENCHMARKS / "coverage", ROOT / "tests")  # whose files are imported by name
 WORKERS = 8  # processes, each with up to some gigabytes on the device
 
 
@@ -62,7 +62,9 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="after which nothing is begun, and nothing goes on for long")
     parser.add_argument("--results", type=Path, default=ROOT / "build/gpu.json", help="where results are kept, and found again")
-    parser.add_argument("--page", type=Path, help="where the page is written (docs/gpu.md; of a rehearsal: nowhere)")
+    parser.add_argument(
+        "--page", type=Path, help="where the page is written (benchmarks/results/gpu.json; of a rehearsal: nowhere)"
+    )
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="parts whose names begin so, in this order")
     parser.add_argument("--rehearse", action="store_true", help="at tiny sizes, on the CPU where there is no GPU")
@@ -71,7 +73,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--worker", type=int, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.page is None and not options.rehearse:
-        options.page = ROOT / "docs/gpu.md"
+        options.page = ROOT / "benchmarks/results/gpu.json"
     return options
 
 
@@ -202,14 +204,14 @@ def scratch(folder: Path) -> Iterator[Path]:
 
 def write_page(options: argparse.Namespace) -> int:
     """The page that says what was measured and what was not."""
+    import sweeping
     from on_cuda.page import page
 
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
     if not results:
         print(f"{options.results} holds no results: nothing to write a page of", file=sys.stderr)
         return 2
-    options.page.parent.mkdir(parents=True, exist_ok=True)
-    options.page.write_text(page(results, known_keys(options)) + "\n", encoding="utf-8")
+    sweeping.write_page(options.page, page(results, known_keys(options)) + "\n")
     print(options.page)
     return 0
 

@@ -1,10 +1,10 @@
 """Every pass on trained models with real inputs: whether the result is verified, what it is worth at step 0, what it costs, ONNX.
 
-    PYTHONPATH=tests python benchmarks/real_models.py --results real.json -o docs/real_models.md   # make real
+    PYTHONPATH=tests python benchmarks/real_models.py --results real.json -o benchmarks/results/real_models.json   # make real
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json --model SmolLM2 --only sparse   # some rows
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json --again   # those that were not verified
     PYTHONPATH=tests python benchmarks/real_models.py --results real.json --timings   # times and memory of verified rows, anew
-    PYTHONPATH=tests python benchmarks/real_models.py --results real.json --pages -o docs/real_models.md   # the page alone
+    PYTHONPATH=tests python benchmarks/real_models.py --results real.json --pages -o real.md   # the page alone
 
 Each row is a process of its own, bounded in time and memory, and is kept in the results as soon as it is done: a run that was
 stopped goes on where it was. The models are those of `tests/support/real_models.py`. A pass that uses calibration data is also
@@ -21,6 +21,7 @@ import json
 import multiprocessing
 import resource
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -28,6 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from side_by_side import interleaved
+
+sys.path.insert(0, str(Path(__file__).parent / "coverage"))
+from sweeping import write_page
 
 LIMIT = 3600  # seconds for one row
 MEMORY = 14 << 30  # bytes that one row may allocate
@@ -81,7 +85,7 @@ def main() -> None:
         replaced.replace(options.results)
         print(f"{name}: {spec}: {found['verdict']}, {found['seconds']} s", flush=True)
     if options.output:
-        options.output.write_text(page(read_results(options.results)))
+        write_page(options.output, page(read_results(options.results)))
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,8 @@ way by way, always beside the dense model in plain torch. Memory is that of a pr
 was measured is not measured again.
 
     python benchmarks/planning.py --model smollm2 --targets "decode 1.3x"
-    python benchmarks/whole_model.py --model smollm2 --recipe build/planning/smollm2.decode-1.3x.json -o docs/whole_models.md
+    python benchmarks/whole_model.py --model smollm2 --recipe build/planning/smollm2.decode-1.3x.json
+        -o benchmarks/results/whole_models.json
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent / "learning"))
+sys.path.insert(0, str(Path(__file__).parent / "coverage"))
 from experiment import TEXTS, DenseModel, SmolLM2
 from on_cuda.parts import FAILED, Kept, attempt
 from side_by_side import interleaved
-from whole.page import Rows, table, written
+from sweeping import write_page
+from whole.page import Rows, page, table
 from whole.ways import ROOM, WEIGHTS, Running, files_of, packed_file, ways, write_int8
 
 import retrofit
@@ -78,7 +81,7 @@ def main(given: list[str] | None = None) -> None:
     rows = Rows(kept.values, {name: recipes[name] for name in names}, list(known), windows.shape[1])
     print(table(rows))
     if options.output is not None:
-        options.output.write_text(written(options.output.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        write_page(options.output, page(rows))
 
 
 def parse(given: list[str] | None) -> argparse.Namespace:
@@ -91,7 +94,7 @@ def parse(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--folder", type=Path, default=Path("build/whole_model"), help="of the models and the results")
-    parser.add_argument("-o", "--output", type=Path, help="the page whose table is replaced")
+    parser.add_argument("-o", "--output", type=Path, help="the page to write, as JSON or Markdown")
     parser.add_argument("--memory-of", nargs=2, metavar=("MODEL", "WAY"), help=argparse.SUPPRESS)
     options = parser.parse_args(given)
     options.device = "cpu"

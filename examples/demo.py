@@ -66,7 +66,7 @@ def main() -> None:
     setting["eval-every"] = math.ceil(options.more / EVALUATIONS)
     words = [word for name, value in setting.items() for word in (f"--{name}", value)]
     runs = {}
-    new = ["--lr-new", 10 * setting["lr"]]  # what the pass added starts from nothing, and learns faster (docs/results.md)
+    new = ["--lr-new", 10 * setting["lr"]]  # what the pass added starts from nothing, and learns faster (docs/evidence.md)
     for name, start, more in (("dense", dense, []), ("AltUp, K = 2", wide, new)):
         trained = start.with_suffix(".trained.pt")
         command("train", start, "--data", text, *words, *more, "-o", trained, "--force")

@@ -8,11 +8,12 @@ import re
 from pathlib import Path
 
 import pytest
-from sweeping import with_tables
+from sweeping import read_page, table_of, with_tables
 
 from retrofit.planning.quality import TRAIN_FROM
 
 DOCS = Path(__file__).parent.parent / "docs"
+RESULTS = DOCS.parent / "benchmarks" / "results"
 PAGE = (DOCS / "which_pass.md").read_text(encoding="utf-8")
 STRIDED = json.loads((DOCS.parent / "benchmarks/learning/results/strided_layers.json").read_text(encoding="utf-8"))
 NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?")
@@ -20,9 +21,12 @@ COLUMNS = {"decoder": "SmolLM2", "encoder": "all-MiniLM", "encoder-decoder": "Wh
 EXAMPLE = '"held-out loss 2.50 → 3.17, +0.67 nats (KL 0.67): train it before use"'  # of the words, not of a measurement
 
 
-def text_of(page: str) -> str:
-    """Return a page of docs/ with the tables that it links to."""
-    return with_tables((DOCS / page).read_text(encoding="utf-8"), DOCS)
+def text_of(target: str) -> str:
+    """Return a page of docs/ with the tables that it links to, or a file of data, as Markdown."""
+    path = DOCS / target
+    if path.suffix == ".md":
+        return with_tables(read_page(path), DOCS)
+    return read_page(path) if path.suffix == ".json" else table_of(path.name, path.parent)
 
 
 def sections(text: str) -> dict[str, str]:
@@ -39,8 +43,8 @@ def rows(text: str) -> list[list[str]]:
 
 
 def real_figures(model: str) -> dict[str, str]:
-    """The figure at step 0 of each pass on a model of docs/real_models.md, calibrated where it was."""
-    body = next(text for title, text in sections(text_of("real_models.md")).items() if title.startswith(model))
+    """The figure at step 0 of each pass on a trained model, calibrated where it was."""
+    body = next(text for title, text in sections(read_page(RESULTS / "real_models.json")).items() if title.startswith(model))
     return {row[0]: row[2].rpartition("→")[2].strip() for row in rows(body) if len(row) > 2 and row[1] != "checks"}
 
 
@@ -61,7 +65,7 @@ def passages() -> list[tuple[str, str]]:
         links = ""
         for block in re.split(r"\n\n|\n(?=[-|])", body.replace(EXAMPLE, "")):
             for passage in block.split("|") if block.startswith("|") else [block]:
-                own = re.findall(r"\]\((\w+\.md)", passage)
+                own = re.findall(r"\]\(([\w./]+\.(?:md|csv|json))", passage)
                 links = " ".join(own) or links
                 if re.search(r"\d\.\d|\d %", passage) and not block.startswith(("| `", "| sh", "| |")):
                     found.append((passage.strip(), links))
@@ -101,8 +105,8 @@ def test_every_figure_is_in_a_page_that_it_is_linked_to(passage: str, links: str
     assert not missing, (missing, links)
 
 
-def test_what_training_gets_back_is_on_the_page_of_results() -> None:
-    known = numbers(text_of("results.md"))
+def test_what_training_gets_back_is_in_the_data() -> None:
+    known = numbers(table_of("recovery_converged.csv", RESULTS))
     table = rows(sections(PAGE)["What is lost at step 0, and what comes back"])
     first = next(number for number, row in enumerate(table) if row[1] == "before")
     figures = [cell for row in table[first + 1 :] for cell in row[1:]]
@@ -126,11 +130,10 @@ def test_the_advice_on_strided_layers_says_what_was_measured_on_which_model() ->
     (said,) = re.findall(words, PAGE)
     small, four, real = STRIDED_DIFFERENCES
     assert said == (real, small, four)
-    results = text_of("results.md")
-    kept = [
-        STRIDED[f"SmolLM2{more}"]
-        for more in ("", f", {SPEC.format('1-2').removesuffix(', calibrated')}", f", {SPEC.format('1-2')}")
-    ]
-    assert re.findall(r"SmolLM2's\s+([\d.]+) becomes ([\d.]+), calibrated ([\d.]+)\.", results) == [
-        tuple(f"{one:.3f}" for one in kept)
-    ]
+
+
+def test_the_table_of_strided_layers_is_what_the_benchmark_kept() -> None:
+    for layers, *cells in rows(table_of("strided_layers.csv", RESULTS))[1:]:
+        for k, cell in zip((2, 4), cells, strict=True):
+            spec = f"sequence-altup(k={k}, layers={layers.partition(' ')[0]})"
+            assert cell == f"{STRIDED[spec]:.3f} → {STRIDED[f'{spec}, calibrated']:.3f}"

@@ -1,6 +1,7 @@
-"""Writes docs/coverage.md: what retrofit achieves on every architecture of the zoo.
+"""Writes benchmarks/results/coverage.json: what retrofit achieves on every architecture of the zoo.
 
-    PYTHONPATH=tests python benchmarks/coverage/coverage_table.py [--only PATTERN] [--passes PATTERN] [--jobs N] -o docs/coverage.md
+    PYTHONPATH=tests python benchmarks/coverage/coverage_table.py [--only PATTERN] [--passes PATTERN] [--jobs N]
+        -o benchmarks/results/coverage.json
 
 Each architecture is assessed in a worker process under a time limit. Results are kept in a JSON file as they come, so that
 a run that was interrupted goes on where it stopped, or from what the page says where that file is gone; `--again` assesses anew

@@ -1,7 +1,7 @@
-"""Writes docs/graph_coverage.md: models as FX graph modules, against their module trees and under every pass.
+"""Writes benchmarks/results/graph_coverage.json: models as FX graph modules, against their module trees and under every pass.
 
     PYTHONPATH=tests python benchmarks/coverage/graph_table.py
-        [--only PATTERN] [--minutes N] [--jobs N] [--again] -o docs/graph_coverage.md
+        [--only PATTERN] [--minutes N] [--jobs N] [--again] -o benchmarks/results/graph_coverage.json
 
 First the models of other libraries under every pass, then the architectures of the zoo, in an order that is the same in every run
 and mixes the tasks, each in a worker process under a time limit. Results are kept in a JSON file as they come: a run that was
@@ -62,7 +62,7 @@ def page(results: dict[str, Row]) -> str:
             "",
             "- graph: on another batch and length than captured the outputs are the model's, every bit or as far off as said,",
             "  relative to the largest.",
-            "- .pt2: exported with free sizes and read, the outputs are the model's; widened, saved and read again, they stay.",
+            "- .pt2: exported with dynamic shapes and read, the outputs are the model's; widened, saved and read again, they stay.",
             f"- the passes ({', '.join(f'`{spec}`' for spec in PASSES.values())}): yes where the result comes through every",
             "  check of `retrofit.verify`.",
             "",

@@ -1,7 +1,7 @@
-"""Writes docs/onnx_passes.md: every pass on ONNX files as the exporters of the ecosystem write them.
+"""Writes benchmarks/results/onnx_passes.json: every pass on ONNX files as the exporters of the ecosystem write them.
 
     PYTHONPATH=tests python benchmarks/coverage/onnx_passes_table.py
-        [--only PATTERN] [--minutes N] [--jobs N] [--again] -o docs/onnx_passes.md
+        [--only PATTERN] [--minutes N] [--jobs N] [--again] -o benchmarks/results/onnx_passes.json
 
 Each file is read and rewritten by each pass in a worker process under a time limit, with every check of `retrofit.verify`. Results
 are kept in a JSON file as they come: a run that was interrupted goes on where it stopped, and `--again` assesses anew what `--only`

@@ -1,7 +1,7 @@
-"""Writes docs/onnx_coverage.md: what `export_onnx` makes of every architecture of the zoo, and `from_onnx` of the files it wrote.
+"""Writes benchmarks/results/onnx_coverage.json: every architecture, exported by `export_onnx`, read back by `from_onnx`.
 
     PYTHONPATH=tests python benchmarks/coverage/onnx_table.py
-        [--only PATTERN] [--limit SECONDS] [--minutes N] -o docs/onnx_coverage.md
+        [--only PATTERN] [--limit SECONDS] [--minutes N] -o benchmarks/results/onnx_coverage.json
 
 One architecture after another, in an order that is the same in every run and mixes the tasks, each in a worker process under a time
 limit. Results are kept in a JSON file as they come: a run that was interrupted goes on where it stopped, and `--again` does anew

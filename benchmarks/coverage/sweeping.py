@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 LONG = 40  # rows: a longer table is data
-DATA = Path("../benchmarks/results")  # from the folder of the pages
 
 Row = dict[str, Any]
 Task = tuple[str, str]  # what is assessed, and under which pass if one
@@ -57,7 +56,7 @@ def sweep(
 
 
 def parser_of(description: str, name: str) -> argparse.ArgumentParser:
-    """The options of a script that writes `docs/name.md`."""
+    """The options of a script that writes `benchmarks/results/name.json`."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--only", default="", metavar="PATTERN", help="tasks that the pattern matches: 'causal/llama', 'altup$'")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="worker processes")
@@ -65,7 +64,9 @@ def parser_of(description: str, name: str) -> argparse.ArgumentParser:
     parser.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no further one after so long")
     parser.add_argument("--again", action="store_true", help="assess anew what has a result already")
     parser.add_argument("--results", type=Path, default=Path(f"build/{name}.json"), help="where results are kept between runs")
-    parser.add_argument("-o", "--output", type=Path, default=Path(f"docs/{name}.md"))
+    parser.add_argument(
+        "-o", "--output", type=Path, default=Path(f"benchmarks/results/{name}.json"), help="the page, as JSON or Markdown"
+    )
     return parser
 
 
@@ -181,32 +182,58 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_page(path: Path, text: str) -> None:
-    """Write a Markdown page; its long tables become CSV files in `benchmarks/results`, to which the page links in their place."""
-    kept: list[str] = []
-    names: list[str] = []
+    """Write a Markdown page; where `path` is a JSON file, as its blocks, with long tables as CSV files beside it."""
+    if path.suffix != ".json":
+        write_whole(path, text)
+        return
+    blocks: list[Row] = []
+    section, name = "", path.stem
     for is_table, group in itertools.groupby(text.split("\n"), lambda row: row.startswith("|")):
         rows = list(group)
-        if not is_table or len(rows) <= LONG:
-            kept += rows
+        if not is_table:
+            section = next((row.strip("# ").lower() for row in reversed(rows) if row.startswith("#")), section)
+            blocks += [{"text": "\n".join(rows).strip().split("\n")}] if any(rows) else []
             continue
-        section = next(row for row in reversed(kept) if row.startswith("#")).strip("# ").lower()
-        names.append("_".join([path.stem, *re.findall(r"\w+", section)] if names else [path.stem]))
-        file = DATA / f"{names[-1]}.csv"
+        cells = [cells_of(row) for row in rows[:1] + rows[2:]]  # but for |---|
+        if len(rows) <= LONG:
+            blocks.append({"table": cells})
+            continue
+        if any(isinstance(block.get("table"), str) for block in blocks):  # not the first
+            name = "_".join([path.stem, *re.findall(r"\w+", section)])
         made = io.StringIO()
-        csv.writer(made, lineterminator="\n").writerows(cells_of(row) for row in rows[:1] + rows[2:])  # but for |---|
-        write_whole(path.parent / file, made.getvalue())
-        kept.append(f"[{file.name}]({file.as_posix()})")
-    write_whole(path, "\n".join(kept))
+        csv.writer(made, lineterminator="\n").writerows(cells)
+        write_whole(path.with_name(f"{name}.csv"), made.getvalue())
+        blocks.append({"table": f"{name}.csv"})
+    write_whole(path, "[" + ",\n".join(map(one_a_line, blocks)) + "]\n")
+
+
+def one_a_line(block: Row) -> str:
+    """Return a block of a page as JSON, its lines or rows on lines of their own."""
+    ((kind, items),) = block.items()
+    made = [json.dumps(item, ensure_ascii=False) for item in ([items] if isinstance(items, str) else items)]
+    return f'{{"{kind}": {made[0]}}}' if isinstance(items, str) else f'{{"{kind}": [\n  ' + ",\n  ".join(made) + "]}"
+
+
+def read_page(path: Path) -> str:
+    """Return the Markdown of a page that `write_page` wrote."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".json":
+        return text
+    blocks = ("\n".join(block["text"]) if "text" in block else table_of(block["table"], path.parent) for block in json.loads(text))
+    return "\n\n".join([*blocks, ""])
+
+
+def table_of(rows: str | Sequence[Sequence[str]], folder: Path) -> str:
+    """Return rows, or those of a CSV file in `folder`, as a Markdown table."""
+    if isinstance(rows, str):
+        rows = list(csv.reader(io.StringIO((folder / rows).read_text(encoding="utf-8"))))
+    return "\n".join(line([*map(escape, row)]) for row in (rows[0], ["---"] * len(rows[0]), *rows[1:]))
 
 
 def with_tables(text: str, folder: Path) -> str:
-    """The Markdown of a page in `folder` in which CSV files it links to on lines of their own are tables again."""
-
-    def table(link: re.Match[str]) -> str:
-        header, *rows = csv.reader(io.StringIO((folder / link[1]).read_text(encoding="utf-8")))
-        return "\n".join([line(escaped) for escaped in ([*map(escape, row)] for row in (header, ["---"] * len(header), *rows))])
-
-    return re.sub(r"^\[[^\]\n]+\]\(([^)\n]+\.csv)\)$", table, text, flags=re.MULTILINE)
+    """Return the Markdown of a page in `folder`, in which links to CSV files on lines of their own are tables."""
+    link = r"^\[[^\]\n]+\]\(([^)\n]+\.csv)\)$"
+    return re.sub(link, lambda found: table_of(found[1], folder), text, flags=re.MULTILINE)
 
 
 def cells_of(row: str) -> list[str]:

@@ -1,18 +1,18 @@
-"""What docs/coverage.md and its tables say, read back: the next run goes on from it where the results of earlier runs are gone."""
+"""Reads benchmarks/results/coverage.json: the next run continues from it where the results of earlier runs are gone."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from sweeping import Row, cells_of, with_tables
+from sweeping import Row, cells_of, read_page
 
 MIXERS, CHANNELS = ("self-attention", "cross-attention"), ("ffn", "moe")
 
 
 def results_of(page: Path, cells: tuple[str, ...]) -> dict[str, Row]:
     """Results by architecture and pass, as the page shows them; `cells` are the columns of AltUp's table."""
-    text = with_tables(page.read_text(encoding="utf-8"), page.parent)
+    text = read_page(page)
     faults = dict(re.findall(r"^- `([^`]+)`: (.*)$", text, re.MULTILINE))
     results: dict[str, Row] = {}
     passes: list[str] = []  # of the table that is being read; none in AltUp's

@@ -1,6 +1,7 @@
-"""Writes docs/mutants.md: faults put into the sources of the passes, one at a time, and which check reports each.
+"""Writes benchmarks/results/mutants.json: faults put into the sources of the passes, one at a time, and which check reports each.
 
-    PYTHONPATH=tests:benchmarks/coverage python benchmarks/mutants/mutants_table.py [--only PATTERN] [--jobs N] -o docs/mutants.md
+    PYTHONPATH=tests:benchmarks/coverage python benchmarks/mutants/mutants_table.py [--only PATTERN] [--jobs N]
+        -o benchmarks/results/mutants.json
 
 Each mutant is put into a copy of the sources; the pass is applied from there to tiny models, with every check, up to the first
 report. The sources as they are must come through the trials with a report without one. Of a mutant that no check reports the test

@@ -1,4 +1,4 @@
-"""The table of what benchmarks/whole_model.py measured, and the page that it is in."""
+"""The table of what benchmarks/whole_model.py measured, and its page."""
 
 from __future__ import annotations
 
@@ -8,7 +8,16 @@ from typing import Any
 
 from on_cuda.parts import FAILED
 
-BEGIN, END = "<!-- the table of benchmarks/whole_model.py -->", "<!-- its end -->"
+INTRODUCTION = """# Whole models
+
+Written by `benchmarks/whole_model.py`: a trained model, dense and after each recipe, in all ways to run it on one machine.
+
+- prompt: a forward of one window, all logits; decoding: one token at a time after such a window, greedily.
+- faster: than the dense model in plain torch, float32; the median of the ratios in the same rounds, and their range.
+- loss: on text that nothing was fitted on. memory: the peak of a process of its own, less what it had before loading.
+- torch, int8: `quantize_dynamic` of the linear layers that a rewrite left. ONNX Runtime, int8: its own dynamic quantization.
+- no spinning: ONNX Runtime's threads sleep while they wait (`session.intra_op.allow_spinning` is 0).
+"""
 HEAD = (
     "model",
     "way",
@@ -65,10 +74,6 @@ def known(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) and FAILED not in value else {}
 
 
-def written(page: str, rows: Rows) -> str:
-    """The page with this table between its marks; raises `ValueError` where it has none."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page has no place for the table: put {BEGIN} and {END} into it")
-    return f"{before}{BEGIN}\n\n{table(rows)}\n\n{END}{after}"
+def page(rows: Rows) -> str:
+    """Return the page of what was measured."""
+    return f"{INTRODUCTION}\n{table(rows)}\n"

@@ -18,7 +18,7 @@ project = "retrofit"
 author = copyright = "the authors of retrofit"
 root_doc = "README"
 source_suffix = {".md": "markdown"}
-include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**"]
+include_patterns = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/**", "build/results/*.md"]
 extensions = [
     *("myst_parser", "sphinx.ext.autodoc"),
     *("navigation", "tutorials", "commands", "tables", "source_pages", "docstrings", "offline"),

@@ -6,7 +6,9 @@ link in Markdown to what does not exist is a warning of MyST's, and fails the bu
 
 from __future__ import annotations
 
+import csv
 import html
+import io
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,8 +34,10 @@ def find(text: str, root: Path) -> str | None:
 
 
 def target(env: BuildEnvironment, path: str) -> str:
-    """The document of the site that shows `path`."""
+    """The document of the site that shows `path`; a page of benchmarks/results is one that `tables` made."""
     stem = str(Path(path).with_suffix(""))
+    if path.startswith("benchmarks/results/") and (made := stem.replace("benchmarks", "build", 1)) in env.found_docs:
+        return made
     return stem if path.endswith(".md") and stem in env.found_docs else f"source/{path}"
 
 
@@ -87,6 +91,7 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
         name = target(app.env, path)
         if not name.startswith("source/"):
             continue
+        text = "" if (root / path).is_dir() else (root / path).read_text(encoding="utf-8")
         if (root / path).is_dir():
             inside = [one for one in sorted((root / path).iterdir()) if not one.name.startswith(("__pycache__", "."))]
             members = [str(one.relative_to(root)) for one in inside]
@@ -95,10 +100,24 @@ def pages(app: Sphinx) -> Iterator[tuple[str, dict[str, Any], str]]:
             uri = app.builder.get_relative_uri
             items = (f'<li><a href="{uri(name, target(app.env, one))}">{html.escape(Path(one).name)}</a></li>' for one in members)
             body = f"<ul>{''.join(items)}</ul>"
+        elif path.endswith(".csv"):
+            body = table(text)
         else:
-            text = (root / path).read_text(encoding="utf-8")
             body = app.builder.highlighter.highlight_block(text, LANGUAGES.get(Path(path).suffix, "text"))  # type: ignore[attr-defined]
         yield name, {"title": path, "body": f"<h1>{html.escape(path)}</h1>{body}", "parents": []}, "page.html"
+
+
+def table(text: str) -> str:
+    """Return the rows of a CSV file as HTML."""
+    head, *rows = csv.reader(io.StringIO(text))
+    lines = [("th", head), *(("td", row) for row in rows)]
+    made = ("".join(f"<{tag}>{marked(cell)}</{tag}>" for cell in cells) for tag, cells in lines)
+    return f"<table>{''.join(f'<tr>{cells}</tr>' for cells in made)}</table>"
+
+
+def marked(cell: str) -> str:
+    """Return a cell as HTML, its code as code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(cell))
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -28,7 +28,7 @@ def prefers_rows(x: Tensor, width: int, share: int, weights: Sequence[Tensor]) -
     packed = [one for one in weights if is_packed_tensor(one)]
     if packed:  # the whole matrix would be unpacked to be multiplied by
         return x.numel() <= share * width and all(has_rows_apart(one) for one in packed)
-    if reads_tiles(x, *weights):  # docs/gpu.md
+    if reads_tiles(x, *weights):  # benchmarks/results/gpu.csv
         return x.numel() <= share * width
     if x.device.type != "cpu" or is_recorded(x, *weights):
         return x.numel() <= share // FEW * width

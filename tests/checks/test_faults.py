@@ -1,6 +1,6 @@
 """Deliberate faults: each is seeded into a rewritten model that passes every check; the check meant for it must find and name it.
 
-`python tests/checks/test_faults.py -o docs/faults.md` makes every check on every faulty model and writes the table.
+`python tests/checks/test_faults.py -o benchmarks/results/faults.json` makes every check on every faulty model and writes the table.
 """
 
 from __future__ import annotations
@@ -468,14 +468,14 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Seed every fault and write what the checks make of it.")
-    parser.add_argument("-o", "--output", type=Path, help="the Markdown file to write; else it is printed")
+    parser.add_argument("-o", "--output", type=Path, help="the page to write, as JSON or Markdown; else it is printed")
     output = parser.parse_args().output
     torch.set_num_threads(1)
     text = (
         "# What the checks find\n\n"
         f"{len(FAULTS)} deliberate faults, each in a tiny GPT-2 or Llama that passes every check after the pass that is named.\n"
         "Every one must be found by the check that is meant for it: `tests/checks/test_faults.py` asserts it, and makes this\n"
-        "table with `python tests/checks/test_faults.py -o docs/faults.md`.\n\n"
+        "table with `python tests/checks/test_faults.py -o benchmarks/results/faults.json`.\n\n"
         f"{table()}\n"
     )
     write_page(output, text) if output else print(text)

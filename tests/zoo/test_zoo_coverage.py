@@ -12,7 +12,7 @@ import pytest
 import torch
 from coverage_table import CELLS, failed, find, summary, table
 from support import zoo
-from sweeping import LONG, Row, Task, assessed, cell, line, with_tables, write_page
+from sweeping import LONG, Row, Task, assessed, cell, line, read_page, write_page
 from written_page import results_of
 
 
@@ -119,22 +119,27 @@ def test_results_are_kept_between_runs(tmp_path, monkeypatch, capsys) -> None:
 
 
 def test_a_page_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    written = Path(__file__).parents[2] / "docs" / "coverage.md"
+    written = Path(__file__).parents[2] / "benchmarks" / "results" / "coverage.json"
     results = results_of(written, CELLS)
     rows = [one["altup"] for one in results.values()]
     cells = {name: {key: found["cell"] for key, found in one.items() if key != "altup"} for name, one in results.items()}
-    again = tmp_path / "docs" / "coverage.md"
+    again = tmp_path / "coverage.json"
     write_page(again, table(rows, cells))
     assert results_of(again, CELLS) == results
-    old, new = (re.sub(r"transformers [\d.]+, torch [\d.]+", "", page.read_text()).splitlines() for page in (written, again))
+    old, new = (re.sub(r"transformers [\d.]+, torch [\d.]+", "", read_page(page)).splitlines() for page in (written, again))
     assert len(rows) > 300 and new == old
 
 
 def test_a_long_table_is_data_and_comes_back(tmp_path: Path) -> None:
     rows = [line([f"`{number}`", cell('a | b <c>, "d"\ne')]) for number in range(LONG)]
-    text = "\n".join(["# Page", "", line(["name", "what"]), line(["---", "---"]), *rows, "", "| short | table |", ""])
-    write_page(tmp_path / "docs" / "page.md", text)
-    page = (tmp_path / "docs" / "page.md").read_text()
-    assert with_tables(page, tmp_path / "docs") == text and len(page.split()) < 20
-    with open(tmp_path / "benchmarks" / "results" / "page.csv", newline="") as file:
-        assert list(csv.reader(file))[1] == ["`0`", 'a | b <c>, "d" e']
+    long = "\n".join([line(["name", "what"]), line(["---", "---"]), *rows])
+    short = "\n".join([line(["short"]), line(["---"]), line(["table"])])
+    text = "\n\n".join(["# Page\n\nText.", long, short, "## And more", long, ""])
+    write_page(tmp_path / "page.json", text)
+    assert read_page(tmp_path / "page.json") == text
+    assert (tmp_path / "page.json").stat().st_size < 300
+    for name in ("page", "page_and_more"):
+        with open(tmp_path / f"{name}.csv", newline="") as file:
+            assert list(csv.reader(file))[1] == ["`0`", 'a | b <c>, "d" e']
+    write_page(tmp_path / "page.md", text)
+    assert (tmp_path / "page.md").read_text() == read_page(tmp_path / "page.md") == text
