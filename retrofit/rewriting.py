@@ -239,9 +239,9 @@ def rewrite_once(
     modules = dict(model.named_modules(remove_duplicate=False))
     earlier, earlier_record = recipe_storage.stored_recipe(model), recipe_storage.stored_record(model)
     if example_inputs is not None:
-        edit.set_attribute(model, "retrofit_inputs", recipe_storage.describe_inputs(inputs))
+        edit.record_provenance(inputs=recipe_storage.describe_inputs(inputs))
     if isinstance(model, fx.GraphModule) and not earlier:
-        edit.set_attribute(model, "retrofit_dense", DenseGraph.of(model))
+        edit.record_provenance(dense=DenseGraph.of(model))
     try:
         recipe_storage.make_room(model, edit)
         config = recipe_storage.dense_config(model)
@@ -255,9 +255,8 @@ def rewrite_once(
         record = recipe_storage.new_record(model, config, accounts)
         recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)), record)
         before_these = with_current_names(rewrites(model) or (), edit.dense, modules, edit)
-        edit.set_attribute(model, "retrofit_rewrites", (*before_these, *accounts))
-        edit.set_attribute(model, "retrofit_rearranged", getattr(model, "retrofit_rearranged", {}) | rearranged(edit))
-        edit.set_attribute(model, "retrofit_added", added(edit))
+        layouts = {**provenance(model).rearranged, **rearranged(edit)}
+        edit.record_provenance(rewrites=(*before_these, *accounts), rearranged=layouts, added=added(edit))
         if "name_or_path" in vars(model):  # adapters keep it as the model that they were trained on
             edit.set_attribute(model, "name_or_path", "")
         say("capturing the result")

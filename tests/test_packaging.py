@@ -228,8 +228,9 @@ def test_what_is_tested_is_what_is_supported() -> None:
 # Who may import whom
 
 ORDER = (  # a package imports only those before it
-    "errors process progress files inputs numerics program surgery anatomy passbase emitted onnx storage bundling checks undoing "
-    "differences native adapters training generation drawing rewriting preview streaming planning sdk passes cli __main__"
+    "errors provenance process progress files inputs numerics program surgery anatomy passbase emitted onnx storage bundling "
+    "checks undoing differences native adapters training generation drawing rewriting preview streaming planning sdk passes "
+    "cli __main__"
 ).split()
 FILES = {  # by the name they are imported by
     ".".join((*package.split("/"), *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): file

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 from retrofit.bundling.placing import HOOKS, Buffer, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
 from retrofit.bundling.table_text import WrittenGraph
 from retrofit.errors import CheckpointError
+from retrofit.provenance import ATTRIBUTE
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.dtype, torch.Size, type(Ellipsis))
 CALLABLE = (types.FunctionType, types.BuiltinFunctionType, type, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
@@ -23,8 +24,7 @@ TORCHS = frozenset(vars(nn.Module()))  # what every module holds
 REGISTRIES = ("_modules", "_parameters", "_buffers")
 POST_HOOKS = "_load_state_dict_post_hooks"
 OURS = frozenset(  # what retrofit and transformers keep about a model, and a bundle does not need or has from elsewhere
-    "training retrofit_rewrites retrofit_rearranged retrofit_added retrofit_recipe retrofit_record retrofit_inputs hf_quantizer "
-    "retrofit_hooks "
+    f"training {ATTRIBUTE} retrofit_hooks hf_quantizer "
     "_published_conversions _weight_conversions _is_hf_initialized config generation_config".split()
 )
 GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - TORCHS  # what a graph module keeps of its graph

@@ -19,6 +19,7 @@ from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase.protocol import Recipe
 from retrofit.passbase.running import run_passes
 from retrofit.program.capture import capture
+from retrofit.provenance import provenance
 from retrofit.surgery.edit import Edit
 
 
@@ -48,7 +49,8 @@ class DenseGraph:
 
 def dense_graph(model: nn.Module) -> DenseGraph | None:
     """Return the dense graph that a rewritten graph was made from; None where that is not known, or there is none."""
-    return getattr(model, "retrofit_dense", None)
+    kept: DenseGraph | None = provenance(model).dense
+    return kept
 
 
 def as_dense_graph_of(rewritten: nn.Module, model: nn.Module, inputs: dict[str, Any]) -> nn.Module:

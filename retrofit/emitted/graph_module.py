@@ -32,6 +32,7 @@ from retrofit.program.functionalize import mutates
 from retrofit.program.program import Program
 from retrofit.program.reading import calls_from_metadata, read_program
 from retrofit.program.tracing_contexts import NO_GRAD, annotation
+from retrofit.provenance import record_provenance
 
 
 @torch.no_grad()
@@ -132,7 +133,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
             why=f"{custom[0]} has a backward of its own, and that is not the derivative of its operations",
             remedy="rewrite its modules (emit='module')",
         )
-    graph.__dict__["retrofit_examples"] = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    record_provenance(graph, examples={name: value for name, value in inputs.items() if isinstance(value, Tensor)})
     return graph
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from retrofit.errors import CaptureError, kind_of
 from retrofit.inputs.model_memory import HollowGroupedProducts, without_weights
+from retrofit.provenance import provenance
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 11, 7  # primes, so that no extent is mistaken for another
 GIVE_INPUTS = (
@@ -79,7 +80,7 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
 
 def kinds_beside_ids(model: nn.Module) -> dict[str, torch.dtype]:
     """What the model's forward takes beside token ids and follows from them where there is no padding, by name: its dtype."""
-    examples, named = model.__dict__.get("retrofit_examples", {}), forward_parameters(model)
+    examples, named = provenance(model).examples or {}, forward_parameters(model)
     names = (name for name in ("attention_mask", "position_ids", "token_type_ids") if name in named)
     return {name: examples[name].dtype if name in examples else torch.long for name in names}
 
@@ -213,11 +214,11 @@ def example_inputs(
 ) -> dict[str, Any]:
     """Inputs the model accepts, by argument name, on `device` or else its own; raises `CaptureError` where they cannot be inferred.
 
-    A graph module brings its own, as `retrofit_examples`.
+    A graph module brings its own (`Provenance.examples`).
     """
     device = device or device_of(model)
-    if "retrofit_examples" in model.__dict__:
-        return {name: value.to(device) for name, value in model.__dict__["retrofit_examples"].items()}
+    if (own := provenance(model).examples) is not None:
+        return {name: value.to(device) for name, value in own.items()}
     parameters = forward_parameters(model)
     config = getattr(model, "config", None)
     inputs: dict[str, Any] = {}

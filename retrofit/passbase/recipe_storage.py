@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from retrofit.errors import CheckpointError, first_few
+from retrofit.provenance import provenance, record_provenance
 from retrofit.surgery.dequantization import (
     came_through_quantizer,
     forget_quantization,
@@ -57,21 +58,17 @@ def store_recipe(model: nn.Module, recipe: Sequence[str], record: Mapping[str, A
     record = stored_record(model) if record is None else record
     if is_transformers(model):
         store_in_config(model, recipe, record) if recipe else remove_from_config(model)
-    for name, value in (("retrofit_recipe", tuple(recipe)), ("retrofit_record", dict(record))):
-        if recipe and value:
-            model.__dict__[name] = value
-        else:
-            model.__dict__.pop(name, None)
+    record_provenance(model, recipe=tuple(recipe), record=dict(record) if recipe else {})
 
 
 def stored_recipe(model: nn.Module) -> tuple[str, ...]:
     """The recipe stored with the model; empty for a dense one."""
-    return tuple(getattr(model, "retrofit_recipe", ()))
+    return provenance(model).recipe
 
 
 def stored_record(model: nn.Module) -> dict[str, Any]:
     """Return the record of what the model's recipe was applied to (`applied_to`); empty where none was kept."""
-    return dict(model.__dict__.get("retrofit_record", {}))
+    return dict(provenance(model).record)
 
 
 def new_record(model: nn.Module, config: Mapping[str, Any] | None, accounts: Iterable[Rewrite]) -> dict[str, Any]:
@@ -129,7 +126,7 @@ def entry_of(config: Any) -> dict[str, Any]:
 
 
 def describe_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Names, types and shapes of the tensors a model was captured with: kept with the recipe as `model.retrofit_inputs`.
+    """Names, types and shapes of the tensors a model was captured with: kept with the recipe.
 
     A tensor is described as `[dtype, [extent, …]]`, a container of tensors as `{"entries": {key: …}}` or `{"items": […, …]}`.
     """
@@ -152,8 +149,8 @@ def describe_input(value: Any) -> Any:
 
 def stored_inputs(model: nn.Module) -> dict[str, Any]:
     """The descriptions of the inputs, on the model or in its config; empty where the inputs were derived from the model."""
-    if "retrofit_inputs" in model.__dict__:
-        return dict(model.__dict__["retrofit_inputs"])
+    if (own := provenance(model).inputs) is not None:
+        return dict(own)
     return dict(entry_of(getattr(model, "config", None)).get("inputs") or {})
 
 

@@ -24,6 +24,7 @@ from retrofit.errors import CaptureError, CheckpointError, RetrofitError, first_
 from retrofit.inputs.example_inputs import accepts, forward_parameters, named_inputs
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.protocol import Rewrite
+from retrofit.provenance import provenance, record_provenance
 from retrofit.storage.recorded_model import config_differences
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
 from retrofit.surgery.edit import Edit, Fate
@@ -61,7 +62,7 @@ def rewrite_by_steps(steps: Sequence[Step]) -> tuple[list[bool], frozenset[str]]
         if step.recipe:
             earlier = replaying.rewrites(step.model)
             accounts = replaying.replay(step.model, step.recipe, step.record)
-            step.model.retrofit_rewrites = None if earlier is None else (*earlier, *accounts)
+            record_provenance(step.model, rewrites=None if earlier is None else (*earlier, *accounts))
             done += tuple(step.recipe)
     return needed, links[-1].common.own_tensors()
 
@@ -365,15 +366,18 @@ def carry_accounts(common: Common) -> None:
     """The model has the accounts of `whole` under its own names; those of the passes only where it has every site."""
     model, whole = common.model, common.whole
     names, paths = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
-    accounts = replaying.rewrites(whole) or ()
-    model.retrofit_added = frozenset(renamed(getattr(whole, "retrofit_added", ()), common, names))
-    model.retrofit_rearranged = {
-        str(common.name(name)): renamed_fate(fate, common)
-        for name, fate in getattr(whole, "retrofit_rearranged", {}).items()
-        if common.name(fate.name) in names
-    }
+    theirs, accounts = provenance(whole), replaying.rewrites(whole) or ()
+    record_provenance(
+        model,
+        added=frozenset(renamed(theirs.added or (), common, names)),
+        rearranged={
+            str(common.name(name)): renamed_fate(fate, common)
+            for name, fate in theirs.rearranged.items()
+            if common.name(fate.name) in names
+        },
+    )
     if accounts and all(common.name(site.name) in paths for account in accounts for site in account.sites):
-        model.retrofit_rewrites = tuple(renamed_account(account, common, names) for account in accounts)
+        record_provenance(model, rewrites=tuple(renamed_account(account, common, names) for account in accounts))
 
 
 def renamed_fate(fate: Fate, common: Common) -> Fate:

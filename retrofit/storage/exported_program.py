@@ -47,6 +47,7 @@ from retrofit.passbase.replaying import replayed_inputs
 from retrofit.process import unbroken
 from retrofit.program.capture import as_plain_module
 from retrofit.program.tracing_contexts import disable_cache, silence_tracer, with_dynamic_shapes
+from retrofit.provenance import record_provenance
 from retrofit.storage.filling import fill_model
 
 CASTS = ("_to_copy", "to", "clone", "alias", "_assert_tensor_metadata")
@@ -302,8 +303,8 @@ def rewrite_again(
     """
     give_back_parameters(dense)
     model = from_exported(dense)
-    model.__dict__["retrofit_examples"] = examples
-    model.__dict__["retrofit_dense"] = DenseGraph.of(model)
+    record_provenance(model, examples=examples)
+    record_provenance(model, dense=DenseGraph.of(model))
     trained = {name: one.requires_grad for name, one in rewritten.state_dict.items()}
     fill_model(model, recipe, rewritten.state_dict, None)
     for name, parameter in model.named_parameters():
@@ -402,7 +403,7 @@ def graph_of(programs: Programs, recipe: list[str], path: Path) -> fx.GraphModul
             said = f"{path}: {lost}, whose recipe cannot be replayed: {first_line(error)}"
             warnings.warn(said, RetrofitWarning, stacklevel=2)
     model = from_exported(program)
-    model.__dict__["retrofit_examples"] = examples
+    record_provenance(model, examples=examples)
     if recipe:
         recipe_storage.store_recipe(model, recipe)
     return model

@@ -23,6 +23,7 @@ from retrofit.files.safetensors_header import Extent, extents_in
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.recipe_storage import assign
 from retrofit.process import quiet
+from retrofit.provenance import record_provenance
 from retrofit.surgery import transformers_bookkeeping
 
 MORE = 50  # times as many parameters as a file holds tensors may be registered: experts apart, layers rewritten
@@ -202,7 +203,7 @@ def fill_model(
     recipe = tuple(recipe)
     if recipe:
         if inputs:
-            model.__dict__["retrofit_inputs"] = dict(inputs)
+            record_provenance(model, inputs=dict(inputs))
         replaying.replay(model, recipe, record)
         recipe_storage.store_recipe(model, recipe, record)
     own = model.state_dict()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import pickle
 import re
+import types
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -87,13 +89,15 @@ def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
     """Return what the file holds; raises `CheckpointError` where it is not whole, or is code and not admitted by `allow_pickle`."""
+    options: dict[str, Any] = {"map_location": "cpu", "weights_only": not allow_pickle}
+    options |= {"pickle_module": pickle_of_any_version()} if allow_pickle else {}
     try:
         if can_be_mapped(path):
-            mapped = torch.load(path, map_location="cpu", weights_only=not allow_pickle, mmap=True)
+            mapped = torch.load(path, mmap=True, **options)
             if fills_records(mapped, path):
                 return require_held(mapped, path)
         require_unpacked_fits(path)
-        return require_held(torch.load(path, map_location="cpu", weights_only=not allow_pickle), path)
+        return require_held(torch.load(path, **options), path)
     except (CheckpointError, MemoryError):
         raise
     except OSError as error:
@@ -115,6 +119,41 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
             remedy="copy or download it again, or give a file that retrofit.save or torch.save wrote",
             code="unreadable",
         ) from error
+
+
+class Unpickler(pickle.Unpickler):
+    """Unpickles models that were pickled when a class of ours lay in another file."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return what the file names; of ours, from the one file that defines it now."""
+        try:
+            return super().find_class(module, name)
+        except (ImportError, AttributeError):
+            homes = modules_defining(name) if module.partition(".")[0] == "retrofit" else []
+            if len(homes) != 1:
+                raise
+            return super().find_class(homes[0], name)
+
+
+def modules_defining(name: str) -> list[str]:
+    """Return the modules of retrofit that define the class or function `name` at their top level."""
+    definition = re.compile(rf"^(?:class|def) {re.escape(name.partition('.')[0])}\b", re.MULTILINE)
+    folders = {package: Path(importlib.import_module(package).__path__[0]) for package in ("retrofit", "retrofit.passes")}
+    return sorted(
+        {
+            ".".join((package, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__")
+            for package, folder in folders.items()
+            for file in folder.rglob("*.py")
+            if definition.search(file.read_text(encoding="utf-8"))
+        }
+    )
+
+
+def pickle_of_any_version() -> types.ModuleType:
+    """Return a `pickle` for `torch.load` that reads with our `Unpickler`."""
+    module = types.ModuleType("pickle")
+    vars(module).update({**vars(pickle), "Unpickler": Unpickler})
+    return module
 
 
 def can_be_mapped(path: Path) -> bool:

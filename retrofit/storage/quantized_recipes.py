@@ -18,6 +18,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from retrofit.anatomy.feed_forwards import PackableRows, RowMajor
 from retrofit.errors import CheckpointError
+from retrofit.provenance import record_provenance
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import transpose_again, transposed_layers
 
@@ -66,7 +67,7 @@ class ReplayFirst(HfQuantizer):
                 )
         if "hf_quantizer" in vars(model):
             model.config.quantization_config = self.entry | {"quantization": self.quantization_config.to_dict()}
-        model.__dict__["retrofit_recipe"] = tuple(self.entry["recipe"])
+        record_provenance(model, recipe=tuple(self.entry["recipe"]))
         transformers_bookkeeping.keep_own_names(model)
         self.replay.finish(model)
 

@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from retrofit.errors import CheckpointError, first_few
 from retrofit.passbase import recipe_storage
+from retrofit.provenance import record_provenance
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import is_packed
 
@@ -286,7 +287,7 @@ def rewrite_inner_part(model: Any, entry: RecipeConfig) -> set[nn.Module]:
             if value is model.config:
                 vars(module)[name] = config
     model.config = config
-    model.__dict__["retrofit_recipe"] = tuple(entry.recipe)  # its config says of which class and part
+    record_provenance(model, recipe=tuple(entry.recipe))  # its config says of which class and part
     recipe_storage.store_recipe(model, entry.recipe, entry.applied_to)
     transformers_bookkeeping.keep_on_one_device(model, dense)
     return dense | {model}
@@ -322,16 +323,16 @@ def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple
     dense = prepare(model)
     for step in steps:
         fits = entry.inputs.keys() <= forward_parameters(step.model).keys()
-        step.model.__dict__["retrofit_inputs"] = dict(entry.inputs) if fits else {}
+        record_provenance(step.model, inputs=dict(entry.inputs) if fits else {})
     needed, new = another_head.rewrite_by_steps(steps)
-    del model.__dict__["retrofit_inputs"]
+    record_provenance(model, inputs=None)
     through = [
         [name, after]
         for (name, after), keep in list(zip(classes, needed, strict=True))[1:]
         if keep and (name, after) != (own, count)
     ]
     model.config.quantization_config = dataclasses.replace(entry, through=through)
-    model.__dict__["retrofit_recipe"] = tuple(entry.recipe)
+    record_provenance(model, recipe=tuple(entry.recipe))
     recipe_storage.store_recipe(model, entry.recipe, entry.applied_to)
     untie(model)
     transformers_bookkeeping.keep_on_one_device(model, dense)

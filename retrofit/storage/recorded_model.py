@@ -20,10 +20,11 @@ from torch import fx, nn
 
 from retrofit.errors import CheckpointError, first_few
 from retrofit.passbase.recipe_storage import stored_inputs
+from retrofit.provenance import ATTRIBUTE, record_provenance
 from retrofit.surgery.transformers_bookkeeping import attention_of, shared_names
 
 SAFETENSORS = ".safetensors"
-PASSING = ("training", "name_or_path")  # attributes of a model that are not of its structure
+PASSING = ("training", "name_or_path", ATTRIBUTE)  # attributes of a model that are not of its structure
 Structure = dict[str, tuple[type, dict[str, Any], dict[str, Any]]]  # by path: class, plain attributes, shapes of own tensors
 
 
@@ -47,7 +48,7 @@ def recorded_skeleton(kind: type[Any], record: Mapping[str, Any], like: Any) -> 
             remedy="load it with the version of transformers it was saved with",
         ) from error
     if inputs := stored_inputs(like):
-        model.__dict__["retrofit_inputs"] = inputs
+        record_provenance(model, inputs=inputs)
     return model
 
 

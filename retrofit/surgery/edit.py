@@ -17,6 +17,7 @@ from torch import nn
 from retrofit.errors import DoesNotFitError
 from retrofit.files.memory import page_out
 from retrofit.progress import Note, Worst
+from retrofit.provenance import ATTRIBUTE, provenance
 from retrofit.surgery.user_hooks import OURS, hooked_module, hooks_of_passes, take_over_hooks
 
 if TYPE_CHECKING:
@@ -176,6 +177,10 @@ class Edit:
         setattr(owner, name, value)
         self.journal.append(lambda: delattr(owner, name) if before is MISSING else setattr(owner, name, before))
         self.keep_parameters(value)
+
+    def record_provenance(self, **changes: Any) -> None:
+        """The model carries these fields of its `Provenance`."""
+        self.set_attribute(self.model, ATTRIBUTE, dataclasses.replace(provenance(self.model), **changes))
 
     def delete_attribute(self, owner: Any, name: str) -> None:
         """`owner` has no attribute `name` of its own; it need not have had one."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import DoesNotFitError
+from retrofit.provenance import provenance
 
 IDS = {"x": torch.arange(14).reshape(2, 7) % 50}
 
@@ -81,7 +82,7 @@ def own(write: Callable[[Layer, Tensor], Tensor], p: float = 0.0) -> Own:
 @pytest.mark.parametrize("write", [summed_first, normed_twice])
 def test_a_feed_forward_in_a_layers_code_is_rewritten_on_the_graph(write: Callable[[Layer, Tensor], Tensor], spec: str) -> None:
     rewritten = retrofit.apply(own(write), spec, example_inputs=IDS, verify=False)
-    (account,) = rewritten.retrofit_rewrites
+    (account,) = provenance(rewritten).rewrites
     assert [site.name for site in account.sites] == ["b.0.ffn", "b.1.ffn"]
 
 

@@ -28,6 +28,7 @@ from retrofit.onnx.exporter.export_parts import WholeModel
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.passes import AltUp, SequenceAltUp, SparseFFN, SparseQKV
+from retrofit.provenance import record_provenance
 from retrofit.surgery.cache_memory import TokenHistory, cache_among, histories_of
 
 FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")
@@ -413,7 +414,7 @@ def test_the_check_is_made_on_request_only():
 
 def test_a_model_that_goes_out_as_another_fails():
     model = Unlike()
-    model.__dict__["retrofit_recipe"] = ("sum()",)
+    record_provenance(model, recipe=("sum()",))
     report = retrofit.verify(model, checks=["onnx"])
     assert report["onnx"].status == "failed" and "would compute something else" in report["onnx"].why
     assert retrofit.verify(model, Plain(), checks=["onnx"])["onnx"].status == "failed"
@@ -422,7 +423,7 @@ def test_a_model_that_goes_out_as_another_fails():
 def test_a_model_that_never_went_out_is_excused():
     model = Looping()
     assert retrofit.verify(model, checks=["onnx"])["onnx"].status == "skipped"
-    model.__dict__["retrofit_recipe"] = ("sum()",)
+    record_provenance(model, recipe=("sum()",))
     assert retrofit.verify(model, checks=["onnx"])["onnx"].status == "failed"
     report = retrofit.verify(model, Looping(), checks=["onnx"])
     assert report["onnx"].status == "skipped" and "the dense model cannot be exported either" in report["onnx"].why

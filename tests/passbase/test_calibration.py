@@ -15,6 +15,7 @@ from retrofit.errors import SpecError
 from retrofit.inputs.calibration import Calibration, Enough
 from retrofit.passbase.calibration import BATCH, LENGTH, calibration_from
 from retrofit.passbase.tokenization import codec_for
+from retrofit.provenance import record_provenance
 from retrofit.rewriting import apply
 
 IDS = torch.arange(10, 30).repeat(3, 1)
@@ -219,7 +220,7 @@ class Many(nn.Module):
 def test_what_follows_from_ids_is_given_with_them_where_the_model_cannot_do_without() -> None:
     model, ones = Many(), torch.ones(2, 4, dtype=torch.bool)
     examples = {"attention_mask": ones, "input_ids": IDS[:2, :4], "token_type_ids": torch.zeros(2, 4, dtype=torch.int32)}
-    model.__dict__["retrofit_examples"] = examples
+    record_provenance(model, examples=examples)
     (batch,) = calibration_from(model, IDS).batches
     assert batch.keys() == examples.keys() and torch.equal(batch["input_ids"], IDS)
     assert [batch[name].dtype for name in examples] == [torch.bool, torch.long, torch.int32]

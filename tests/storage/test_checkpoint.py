@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
@@ -21,11 +22,13 @@ from torch import nn
 from retrofit.cli.apply import summary
 from retrofit.errors import CheckpointError
 from retrofit.passbase import recipe_storage
+from retrofit.provenance import provenance
 from retrofit.rewriting import Applied
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
 from retrofit.storage.directories import left_out
 from retrofit.surgery import transformers_bookkeeping
+from retrofit.surgery.edit import Fate
 
 transformers_hook.install()
 MODELS = ("llama", "llama-tied", "gpt2", "t5", "bert", "mixtral", "vit")
@@ -392,6 +395,25 @@ def test_nothing_of_a_malicious_file_runs(how, wrap, legacy, tmp_path):
     assert "runs" in error.why
     assert "--allow-pickle" in error.remedy
     assert not (tmp_path / "sprung").exists()
+
+
+def test_a_model_pickled_by_an_earlier_version_carries_what_it_did(tmp_path, monkeypatch):
+    """It carried its recipe and the like as attributes of their own, and names files that have been merged since."""
+    model = Plain({"width": 6}).eval()
+    fate = Fate("rearranged", "head.weight")
+    vars(model).update(retrofit_recipe=standin.RECIPE, retrofit_added=frozenset({"new"}), retrofit_rearranged={"head.weight": fate})
+    with monkeypatch.context() as before:
+        earlier = types.ModuleType("retrofit.surgery.journal")
+        earlier.Fate = Fate
+        before.setitem(sys.modules, earlier.__name__, earlier)
+        before.setattr(Fate, "__module__", earlier.__name__)
+        torch.save(model, tmp_path / "model.pt")
+    loaded = load(tmp_path / "model.pt", allow_pickle=True)
+    found = provenance(loaded)
+    assert (found.recipe, found.added, found.rearranged) == (standin.RECIPE, frozenset({"new"}), {"head.weight": fate})
+    assert found.rewrites is None and found.inputs is None
+    recipe_storage.store_recipe(loaded, ())
+    assert provenance(copy.deepcopy(loaded)).recipe == () and provenance(loaded).added == frozenset({"new"})
 
 
 def test_a_pickled_model_loads_for_those_who_trust_it(tmp_path):

@@ -17,6 +17,7 @@ from retrofit.passbase.calibration import calibration_from
 from retrofit.passbase.protocol import parse_spec
 from retrofit.passbase.replaying import rewrites
 from retrofit.passbase.running import run_passes
+from retrofit.provenance import record_provenance
 from retrofit.surgery.edit import Edit
 
 
@@ -28,7 +29,7 @@ def verdict(model: nn.Module, *specs: str, nudge: bool = False, calibration: Any
         before = method.measure(Subject(model, (inputs,)))
     edit = Edit(model, None if calibration is None else calibration_from(model, calibration))
     accounts, _ = run_passes(model, tuple(map(parse_spec, specs)), inputs, edit, lambda stage: None)
-    model.__dict__["retrofit_rewrites"] = (*(rewrites(model) or ()), *accounts)
+    record_provenance(model, rewrites=(*(rewrites(model) or ()), *accounts))
     subject, fates = Subject(model, (inputs,)), edit.account()
     known = {"calibration": edit.calibration, "dense_parameters": edit.dense}
     context = Context(subject, True, accounts, fates, fresh=not nudge, **known)

@@ -72,6 +72,7 @@ from retrofit.onnx.importer.weights import (
     only_numbers,
 )
 from retrofit.passbase import recipe_storage
+from retrofit.provenance import record_provenance
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -192,7 +193,7 @@ class GraphBuilder:
         module = Graph(self.scope.root, self.scope.graph, "Imported")
         module.graph.lint()
         select_general_branches(module, (file_examples(kept, self.weights, *sizes) for sizes in TRIAL_SIZES))
-        module.__dict__["retrofit_examples"] = file_examples(kept, self.weights)
+        record_provenance(module, examples=file_examples(kept, self.weights))
         if recipe := self.model.metadata_props.get("retrofit.recipe", ""):
             recipe_storage.store_recipe(module, recipe.splitlines())
         return module.eval()

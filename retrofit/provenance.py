@@ -1,0 +1,56 @@
+"""What a model carries with it besides its weights: how passes have rewritten it, and the inputs that it is captured with.
+
+All of it is one attribute of the model, so it goes wherever the model goes: into copies and into pickles, and not into the state
+dict. It is never changed in place; an edit that is undone puts the earlier object back.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ATTRIBUTE = "retrofit_provenance"
+BEFORE = "retrofit_"  # how the attributes begin that models pickled by earlier versions carry, one a field
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Provenance:
+    """The record of how a model came to be what it is; `Provenance()` for a dense model of modules."""
+
+    recipe: tuple[str, ...] = ()  # the specs of the passes applied
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what they were applied to (`applied_to`)
+    inputs: Mapping[str, Any] | None = None  # descriptions of the example inputs given; None where they are derived
+    rewrites: tuple[Any, ...] | None = None  # the account of each pass (`Rewrite`); None where they are not known
+    rearranged: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # dense parameter → the `Fate` of one in another layout
+    added: frozenset[str] | None = None  # the names of the parameters that passes added; None where they are not known
+    dense: Any = None  # the `DenseGraph` that a rewritten graph module was made from
+    examples: Mapping[str, Tensor] | None = None  # the inputs that a graph module was captured with, by argument name
+
+    @property
+    def is_empty(self) -> bool:
+        """Return whether nothing is recorded."""
+        return not self.recipe and not self.record and not self.rearranged and self.known == ()
+
+    @property
+    def known(self) -> tuple[str, ...]:
+        """Return the fields that may be unknown and are not."""
+        return tuple(name for name in ("inputs", "rewrites", "added", "dense", "examples") if getattr(self, name) is not None)
+
+
+def provenance(model: nn.Module) -> Provenance:
+    """Return what `model` carries, or what a wrapper passes on of the model inside."""
+    found = getattr(model, ATTRIBUTE, None)
+    if isinstance(found, Provenance):
+        return found
+    names = (field.name for field in dataclasses.fields(Provenance))
+    return Provenance(**{name: vars(model)[BEFORE + name] for name in names if BEFORE + name in vars(model)})
+
+
+def record_provenance(model: nn.Module, **changes: Any) -> None:
+    """Set these fields of what `model` carries."""
+    now = dataclasses.replace(provenance(model), **changes)
+    vars(model).pop(ATTRIBUTE, None) if now.is_empty else vars(model).update({ATTRIBUTE: now})
