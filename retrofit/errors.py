@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 
@@ -10,15 +10,43 @@ class RetrofitWarning(UserWarning):
     """What is to be known of a result that was not asked for; the command line says it as a note."""
 
 
+class Remedy(str):
+    """A remedy that takes the model in another form: `emit` is "graph" or "module"."""
+
+    emit: str
+
+    def __new__(cls, text: str, emit: str = "") -> Remedy:
+        remedy = super().__new__(cls, text)
+        remedy.emit = emit
+        return remedy
+
+
+def listed(remedy: str | Sequence[str]) -> tuple[str, ...]:
+    """Return one remedy, several or none ("") as a tuple."""
+    return tuple(filter(None, [remedy] if isinstance(remedy, str) else remedy))
+
+
+def joined(remedies: Sequence[str]) -> str:
+    """Return remedies as one text."""
+    return "; or ".join(remedies)
+
+
+def without_form(remedies: Sequence[str], emit: str) -> tuple[str, ...]:
+    """Return the remedies that do not take the model in this form."""
+    return tuple(remedy for remedy in remedies if not (isinstance(remedy, Remedy) and remedy.emit == emit))
+
+
 class RetrofitError(Exception):
-    """A failure: what it concerns, the reason and, where there is one, the remedy.
+    """A failure: what it concerns, the reason and, where there are any, the remedies, of which each is enough.
 
     Programs read the fields that stay when the words change: `code`, the kind of failure ("exists", "unreadable", "busy");
     `option`, the argument or setting to change; `site`, the module, parameter or node it concerns. Each may be empty.
     """
 
-    def __init__(self, what: str, *, why: str = "", remedy: str = "", code: str = "", option: str = "", site: str = "") -> None:
-        self.what, self.why, self.remedy = what, why, remedy
+    def __init__(
+        self, what: str, *, why: str = "", remedy: str | Sequence[str] = "", code: str = "", option: str = "", site: str = ""
+    ) -> None:
+        self.what, self.why, self.remedies = what, why, listed(remedy)
         self.code, self.option, self.site = code, option, site
         super().__init__(what)
 
@@ -26,6 +54,11 @@ class RetrofitError(Exception):
     def labels(self) -> dict[str, str]:
         """Return `code`, `option` and `site`, for an error that is made of this one."""
         return {"code": self.code, "option": self.option, "site": self.site}
+
+    @property
+    def remedy(self) -> str:
+        """The remedies as one text; "" where there is none."""
+        return joined(self.remedies)
 
     def __str__(self) -> str:
         lines = [self.what]
@@ -49,7 +82,7 @@ class NoTransformerError(RetrofitError):
 class DoesNotFitError(RetrofitError):
     """A pass does not fit a model or a place in it; `in_any_form`: as its graph the model would not fit either."""
 
-    def __init__(self, what: str, *, in_any_form: bool = False, **fields: str) -> None:
+    def __init__(self, what: str, *, in_any_form: bool = False, **fields: Any) -> None:
         super().__init__(what, **fields)
         self.in_any_form = in_any_form
 
@@ -80,14 +113,9 @@ class PlanningError(RetrofitError):
 class VerificationError(RetrofitError):
     """A rewritten model failed a check; `report` says which."""
 
-    def __init__(self, what: str, *, report: Any = None, **fields: str) -> None:
+    def __init__(self, what: str, *, report: Any = None, **fields: Any) -> None:
         super().__init__(what, **fields)
         self.report = report
-
-
-def join_remedies(first: str, second: str) -> str:
-    """Return two remedies as one."""
-    return f"{first}; or {second}" if first else second
 
 
 def first_few(items: Iterable[object], most: int = 5, between: str = ", ") -> str:

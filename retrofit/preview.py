@@ -11,7 +11,7 @@ from torch import fx, nn
 from retrofit.anatomy.anatomy import Anatomy, format_change
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.parts import NearMiss
-from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, join_remedies
+from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, without_form
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import without_weights
 from retrofit.inputs.model_state import preserve_random_state
@@ -33,7 +33,6 @@ from retrofit.rewriting import (
     Progress,
     parse_passes,
     prepare_model,
-    remedy_without_graph,
     unseen_refusal,
 )
 from retrofit.surgery import transformers_bookkeeping
@@ -82,7 +81,7 @@ class RecipePlan:
         for one in self.passes:
             misses = one.plan.near_misses
             if not one.fits and misses:
-                first = dataclasses.replace(misses[0], remedy=join_remedies(misses[0].remedy, fix))
+                first = dataclasses.replace(misses[0], remedies=(*misses[0].remedies, fix))
                 one = dataclasses.replace(one, plan=dataclasses.replace(one.plan, near_misses=(first, *misses[1:])))
             passes.append(one)
         return dataclasses.replace(self, passes=tuple(passes))
@@ -91,7 +90,8 @@ class RecipePlan:
         """The same for a model that is a graph already, or cannot be one: no near miss says to make it one."""
         passes = []
         for one in self.passes:
-            misses = tuple(dataclasses.replace(miss, remedy=remedy_without_graph(miss.remedy)) for miss in one.plan.near_misses)
+            found = one.plan.near_misses
+            misses = tuple(dataclasses.replace(miss, remedies=without_form(miss.remedies, "graph")) for miss in found)
             passes.append(dataclasses.replace(one, plan=dataclasses.replace(one.plan, near_misses=misses)))
         return dataclasses.replace(self, passes=tuple(passes))
 
@@ -208,7 +208,7 @@ def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool) -
     except DoesNotFitError as error:
         edit.undo()
         why = f"{error.what}: {error.why}" if error.why else error.what
-        refusal = NearMiss("", why, error.remedy, error.in_any_form)
+        refusal = NearMiss("", why, error.remedies, error.in_any_form)
         return Plan((), (*near_misses, refusal))
 
 

@@ -18,7 +18,15 @@ from retrofit.checks.verify import check_rewrite
 from retrofit.emitted.dense_graph import DenseGraph, fits_as_graph
 from retrofit.emitted.graph_module import graph_module
 from retrofit.emitted.shape_prop import propagate_shapes
-from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, SpecError, VerificationError, join_remedies
+from retrofit.errors import (
+    CaptureError,
+    DoesNotFitError,
+    Remedy,
+    RetrofitError,
+    SpecError,
+    VerificationError,
+    without_form,
+)
 from retrofit.inputs.example_inputs import device_of, named_inputs
 from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.optional_inputs import with_optional
@@ -41,6 +49,7 @@ from retrofit.process import serialized
 from retrofit.program.capture import capture, failure_in
 from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.program.program import Program
+from retrofit.provenance import provenance
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit, Fate, Keep
 from retrofit.surgery.user_hooks import HookWatch
@@ -48,7 +57,7 @@ from retrofit.surgery.user_hooks import HookWatch
 Model = TypeVar("Model", bound=nn.Module)
 BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters, saved as .pt2"
 SEE_EVERYTHING = "pass example_inputs= with all that the model is to read, an image at the places of its tokens say"
-GRAPH_FIX = "rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')"
+GRAPH_FIX = Remedy("rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')", "graph")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,13 +171,13 @@ def apply_reported(
         if transformers_bookkeeping.is_transformers(inside):
             if not fits_as_graph(inside, chosen, named_inputs(inside, example_inputs)):
                 raise without_graph_fix(refusal) from None
-            refusal.remedy = join_remedies(refusal.remedy, GRAPH_FIX)
+            refusal.remedies += (GRAPH_FIX,)
             raise
         try:
             return how(model, emit="graph", note=f"{BECOMES_GRAPH}: {refusal.why or refusal.what}")
         except CaptureError as error:
             why = f"{refusal.why or refusal.what}; and the model has no graph to rewrite: {error.why}"
-            remedy = remedy_without("emit='module'", error.remedy) or remedy_without_graph(refusal.remedy)
+            remedy = without_form(error.remedies, "module") or without_form(refusal.remedies, "graph")
             raise DoesNotFitError(refusal.what, why=why, remedy=remedy, site=refusal.site) from None
         except RetrofitError:  # the graph cannot hold it either
             raise without_graph_fix(refusal) from None
@@ -176,18 +185,8 @@ def apply_reported(
 
 def without_graph_fix(refusal: DoesNotFitError) -> DoesNotFitError:
     """The refusal of a graph, whose fix is not to make it one."""
-    refusal.remedy = remedy_without_graph(refusal.remedy)
+    refusal.remedies = without_form(refusal.remedies, "graph")
     return refusal
-
-
-def remedy_without_graph(remedy: str) -> str:
-    """The fixes that do not make a graph of the model."""
-    return remedy_without("emit='graph'", remedy)
-
-
-def remedy_without(words: str, remedy: str) -> str:
-    """The fixes in which the words are not."""
-    return "; ".join(way for way in remedy.split("; ") if words not in way)
 
 
 def rewrite_once(
@@ -351,7 +350,7 @@ def run_with_optional(model: nn.Module, inputs: dict[str, Any], passes: Recipe) 
         run_result(model, inputs, passes)
     except DoesNotFitError as error:
         error.what, error.in_any_form = f"{error.what} on {describe(inputs)}, as the dense model does", True
-        error.remedy = join_remedies(error.remedy, SEE_EVERYTHING)
+        error.remedies += (SEE_EVERYTHING,)
         raise
 
 
@@ -360,7 +359,7 @@ def unseen_refusal(one: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
     return DoesNotFitError(
         f"{one.name}: the inputs derived from the model leave out {', '.join(unseen)}",
         why="features computed of what is left out may join the stream, and the graph of the example inputs does not show where",
-        remedy=f"{one.way_around}; {SEE_EVERYTHING}",
+        remedy=(one.way_around, SEE_EVERYTHING),
         in_any_form=True,
     )
 

@@ -30,6 +30,7 @@ from retrofit.surgery.edit import Rearranged as Rearranged
 from retrofit.inputs.optional_inputs import left_out as left_out
 from retrofit.errors import CaptureError as CaptureError
 from retrofit.errors import DoesNotFitError as DoesNotFitError
+from retrofit.errors import Remedy as Remedy
 from retrofit.errors import RetrofitError as RetrofitError
 from retrofit.errors import SpecError as SpecError
 

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 import retrofit
 from retrofit import preview, rewriting
-from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError
+from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, without_form
 from retrofit.rewriting import BECOMES_GRAPH, GRAPH_FIX, apply_reported
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.wrappers import Wrapper
@@ -221,7 +221,7 @@ def test_a_decoder_that_detects_its_causal_mask_is_rewritten_on_its_graph() -> N
     for emit in ("module", "graph"):  # there the values that are read are an input's
         with pytest.raises(RetrofitError, match="data-dependent") as refused:
             retrofit.apply(model, "recurrence", example_inputs=with_mask, emit=emit)
-        assert "emit='graph'" not in refused.value.remedy
+        assert without_form(refused.value.remedies, "graph") == refused.value.remedies != ()
     assert isinstance(refused.value, CaptureError)
 
 
@@ -239,9 +239,16 @@ class OfDictionary(nn.Module):
 
 def test_where_modules_and_graph_do_not_fit_the_fix_is_neither() -> None:
     given = {"batch": {"input_ids": padded()["input_ids"]}}
-    with pytest.raises(DoesNotFitError, match="its argument batch is no tensor, but a dict") as refused:
-        retrofit.apply(OfDictionary().eval(), "sequence-altup(k=1)", example_inputs=given)
-    assert refused.value.remedy == "wrap it in a module that takes tensors"
+    refused = {}
+    for emit in ("graph", "module"):
+        with pytest.raises(RetrofitError) as caught:
+            retrofit.apply(OfDictionary().eval(), "sequence-altup(k=1)", example_inputs=given, emit=emit)
+        refused[emit] = caught.value
+    remedies = refused["graph"].remedies
+    kept = without_form(copy.deepcopy(remedies), "module")
+    assert isinstance(refused["graph"], CaptureError) and len(kept) == len(remedies) - 1 == 1
+    assert isinstance(refused["module"], DoesNotFitError) and refused["module"].remedies == kept
+    assert all(remedy in refused["graph"].remedy for remedy in remedies)
 
 
 # ── The rule ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -267,7 +274,7 @@ def test_a_transformers_model_stays_one_and_the_refusal_names_the_graph() -> Non
     before = copy.deepcopy(model)
     with pytest.raises(DoesNotFitError) as refused:
         retrofit.apply(model, "sparse-ffn(sparsity=4)", example_inputs=given)
-    assert GRAPH_FIX in refused.value.remedy and is_what_it_was(model, before)
+    assert GRAPH_FIX in refused.value.remedies and is_what_it_was(model, before)
     planned = retrofit.plan_of(model, "sparse-ffn(sparsity=4)", example_inputs=given)
     assert not planned.fits and GRAPH_FIX in str(planned)
     made = retrofit.apply(model, "sparse-ffn(sparsity=4)", example_inputs=given, emit="graph", verify=False)

@@ -393,7 +393,7 @@ def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
                 raise DoesNotFitError(
                     f"altup: layer {layer.name or layer.exit} of the {stack.kind} {stack.name or 'stack'} cannot be wrapped",
                     why=error.why if attends else f"{error.why}; no layer attends, so this may be no transformer at all",
-                    remedy=error.remedy,
+                    remedy=error.remedies,
                 ) from None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -31,6 +32,7 @@ from retrofit.sdk import (
     NearMiss,
     Pass,
     Plan,
+    Remedy,
     Site,
     SpecError,
     Stack,
@@ -47,7 +49,7 @@ from retrofit.sdk import (
 
 SHARES = ("none", "queries")
 FUSED = "scaled_dot_product_attention"
-NO_MODULE = "emit='graph' makes each attention a module; layers= leaves depths out"
+NO_MODULE = (Remedy("emit='graph' makes each attention a module", "graph"), "layers= leaves depths out")
 NOT_INTERCEPTED = "multi_head_attention_forward"
 SHARE_NONE = "share=none hashes queries and keys, each made as it was"
 CAPPED = "layers= leaves depths out; sequence-altup and sparse-qkv make attention cheaper and keep the cap"
@@ -273,7 +275,7 @@ def names_in_code(module: torch.nn.Module) -> tuple[str, ...]:
     return code.co_names if code is not None else ()
 
 
-def unfit(name: str, why: str, remedy: str = "") -> DoesNotFitError:
+def unfit(name: str, why: str, remedy: str | Sequence[str] = "") -> DoesNotFitError:
     return DoesNotFitError(f"lsh-attention: {name} cannot attend in buckets", why=why, remedy=remedy, site=name)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
@@ -49,6 +49,7 @@ from retrofit.sdk import (
     NearMiss,
     Pass,
     Plan,
+    Remedy,
     Site,
     Stack,
     WrappedModule,
@@ -59,7 +60,7 @@ from retrofit.sdk import (
     selected_depths,
 )
 
-NO_FEED_FORWARD = "beside=layers needs no FFN; emit='graph' makes each a module"
+NO_FEED_FORWARD = ("beside=layers needs no FFN", Remedy("emit='graph' makes each a module", "graph"))
 
 
 class TablePlaces:
@@ -94,7 +95,7 @@ class TablePlaces:
         return any(getattr(one, "adds_branches", False) for one in above)
 
 
-def no_place(name: str, why: str, remedy: str) -> DoesNotFitError:
+def no_place(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError:
     return DoesNotFitError(f"memory: {name} can have no table", why=why, remedy=remedy, site=name)
 
 

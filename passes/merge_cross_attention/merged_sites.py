@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from torch import fx, nn
@@ -26,6 +27,7 @@ from retrofit.sdk import (
     Key,
     LayerCalls,
     NearMiss,
+    Remedy,
     Stack,
     find_attention_sites,
     find_attentions,
@@ -37,7 +39,8 @@ from retrofit.sdk import (
 FUSED = "scaled_dot_product_attention"
 NOT_INTERCEPTED = "multi_head_attention_forward"
 CALLS_FUSED = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
-WRITES_OWN = f"emit='graph' makes each attention a module; one that has nn.Linear projections and calls {FUSED} can be merged"
+AS_GRAPH = Remedy("emit='graph' makes each attention a module", "graph")
+WRITES_OWN = (AS_GRAPH, f"one that has nn.Linear projections and calls {FUSED} can be merged")
 LEFT_OUT = "layers= leaves depths out"
 FOLLOWED = (
     CAST | DROPOUT | {"view", "reshape", "_unsafe_view", "expand", "contiguous", "clone", "getitem"}
@@ -144,7 +147,7 @@ class SiteFinder:
             raise unfit(name, f"it calls no {FUSED}, and {why}", CALLS_FUSED)
         call = self.flow.call_of(core.result)
         if not call.path or call is layer or not layer.encloses(call):
-            raise unfit(name, "it is computed in the code of its layer, and no module owns it", "emit='graph' makes each a module")
+            raise unfit(name, "it is computed in the code of its layer, and no module owns it", AS_GRAPH)
         module = self.anatomy.model.get_submodule(call.path)
         if any(NOT_INTERCEPTED in names_in_code(one) for one in module.modules()):
             why = f"its code calls torch's {NOT_INTERCEPTED}, and no call inside that can be replaced"
@@ -155,7 +158,7 @@ class SiteFinder:
         if site is None:
             miss = self.unfit.get(branch.name) or self.unfit.get(call.path)
             if miss is not None:
-                raise unfit(call.path, miss.why, miss.remedy or LEFT_OUT)
+                raise unfit(call.path, miss.why, miss.remedies or LEFT_OUT)
             remedy = "apply the pass that put that module there after this one; layers= leaves depths out"
             raise unfit(call.path, "its projections are not in the module that attends", remedy)
         if site.calls > 1:
@@ -333,5 +336,5 @@ def names_in_code(module: nn.Module) -> tuple[str, ...]:
     return code.co_names if code is not None else ()
 
 
-def unfit(name: str, why: str, remedy: str = LEFT_OUT) -> DoesNotFitError:
+def unfit(name: str, why: str, remedy: str | Sequence[str] = LEFT_OUT) -> DoesNotFitError:
     return DoesNotFitError(f"merge-cross-attention: {name} cannot be merged", why=why, remedy=remedy, site=name)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -36,6 +37,7 @@ from retrofit.sdk import (
     NearMiss,
     Pass,
     Plan,
+    Remedy,
     Site,
     Stack,
     WrappedModule,
@@ -47,7 +49,7 @@ from retrofit.sdk import (
     shape,
 )
 
-NO_FEED_FORWARD = "emit='graph' makes each feed-forward a module; layers= leaves depths out"
+NO_FEED_FORWARD = (Remedy("emit='graph' makes each feed-forward a module", "graph"), "layers= leaves depths out")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,7 +241,7 @@ class SiteFinder:
         return shape(read) or ()
 
 
-def unfit(name: str, why: str, remedy: str = "") -> DoesNotFitError:
+def unfit(name: str, why: str, remedy: str | Sequence[str] = "") -> DoesNotFitError:
     return DoesNotFitError(f"recurrence: {name} can have no recurrence", why=why, remedy=remedy, site=name)
 
 

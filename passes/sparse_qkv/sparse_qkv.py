@@ -332,7 +332,7 @@ def has_columns(model: nn.Module, path: str) -> bool:
 
 def sparse_already(miss: NearMiss) -> NearMiss:
     remedy = "other options need a model that was not rewritten so; layers= and stacks= name others"
-    return dataclasses.replace(miss, why=SparseQKV.already, remedy=remedy)
+    return dataclasses.replace(miss, why=SparseQKV.already, remedies=remedy)
 
 
 def values_of(projections: SparseProjections) -> Values:

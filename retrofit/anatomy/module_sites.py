@@ -9,7 +9,7 @@ after the other, they become one module first.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 from torch import fx, nn
@@ -19,7 +19,7 @@ from retrofit.anatomy.feed_forward_parsing import hidden_feed_forwards, parse_fe
 from retrofit.anatomy.feed_forwards import FeedForward, GatheredFeedForward, install_feed_forward
 from retrofit.anatomy.parts import Branch, Findings, Layer, NearMiss, Role, Stack, collect_near_miss
 from retrofit.anatomy.weights import nearest_products, weight_product
-from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.errors import DoesNotFitError, Remedy, SpecError
 from retrofit.program.aten_ops import is_float, is_heavy, shape
 from retrofit.program.program import Call, Key
 from retrofit.surgery.edit import Edit
@@ -218,7 +218,7 @@ class BranchOwners:
         return DoesNotFitError(f"no module owns the branch {branch.name or branch.output}", why=why)
 
 
-Refusal = Callable[[str, str, str], DoesNotFitError]  # of the name of a place, why, the fix
+Refusal = Callable[[str, str, str | Sequence[str]], DoesNotFitError]  # of the name of a place, why, the fix
 
 NO_MODULE = "the layers have to be modules that take the stream and return it"
 
@@ -271,7 +271,7 @@ class WrappedModules:
     `no_feed_forward` is the fix where a feed-forward is no module.
     """
 
-    def __init__(self, anatomy: Findings, refuse: Refusal, no_feed_forward: str) -> None:
+    def __init__(self, anatomy: Findings, refuse: Refusal, no_feed_forward: str | Sequence[str]) -> None:
         self.anatomy, self.flow, self.refuse, self.no_feed_forward = anatomy, anatomy.flow, refuse, no_feed_forward
         self.owners = BranchOwners(anatomy)
         self.calls = {(call.path, call.index): call for call in anatomy.program.calls}
@@ -349,7 +349,7 @@ class WrappedModules:
 
 Use = tuple[tuple[int, int], WrappedModule]  # stack and depth, the module that owns what is computed there
 
-NO_OWNER = "emit='graph' makes modules of what is code"
+NO_OWNER = Remedy("emit='graph' makes modules of what is code", "graph")
 MIXTURE = "it is a mixture of experts"
 
 
@@ -422,7 +422,7 @@ def require_each_call(found: list[Use], chosen: set[int] | None, modules: Wrappe
         raise no_site(place.path, "its calls take or return what it computes in different places", NO_OWNER)
 
 
-def no_site(name: str, why: str, remedy: str) -> DoesNotFitError:
+def no_site(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError:
     return DoesNotFitError(f"{name or 'the model'} is no site", why=why, remedy=remedy, site=name)
 
 

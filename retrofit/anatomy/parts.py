@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
-from retrofit.errors import DoesNotFitError
+from retrofit.errors import DoesNotFitError, joined, listed
 
 if TYPE_CHECKING:
     import networkx
@@ -182,8 +182,16 @@ class NearMiss:
 
     name: str  # module path; "" where it is the model as a whole
     why: str
-    remedy: str = ""
+    remedies: str | Sequence[str] = ()  # one, or several of which each is enough; afterwards a tuple
     in_any_form: bool = False  # whether it would be left alone in the model's graph too: for what is computed there, or an option
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "remedies", listed(self.remedies))
+
+    @property
+    def remedy(self) -> str:
+        """The remedies as one text; "" where there is none."""
+        return joined(listed(self.remedies))
 
 
 @contextlib.contextmanager
@@ -192,4 +200,4 @@ def collect_near_miss(name: str, near_misses: list[NearMiss]) -> Iterator[None]:
     try:
         yield
     except DoesNotFitError as error:
-        near_misses.append(NearMiss(name, error.why or error.what, error.remedy, error.in_any_form))
+        near_misses.append(NearMiss(name, error.why or error.what, error.remedies, error.in_any_form))

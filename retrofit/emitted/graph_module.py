@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from retrofit.emitted.dropout_and_gradients import custom_backwards, have_same_gradients
 from retrofit.emitted.emission import emit_graph_module
 from retrofit.emitted.graph_parts import register_tensor
-from retrofit.errors import CaptureError, kind_of
+from retrofit.errors import CaptureError, Remedy, kind_of
 from retrofit.inputs.example_inputs import device_of, named_inputs, special_ids, vocabulary_of
 from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.probes import Inputs, named_outputs
@@ -33,6 +33,8 @@ from retrofit.program.program import Program
 from retrofit.program.reading import calls_from_metadata, read_program
 from retrofit.program.tracing_contexts import NO_GRAD, annotation
 from retrofit.provenance import record_provenance
+
+AS_MODULES = Remedy("rewrite its modules (emit='module')", "module")
 
 
 @torch.no_grad()
@@ -112,7 +114,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
         raise CaptureError(
             f"{type(model).__name__} cannot be made a graph module",
             why=f"its argument {nested} is no tensor, but {kind_of(inputs[nested])}",
-            remedy="wrap it in a module that takes tensors; rewrite its modules (emit='module')",
+            remedy=("wrap it in a module that takes tensors", AS_MODULES),
         )
     program = capture_dynamic(model, inputs)
     holder = next((user for node in program.graph.nodes if node.op == "get_attr" for user in node.users), None)
@@ -120,7 +122,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
         raise CaptureError(
             f"{type(model).__name__} cannot be made a graph module",
             why=f"{op(holder)} runs a part of its code as a graph of its own",
-            remedy="rewrite its modules (emit='module')",
+            remedy=AS_MODULES,
         )
     graph = emit_graph_module(model, program)
     masks = {name: mask for name, mask in missing_masks(model, inputs).items() if name in program.inputs.values()}
@@ -131,7 +133,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
         raise CaptureError(
             f"{type(model).__name__} cannot be made a graph that learns as it does",
             why=f"{custom[0]} has a backward of its own, and that is not the derivative of its operations",
-            remedy="rewrite its modules (emit='module')",
+            remedy=AS_MODULES,
         )
     record_provenance(graph, examples={name: value for name, value in inputs.items() if isinstance(value, Tensor)})
     return graph

@@ -216,7 +216,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         return DoesNotFitError(
             f"{self.name}: no {self.rewrites} of the model can be rewritten",
             why=first_few(reasons, MAX_REASONS, "; ") or "the chosen layers hold none",
-            remedy=next((miss.remedy for miss in plan.near_misses if miss.remedy), self.remedy),
+            remedy=next((miss.remedies for miss in plan.near_misses if miss.remedies), self.remedy),
             in_any_form=plan.fits_no_form,
         )
 

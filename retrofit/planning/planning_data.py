@@ -115,7 +115,7 @@ def windows_of_texts(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> 
     try:
         return tokenize_texts(model, texts) if tokenizer is None else calibration_windows(model, texts, tokenizer)
     except SpecError as error:
-        raise PlanningError(error.what, why=error.why, remedy=error.remedy, **error.labels) from error
+        raise PlanningError(error.what, why=error.why, remedy=error.remedies, **error.labels) from error
 
 
 def split(count: int, measured: int, held_out: int, fitted: int) -> tuple[list[int], list[int], list[int]]:

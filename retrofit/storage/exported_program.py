@@ -380,7 +380,7 @@ def load_exported(path: Path, *, allow_pickle: bool = False) -> fx.GraphModule:
     except CheckpointError:
         raise
     except CaptureError as error:
-        raise CheckpointError(f"{path}: {error.what}", why=error.why, remedy=error.remedy, **error.labels) from error
+        raise CheckpointError(f"{path}: {error.what}", why=error.why, remedy=error.remedies, **error.labels) from error
     except Exception as error:
         raise CheckpointError(
             f"{path} cannot be read as an exported program",

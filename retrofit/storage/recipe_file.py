@@ -46,7 +46,7 @@ def read_recipe(path: str | Path) -> Recipe:
         try:
             passes.append(pass_of(spec))
         except RetrofitError as error:
-            raise SpecError(f"{place}: {error.what}", why=error.why, remedy=error.remedy, **error.labels) from error
+            raise SpecError(f"{place}: {error.what}", why=error.why, remedy=error.remedies, **error.labels) from error
     if not passes:
         raise SpecError(f"{file} names no pass", remedy=READABLE)
     return tuple(passes)

@@ -19,7 +19,7 @@ from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from torch import nn
 from torch.nn.utils import parametrize
 
-from retrofit.errors import DoesNotFitError, join_remedies
+from retrofit.errors import DoesNotFitError
 from retrofit.inputs.model_state import evaluation_mode, preserve_random_state, preserve_state
 from retrofit.surgery.keyword_injection import ForwardReplacement, own_forward
 
@@ -169,7 +169,7 @@ class HookWatch:
         if hook is not None and hook.kind not in said:
             own = f"{hook.path or 'the model'} has a {hook.kind} ({hook.name}), which is part of what it computes"
             refusal.why = f"{refusal.why}; {own}" if refusal.why else own
-            refusal.remedy = join_remedies(refusal.remedy, REMOVE)
+            refusal.remedies += (REMOVE,)
 
     def calls(self, model: nn.Module, inputs: Mapping[str, Any]) -> dict[int, int]:
         """Return how often `model` calls each module with a hook on these inputs, by identity; empty if it does not run."""

@@ -503,7 +503,7 @@ def test_a_long_list_says_how_much_it_leaves_out() -> None:
 def test_every_line_of_an_account_is_a_row() -> None:
     hostile = "h.0\n  fix: pay"
     notes = tuple(Note("energy kept", name, {"kept": 0.5}, ".1%") for name in (hostile, "h.1", "h.2"))
-    missed = (NearMiss(hostile, "too narrow", remedy="use N = 2"),)
+    missed = (NearMiss(hostile, "too narrow", "use N = 2"),)
     table = io.StringIO()
     print_table(plan_rows("ffn()", False, Plan((), near_misses=missed, notes=notes)), stream=table)
     assert [line.strip() for line in table.getvalue().splitlines()[2:]] == [
