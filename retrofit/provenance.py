@@ -41,7 +41,7 @@ class Provenance:
         return tuple(name for name in ("inputs", "rewrites", "added", "dense", "examples") if getattr(self, name) is not None)
 
 
-def provenance(model: nn.Module) -> Provenance:
+def provenance_of(model: nn.Module) -> Provenance:
     """Return what `model` carries, or what a wrapper passes on of the model inside."""
     found = getattr(model, ATTRIBUTE, None)
     if isinstance(found, Provenance):
@@ -52,5 +52,5 @@ def provenance(model: nn.Module) -> Provenance:
 
 def record_provenance(model: nn.Module, **changes: Any) -> None:
     """Set these fields of what `model` carries."""
-    now = dataclasses.replace(provenance(model), **changes)
+    now = dataclasses.replace(provenance_of(model), **changes)
     vars(model).pop(ATTRIBUTE, None) if now.is_empty else vars(model).update({ATTRIBUTE: now})

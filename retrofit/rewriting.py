@@ -49,7 +49,7 @@ from retrofit.process import serialized
 from retrofit.program.capture import capture, failure_in
 from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.program.program import Program
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit, Fate, Keep
 from retrofit.surgery.user_hooks import HookWatch
@@ -254,7 +254,7 @@ def rewrite_once(
         record = recipe_storage.new_record(model, config, accounts)
         recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)), record)
         before_these = with_current_names(rewrites(model) or (), edit.dense, modules, edit)
-        layouts = {**provenance(model).rearranged, **rearranged(edit)}
+        layouts = {**provenance_of(model).rearranged, **rearranged(edit)}
         edit.record_provenance(rewrites=(*before_these, *accounts), rearranged=layouts, added=added(edit))
         if "name_or_path" in vars(model):  # adapters keep it as the model that they were trained on
             edit.set_attribute(model, "name_or_path", "")

@@ -21,7 +21,7 @@ from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError, RetrofitError, VerificationError
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.program.capture import missing_masks
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 from retrofit.rewriting import apply_reported
 
 BOTH = {"altup": "altup(k=2)", "sparse-ffn": "sparse-ffn(sparsity=8)"}  # rewritten on both sides
@@ -73,7 +73,7 @@ def assess(name: str) -> Row:
     except CaptureError as error:
         row.graph = f"refused: {one_line(error)}"
         return row
-    given = provenance(graph).examples | given  # the masks that it asks for
+    given = provenance_of(graph).examples | given  # the masks that it asks for
     row.graph = attempt(lambda: same_function(entry, model, graph))
     row.cells["inlined"] = attempt(lambda: same_inlined(graph, given))
     for one, spec in BOTH.items():
@@ -157,7 +157,7 @@ def attempt(check: Callable[[], str]) -> str:
 def same_function(entry: zoo.Entry, model: nn.Module, graph: nn.Module) -> str:
     """Whether the graph module computes the model's function of inputs of another batch and length than it was made with."""
     other = named_inputs(model, zoo.inputs(entry, model, batch=3, length=9, seed=5))
-    taken = provenance(graph).examples
+    taken = provenance_of(graph).examples
     other |= {name: mask for name, mask in missing_masks(model, other).items() if name in taken}
     try:
         expected = zoo.logits(model(**other))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from retrofit.checks.fingerprint import Fingerprint, checksum, sample
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 from retrofit.surgery.edit import Fate
 
 BLOCKS = 64  # a larger parameter of more blocks than this is not searched
@@ -24,7 +24,7 @@ def match_parameters(dense: Mapping[str, Fingerprint], model: nn.Module) -> dict
         by_content[checksum(parameter), tuple(parameter.shape)] = name
     recorded = {  # by the names of the first dense model, whose modules may be wrapped in this one
         name if name in dense else next(iter(longer_names(name, dense)), name): fate
-        for name, fate in provenance(model).rearranged.items()
+        for name, fate in provenance_of(model).rearranged.items()
     }
     fates: dict[str, Fate] = {}
     for name, one in dense.items():

@@ -16,7 +16,7 @@ from retrofit.anatomy.outline import common_name, relative, structure
 from retrofit.anatomy.parts import Branch, Layer, Stack
 from retrofit.drawing.placement import Norms
 from retrofit.drawing.sheet import BODY, FAINT, NAME, TITLE, Face, Point, Sheet
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 
 REWRITTEN = Face(11.5, bold=True, color="#6d28d9")
 IN_A_PATH = re.compile(r"(?<=[._])\d+")
@@ -31,7 +31,7 @@ class RewrittenSites:
 
     @staticmethod
     def of(anatomy: Anatomy) -> RewrittenSites:
-        accounts: Iterable[Any] = provenance(anatomy.model).rewrites or ()
+        accounts: Iterable[Any] = provenance_of(anatomy.model).rewrites or ()
         named = [(account.spec.partition("(")[0], account.sites) for account in accounts]
         said = [(site.name, f"{method}: {site.what}") for method, sites in named for site in sites]
         return RewrittenSites(tuple(dict.fromkeys(method for method, _ in named)), tuple(said))

@@ -19,7 +19,7 @@ from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase.protocol import Recipe
 from retrofit.passbase.running import run_passes
 from retrofit.program.capture import capture
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 from retrofit.surgery.edit import Edit
 
 
@@ -49,7 +49,7 @@ class DenseGraph:
 
 def dense_graph(model: nn.Module) -> DenseGraph | None:
     """Return the dense graph that a rewritten graph was made from; None where that is not known, or there is none."""
-    kept: DenseGraph | None = provenance(model).dense
+    kept: DenseGraph | None = provenance_of(model).dense
     return kept
 
 

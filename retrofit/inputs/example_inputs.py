@@ -14,7 +14,7 @@ from torch import nn
 
 from retrofit.errors import CaptureError, kind_of
 from retrofit.inputs.model_memory import HollowGroupedProducts, without_weights
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 
 BATCH, LENGTH, TARGET_LENGTH = 2, 11, 7  # primes, so that no extent is mistaken for another
 GIVE_INPUTS = (
@@ -80,7 +80,7 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
 
 def kinds_beside_ids(model: nn.Module) -> dict[str, torch.dtype]:
     """What the model's forward takes beside token ids and follows from them where there is no padding, by name: its dtype."""
-    examples, named = provenance(model).examples or {}, forward_parameters(model)
+    examples, named = provenance_of(model).examples or {}, forward_parameters(model)
     names = (name for name in ("attention_mask", "position_ids", "token_type_ids") if name in named)
     return {name: examples[name].dtype if name in examples else torch.long for name in names}
 
@@ -217,7 +217,7 @@ def example_inputs(
     A graph module brings its own (`Provenance.examples`).
     """
     device = device or device_of(model)
-    if (own := provenance(model).examples) is not None:
+    if (own := provenance_of(model).examples) is not None:
         return {name: value.to(device) for name, value in own.items()}
     parameters = forward_parameters(model)
     config = getattr(model, "config", None)

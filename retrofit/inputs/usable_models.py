@@ -13,6 +13,7 @@ from retrofit.errors import RetrofitError, kind_of
 from retrofit.inputs.example_inputs import handed_to, named_inputs
 from retrofit.inputs.model_memory import offloaded_module
 from retrofit.inputs.model_state import evaluation_mode, preserve_state
+from retrofit.provenance import provenance_of
 
 
 def require_module(model: Any) -> None:
@@ -127,7 +128,7 @@ def transformer_inside(model: nn.Module, example_inputs: Any = None) -> nn.Modul
     A module that takes the inputs (those given, else those derived from it) is a model of its own, whatever it contains. One that
     takes none of them, such as a pipeline that takes a dict of features, only feeds the transformers model it holds.
     """
-    if "retrofit_examples" in model.__dict__:
+    if provenance_of(model).examples is not None:
         return model
     inside = transformers_models(model)
     if len(inside) != 1 or inside[0] is model or (handed_to(model) is None and takes(model, example_inputs)):

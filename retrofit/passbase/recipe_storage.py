@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from retrofit.errors import CheckpointError, first_few
-from retrofit.provenance import provenance, record_provenance
+from retrofit.provenance import provenance_of, record_provenance
 from retrofit.surgery.dequantization import (
     came_through_quantizer,
     forget_quantization,
@@ -63,12 +63,12 @@ def store_recipe(model: nn.Module, recipe: Sequence[str], record: Mapping[str, A
 
 def stored_recipe(model: nn.Module) -> tuple[str, ...]:
     """The recipe stored with the model; empty for a dense one."""
-    return provenance(model).recipe
+    return provenance_of(model).recipe
 
 
 def stored_record(model: nn.Module) -> dict[str, Any]:
     """Return the record of what the model's recipe was applied to (`applied_to`); empty where none was kept."""
-    return dict(provenance(model).record)
+    return dict(provenance_of(model).record)
 
 
 def new_record(model: nn.Module, config: Mapping[str, Any] | None, accounts: Iterable[Rewrite]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def describe_input(value: Any) -> Any:
 
 def stored_inputs(model: nn.Module) -> dict[str, Any]:
     """The descriptions of the inputs, on the model or in its config; empty where the inputs were derived from the model."""
-    if (own := provenance(model).inputs) is not None:
+    if (own := provenance_of(model).inputs) is not None:
         return dict(own)
     return dict(entry_of(getattr(model, "config", None)).get("inputs") or {})
 

@@ -25,8 +25,7 @@ from retrofit.passbase.protocol import AnyPass, Dial, Recipe, Rewrite, parse_rec
 from retrofit.passbase.recipe_storage import passes_of, tie_as
 from retrofit.passbase.running import run_passes, with_current_names
 from retrofit.process import serialized
-from retrofit.provenance import provenance
-from retrofit.runtime.wrapped_models import transformers_models
+from retrofit.provenance import provenance_of
 from retrofit.surgery.edit import Edit, Fate
 
 
@@ -96,7 +95,7 @@ def rearranged(edit: Edit) -> dict[str, Fate]:
 
 def added(edit: Edit) -> frozenset[str]:
     """The names of the parameters that this rewrite or an earlier one added: none of the dense model's is there."""
-    earlier = provenance(edit.model).added or frozenset()
+    earlier = provenance_of(edit.model).added or frozenset()
     named = dict(edit.model.named_parameters(remove_duplicate=False))
     dense = {id(named[fate.name]) for name, fate in edit.account().items() if name not in earlier and fate.name in named}
     return frozenset(name for name, parameter in named.items() if id(parameter) not in dense)
@@ -111,13 +110,13 @@ def recipe(model: nn.Module) -> Recipe | None:
 
 def rewrites(model: nn.Module) -> tuple[Rewrite, ...] | None:
     """The accounts of the passes applied to `model`, or replayed when it was loaded; None for a dense model."""
-    return provenance(rewritten_part(model)).rewrites
+    return provenance_of(rewritten_part(model)).rewrites
 
 
 def added_parameters(model: nn.Module) -> list[nn.Parameter] | None:
     """The parameters that the passes added to `model`; None where that is not known, as in a dense model."""
     part = rewritten_part(model)
-    names = provenance(part).added
+    names = provenance_of(part).added
     return None if names is None else [parameter for name, parameter in part.named_parameters() if name in names]
 
 

@@ -24,7 +24,7 @@ from retrofit.errors import CaptureError, CheckpointError, RetrofitError, first_
 from retrofit.inputs.example_inputs import accepts, forward_parameters, named_inputs
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.protocol import Rewrite
-from retrofit.provenance import provenance, record_provenance
+from retrofit.provenance import provenance_of, record_provenance
 from retrofit.storage.recorded_model import config_differences
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
 from retrofit.surgery.edit import Edit, Fate
@@ -366,7 +366,7 @@ def carry_accounts(common: Common) -> None:
     """The model has the accounts of `whole` under its own names; those of the passes only where it has every site."""
     model, whole = common.model, common.whole
     names, paths = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
-    theirs, accounts = provenance(whole), replaying.rewrites(whole) or ()
+    theirs, accounts = provenance_of(whole), replaying.rewrites(whole) or ()
     record_provenance(
         model,
         added=frozenset(renamed(theirs.added or (), common, names)),

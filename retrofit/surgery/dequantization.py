@@ -17,7 +17,7 @@ from retrofit.errors import CheckpointError, first_few, first_line
 from retrofit.inputs.model_state import preserve_random_state
 from retrofit.inputs.packed_weights import is_packed_tensor, packed_layers, unpacked, unpacked_linear
 from retrofit.inputs.usable_models import require_torch_module
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import forget_packed_reading
 
@@ -124,7 +124,7 @@ def dequantize(model: Any) -> Any:
         except Exception as error:  # whatever a quantizer raises
             raise unpackable(model, first_line(error)) from error
         forget_packed_reading(model)
-        if not provenance(model).recipe:  # with a recipe, `quantized_recipes` has seen to it
+        if not provenance_of(model).recipe:  # with a recipe, `quantized_recipes` has seen to it
             transpose_again(model, transposed_layers(skeleton_of(model)))
         require_same_products(model, before, dtype)
     if left := [name for name, parameter in model.named_parameters() if is_packed(parameter)]:

@@ -17,7 +17,7 @@ from torch import nn
 from retrofit.errors import DoesNotFitError
 from retrofit.files.memory import page_out
 from retrofit.progress import Note, Worst
-from retrofit.provenance import ATTRIBUTE, provenance
+from retrofit.provenance import ATTRIBUTE, provenance_of
 from retrofit.surgery.user_hooks import OURS, hooked_module, hooks_of_passes, take_over_hooks
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class Edit:
 
     def record_provenance(self, **changes: Any) -> None:
         """The model carries these fields of its `Provenance`."""
-        self.set_attribute(self.model, ATTRIBUTE, dataclasses.replace(provenance(self.model), **changes))
+        self.set_attribute(self.model, ATTRIBUTE, dataclasses.replace(provenance_of(self.model), **changes))
 
     def delete_attribute(self, owner: Any, name: str) -> None:
         """`owner` has no attribute `name` of its own; it need not have had one."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import retrofit
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import DoesNotFitError
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 
 IDS = {"x": torch.arange(14).reshape(2, 7) % 50}
 
@@ -82,7 +82,7 @@ def own(write: Callable[[Layer, Tensor], Tensor], p: float = 0.0) -> Own:
 @pytest.mark.parametrize("write", [summed_first, normed_twice])
 def test_a_feed_forward_in_a_layers_code_is_rewritten_on_the_graph(write: Callable[[Layer, Tensor], Tensor], spec: str) -> None:
     rewritten = retrofit.apply(own(write), spec, example_inputs=IDS, verify=False)
-    (account,) = provenance(rewritten).rewrites
+    (account,) = provenance_of(rewritten).rewrites
     assert [site.name for site in account.sites] == ["b.0.ffn", "b.1.ffn"]
 
 

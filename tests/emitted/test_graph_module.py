@@ -19,7 +19,7 @@ from retrofit.emitted.graph_module import graph_module
 from retrofit.emitted.graph_parts import GraphPart
 from retrofit.errors import CaptureError, CheckpointError, SpecError
 from retrofit.passbase.replaying import rewrites
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 from retrofit.rewriting import apply_reported
 
 MODELS = {"functional": Functional, "blocks": Blocks, "encoder": Encoder}
@@ -286,7 +286,7 @@ def test_a_mask_that_was_needed_to_capture_need_not_be_given_where_that_hides_no
 def test_a_mask_is_required_where_the_model_would_hide_padding_without_one() -> None:
     model = Masked(hides=True)
     graph = graph_module(model, {"input_ids": ids()})
-    assert set(provenance(graph).examples) == {"input_ids", "attention_mask"}
+    assert set(provenance_of(graph).examples) == {"input_ids", "attention_mask"}
     with pytest.raises(TypeError, match="attention_mask"):
         graph(ids(3, 5))
     padded = torch.cat([ids(3, 5), torch.zeros(3, 2, dtype=torch.long)], 1)

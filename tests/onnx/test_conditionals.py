@@ -22,7 +22,7 @@ from retrofit.onnx.importer.conditionals import SizeConditional
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.passes import SparseFFN
 from retrofit.program.capture import capture
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 
 PARITY = 1e-4
 FEW = 2  # rows up to which the first way is taken
@@ -134,7 +134,7 @@ def test_sparse_layers_come_back_in_and_learn_on(tmp_path: Path) -> None:
     choices = [one for one in back.modules() if isinstance(one, SizeConditional)]
     assert choices and all(one.general == "otherwise" for one in choices)
     for batch, length in ((1, 1), (3, 14)):  # few tokens and many
-        inputs = resized(back, provenance(back).examples, batch, length, seed=batch)
+        inputs = resized(back, provenance_of(back).examples, batch, length, seed=batch)
         expected = running({**inputs, **running.empty_states(batch)})["logits"]
         with torch.no_grad():
             assert distance(back(**inputs)["logits"], expected) < PARITY

@@ -30,7 +30,7 @@ from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_st
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.weights import argument_name
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 from retrofit.rewriting import apply_reported
 
 PARITY = 1e-4
@@ -51,7 +51,7 @@ DEAR = (
 
 
 def other_inputs(model: nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    return resized(model, provenance(model).examples, (2, 3, 1)[seed], (11, 6, 1)[seed], seed=seed)
+    return resized(model, provenance_of(model).examples, (2, 3, 1)[seed], (11, 6, 1)[seed], seed=seed)
 
 
 @pytest.mark.first(1)

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 
 
 def small() -> Any:
@@ -99,5 +99,5 @@ def test_a_name_is_never_code(name: str, tmp_path: Path, monkeypatch: pytest.Mon
         model.graph.initializer[-1].name = f"{name}{weight.name}"
     onnx.save(model, tmp_path / "odd.onnx")
     loaded = retrofit.load(tmp_path / "odd.onnx")
-    assert loaded(*provenance(loaded).examples.values())["logits"].shape[-1] == 5
+    assert loaded(*provenance_of(loaded).examples.values())["logits"].shape[-1] == 5
     assert not (tmp_path / "sprung").exists()

@@ -20,7 +20,7 @@ import retrofit
 from retrofit.errors import CheckpointError
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 
 RNG = np.random.default_rng(0)
 node = helper.make_node
@@ -231,7 +231,7 @@ def test_a_transformer_of_set_11_is_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "bert.onnx"
     by_tracing(11, fused_attention=False)("masked/bert", path)
     model = from_onnx(path)
-    inputs = dict(provenance(model).examples)
+    inputs = dict(provenance_of(model).examples)
     expected = OnnxSession(path)(inputs)
     with torch.no_grad():
         torch.testing.assert_close(model(**inputs)["logits"], expected["logits"], atol=1e-4, rtol=1e-4)

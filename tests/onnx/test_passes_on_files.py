@@ -21,7 +21,7 @@ from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.weights import argument_name
 from retrofit.passbase.protocol import parse_recipe
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 
 NEW = 8  # tokens decoded
 PARITY = 1e-4
@@ -90,7 +90,7 @@ def comes_back(path: Path, running: OnnxSession) -> None:
     """The file as a module, states and all, computes what ONNX Runtime does, on few tokens and on many."""
     back = from_onnx(path, "past")
     names = {argument_name(name): name for name in running.inputs}
-    examples = provenance(back).examples
+    examples = provenance_of(back).examples
     with torch.no_grad():
         for rows in (1, 2):
             given = {name: value[:rows] for name, value in examples.items()}
@@ -127,7 +127,7 @@ def test_a_file_comes_in_is_rewritten_learns_and_goes_out(form: str, spec: str, 
     build, file = FORMS[form]
     retrofit.export_onnx(build(), tmp_path / "model.onnx")
     model = retrofit.apply(from_onnx(tmp_path / file), spec, verify=False)
-    examples = provenance(model).examples
+    examples = provenance_of(model).examples
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     losses = learnt(model, examples)
     assert losses[-1] < losses[0]

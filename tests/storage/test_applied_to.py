@@ -15,7 +15,7 @@ import retrofit
 from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.recipe_storage import AppliedTo, tie_as
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 
 IDS = torch.arange(3, 19)[None]
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -377,7 +377,7 @@ def save(model, folder):
 def test_a_part_that_was_not_rewritten_is_dense(tmp_path):
     model = rewritten(llava(), "memory(lookup=softmax, layers=0)")
     tower = model.model.vision_tower
-    sites = [site.name for account in provenance(model).rewrites for site in account.sites]
+    sites = [site.name for account in provenance_of(model).rewrites for site in account.sites]
     assert sites and not any("vision_tower" in name for name in sites)
     assert recipe_storage.entry_of(tower.config) == {} != recipe_storage.entry_of(model.model.language_model.config)
 

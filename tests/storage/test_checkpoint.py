@@ -22,7 +22,7 @@ from torch import nn
 from retrofit.cli.apply import summary
 from retrofit.errors import CheckpointError
 from retrofit.passbase import recipe_storage
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 from retrofit.rewriting import Applied
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
@@ -409,11 +409,11 @@ def test_a_model_pickled_by_an_earlier_version_carries_what_it_did(tmp_path, mon
         before.setattr(Fate, "__module__", earlier.__name__)
         torch.save(model, tmp_path / "model.pt")
     loaded = load(tmp_path / "model.pt", allow_pickle=True)
-    found = provenance(loaded)
+    found = provenance_of(loaded)
     assert (found.recipe, found.added, found.rearranged) == (standin.RECIPE, frozenset({"new"}), {"head.weight": fate})
     assert found.rewrites is None and found.inputs is None
     recipe_storage.store_recipe(loaded, ())
-    assert provenance(copy.deepcopy(loaded)).recipe == () and provenance(loaded).added == frozenset({"new"})
+    assert provenance_of(copy.deepcopy(loaded)).recipe == () and provenance_of(loaded).added == frozenset({"new"})
 
 
 def test_a_pickled_model_loads_for_those_who_trust_it(tmp_path):

@@ -11,7 +11,7 @@ from support.functional_models import VOCABULARY, Functional
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 
 SIZE = (2, 9)
 COUNTED = torch.arange(SIZE[1]).expand(SIZE).contiguous()
@@ -28,7 +28,7 @@ def exported(model: nn.Module, path: Path, *ids: Tensor) -> Path:
 @pytest.mark.parametrize("ids", [torch.zeros(SIZE, dtype=torch.long), torch.ones(SIZE, dtype=torch.long), COUNTED])
 def test_a_program_exported_on_ids_that_say_nothing_is_checked_on_others(ids: Tensor, tmp_path: Path) -> None:
     model = retrofit.load(exported(Functional(), tmp_path / "model.pt2", ids))
-    drawn = provenance(model).examples["ids"]
+    drawn = provenance_of(model).examples["ids"]
     assert drawn.shape == SIZE and drawn.dtype == torch.long
     assert drawn.unique().numel() > 5 and int(drawn.min()) >= 0 and int(drawn.max()) < VOCABULARY
     checks = {
@@ -40,7 +40,7 @@ def test_a_program_exported_on_ids_that_say_nothing_is_checked_on_others(ids: Te
 
 def test_ids_that_differ_are_kept(tmp_path: Path) -> None:
     ids = torch.randint(VOCABULARY, SIZE, generator=torch.Generator().manual_seed(3))
-    assert torch.equal(provenance(retrofit.load(exported(Functional(), tmp_path / "model.pt2", ids))).examples["ids"], ids)
+    assert torch.equal(provenance_of(retrofit.load(exported(Functional(), tmp_path / "model.pt2", ids))).examples["ids"], ids)
 
 
 def test_positions_and_kinds_of_tokens_are_no_ids(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_positions_and_kinds_of_tokens_are_no_ids(tmp_path: Path) -> None:
 
     nothing = torch.zeros(SIZE, dtype=torch.long)
     model = retrofit.load(exported(Numbered(), tmp_path / "model.pt2", nothing, COUNTED, nothing))
-    examples = provenance(model).examples
+    examples = provenance_of(model).examples
     assert torch.equal(examples["kinds"], nothing) and torch.equal(examples["places"], COUNTED)
     assert examples["words"].unique().numel() > 5 and int(examples["words"].max()) < 31
 
@@ -81,6 +81,6 @@ def test_the_example_tensors_among_constants_and_inside_of_containers_are_found(
     program = torch.export.export(model, given, dynamic_shapes=(None, None, None, {"texts": (FREE, {})}), strict=False)
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = retrofit.load(tmp_path / "model.pt2")
-    examples = provenance(loaded).examples
+    examples = provenance_of(loaded).examples
     assert list(examples) == ["batch_texts_0", "batch_texts_1"] and torch.equal(examples["batch_texts_0"], ids)
     torch.testing.assert_close(loaded(**examples), model(*given))

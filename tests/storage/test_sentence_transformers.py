@@ -15,7 +15,7 @@ from torch import nn
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 from retrofit.training.losses import WithContrastiveLoss
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
@@ -82,7 +82,7 @@ def test_a_module_that_takes_the_inputs_is_rewritten_itself(tmp_path: Path) -> N
     inner = sentence_model(tmp_path / "bert")[0].model
     model = Classifier(inner)
     retrofit.apply(model, SUM, verify=False)
-    assert provenance(model).recipe and provenance(inner).is_empty
+    assert provenance_of(model).recipe and provenance_of(inner).is_empty
 
 
 # ── As directories ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

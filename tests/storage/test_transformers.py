@@ -23,7 +23,7 @@ from transformers.quantizers import auto
 from retrofit.errors import CheckpointError
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.replaying import input_from_description
-from retrofit.provenance import ATTRIBUTE, provenance
+from retrofit.provenance import ATTRIBUTE, provenance_of
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
 from retrofit.surgery import transformers_bookkeeping
@@ -327,9 +327,9 @@ def test_a_plain_module_keeps_its_recipe():
     model = nn.Linear(2, 2)
     assert recipe_storage.stored_recipe(model) == ()
     recipe_storage.store_recipe(model, ["altup(k=2)", "sum()"])
-    assert provenance(model).recipe == recipe_storage.stored_recipe(model) == ("altup(k=2)", "sum()")
+    assert provenance_of(model).recipe == recipe_storage.stored_recipe(model) == ("altup(k=2)", "sum()")
     recipe_storage.store_recipe(model, ())
-    assert provenance(model).is_empty and ATTRIBUTE not in vars(model)
+    assert provenance_of(model).is_empty and ATTRIBUTE not in vars(model)
 
 
 @pytest.mark.parametrize("name", MODELS)

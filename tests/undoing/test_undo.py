@@ -16,7 +16,7 @@ from support.own_models import Own
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, VerificationError
-from retrofit.provenance import provenance
+from retrofit.provenance import provenance_of
 
 IDS = torch.arange(3, 20)[None]
 
@@ -78,7 +78,7 @@ def test_the_first_site_that_computes_something_else_is_named(upcycled: Any) -> 
 
 def test_a_row_that_no_input_of_the_check_reads_counts() -> None:
     model = retrofit.apply(tiny_models.llama(vocab_size=4500), "memory(rank=2, layers=1)", verify=False)
-    tables = {name: one for name, one in model.named_parameters() if name in provenance(model).added and one.shape[0] == 4500}
+    tables = {name: one for name, one in model.named_parameters() if name in provenance_of(model).added and one.shape[0] == 4500}
     assert tables
     retrofit.undo(model)
     with torch.no_grad():
