@@ -17,7 +17,7 @@ CALIBRATED = on("gpt2 llama", "sparse-ffn(sparsity=8)", "calibrated")
 
 layer = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/sparse_feed_forward.py")
 choice = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/unit_choice.py")
-gate = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/gate_activation.py")
+gate = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/unit_choice.py")
 rows = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/indexed_rows.py")
 whole = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/sparse_ffn.py")
 fitted = functools.partial(
@@ -29,7 +29,7 @@ fitted = functools.partial(
     "test_each_solution_is_that_of_least_squares_with_rows_that_pull_to_the_dense_matrix",
 )
 start = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/controller_fit.py")
-contributions = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/contributions.py")
+contributions = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/controller_fit.py")
 
 MUTANTS = [
     layer(

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from on_cuda.parts import Part, attempt
 from on_cuda.timing import captured, in_turns
-from retrofit.passes.sparse_ffn import chosen_units, indexed_rows
+from retrofit.passes.sparse_ffn import indexed_rows, unit_choice
 from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums
 
 # ‖out − ref‖ / ‖ref‖ from which a kernel is not right
@@ -180,7 +180,7 @@ SETTINGS = {
     "products": (indexed_rows, "PRODUCTS"),
     "sums": (indexed_rows, "SUMS"),
     "programs": (indexed_rows, "PROGRAMS"),
-    "choice": (chosen_units, "CHOICE"),
+    "choice": (unit_choice, "CHOICE"),
 }
 
 
@@ -194,7 +194,7 @@ def kernels_of(block: Any, x: Tensor) -> dict[str, Callable[[Any, Tensor], Tenso
     def chosen(one: Any, x: Tensor) -> Tensor:
         if x.device.type != "cuda":
             return one.logits(x)  # type: ignore[no-any-return]
-        return chosen_units.chosen_units(x, one.c1, one.c2, one.bias, one.sparsity, one.active)
+        return unit_choice.chosen_units(x, one.c1, one.c2, one.bias, one.sparsity, one.active)
 
     return {
         "products": lambda one, x: indexed_products(x, indices, one.up.weight, one.up.bias),

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.sdk import is_exporting, is_packed_tensor, rows_at
+from retrofit.sdk import has_rows_apart, is_exporting, is_packed_tensor, rows_at
 
 SMALL = 3 << 20  # bytes of the rows of one token that a CPU copies faster than it reads them one by one
 PIECE = 1024  # columns of a row that a CPU thread sums at a time where there is one token
@@ -29,7 +30,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 def indexed_products(x: Tensor, indices: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-    """z[t, b] = x[t] · rows[indices[t, b]] + bias[indices[t, b]]: (tokens, blocks)."""
+    """Return z[t, b] = x[t] · rows[indices[t, b]] + bias[indices[t, b]]: (tokens, blocks)."""
     if reads_tiles(x, rows, bias):
         return tiled_products(x, indices, rows, bias)
     z = products(x, indices, rows)
@@ -37,7 +38,7 @@ def indexed_products(x: Tensor, indices: Tensor, rows: Tensor, bias: Tensor | No
 
 
 def products(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
-    """`indexed_products` without a bias, by torch's operations."""
+    """Return `indexed_products` without a bias, by torch's operations."""
     if is_packed_tensor(rows):
         copies = rows_at(rows, indices.flatten()).view(*indices.shape, -1)
         return torch.bmm(copies.to(x.dtype), x.unsqueeze(2)).squeeze(2)
@@ -51,7 +52,7 @@ def products(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 
 
 def indexed_sums(h: Tensor, indices: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y[t] = Σ_b h[t, b] rows[indices[t, b]] + bias: (tokens, d)."""
+    """Return y[t] = Σ_b h[t, b] rows[indices[t, b]] + bias: (tokens, d)."""
     if reads_tiles(h, rows, bias):
         return added_parts(tiled_sums(h, indices, rows), bias, h.dtype)
     y = sums(h, indices, rows)
@@ -59,7 +60,7 @@ def indexed_sums(h: Tensor, indices: Tensor, rows: Tensor, bias: Tensor | None =
 
 
 def sums(h: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
-    """`indexed_sums` without a bias, by torch's operations."""
+    """Return `indexed_sums` without a bias, by torch's operations."""
     if is_packed_tensor(rows):
         return torch.bmm(h.unsqueeze(1), rows_at(rows, indices.flatten()).view(*indices.shape, -1).to(h.dtype)).squeeze(1)
     if is_exporting():  # ONNX has no bags
@@ -73,21 +74,21 @@ def sums(h: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 
 
 def reads_tiles(x: Tensor, *operands: Tensor | None) -> bool:
-    """Whether the Triton kernels run: on CUDA, with ordinary tensors that are not empty, where nothing has to be recorded."""
+    """Return whether the Triton kernels run: on CUDA, with ordinary tensors that are not empty, and nothing has to be recorded."""
     if not x.is_cuda or not HAS_TRITON or not x.numel():
         return False
-    given = [x, *(one for one in operands if one is not None)]
+    given = [x, *(operand for operand in operands if operand is not None)]
     return not is_recorded(*given) and not any(map(is_packed_tensor, given))
 
 
 def is_recorded(*operands: Tensor) -> bool:
-    """Whether autograd or an exporter records the computation: then only operations that these support are used."""
+    """Return whether autograd or an exporter records the computation: then only operations that these support are used."""
     exported = is_exporting() or torch.jit.is_tracing()
-    return exported or (torch.is_grad_enabled() and any(one.requires_grad for one in operands))
+    return exported or (torch.is_grad_enabled() and any(operand.requires_grad for operand in operands))
 
 
 def products_by_bag(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
-    """`indexed_products` as a gradient: that of the weights h in y = Σ_b h[t, b] rows[i[t, b]], where the gradient of y is x."""
+    """Return `indexed_products`: the gradient of the weights h in y = Σ_b h[t, b] rows[i[t, b]] where that of y is x."""
     tokens, blocks = indices.shape
     starts = torch.arange(0, tokens * blocks, blocks)
     token = torch.arange(tokens).repeat_interleave(blocks)
@@ -96,7 +97,7 @@ def products_by_bag(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 
 
 def tiled_products(x: Tensor, indices: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`indexed_products` by a kernel: a program computes a few of the products of one token."""
+    """Return `indexed_products` by a kernel: a program computes a few of the products of one token."""
     from retrofit.passes.sparse_ffn.triton_kernels import tile_products
 
     x, indices, rows = x.contiguous(), indices.contiguous(), rows.contiguous()
@@ -121,7 +122,7 @@ def tiled_products(x: Tensor, indices: Tensor, rows: Tensor, bias: Tensor | None
 
 
 def tiled_sums(h: Tensor, indices: Tensor | None, rows: Tensor) -> Tensor:
-    """The parts of `indexed_sums` by a kernel, (parts, tokens, d), each of some rows; without indices, of all rows in order."""
+    """Return the parts of `indexed_sums`, (parts, tokens, d), each of some rows; without indices, of all rows in order."""
     from retrofit.passes.sparse_ffn.triton_kernels import tile_sums
 
     h, rows = h.contiguous(), rows.contiguous()
@@ -139,7 +140,7 @@ def tiled_sums(h: Tensor, indices: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def added_parts(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Σ_p parts[p] + bias by a kernel: (parts, tokens, d) to (tokens, d)."""
+    """Return Σ_p parts[p] + bias by a kernel: (parts, tokens, d) to (tokens, d)."""
     from retrofit.passes.sparse_ffn.triton_kernels import tile_totals
 
     count, tokens, width = parts.shape
@@ -152,3 +153,30 @@ def added_parts(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tenso
 
 def is_double(x: Tensor) -> bool:
     return x.dtype == torch.float64
+
+
+# Whether the active units' rows alone are faster than all rows and a mask. Reading rows takes as long as there are tokens and
+# active units; the products with all rows take hardly longer for a few tokens than for one, and in half precision less than half as
+# long. Where no rule is given below, a token's rows have to be copied.
+
+FEW = 4  # up to N / (k FEW) tokens it is faster to copy the active rows than to use all
+# Of rows that a CPU reads in place, by whether numbers take less than four bytes (benchmarks/sparse_ffn.py --crossover):
+ALWAYS = {False: 16, True: 32}  # from this N / k on rows are faster for any number of tokens
+PART = {False: 2, True: 8}  # below, for up to (N / k)² / PART tokens, and for one
+CACHED = 32 << 20  # bytes of a matrix, in four bytes a number or more, of which half as large an N / k is enough
+
+
+def prefers_rows(x: Tensor, width: int, share: int, weights: Sequence[Tensor]) -> bool | torch.SymBool:
+    """Return whether rows alone are faster for x, (…, width), where one of `share` units is active; weights: W_out first."""
+    if any(weight.device != x.device for weight in weights):  # offloaded: they are there only while their own module computes
+        return False
+    packed = [weight for weight in weights if is_packed_tensor(weight)]
+    if packed:  # the whole matrix would be unpacked to be multiplied by
+        return x.numel() <= share * width and all(map(has_rows_apart, packed))
+    if reads_tiles(x, *weights):  # benchmarks/results/gpu.csv
+        return x.numel() <= share * width
+    if x.device.type != "cpu" or is_recorded(x, *weights):
+        return x.numel() <= share // FEW * width
+    half = weights[0].itemsize < 4
+    always = ALWAYS[half] // 2 if not half and weights[0].nbytes <= CACHED else ALWAYS[half]
+    return share >= always or x.numel() <= max(1, share * share // PART[half]) * width

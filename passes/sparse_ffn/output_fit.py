@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from retrofit.passes.sparse_ffn.recorded_inputs import spread
+from retrofit.passes.sparse_ffn.controller_fit import spread
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.sdk import evaluation_mode, token_weights
 
@@ -62,7 +62,7 @@ class Errors:
 
 @torch.no_grad()
 def fit_output(block: SparseFeedForward, x: Tensor, held_out: Tensor) -> tuple[Errors, Errors]:
-    """The output matrix and bias of `block`, which are the dense ones, are fitted; returns the errors before and after.
+    """Return the output matrix and bias of `block`, which are the dense ones, are fitted; returns the errors before and after.
 
     `x`, (tokens, d), are inputs to fit on, `held_out` others, on which the errors are measured.
     """
@@ -87,7 +87,7 @@ def fit_output(block: SparseFeedForward, x: Tensor, held_out: Tensor) -> tuple[E
 
 
 def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output]:
-    """The minimum of the formula above for each λ, with the units that `block` selects as it is now."""
+    """Return the minimum of the formula above for each λ, with the units that `block` selects as it is now."""
     sample = torch.cat([y for _, y in values(block, dense, spread(x, SAMPLE))])
     median = sample.square().sum(1).median().clamp_min(torch.finfo(torch.float32).tiny)
     units, width = dense.weight.shape
@@ -115,14 +115,14 @@ def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output
 
 
 def values(block: SparseFeedForward, dense: Output, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """What the output matrix multiplies in evaluation, and the dense feed-forward's output, some tokens at a time."""
+    """Yield what the output matrix multiplies in evaluation, and the dense feed-forward's output, some tokens at a time."""
     for part in x.split(CHUNK):
         h, a = block.values(part.to(block.down.weight))
         yield a.float(), dense(h.float())
 
 
 def measure(output: Output, pairs: Sequence[tuple[Tensor, Tensor]]) -> Errors:
-    """The errors with this output, where `pairs` are what it multiplies and what it should return."""
+    """Return the errors with this output, where `pairs` are what it multiplies and what it should return."""
     missed, y = (torch.cat(parts) for parts in zip(*((output(a) - y, y) for a, y in pairs), strict=True))
     weights = token_weights(y)
 

@@ -20,6 +20,7 @@ use all rows and a mask (`path_choice.py`).
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -29,21 +30,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
-from retrofit.passes.sparse_ffn.chosen_units import MANY, chooses_in_kernel, chosen_of, chosen_units
-from retrofit.passes.sparse_ffn.gate_activation import gate_activation
-from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums
-from retrofit.passes.sparse_ffn.path_choice import prefers_rows
-from retrofit.passes.sparse_ffn.unit_choice import indicator, largest_units, sampled_indicator, straight_through
-from retrofit.sdk import (
-    FeedForward,
-    FeedForwardBlock,
-    PackableRows,
-    Port,
-    RowMajor,
-    cond,
-    is_exporting,
-    is_packed,
+from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums, prefers_rows
+from retrofit.passes.sparse_ffn.unit_choice import (
+    MANY,
+    chooses_in_kernel,
+    chosen_of,
+    chosen_units,
+    gate_activation,
+    indicator,
+    largest_units,
+    sampled_indicator,
+    straight_through,
 )
+from retrofit.sdk import FeedForward, FeedForwardBlock, PackableRows, Port, RowMajor, cond, is_exporting, is_packed
 
 PROBES = 1024  # unit vectors at a time that a packed matrix is multiplied by
 LEAST = 1e-20  # magnitude of a gate, so that it has a logarithm
@@ -121,14 +120,14 @@ class SparseFeedForward(FeedForwardBlock):
         return cond(self.prefers_gather(x), self.compute_gathered, self.compute_masked, x, unit, *gate, *weight, size=x.shape)
 
     def values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """All hidden units, and what `down` multiplies in evaluation, which is zero where they are not active: (…, d_ff) each."""
+        """Return all hidden units, and what `down` multiplies in evaluation, zero where they are not active: (…, d_ff) each."""
         z = self.port_values(x)
         unit, *weight = self.active_units(self.logits(x, *([z[self.gate_port]] if self.controller == "gate" else [])))
         h = self.hidden(*z)
         return h, self.scale(h) * indicator(unit, self.sparsity, *weight).flatten(-2).to(h.dtype)
 
     def compute_chosen(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """y on a GPU, the active units chosen by a kernel."""
+        """Return y on a GPU, the active units chosen by a kernel."""
         gathers = bool(self.prefers_gather(x))
         mask = None if gathers else x.dtype
         if gate is None and x.numel() < MANY * self.width:
@@ -143,17 +142,17 @@ class SparseFeedForward(FeedForwardBlock):
     # Which units are active.
 
     def activate(self, count: int) -> None:
-        """From now on so many units of each block are active, and their outputs are scaled for so many."""
+        """Make so many units of each block active, and scale their outputs for so many."""
         self.active = count
         self.factor = math.sqrt(self.sparsity / count) if self.scales else 1.0
 
     def active_units(self, logits: Tensor) -> list[Tensor]:
-        """Their indices in each block and, where h is multiplied by them, their probabilities: (…, blocks, k) each."""
+        """Return their indices in each block and, where h is multiplied by them, their probabilities: (…, blocks, k) each."""
         unit = largest_units(logits, self.active)
         return [unit, logits.softmax(-1).gather(-1, unit)] if self.multiply else [unit]
 
     def logits(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """x C1 C2 + c, or the logarithm of the gate's magnitudes, in float32, whatever precision the rest is in: (…, blocks, N)."""
+        """Return x C1 C2 + c, or the logarithm of the gate's magnitudes, always in float32: (…, blocks, N)."""
         with maybe_autocast(device_type=x.device.type, enabled=False):
             if gate is not None:
                 magnitude = self.activation(gate).float().abs() * self.lengths.float()
@@ -162,7 +161,7 @@ class SparseFeedForward(FeedForwardBlock):
             return F.linear(low, self.c2.float().t(), self.bias.float()).unflatten(-1, (-1, self.sparsity))
 
     def sample_mask(self, logits: Tensor) -> Tensor:
-        """What h is multiplied by in training: (…, blocks, N)."""
+        """Return what h is multiplied by in training: (…, blocks, N)."""
         if self.controller == "gate":
             scaled = logits / self.temperature
             mask = straight_through(scaled, scaled, self.active)
@@ -181,9 +180,9 @@ class SparseFeedForward(FeedForwardBlock):
         return self
 
     def rebuild_buffers(self) -> None:
-        """`lengths` is not saved: it follows from the weights, or where a quantizer packed these from what they compute."""
+        """Compute `lengths`, which is not saved, from the weights, or where a quantizer packed these from what they compute."""
         self.measure_lengths()
-        if self.controller == "gate" and any(is_packed(one) for one in self.parameters()):
+        if self.controller == "gate" and any(map(is_packed, self.parameters())):
             up = self.get_submodule(self.roles[self.other_port.matrix])
             self.set_lengths(represented_weight(up, self.width).t(), represented_weight(self.down, self.units))
 
@@ -194,17 +193,19 @@ class SparseFeedForward(FeedForwardBlock):
 
     @torch.no_grad()
     def measure_lengths(self) -> None:
-        """`lengths` are those of the weights as they are now, where these are at hand: not sharded, quantized or without values."""
+        """Compute `lengths` from the weights as they are now, unless these are sharded, quantized or without values."""
         if self.controller != "gate":
             return
         up: Any = getattr(self.get_submodule(self.roles[self.other_port.matrix]), "weight", None)
         down: Any = getattr(self.down, "weight", None)
-        plain = all(isinstance(one, Tensor) and type(one.data) is Tensor and one.is_floating_point() for one in (up, down))
+        plain = all(
+            isinstance(weight, Tensor) and type(weight.data) is Tensor and weight.is_floating_point() for weight in (up, down)
+        )
         if plain and down.shape == (self.units, self.width) and not down.is_meta and not up.is_meta and up.shape[-1] == self.width:
             self.set_lengths(up, down)
 
     def set_lengths(self, up: Tensor, down: Tensor) -> None:
-        """`lengths` are those of the rows of W_up in `up` (which may hold the gate's too) and of W_out, `down`."""
+        """Compute `lengths` from the rows of W_up in `up` (which may hold the gate's too) and of W_out, `down`."""
         other = self.other_port
         rows = up[other.start : other.start + other.step * self.units : other.step]
         if len(rows) == self.units:
@@ -213,7 +214,7 @@ class SparseFeedForward(FeedForwardBlock):
     # All rows, and the mask.
 
     def compute_masked(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
-        """y from all units and a mask of the active ones: `unit`, their indices in each block, (…, blocks, k).
+        """Return y from all units and a mask of the active ones: `unit`, their indices in each block, (…, blocks, k).
 
         The rest: the values of the gate where it is the controller, (…, d_ff), and the weights of the active units, (…, blocks, k).
         """
@@ -232,12 +233,12 @@ class SparseFeedForward(FeedForwardBlock):
         return self.down(h * mask.flatten(-2).to(h.dtype))  # type: ignore[no-any-return]
 
     def port_values(self, x: Tensor) -> list[Tensor]:
-        """The arguments of `hidden` for all units: (…, d_ff) each."""
+        """Return the arguments of `hidden` for all units: (…, d_ff) each."""
         z = [self.get_submodule(role)(x) for role in self.roles]
         return [z[port.matrix][..., port.start : port.start + port.step * self.units : port.step] for port in self.ports]
 
     def port_value(self, port: Port, x: Tensor) -> Tensor:
-        """One argument of `hidden` for all units, of a matrix that may give others too: (…, d_ff)."""
+        """Return an argument of `hidden` for all units, of a matrix that may give others too: (…, d_ff)."""
         matrix = self.get_submodule(self.roles[port.matrix])
         columns = slice(port.start, port.start + port.step * self.units, port.step)
         if type(matrix) is nn.Linear and matrix.out_features > self.units and matrix.weight.device == x.device:
@@ -250,7 +251,7 @@ class SparseFeedForward(FeedForwardBlock):
     # The rows of the active units alone.
 
     def prefers_gather(self, x: Tensor) -> bool | torch.SymBool:
-        """Whether the active rows are gathered: where that is faster, and the matrices are not wrapped, nor packed but by rows."""
+        """Return whether the active rows are gathered: that is faster, and the matrices are not wrapped, nor packed but by rows."""
         down: Any = self.down
         into: list[Any] = [self._modules[role] for role in self.roles]
         if type(down) not in (RowMajor, PackableRows) or any(type(child) is not nn.Linear for child in into):
@@ -258,7 +259,7 @@ class SparseFeedForward(FeedForwardBlock):
         return prefers_rows(x, self.width, self.sparsity // self.active, [child.weight for child in (down, *into)])
 
     def compute_gathered(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
-        """The same y from the rows of the active units alone."""
+        """Return the same y from the rows of the active units alone."""
         if is_exporting():
             return self.compute_gathered_in_few_steps(x, unit, *rest)
         blocks = self.units // self.sparsity
@@ -267,7 +268,7 @@ class SparseFeedForward(FeedForwardBlock):
         return self.compute_rows(x, active, *self.gate_and_weight(rest))
 
     def compute_rows(self, x: Tensor, active: Tensor, gate: Tensor | None, weight: Tensor | None = None) -> Tensor:
-        """y from the rows of the units `active`, (tokens, blocks · k), their weights, likewise, and the gate, (…, d_ff)."""
+        """Return y from the rows of the units `active`, (tokens, blocks · k), their weights, likewise, and the gate, (…, d_ff)."""
         tokens = x.reshape(-1, self.width)
         z = [
             self.port_value_at(port, tokens, active)
@@ -281,7 +282,7 @@ class SparseFeedForward(FeedForwardBlock):
         return indexed_sums(h, active, self.down.weight, self.down.bias).view(x.shape)
 
     def compute_gathered_in_few_steps(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
-        """The same without reshaping: where a runtime takes a graph node by node, a step of one token waits for the nodes."""
+        """Return the same without reshaping: in a runtime that takes a graph node by node, a step of one token waits for nodes."""
         first = torch.arange(0, self.units, self.sparsity, device=x.device).unsqueeze(1)
         active = (unit + first).squeeze(-1) if self.active == 1 else (unit + first).flatten(-2)  # (…, blocks · k)
         gate, weight = self.gate_and_weight(rest)
@@ -301,7 +302,7 @@ class SparseFeedForward(FeedForwardBlock):
         return y if self.down.bias is None else y + self.down.bias.to(y.dtype)
 
     def port_value_at(self, port: Port, x: Tensor, active: Tensor) -> Tensor:
-        """The argument of `hidden` that a port gives, for the active units: (tokens, blocks · k)."""
+        """Return the argument of `hidden` that a port gives, for the active units: (tokens, blocks · k)."""
         matrix: nn.Linear = getattr(self, self.roles[port.matrix])
         return indexed_products(x, port.columns(active), matrix.weight, matrix.bias)
 
@@ -312,7 +313,7 @@ class SparseFeedForward(FeedForwardBlock):
 
 @torch.no_grad()
 def represented_weight(linear: Any, inputs: int) -> Tensor:
-    """The matrix by which a linear layer multiplies, whatever its weight is packed in: (inputs, outputs).
+    """Return the matrix by which a linear layer multiplies, whatever its weight is packed in: (inputs, outputs).
 
     A copy of the layer is asked: what it computes may change how it holds its weight.
     """
@@ -325,5 +326,26 @@ def represented_weight(linear: Any, inputs: int) -> Tensor:
 
 
 def measure_loaded_lengths(module: Any, keys: Any) -> None:
-    """A hook of `load_state_dict`: `lengths` are those of the new weights."""
+    """Measure `lengths` of the new weights: a hook of `load_state_dict`."""
     module.measure_lengths()
+
+
+@dataclasses.dataclass(frozen=True)
+class ActiveUnits:
+    """All N units of a block are active at 0, which is the dense function; the k of the method at 1."""
+
+    name: str = "the active units of a block"
+
+    def fits(self, site: nn.Module) -> bool:
+        """Return whether no units are multiplied by their probabilities: those of all N would not be the dense function."""
+        blocks = sparse_feed_forwards(site)
+        return bool(blocks) and not any(block.multiply for block in blocks)
+
+    def turn(self, site: nn.Module, share: float) -> None:
+        """Make N units active at 0, k at 1, and in between a number in between."""
+        for block in sparse_feed_forwards(site):
+            block.activate(round(block.sparsity - share * (block.sparsity - block.chosen)))
+
+
+def sparse_feed_forwards(site: nn.Module) -> list[SparseFeedForward]:
+    return [module for module in site.modules() if isinstance(module, SparseFeedForward)]

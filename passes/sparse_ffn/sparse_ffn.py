@@ -11,24 +11,23 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from retrofit.passes.sparse_ffn import reference as method_reference
-from retrofit.passes.sparse_ffn import start_reference
-from retrofit.passes.sparse_ffn.active_dial import ActiveUnits
 from retrofit.passes.sparse_ffn.controller_fit import fit_start, held_out_tokens
-from retrofit.passes.sparse_ffn.gate_activation import gate_activation
 from retrofit.passes.sparse_ffn.output_fit import fit_output
-from retrofit.passes.sparse_ffn.recorded_inputs import record_inputs, recording_groups
-from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
+from retrofit.passes.sparse_ffn.sparse_feed_forward import ActiveUnits, SparseFeedForward
+from retrofit.passes.sparse_ffn.unit_choice import gate_activation
 from retrofit.sdk import (
     Anatomy,
+    Calibration,
     DoesNotFitError,
     Edit,
+    Enough,
     FeedForward,
     MethodReference,
     ModuleReference,
@@ -42,11 +41,13 @@ from retrofit.sdk import (
     collect_near_miss,
     evaluation_mode,
     feed_forwards,
+    groups_in_room,
     install_feed_forward,
     linear,
     option,
     release_freed_memory,
     selected_depths,
+    set_aside,
     side_by_side,
     weight_and_bias,
 )
@@ -96,7 +97,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
                 method_reference.sparse_feed_forward, functions=("hidden", "tail", "activation"), trainings=4
             )
         },
-        start=start_reference.start,
+        start=method_reference.start,
     )
 
     recovery: ClassVar[Recovery] = Recovery(dial=ActiveUnits())
@@ -153,7 +154,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         return self.fit_output and not self.exact
 
     def rank_for(self, width: int) -> int:
-        """r for a feed-forward of this width."""
+        """Return r for a feed-forward of this width."""
         return self.rank or max(1, width // self.sparsity)
 
     # What would be rewritten.
@@ -179,7 +180,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         )
 
     def check(self, site: FeedForward, model: nn.Module, remedy: str) -> None:
-        """Raises `DoesNotFitError` where a feed-forward cannot be made sparse; `remedy` is for a d_ff that N does not divide."""
+        """Raise `DoesNotFitError` where a feed-forward cannot be made sparse; `remedy` is for a d_ff that N does not divide."""
         what = f"the feed-forward {site.name} cannot be made sparse"
         if site.units % self.sparsity:
             why = f"its d_ff = {site.units} is no multiple of N = {self.sparsity}; {self.divisors([site])} would do"
@@ -199,19 +200,19 @@ class SparseFFN(Pass[SparseFFNPlan]):
                     raise DoesNotFitError(what, why=f"its weights are stored as {parameter.dtype}")
 
     def divisors(self, sites: Sequence[FeedForward]) -> str:
-        """The divisors of all the sites' d_ff that are nearest to N, as the option is written."""
+        """Return the divisors of all the sites' d_ff that are nearest to N, as the option is written."""
         common = math.gcd(*(site.units for site in sites))
         divisors = [size for size in range(1, common + 1) if common % size == 0]
         nearest = sorted(divisors, key=lambda size: abs(math.log(size / self.sparsity)))[:3]
         return "sparsity=" + " or ".join(map(str, sorted(nearest)))
 
     def controller_parameters(self, d: int, d_ff: int) -> int:
-        """d·r + r·d_ff + d_ff; none where the gate is the controller or all units are active."""
+        """Return d·r + r·d_ff + d_ff; none where the gate is the controller or all units are active."""
         r = self.rank_for(d)
         return d * r + r * d_ff + d_ff if self.predicts else 0
 
     def formula(self, sizes: collections.Counter[tuple[int, int]]) -> str:
-        """The parameters of the controllers, with numbers; `sizes` counts the feed-forwards by d and d_ff."""
+        """Return the parameters of the controllers, with numbers; `sizes` counts the feed-forwards by d and d_ff."""
         if not self.predicts:
             return f"no new parameters: {'all units are active' if self.exact else 'the gate selects the units'}"
         terms = []
@@ -221,7 +222,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         return " + ".join(terms)
 
     def decoding_cost(self, sites: Sequence[FeedForward]) -> str:
-        """The FLOPs of a token that is decoded by itself."""
+        """Return the FLOPs of a token that is decoded by itself."""
         whole = 1 if self.controller == "gate" and not self.exact else 0  # matrices of which all rows are used
         matrices = [(2 * site.width * site.units, len(site.ports) + 1) for site in sites]
         dense = sum(size * count for size, count in matrices)
@@ -246,7 +247,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
                 edit.rearrange_parameter(dense, parameter, new.block, layout, "a row for each hidden unit, in blocks")
 
     def groups(self, sites: Sequence[FeedForward], edit: Edit) -> list[list[FeedForward]]:
-        """The sites in groups, in order, whose inputs on the calibration data are in memory together."""
+        """Return the sites in groups, in order, whose inputs on the calibration data are in memory together."""
         if edit.calibration is None or self.exact:
             return [list(sites)]
         widths = {observed_path(site): site.width for site in sites}
@@ -327,14 +328,69 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
 
 def observed_path(site: FeedForward) -> str:
-    """The module that receives what the feed-forward does, and runs."""
+    """Return the module that receives what the feed-forward does, and runs."""
     return site.bypassed[0] if site.bypassed else site.path
 
 
 def bytes_of_a_fit(tokens: int, site: FeedForward) -> int:
-    """What the fit of one feed-forward holds: its inputs whitened, its units' shares in half precision, moments in float64."""
+    """Return the bytes of its inputs whitened, its units' shares in half precision, and moments in float64."""
     return 4 * tokens * site.width + 2 * tokens * site.units + 24 * site.units**2
 
 
 def blocks_of(number: int) -> str:
     return "its one block" if number == 1 else f"each of {number} blocks"
+
+
+TOKENS = 32_768  # that a layer is calibrated on, where there are so many
+FEWEST = 16  # tokens that anything is fitted on
+
+
+def recording_groups(model: nn.Module, calibration: Calibration, widths: Mapping[str, int]) -> list[list[str]]:
+    """Return the paths of `widths` in groups, in order, whose inputs are recorded in one run of the model and fit in memory."""
+    size = max(parameter.element_size() for parameter in model.parameters())
+    return groups_in_room({path: size * most_tokens(calibration) * width for path, width in widths.items()}, model)
+
+
+def most_tokens(calibration: Calibration) -> int:
+    """Return how many tokens of a module are recorded at most: those of images and sound are not known before they are run."""
+    tensors = [value for batch in calibration.batches for value in batch.values() if isinstance(value, Tensor)]
+    return TOKENS if any(value.is_floating_point() for value in tensors) else min(TOKENS, tokens_given(calibration))
+
+
+def record_inputs(model: nn.Module, calibration: Calibration, paths: list[str]) -> dict[str, Tensor]:
+    """Return the inputs of the modules at the paths, by path: (tokens, d) on the CPU; without those that receive too few."""
+    recorders = {path: TokenRecorder(most_tokens(calibration)) for path in paths}
+    spread_out(calibration, TOKENS).observe(model, recorders)
+    recorded = {path: recorder.tokens() for path, recorder in recorders.items()}
+    return {path: x for path, x in recorded.items() if len(x) >= FEWEST}
+
+
+class TokenRecorder:
+    """Keeps the first `most` tokens that a module receives, in memory that is taken once."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.count = most, 0
+        self.rows = torch.empty(0)
+
+    def __call__(self, x: Tensor) -> None:
+        if not self.count:
+            self.rows = set_aside(torch.empty(self.most, x.shape[-1], dtype=x.dtype))
+        part = x[: self.most - self.count]
+        self.rows[self.count : self.count + len(part)] = part
+        self.count += len(part)
+        if self.count == self.most:
+            raise Enough
+
+    def tokens(self) -> Tensor:
+        """Return (tokens, d); none where the module was not called."""
+        return self.rows[: self.count]
+
+
+def spread_out(calibration: Calibration, tokens: int) -> Calibration:
+    """Return batches of about so many tokens, at even distances: the data may go from one subject to the next."""
+    return Calibration(calibration.batches[:: max(1, tokens_given(calibration) // tokens)])
+
+
+def tokens_given(calibration: Calibration) -> int:
+    """Return the tokens of the data, with padding."""
+    return sum(max(math.prod(one.shape[:2]) for one in batch.values() if isinstance(one, Tensor)) for batch in calibration.batches)

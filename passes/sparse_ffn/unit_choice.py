@@ -1,4 +1,4 @@
-"""Which k of the N units of a block are active, given their logits: for good, or relaxed and drawn at random for training.
+"""The k active units of each block of N, given their logits: the largest, or relaxed and drawn at random for training.
 
     relaxed(l, k)_u = min(1, e^{l_u} / Z),  Z such that the units of a block sum to k
 
@@ -9,22 +9,26 @@ largest are a sample without replacement from softmax(l) (Kool et al., Stochasti
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import functools
+from collections.abc import Iterator
 
-from retrofit.passes.sparse_ffn.sorted_values import descending
+import torch
+from torch import Tensor, fx, nn
+
+from retrofit.passes.sparse_ffn.indexed_rows import added_parts, reads_tiles, tiled_sums
+from retrofit.sdk import CAST, DROPOUT, DoesNotFitError, FeedForward, op
 
 HIGHEST = 30.0  # what a logit counts above the k-th largest: from log N on its unit has its full 1 anyway
 FAR = 1e30  # larger than any logit
 
 
 def largest_units(logits: Tensor, k: int) -> Tensor:
-    """The indices of the k largest logits of each block, largest first: (…, blocks, N) to (…, blocks, k)."""
+    """Return the indices of the k largest logits of each block, largest first: (…, blocks, N) to (…, blocks, k)."""
     return logits.max(-1, keepdim=True).indices if k == 1 else logits.topk(k).indices
 
 
 def indicator(units: Tensor, n: int, weight: Tensor | None = None) -> Tensor:
-    """1 (or its weight) at each of the given units, 0 at the others: (…, blocks, k) to (…, blocks, N)."""
+    """Return 1 (or its weight) at each of the given units, 0 at the others: (…, blocks, k) to (…, blocks, N)."""
     if units.shape[-1] == 1:
         found = torch.arange(n, device=units.device) == units
         return found if weight is None else found * weight
@@ -33,20 +37,20 @@ def indicator(units: Tensor, n: int, weight: Tensor | None = None) -> Tensor:
 
 
 def relaxed_indicator(logits: Tensor, k: int) -> Tensor:
-    """The relaxation above: (…, N), between 0 and 1, sum k."""
+    """Return the relaxation above: (…, N), between 0 and 1, sum k."""
     given, dim = laid_out(logits)
     soft = given.softmax(dim) if k == 1 else relaxed_below(given, k, full_ones(descending(given, dim), k), dim)
     return soft.movedim(dim, -1)
 
 
 def straight_through(choice: Tensor, relaxed: Tensor, k: int) -> Tensor:
-    """The indicator of the k largest `choice`, with the gradient of the relaxation of `relaxed`, logits too: (…, N)."""
+    """Return the indicator of the k largest `choice`, with the gradient of the relaxation of `relaxed`, logits too: (…, N)."""
     soft, hard = both_indicators(choice, relaxed, k)
     return hard + (soft - soft.detach())
 
 
 def sampled_indicator(logits: Tensor, k: int, temperature: float, hard: float, noise: str = "choice") -> Tensor:
-    """With probability `hard`, for the whole batch, the units of a draw with Gumbel noise g, else the relaxation alone: (…, N).
+    """Return with probability `hard`, for the whole batch, the units of a draw with Gumbel noise g, else the relaxation: (…, N).
 
     noise="choice": the k largest of l + τ g, with the gradient of the relaxation of l, which is the other mask. noise="both": the k
     largest of (l + g)/τ, with the gradient of their relaxation, which is the other mask.
@@ -69,13 +73,13 @@ def sampled_indicator(logits: Tensor, k: int, temperature: float, hard: float, n
 
 
 def gumbel_noise(logits: Tensor) -> Tensor:
-    """As many draws as there are logits: −log(−log u), u uniform."""
+    """Return −log(−log u) of a uniform draw u for each logit."""
     uniform = torch.rand_like(logits).clamp_min_(torch.finfo(logits.dtype).tiny)
     return uniform.log_().neg_().log_().neg_()
 
 
 def both_indicators(choice: Tensor, relaxed: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The relaxation of `relaxed`, and the indicator of the k largest `choice`: (…, N) each."""
+    """Return the relaxation of `relaxed`, and the indicator of the k largest `choice`: (…, N) each."""
     given, dim = laid_out(relaxed)
     noisy = given if choice is relaxed else laid_out(choice)[0]
     if k == 1:
@@ -88,7 +92,7 @@ def both_indicators(choice: Tensor, relaxed: Tensor, k: int) -> tuple[Tensor, Te
 
 
 def laid_out(logits: Tensor) -> tuple[Tensor, int]:
-    """The logits as they are computed with, and which dimension is that of the N units of a block.
+    """Return the logits in the layout that is computed with, and the dimension of the N units of a block.
 
     On a GPU it is the first: an operation along rows of a few numbers takes many times as long there as one along columns.
     """
@@ -102,7 +106,7 @@ def laid_out(logits: Tensor) -> tuple[Tensor, int]:
 
 
 def indicator_of_largest(logits: Tensor, k: int, least: Tensor, dim: int) -> Tensor:
-    """1 at the k largest logits of each block, of equal ones at the first; `least` is the k-th largest, `dim` that of the units."""
+    """Return 1 at the k largest logits of each block, of equal ones the first; `least` is the k-th largest, `dim` that of units."""
     side = (logits.detach() - least.unsqueeze(dim)).sign_()
     above = side.relu()
     level = side.abs_().neg_().add_(1)
@@ -111,14 +115,14 @@ def indicator_of_largest(logits: Tensor, k: int, least: Tensor, dim: int) -> Ten
 
 
 def relaxed_below(logits: Tensor, k: int, least: Tensor, dim: int) -> Tensor:
-    """The relaxation where the units whose logits are at least so large have their full 1: a softmax of the others."""
+    """Return the relaxation where the units whose logits are at least so large have their full 1: a softmax of the others."""
     full = (logits.detach() - least.unsqueeze(dim)).sign_().add_(1).clamp_max_(1.0)
     rest = k - full.sum(dim, keepdim=True)
     return torch.addcmul(full, rest, torch.add(logits, full, alpha=-FAR).softmax(dim))
 
 
 def full_ones(sorted_logits: Tensor, k: int) -> Tensor:
-    """The least logit of each block whose unit has its full 1 in the relaxation, `FAR` where none has: (N, …) to (…).
+    """Return the least logit of each block whose unit has its full 1 in the relaxation, `FAR` where none has: (N, …) to (…).
 
     Of the sorted units the j-th, if all before it do, where its share (k − j) e^{l_j} of what is left for it and the smaller ones
     exceeds their sum. The units from the k-th on never do.
@@ -132,3 +136,172 @@ def full_ones(sorted_logits: Tensor, k: int) -> Tensor:
         full *= torch.add(-rest, weights[j], alpha=k - j).sign_().relu_()
         least = torch.minimum(least, torch.add(sorted_logits[j], 1 - full, alpha=FAR))
     return least
+
+
+# Values of short rows in descending order. On a CPU torch sorts one row after the other, which takes ten times as long as all else
+# that is done with a block of hidden units. A sorting network (Batcher's odd-even merge sort; Knuth, The Art of Computer
+# Programming 5.2.2, algorithm M) compares the same two places of all rows in one operation.
+
+LONGEST = {"cpu": 64, "cuda": 16}  # rows for which the network is faster: its comparisons grow as n (log n)²
+
+
+def descending(values: Tensor, dim: int = -1) -> Tensor:
+    """Return the values along a dimension, the largest first, (n, …), without gradient."""
+    values = values.detach()
+    if values.shape[dim] > LONGEST.get(values.device.type, 0) or torch.compiler.is_compiling():
+        return values.sort(dim=dim, descending=True).values.movedim(dim, 0)
+    places = list(values.movedim(dim, 0).contiguous())
+    for first, second in comparisons(len(places)):
+        a, b = places[first], places[second]
+        places[first], places[second] = torch.maximum(a, b), torch.minimum(a, b)
+    return torch.stack(places)
+
+
+@functools.cache
+def comparisons(n: int) -> tuple[tuple[int, int], ...]:
+    """Return the places that a sorting network for n values compares, in order."""
+    return tuple(merge_exchange(n))
+
+
+def merge_exchange(n: int) -> Iterator[tuple[int, int]]:
+    """Yield the comparisons that merge sorted runs of p places, p = 1, 2, 4, …, two by two: at distances from p down to 1."""
+    p = 1
+    while p < n:
+        apart = p
+        while apart:
+            for start in range(apart % p, n - apart, 2 * apart):
+                for place in range(start, min(start + apart, n - apart)):
+                    if place // (2 * p) == (place + apart) // (2 * p):
+                        yield place, place + apart
+            apart //= 2
+        p *= 2
+
+
+# ── On a GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# The k largest in each block of N of (x C1 C2 + c), or of logits that are given, in few launches: these are what a decoder's step
+# takes there, and not arithmetic. The first product is `indexed_rows.tiled_sums` with all rows of C1; then one kernel multiplies by
+# C2 and chooses (`triton_kernels.py`). Many tokens are multiplied by torch's own products, and only chosen for by the kernel.
+
+MANY = 16  # tokens from which on torch multiplies by C1 and C2
+CHOICE = (32, 128, 4)  # units, and rows of C2, that a program reads at a time, and its warps; at least one block
+LARGEST = 64  # N up to which several units of a block are chosen: the kernel compares each with each
+
+
+def chooses_in_kernel(n: int, k: int, x: Tensor, *operands: Tensor | None) -> bool:
+    """Return whether the functions below choose k of every n: on CUDA, where no gradient is needed, but not in float64.
+
+    The kernel's logits are float32, and what is compared in float64 may differ by another choice between two that are almost equal.
+    """
+    return (k == 1 or n <= LARGEST) and x.dtype != torch.float64 and reads_tiles(x, *operands)
+
+
+def chosen_units(x: Tensor, c1: Tensor, c2: Tensor, bias: Tensor, n: int, k: int, mask: torch.dtype | None = None) -> Tensor:
+    """Return the indices of the k largest of x C1 C2 + c in each block of n, largest first: (tokens, d) to (tokens, blocks k).
+
+    It is for few tokens. With `mask`, a dtype, a tensor of it instead that is 1 at these and 0 elsewhere: (tokens, d_ff).
+    """
+    return choose(added_parts(tiled_sums(x, None, c1), None, torch.float32), c2.contiguous(), bias, n, k, mask)
+
+
+def chosen_of(logits: Tensor, n: int, k: int, mask: torch.dtype | None = None) -> Tensor:
+    """Return the same for logits that are given, (tokens, d_ff)."""
+    return choose(logits.contiguous(), None, None, n, k, mask)
+
+
+def choose(low: Tensor, c2: Tensor | None, bias: Tensor | None, n: int, k: int, mask: torch.dtype | None) -> Tensor:
+    from retrofit.passes.sparse_ffn.triton_kernels import tile_choice
+
+    tokens, rank = low.shape
+    units = rank if c2 is None else c2.shape[1]
+    blocks, padded = units // n, power_of_two(n)
+    together, ranks = max(1, CHOICE[0] // padded), min(CHOICE[1], power_of_two(rank))
+    size, dtype = (blocks * k, torch.int64) if mask is None else (units, mask)
+    out = torch.empty(tokens, size, dtype=dtype, device=low.device)
+    weights = (low, low) if c2 is None or bias is None else (c2, bias)
+    given = low, *weights, out, rank, blocks, n, c2 is None, mask is not None, k, padded, together, ranks
+    tile_choice[tokens, -(-blocks // together)](*given, num_warps=CHOICE[2])
+    return out
+
+
+def power_of_two(least: int) -> int:
+    """Return the smallest power of two ≥ `least`."""
+    return 1 << (least - 1).bit_length()
+
+
+# ── The gate as the controller ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+REMEDY = "use controller=low-rank"
+
+
+def gate_activation(site: FeedForward) -> tuple[int, fx.GraphModule]:
+    """Return the index of the gate's port, and act of h = act(z_gate) · z_up with the modules of `site.hidden`, without dropout.
+
+    Raises `DoesNotFitError` where h is not of this form, or act has parameters of its own.
+    """
+    if not site.gated:
+        raise misfit(site, "it has no gate")
+    ports = [node for node in site.hidden.graph.nodes if node.op == "placeholder"]
+    (output,) = (node for node in site.hidden.graph.nodes if node.op == "output")
+    product = behind_casts(output.args[0], site.hidden)
+    factors = [factor for factor in product.args if isinstance(factor, fx.Node)] if op(product) == "mul" else []
+    if len(ports) != 2 or len(factors) != 2:
+        raise misfit(site, "its hidden units are not a product of its gate and another matrix's result")
+    read = [ports_read(factor, ports) for factor in factors]
+    linear = [behind_casts(factor, site.hidden) in ports for factor in factors]
+    if set(map(len, read)) != {1} or read[0] == read[1] or not any(linear):
+        raise misfit(site, "both factors of its hidden units are more than a matrix's result")
+    named = [site.into[site.ports[port].matrix].role == "gate" for (port,) in read]
+    gate = linear.index(False) if False in linear else named.index(True) if True in named else 0
+    (port,) = read[gate]
+    activation = extract(factors[gate], ports[port], site.hidden)
+    if next(activation.parameters(), None) is not None:
+        raise misfit(site, "the activation of its gate has weights of its own")
+    return port, activation
+
+
+def misfit(site: FeedForward, why: str) -> DoesNotFitError:
+    what = f"controller=gate cannot select the hidden units of the feed-forward {site.name}"
+    return DoesNotFitError(what, why=why, remedy=REMEDY)
+
+
+def behind_casts(node: fx.Node, hidden: fx.GraphModule) -> fx.Node:
+    """Return the node whose value this node has, but for precision and dropout."""
+    while node.all_input_nodes and (op(node) in CAST or op(node) in DROPOUT or is_dropout(node, hidden)):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_dropout(node: fx.Node, hidden: fx.GraphModule) -> bool:
+    return node.op == "call_module" and isinstance(
+        hidden.get_submodule(str(node.target)), (nn.Identity, nn.modules.dropout._DropoutNd)
+    )
+
+
+def ports_read(node: fx.Node, ports: list[fx.Node]) -> frozenset[int]:
+    """Return the indices of the ports that a node depends on."""
+    behind = ancestors(node)
+    return frozenset(index for index, port in enumerate(ports) if port in behind)
+
+
+def ancestors(node: fx.Node) -> set[fx.Node]:
+    """Return the node and all that it depends on."""
+    seen: set[fx.Node] = set()
+    waiting = [node]
+    while waiting:
+        found = waiting.pop()
+        if found not in seen:
+            seen.add(found)
+            waiting.extend(found.all_input_nodes)
+    return seen
+
+
+def extract(result: fx.Node, port: fx.Node, hidden: fx.GraphModule) -> fx.GraphModule:
+    """Return the function of one port that gives `result`, without dropout."""
+    graph, needed = fx.Graph(), ancestors(result)
+    env = {port: graph.placeholder("gate")}
+    for node in hidden.graph.nodes:
+        if node in needed and node not in env:
+            env[node] = env[node.all_input_nodes[0]] if is_dropout(node, hidden) else graph.node_copy(node, env.__getitem__)
+    graph.output(env[result])
+    return fx.GraphModule(hidden, graph, "GateActivation")

@@ -14,9 +14,8 @@ import retrofit
 from retrofit.passes import multiplicative
 from retrofit.passes.sequence_altup.anchors import EvenAnchors
 from retrofit.passes.sparse_ffn import reference as sparse_ffn_reference
-from retrofit.passes.sparse_ffn import start_reference as sparse_ffn_start
 from retrofit.passes.sparse_ffn import unit_choice
-from retrofit.passes.sparse_ffn.contributions import Contributions
+from retrofit.passes.sparse_ffn.controller_fit import Contributions
 from retrofit.passes.sparse_qkv import fitting
 
 WINDOWS = torch.randint(3, 60, (32, 16), generator=torch.Generator().manual_seed(1))
@@ -95,7 +94,7 @@ def test_the_contributions_of_standard_normal_inputs_are_integrated() -> None:
     verdict(model, "sparse-ffn(sparsity=8)")
     block: Any = model.get_submodule("model.layers.0.mlp")
     with torch.no_grad():
-        means, slopes = sparse_ffn_start.standard_normal_moments(block)
+        means, slopes = sparse_ffn_reference.standard_normal_moments(block)
         x = torch.randn(200_000, block.width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         _, h = sparse_ffn_reference.hidden_units(block, x)
         c = h.abs() * block.down.weight.double().norm(dim=1)

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retrofit.passes.sparse_ffn import chosen_units, indexed_rows
+from retrofit.passes.sparse_ffn import indexed_rows, unit_choice
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -71,10 +71,10 @@ def test_long_rows_are_summed_in_pieces(width: int) -> None:
 
 def test_no_kernel_chooses_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whose comparisons are exact: a choice by float32 logits would be another one now and then."""
-    monkeypatch.setattr(chosen_units, "reads_tiles", lambda *operands: True)
+    monkeypatch.setattr(unit_choice, "reads_tiles", lambda *operands: True)
     x = torch.randn(1, 4)
-    assert chosen_units.chooses_in_kernel(8, 4, x) and not chosen_units.chooses_in_kernel(8, 4, x.double())
-    assert chosen_units.chooses_in_kernel(100, 1, x) and not chosen_units.chooses_in_kernel(100, 2, x)  # it compares each with each
+    assert unit_choice.chooses_in_kernel(8, 4, x) and not unit_choice.chooses_in_kernel(8, 4, x.double())
+    assert unit_choice.chooses_in_kernel(100, 1, x) and not unit_choice.chooses_in_kernel(100, 2, x)  # it compares each with each
 
 
 @needs_triton
@@ -123,10 +123,10 @@ def chosen(tokens: int, n: int, k: int) -> None:
     units, width, rank = 3 * n, 70, 5
     x, c1, c2, bias = (torch.randn(*size) for size in ((tokens, width), (width, rank), (rank, units), (units,)))
     logits = ((x.double() @ c1.double()) @ c2.double() + bias.double()).view(tokens, 3, n)
-    same(lambda mask: chosen_units.chosen_units(x, c1, c2, bias, n, k, mask), logits, k)
+    same(lambda mask: unit_choice.chosen_units(x, c1, c2, bias, n, k, mask), logits, k)
     coarse = logits.float().round()  # many are equal
     coarse[0, 0, n - 1] = torch.nan
-    same(lambda mask: chosen_units.chosen_of(coarse.flatten(1), n, k, mask), coarse, k)
+    same(lambda mask: unit_choice.chosen_of(coarse.flatten(1), n, k, mask), coarse, k)
 
 
 def same(choose: Callable[[torch.dtype | None], Tensor], logits: Tensor, k: int) -> None:
@@ -157,7 +157,7 @@ def built(capability: int) -> None:
         build(kernels.tile_sums, dtype, {**tile, **wide, "INDEXED": flag}, capability)
         build(kernels.tile_totals, dtype, {**totals, **wide, "BIASED": flag}, capability)
         for n, k in ((8, 4), (64, 1)):
-            of = {"K": k, "PADDED": n, "TILE_BLOCKS": 64 // n, "TILE_RANK": chosen_units.CHOICE[1], "GIVEN": flag, "MASK": flag}
+            of = {"K": k, "PADDED": n, "TILE_BLOCKS": 64 // n, "TILE_RANK": unit_choice.CHOICE[1], "GIVEN": flag, "MASK": flag}
             build(kernels.tile_choice, dtype, of, capability)
 
 

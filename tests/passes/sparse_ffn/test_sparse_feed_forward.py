@@ -20,10 +20,17 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.passes import SparseFFN
 from retrofit.passes.sparse_ffn import sparse_feed_forward, unit_choice
-from retrofit.passes.sparse_ffn.path_choice import ALWAYS, CACHED, FEW, PART, prefers_rows
+from retrofit.passes.sparse_ffn.indexed_rows import ALWAYS, CACHED, FEW, PART, prefers_rows
 from retrofit.passes.sparse_ffn.reference import relaxed
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
-from retrofit.passes.sparse_ffn.unit_choice import relaxed_indicator, sampled_indicator, straight_through
+from retrofit.passes.sparse_ffn.unit_choice import (
+    LONGEST,
+    comparisons,
+    descending,
+    relaxed_indicator,
+    sampled_indicator,
+    straight_through,
+)
 
 COMPARED = 40  # tokens of a row that are held against the formula
 
@@ -487,3 +494,22 @@ def test_under_autocast_the_controller_is_as_exact_as_without() -> None:
     assert many.dtype == few.dtype == torch.bfloat16
     torch.testing.assert_close(many[:2], few, atol=3e-2, rtol=3e-2)
     torch.testing.assert_close(many.float(), block(x), atol=5e-2, rtol=5e-2)
+
+
+@pytest.mark.parametrize("n", range(1, 14))
+def test_the_network_sorts_all_zeros_and_ones_and_so_everything(n: int) -> None:
+    """Knuth's zero-one principle."""
+    rows = torch.tensor(list(itertools.product((0.0, 1.0), repeat=n)))
+    assert torch.equal(descending(rows), rows.sort(dim=1, descending=True).values.t())
+
+
+@given(st.integers(1, LONGEST["cpu"] + 3), st.integers(0, 99))
+def test_it_sorts_rows_of_any_length_and_shape(n: int, seed: int) -> None:
+    values = torch.randn(3, 2, n, generator=torch.Generator().manual_seed(seed)).round(decimals=1)
+    assert torch.equal(descending(values), values.sort(dim=-1, descending=True).values.movedim(-1, 0))
+    assert torch.equal(descending(values, 0), values.sort(dim=0, descending=True).values)
+
+
+def test_it_makes_as_few_comparisons_as_batcher_s_network() -> None:
+    """(p² − p + 4) 2^(p−2) − 1 for n = 2^p."""
+    assert [len(comparisons(2**p)) for p in range(1, 7)] == [(p * p - p + 4) * 2**p // 4 - 1 for p in range(1, 7)]

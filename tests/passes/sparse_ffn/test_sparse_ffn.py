@@ -18,8 +18,9 @@ from retrofit.anatomy.feed_forward_parsing import feed_forwards
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.inputs.calibration import Calibration
 from retrofit.passes import AltUp, SparseFFN
-from retrofit.passes.sparse_ffn.contributions import ContributionMoments, Contributions
 from retrofit.passes.sparse_ffn.controller_fit import (
+    ContributionMoments,
+    Contributions,
     Controller,
     Kept,
     fit_start,
@@ -27,9 +28,8 @@ from retrofit.passes.sparse_ffn.controller_fit import (
     held_out_tokens,
     leading_singular_vectors,
 )
-from retrofit.passes.sparse_ffn.recorded_inputs import TOKENS, most_tokens, spread_out
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
-from retrofit.passes.sparse_ffn.sparse_ffn import ENERGY
+from retrofit.passes.sparse_ffn.sparse_ffn import ENERGY, TOKENS, most_tokens, spread_out
 from retrofit.rewriting import apply_reported
 
 # Plain and gated, fused and Conv1D, with and without bias, parallel, spread over two modules, shared across depth, images.
