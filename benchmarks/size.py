@@ -62,9 +62,10 @@ def main() -> None:
     words = {page: len(text.split()) for page, text in pages.items()}
     written = sum(count for page, count in words.items() if not GENERATED.search(pages[page]))
     print(f"words: README {words[ROOT / 'README.md']:,}, all pages {sum(words.values()):,}, written by hand {written:,}")
-    sdk = ast.parse((ROOT / "retrofit" / "sdk.py").read_text(encoding="utf-8"))
-    exported = {alias.name for node in sdk.body if isinstance(node, ast.ImportFrom) for alias in node.names} - {"annotations"}
-    print(f"sdk: {len(exported)} names")
+    for file in sorted((ROOT / "retrofit" / "sdk").glob("*.py")):
+        imports = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+        exported = {alias.asname for node in imports for alias in node.names} - {None}
+        print(f"sdk: {len(exported)} names in {'the core' if file.stem == '__init__' else file.stem}")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from retrofit.cli.parser import Parser, Subparsers
-from retrofit.passbase.protocol import GROUP
+from retrofit.passbase.protocol import GROUP, first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,12 @@ class Source:
             yield DeclaredOption(ast.unparse(field.target), "".join(self.words(doc)), tuple(choices))
 
     def summary(self, name: str) -> str:
-        """Return the summary that the class `name` has."""
-        return "".join(word for one in self.fields(name) if ast.unparse(one.target) == "summary" for word in self.words(one.value))
+        """Return the summary that the class `name` declares, else the first line of its docstring."""
+        declared = [
+            word for field in self.fields(name) if ast.unparse(field.target) == "summary" for word in self.words(field.value)
+        ]
+        docs = (ast.get_docstring(kind) for kind in self.tree.body if isinstance(kind, ast.ClassDef) and kind.name == name)
+        return "".join(declared) or first_line(next(docs, None))
 
     def fields(self, name: str) -> Iterator[ast.AnnAssign]:
         """Yield the annotated fields of the class `name`."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.sdk import cond
+from retrofit.sdk.modules import cond
 
 
 class Multiplicative(nn.Module):

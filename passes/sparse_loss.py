@@ -32,10 +32,7 @@ from torch.nn import functional as F
 
 from retrofit.passes.multiplicative import Multiplicative, fit_problem
 from retrofit.sdk import (
-    CAST,
-    LAYOUT,
     Anatomy,
-    Calibration,
     DoesNotFitError,
     Edit,
     MethodReference,
@@ -46,13 +43,11 @@ from retrofit.sdk import (
     Problems,
     Site,
     SiteCall,
-    op,
     option,
-    set_aside,
-    split_calibration,
-    token_weights,
-    weight_product,
 )
+from retrofit.sdk.anatomy import weight_product
+from retrofit.sdk.data import Calibration, set_aside, split_calibration, token_weights
+from retrofit.sdk.program import CAST, LAYOUT, op
 
 CALIBRATED = 0.1  # of the own square of a fit on data: its product with what it is fitted to, on rows of one kind or the other
 
@@ -363,10 +358,6 @@ class SparseLoss(Pass[SparseLossPlan]):
     reference: ClassVar[MethodReference] = MethodReference({MultiplicativeHead: ModuleReference(multiplicative_head)}, start=start)
 
     modules: int = option(16, "S, the number of modules the vocabulary is divided into", minimum=1, weights="within")
-
-    @property
-    def exact(self) -> bool:
-        return False
 
     def plan(self, anatomy: Anatomy) -> SparseLossPlan:
         head = find_output_head(anatomy)

@@ -35,8 +35,8 @@ from retrofit.sdk import (
     argument_place,
     find_argument,
     map_first,
-    shape,
 )
+from retrofit.sdk.program import shape
 
 
 def summed_embedding(call: SiteCall) -> Tensor:
@@ -166,15 +166,12 @@ class SumEmbedding(Pass[SumPlan]):
     summary: ClassVar[str] = "add an extra embedding to the token representation (the papers' Sum baseline)"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, Table 7"
     rewrites: ClassVar[str] = "token embedding"
+    exact = True
     reference: ClassVar[MethodReference] = MethodReference(
         {SummedEmbedding: ModuleReference(summed_embedding, ("layer",))}, start=start
     )
     remedy: ClassVar[str] = "apply it to a model of text; altup(embedding=recycled) widens any stream"
     way_around: ClassVar[str] = "its own code may depend on the stream's width: try altup(embedding=recycled)"
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     def plan(self, anatomy: Anatomy) -> SumPlan:
         if anatomy.embedding is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.metadata
 import os
 import re
@@ -20,6 +21,7 @@ from packaging.requirements import Requirement
 from support.without_retrofit import packages_without_retrofit, run_without_retrofit
 
 import retrofit_transformers
+from retrofit import sdk
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -295,14 +297,39 @@ def test_passes_import_the_sdk_and_nothing_else_of_the_library() -> None:
         (module, other) for module, file in passes.items() for other in imports(file, types=True) if package(other) != "passes"
     ]
     assert others
-    assert not [(module, other) for module, other in others if other != "retrofit.sdk"]
+    assert not [(module, other) for module, other in others if package(other) != "sdk"]
+
+
+def exported(module: str) -> set[str]:
+    """Return the names that a module of the SDK offers."""
+    return set(re.findall(r" as (\w+)$", FILES[module].read_text(encoding="utf-8"), re.MULTILINE))
+
+
+SDK = ["retrofit.sdk", *(f"retrofit.sdk.{ring}" for ring in sdk.RINGS)]
 
 
 def test_the_sdk_is_what_passes_use() -> None:
-    offered = set(re.findall(r" as (\w+)$", FILES["retrofit.sdk"].read_text(encoding="utf-8"), re.MULTILINE))
+    assert {module for module in FILES if package(module) == "sdk"} == set(SDK)
     files = [*(ROOT / "passes").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), ROOT / "docs" / "write_a_pass.md"]
     text = "\n".join(file.read_text(encoding="utf-8") for file in files)
-    assert not [name for name in offered if not re.search(rf"\b{name}\b", text)]
+    assert not [name for module in SDK for name in exported(module) if not re.search(rf"\b{name}\b", text)]
+
+
+def test_a_name_of_the_sdk_is_in_one_place_and_the_core_is_small() -> None:
+    names = [name for module in SDK for name in exported(module)]
+    assert len(names) == len(set(names))
+    assert len(exported("retrofit.sdk")) <= 45
+
+
+@pytest.mark.parametrize("module", SDK)
+def test_every_name_can_be_imported_from_the_core(module: str) -> None:
+    ring = importlib.import_module(module)
+    assert exported(module)
+    assert all(getattr(sdk, name) is getattr(ring, name) for name in exported(module))
+
+
+def test_the_core_has_no_other_names() -> None:
+    assert not hasattr(sdk, "nothing_of_this_name")
 
 
 def test_no_module_shadows_a_name_of_the_library() -> None:

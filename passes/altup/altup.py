@@ -36,11 +36,11 @@ from retrofit.sdk import (
     Site,
     SpecError,
     Stack,
-    left_out,
     option,
     selected_depths,
-    shape,
 )
+from retrofit.sdk.data import left_out
+from retrofit.sdk.program import shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +51,7 @@ class AltUp(Pass[AltUpPlan]):
     summary: ClassVar[str] = "widen the residual stream K times; each layer works on one block of it and corrects the others"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, Alg. 1"
     rewrites: ClassVar[str] = "stack"
+    exact = True
     places_by: ClassVar[tuple[str, ...]] = ("stacks",)
     already: ClassVar[str] = "the stream is several blocks wide already"
     remedy: ClassVar[str] = "use stacks=all"
@@ -99,10 +100,6 @@ class AltUp(Pass[AltUpPlan]):
                 remedy="leave init and embedding out: these are their defaults",
                 option="extra",
             )
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     # The plan.
 

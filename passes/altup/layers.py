@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, is_exporting, map_first, with_item
+from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, map_first, with_item
+from retrofit.sdk.modules import is_exporting
 
 
 def mix(x: Tensor, a: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ from typing import Any
 
 from torch import fx
 
-from retrofit.sdk import (
+from retrofit.sdk import Anatomy, DoesNotFitError, Layer, Stack
+from retrofit.sdk.anatomy import nearest_products, weight_product
+from retrofit.sdk.program import (
     CAST,
     DROPOUT,
     JOIN,
@@ -24,18 +26,12 @@ from retrofit.sdk import (
     NORM,
     POINTWISE,
     SELECTION,
-    Anatomy,
     Call,
-    DoesNotFitError,
     Key,
-    Layer,
-    Stack,
     carried_operands,
     is_heavy,
-    nearest_products,
     op,
     shape,
-    weight_product,
 )
 
 REDUCTIONS = frozenset("sum mean amax amin max min any all prod var std norm linalg_vector_norm".split())

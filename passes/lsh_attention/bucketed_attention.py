@@ -29,7 +29,8 @@ from transformers.cache_utils import Cache
 from retrofit.passes.lsh_attention.key_buckets import hash_buckets, in_heads, known_buckets
 from retrofit.passes.lsh_attention.key_orders import order_by_bucket, order_by_position
 from retrofit.passes.lsh_attention.seen_keys import HIDDEN, Operands, by_comparison, by_lists, by_order, most_seen
-from retrofit.sdk import AnsweredFusedAttention, RetrofitError, Wrapper, cache_among, child_modules, cond, query_positions
+from retrofit.sdk import RetrofitError, Wrapper
+from retrofit.sdk.modules import AnsweredFusedAttention, cache_among, child_modules, cond, query_positions
 
 FEW = 4  # queries that look for their keys one by one, as in decoding
 OWN = -1e5  # the score of a query's own key where keys are queries

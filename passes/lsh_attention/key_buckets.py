@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from retrofit.sdk import histories_of, staying_tokens
+from retrofit.sdk.modules import histories_of, staying_tokens
 
 AT_ONCE, MANY_AT_ONCE = 4096, 1 << 18  # vectors, on a CPU and elsewhere
 

@@ -21,10 +21,7 @@ from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention, 
 from retrofit.passes.lsh_attention.key_buckets import random_rotations
 from retrofit.sdk import (
     Anatomy,
-    Attention,
-    AttentionSite,
     Branch,
-    Call,
     DoesNotFitError,
     Edit,
     MethodReference,
@@ -36,16 +33,12 @@ from retrofit.sdk import (
     Site,
     SpecError,
     Stack,
-    chooses_keys,
     collect_near_miss,
-    find_attention_sites,
-    find_attentions,
-    is_causal,
-    op,
     option,
     selected_depths,
-    shape,
 )
+from retrofit.sdk.anatomy import Attention, AttentionSite, chooses_keys, find_attention_sites, find_attentions, is_causal
+from retrofit.sdk.program import Call, op, shape
 
 SHARES = ("none", "queries")
 FUSED = "scaled_dot_product_attention"
@@ -112,10 +105,6 @@ class LSHAttention(Pass[LSHAttentionPlan]):
                 remedy=f"buckets={self.buckets + 1}",
                 option="buckets",
             )
-
-    @property
-    def exact(self) -> bool:
-        return False  # of sequences longer than a chunk; the plan says so of its example
 
     @property
     def exact_up_to(self) -> int:

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm as grouped_mm
 
-from retrofit.sdk import DoesNotFitError, is_exporting
+from retrofit.sdk import DoesNotFitError
+from retrofit.sdk.modules import is_exporting
 
 FEW = 64  # up to so many tokens each one's expert is gathered; more are sorted by expert (measured: benchmarks/memory_overhead.py)
 

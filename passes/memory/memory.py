@@ -35,14 +35,9 @@ from retrofit.passes.memory.memory_layer import (
     trace_forwarding,
 )
 from retrofit.sdk import (
-    BEFORE_THE_OUTER,
-    BEFORE_TWO_STREAMS,
-    LAYER_WITHIN,
-    ON_TWO_STREAMS,
     Anatomy,
     DoesNotFitError,
     Edit,
-    InnerLayers,
     Layer,
     MethodReference,
     ModuleReference,
@@ -53,12 +48,12 @@ from retrofit.sdk import (
     Site,
     Stack,
     WrappedModule,
-    WrappedModules,
     collect_near_miss,
-    is_all_zeros,
     option,
     selected_depths,
 )
+from retrofit.sdk.anatomy import BEFORE_THE_OUTER, BEFORE_TWO_STREAMS, LAYER_WITHIN, ON_TWO_STREAMS, InnerLayers, WrappedModules
+from retrofit.sdk.program import is_all_zeros
 
 NO_FEED_FORWARD = ("beside=layers needs no FFN", Remedy("emit='graph' makes each a module", "graph"))
 
@@ -143,6 +138,7 @@ class Memory(Pass[MemoryPlan]):
     summary: ClassVar[str] = "add external memory: a table for each layer, in which every token looks up one small expert"
     paper: ClassVar[str] = "The Power of External Memory in Increasing Predictive Model Capacity, §3"
     rewrites: ClassVar[str] = "layer or feed-forward"
+    exact = True
     reference: ClassVar[MethodReference] = MethodReference(
         {MemoryLayer: ModuleReference(method_reference.memory_layer, ("layer",), key="stream_out", tokens=FEW)},
         start=method_reference.start,
@@ -155,10 +151,6 @@ class Memory(Pass[MemoryPlan]):
     layers: str = option("all", "depths that get a table, e.g. 0-5+8", depths=True)
     jitter: float = option(0.01, "ε of the noise on what the softmax lookup reads, in training", minimum=0)
     sparse: bool = option(False, "by token-id: gradients are sparse tensors, for optimizers that take them (SGD, SparseAdam)")
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         idle = {"token-id": ("buckets", "jitter"), "softmax": ("sparse",), "lsh": ("jitter", "sparse")}

@@ -21,21 +21,15 @@ from retrofit.sdk import (
     CaptureError,
     DoesNotFitError,
     Edit,
-    ForwardWithAuxiliaryLosses,
-    InjectingForward,
-    Part,
     Stack,
     Wrapper,
     argument_place,
-    call_with_keywords,
-    capture,
-    child_modules,
     find_argument,
-    is_token_id,
-    own_forward,
-    shape,
     with_item,
 )
+from retrofit.sdk.anatomy import Part, is_token_id
+from retrofit.sdk.modules import ForwardWithAuxiliaryLosses, InjectingForward, call_with_keywords, child_modules, own_forward
+from retrofit.sdk.program import capture, shape
 
 TOKEN_IDS = "token_ids"  # the keyword
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from retrofit.sdk import FUSED_ARGUMENTS, AnsweredFusedAttention, child_modules
+from retrofit.sdk.modules import FUSED_ARGUMENTS, AnsweredFusedAttention, child_modules
 
 
 def recorded_core(calls: list[dict[str, Any]]) -> AnsweredFusedAttention:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.passes.merge_cross_attention.attention_calls import AnsweredScores, RecordedScores, answered_core, recorded_core
-from retrofit.sdk import AnsweredFusedAttention, is_exporting
+from retrofit.sdk.modules import AnsweredFusedAttention, is_exporting
 
 NONE, FIRST = "none", "first"  # positions between a token of the decoder and one of the encoder
 

@@ -44,9 +44,9 @@ from retrofit.sdk import (
     SpecError,
     collect_near_miss,
     option,
-    refuse_state_inputs,
     selected_depths,
 )
+from retrofit.sdk.program import refuse_state_inputs
 
 GONE = "the cross-attention is gone"
 
@@ -101,10 +101,6 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
                 remedy="weight=0.01 begins near the dense model; retrofit train --dial own begins at it",
                 option="weight",
             )
-
-    @property
-    def exact(self) -> bool:
-        return False
 
     # What would be rewritten.
 

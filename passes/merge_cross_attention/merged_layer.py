@@ -22,19 +22,9 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from retrofit.passes.merge_cross_attention.attention_calls import Borrowing, borrowed_operands, copy_with
 from retrofit.passes.merge_cross_attention.joint_attention import AttentionToOthers, JointAttention, JointSoftmax
-from retrofit.sdk import (
-    ArgumentPlace,
-    Key,
-    RetrofitError,
-    Wrapper,
-    argument_place,
-    cache_among,
-    call_with_keywords,
-    child_modules,
-    find_argument,
-    tensor_argument,
-    with_item,
-)
+from retrofit.sdk import ArgumentPlace, RetrofitError, Wrapper, argument_place, find_argument, with_item
+from retrofit.sdk.modules import cache_among, call_with_keywords, child_modules, tensor_argument
+from retrofit.sdk.program import Key
 
 
 @contextlib.contextmanager

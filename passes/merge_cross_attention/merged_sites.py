@@ -11,30 +11,18 @@ from torch import fx, nn
 
 from retrofit.passes.merge_cross_attention.attention_calls import Borrowing
 from retrofit.passes.merge_cross_attention.merged_layer import AttentionCall, CrossArguments, MergedLayer
-from retrofit.sdk import (
-    CAST,
-    DROPOUT,
-    LAYOUT,
+from retrofit.sdk import Anatomy, Branch, DoesNotFitError, NearMiss, Remedy, Stack
+from retrofit.sdk.anatomy import (
     REST,
     SOFTMAX,
-    Anatomy,
     Attention,
     AttentionSite,
-    Branch,
-    Call,
-    Dataflow,
-    DoesNotFitError,
-    Key,
     LayerCalls,
-    NearMiss,
-    Remedy,
-    Stack,
     find_attention_sites,
     find_attentions,
-    op,
-    shape,
     weight_product,
 )
+from retrofit.sdk.program import CAST, DROPOUT, LAYOUT, Call, Dataflow, Key, op, shape
 
 FUSED = "scaled_dot_product_attention"
 NOT_INTERCEPTED = "multi_head_attention_forward"

@@ -23,15 +23,11 @@ from retrofit.passes.recurrence import reference as method_reference
 from retrofit.passes.recurrence.recurrent_feed_forward import Layout, RecurrentFeedForward, RecurrentLayer
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence as RecurrentUnit
 from retrofit.sdk import (
-    WITHOUT_GRADIENT,
     Anatomy,
     Branch,
     DoesNotFitError,
     Edit,
-    InnerLayers,
     Layer,
-    LayerCall,
-    LayerCalls,
     MethodReference,
     ModuleReference,
     NearMiss,
@@ -41,13 +37,12 @@ from retrofit.sdk import (
     Site,
     Stack,
     WrappedModule,
-    WrappedModules,
     collect_near_miss,
     option,
-    refuse_state_inputs,
     selected_depths,
-    shape,
 )
+from retrofit.sdk.anatomy import WITHOUT_GRADIENT, InnerLayers, LayerCall, LayerCalls, WrappedModules
+from retrofit.sdk.program import refuse_state_inputs, shape
 
 NO_FEED_FORWARD = (Remedy("emit='graph' makes each feed-forward a module", "graph"), "layers= leaves depths out")
 
@@ -81,6 +76,7 @@ class Recurrence(Pass[RecurrencePlan]):
     summary: ClassVar[str] = "add a low-rank recurrent unit beside every feed-forward, which passes information on in time"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §4.3"
     rewrites: ClassVar[str] = "feed-forward"
+    exact = True
     places_by: ClassVar[tuple[str, ...]] = ("layers", "bidirectional")
     already: ClassVar[str] = "it has a recurrence already"
     reference: ClassVar[MethodReference] = MethodReference(
@@ -92,10 +88,6 @@ class Recurrence(Pass[RecurrencePlan]):
     rank: int = option(32, "r, width of the recurrent unit", minimum=1)
     bidirectional: bool = option(False, "in stacks that are not causal, a second unit reads from the last token to the first")
     layers: str = option("all", "depths that get a recurrence, e.g. 0-5+8", depths=True)
-
-    @property
-    def exact(self) -> bool:
-        return True
 
     # What would be rewritten.
 

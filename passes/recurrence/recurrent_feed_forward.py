@@ -13,21 +13,18 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence
-from retrofit.sdk import (
-    LayerCall,
+from retrofit.sdk import Wrapper, argument_place, find_argument, with_item
+from retrofit.sdk.anatomy import LayerCall
+from retrofit.sdk.modules import (
     TokenHistory,
-    Wrapper,
-    argument_place,
     batch_first,
     cache_among,
     call_with_keywords,
     child_modules,
-    find_argument,
     histories_of,
     tensor_argument,
     unpadded_tokens,
     visible_keys,
-    with_item,
 )
 
 KEYWORD = "recurrence"

@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 
-from retrofit.sdk import cond, is_exporting
+from retrofit.sdk.modules import cond, is_exporting
 
 CHUNK = 32  # tokens in a chunk: the memory of an exported program is CHUNK + tokens / CHUNK² times that of c
 FEW = 2  # tokens that are computed one after the other; a tracer takes no size for one, so a program cannot ask for that alone

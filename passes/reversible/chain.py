@@ -35,7 +35,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned
-from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument, record_auxiliary_loss
+from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument
+from retrofit.sdk.modules import record_auxiliary_loss
 
 SCALE = 2.0**32
 LARGEST = 2.0**29

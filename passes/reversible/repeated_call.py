@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import Cache
 
-from retrofit.sdk import ArgumentPlace, RetrofitError, auxiliary_losses, find_argument
+from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument
+from retrofit.sdk.modules import auxiliary_losses
 
 CHECKPOINTING = "gradient_checkpointing"  # transformers' switch, an attribute of each module that checkpoints
 

@@ -28,10 +28,7 @@ from retrofit.passes.reversible.reversible_layer import ReversibleLayer, written
 from retrofit.passes.reversible.swaps import SwapSite, bounds_of, branches_of, parts_of, same_as
 from retrofit.passes.reversible.two_streams import SecondStream, TwoStreamLayer
 from retrofit.sdk import (
-    LIKE,
-    WITHOUT_GRADIENT,
     Anatomy,
-    Call,
     DoesNotFitError,
     Edit,
     Layer,
@@ -44,12 +41,11 @@ from retrofit.sdk import (
     Site,
     Stack,
     collect_near_miss,
-    is_float,
-    op,
     option,
     selected_depths,
-    shape,
 )
+from retrofit.sdk.anatomy import WITHOUT_GRADIENT
+from retrofit.sdk.program import LIKE, Call, is_float, op, shape
 
 MOST_BITS = 16  # as much as the stream in half precision, which checkpointing keeps whole
 SCHEMES = ("exact", "terraformer")

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from retrofit.passes.reversible.chain import reversible_call
-from retrofit.sdk import Wrapper, accepts, argument_place, child_modules, is_exporting, quiet, without_weights
+from retrofit.sdk import Wrapper, argument_place
+from retrofit.sdk.data import accepts, quiet, without_weights
+from retrofit.sdk.modules import child_modules, is_exporting
 
 Key = int | str
 

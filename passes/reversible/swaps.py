@@ -13,7 +13,8 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from retrofit.sdk import CAST, LIKE, Anatomy, Call, Dataflow, DoesNotFitError, Layer, is_float, op, shape
+from retrofit.sdk import Anatomy, DoesNotFitError, Layer
+from retrofit.sdk.program import CAST, LIKE, Call, Dataflow, is_float, op, shape
 
 SAME = CAST | {"contiguous"}
 POST_NORM = "scheme=exact takes layers of any form; layers= leaves depths out"

@@ -34,17 +34,8 @@ from retrofit.passes.reversible.chain import (
     used_up,
 )
 from retrofit.passes.reversible.repeated_call import Returned, without_checkpoints
-from retrofit.sdk import (
-    ArgumentPlace,
-    DoesNotFitError,
-    Wrapper,
-    argument_place,
-    child_modules,
-    find_argument,
-    is_exporting,
-    record_auxiliary_loss,
-    with_item,
-)
+from retrofit.sdk import ArgumentPlace, DoesNotFitError, Wrapper, argument_place, find_argument, with_item
+from retrofit.sdk.modules import child_modules, is_exporting, record_auxiliary_loss
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,7 +36,8 @@ from transformers.cache_utils import (
 
 from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, Indices
 from retrofit.passes.sequence_altup.arguments import MaskArgument
-from retrofit.sdk import DoesNotFitError, TokenHistory, forget_histories, histories_of
+from retrofit.sdk import DoesNotFitError
+from retrofit.sdk.modules import TokenHistory, forget_histories, histories_of
 
 # ── Layers of the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -14,7 +14,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from retrofit.sdk import DoesNotFitError, holds_one_way
+from retrofit.sdk import DoesNotFitError
+from retrofit.sdk.modules import holds_one_way
 
 GOLDEN_RATIO = 0.6180339887498949  # whose multiples are spread evenly over the unit interval
 Indices = slice | Tensor  # along one dimension: a slice for all rows, or (rows, n), a list of indices for each row

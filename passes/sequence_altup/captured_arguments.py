@@ -25,21 +25,10 @@ from retrofit.passes.sequence_altup.arguments import (
     token_dims_at_call,
     unpadded_tokens,
 )
-from retrofit.sdk import (
-    Call,
-    CaptureError,
-    Dataflow,
-    DoesNotFitError,
-    Layer,
-    Program,
-    accepts,
-    capture,
-    forward_parameters,
-    is_numbering,
-    is_per_token,
-    mask_value,
-    preserve_state,
-)
+from retrofit.sdk import CaptureError, DoesNotFitError, Layer
+from retrofit.sdk.anatomy import mask_value
+from retrofit.sdk.data import accepts, forward_parameters, is_numbering, is_per_token, preserve_state
+from retrofit.sdk.program import Call, Dataflow, Program, capture
 
 MORE = 8  # tokens
 

@@ -19,7 +19,8 @@ from transformers.cache_utils import LinearAttentionLayer
 from retrofit.passes.sequence_altup.anchor_cache import AnchorKeys, AnchorLayer, PlacedAnchorLayer
 from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, EvenAnchors, Indices, RaggedAnchors
 from retrofit.passes.sequence_altup.arguments import MaskArgument
-from retrofit.sdk import SLACK, CaptureError, RetrofitError
+from retrofit.sdk import CaptureError, RetrofitError
+from retrofit.sdk.modules import SLACK
 
 SERIES = {"keys": 2, "values": 2, "indexed": 1}  # what is stored of each anchor, and along which dimension
 

@@ -30,7 +30,8 @@ from retrofit.passes.sequence_altup.token_flow import (
     reads_past_its_arguments,
     shows_padding,
 )
-from retrofit.sdk import Call, DoesNotFitError, Layer, Stack, shape
+from retrofit.sdk import DoesNotFitError, Layer, Stack
+from retrofit.sdk.program import Call, shape
 
 
 def unfit(why: str, remedy: str = "") -> DoesNotFitError:

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
-from retrofit.sdk import (
+from retrofit.sdk import Edit
+from retrofit.sdk.data import (
     DensePredictions,
-    Edit,
     RecordedCall,
     evaluation_mode,
     record_calls,

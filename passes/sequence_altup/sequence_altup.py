@@ -42,9 +42,7 @@ from retrofit.passes.sequence_altup.scalar_fit import DenseModel, fit_scalars
 from retrofit.passes.sequence_altup.strided_layers import METHODS, ComputedTokens, OutputKey, StridedLayer
 from retrofit.passes.sequence_altup.token_flow import CrossLayerValue, arguments_from_layers, cross_layer_values
 from retrofit.sdk import (
-    NO_STREAM,
     Anatomy,
-    Call,
     DoesNotFitError,
     Edit,
     Layer,
@@ -56,14 +54,13 @@ from retrofit.sdk import (
     Recovery,
     Site,
     Stack,
-    Trial,
-    accepts,
     collect_near_miss,
-    failed_trials,
     option,
-    refuse_state_inputs,
     selected_depths,
 )
+from retrofit.sdk.anatomy import NO_STREAM
+from retrofit.sdk.data import accepts
+from retrofit.sdk.program import Call, Trial, failed_trials, refuse_state_inputs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -48,7 +48,8 @@ from retrofit.passes.sequence_altup.arguments import (
     to_mask,
 )
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
-from retrofit.sdk import DoesNotFitError, Wrapper, batch_first, cache_among, with_item
+from retrofit.sdk import DoesNotFitError, Wrapper, with_item
+from retrofit.sdk.modules import batch_first, cache_among
 
 OutputKey = int | str | None  # of an item in what a layer returns; None: the value itself
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from retrofit.sdk import CAST, SCAN, Call, Dataflow, Key, op, shape
+from retrofit.sdk.program import CAST, SCAN, Call, Dataflow, Key, op, shape
 
 # ── Values that layers compute next to the stream ─────────────────────────────────────────────────────────────────────────────────
 

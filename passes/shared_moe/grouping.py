@@ -13,21 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.sdk import (
-    Anatomy,
-    Branch,
-    DoesNotFitError,
-    Edit,
-    FeedForward,
-    Layer,
-    Matrix,
-    NearMiss,
-    Port,
-    Stack,
-    collect_near_miss,
-    evaluation_mode,
-    weight_and_bias,
-)
+from retrofit.sdk import Anatomy, Branch, DoesNotFitError, Edit, Layer, NearMiss, Stack, collect_near_miss
+from retrofit.sdk.anatomy import FeedForward, Matrix, Port, weight_and_bias
+from retrofit.sdk.data import evaluation_mode
 
 DOWN = "down"  # the name in a mixture of the matrix that writes y
 

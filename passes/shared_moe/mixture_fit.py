@@ -25,20 +25,9 @@ from torch.nn import functional as F
 
 from retrofit.passes.shared_moe.grouping import Group
 from retrofit.passes.shared_moe.mixture_of_experts import ROUTER_SPREAD
-from retrofit.sdk import (
-    Calibration,
-    Edit,
-    FeedForward,
-    Matrix,
-    counted,
-    evaluation_mode,
-    groups_in_room,
-    set_aside,
-    split_calibration,
-    token_weights,
-    weight_and_bias,
-    weight_out_first,
-)
+from retrofit.sdk import Edit
+from retrofit.sdk.anatomy import FeedForward, Matrix, weight_and_bias, weight_out_first
+from retrofit.sdk.data import Calibration, counted, evaluation_mode, groups_in_room, set_aside, split_calibration, token_weights
 
 TOKENS = 8192  # of all layers of a group together
 STEPS = 300  # of Adam on the router, half of them to tell the layers

@@ -26,7 +26,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm
 
-from retrofit.sdk import DoesNotFitError, FeedForward, FeedForwardBlock, Port, calibration_from, cond, record_auxiliary_loss
+from retrofit.sdk import DoesNotFitError
+from retrofit.sdk.anatomy import FeedForward, Port
+from retrofit.sdk.data import calibration_from
+from retrofit.sdk.modules import FeedForwardBlock, cond, record_auxiliary_loss
 
 ROUTER_SPREAD = 0.02  # of the router's weights at random
 ROW = 16  # bytes: grouped kernels need rows of a multiple of it

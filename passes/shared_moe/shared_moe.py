@@ -35,9 +35,6 @@ from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
     Edit,
-    FeedForward,
-    ForwardWithAuxiliaryLosses,
-    Matrix,
     MethodReference,
     ModuleReference,
     NearMiss,
@@ -47,16 +44,12 @@ from retrofit.sdk import (
     Rewrite,
     Site,
     SpecError,
-    feed_forwards,
-    install_feed_forward,
-    number_is_loss,
     option,
-    own_forward,
-    sample_calibration,
     selected_depths,
-    weight_and_bias,
-    weight_out_first,
 )
+from retrofit.sdk.anatomy import FeedForward, Matrix, feed_forwards, weight_and_bias, weight_out_first
+from retrofit.sdk.data import sample_calibration
+from retrofit.sdk.modules import ForwardWithAuxiliaryLosses, install_feed_forward, number_is_loss, own_forward
 
 SPREAD = "spread"
 SOURCES_REMEDY = "name as many layers as there are experts for each group of several layers, or leave sources out"

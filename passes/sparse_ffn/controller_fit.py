@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.passes.sparse_ffn.unit_choice import gate_activation
-from retrofit.sdk import FeedForward, evaluation_mode, weight_and_bias, weight_out_first
+from retrofit.sdk.anatomy import FeedForward, weight_and_bias, weight_out_first
+from retrofit.sdk.data import evaluation_mode
 
 SPREAD = 4.0  # of the controller's logits in a block at the start, in standard deviations (benchmarks/sparse_ffn_calibration.py)
 SHRINKAGE = 0.1  # of the covariance of x towards the identity

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.sdk import has_rows_apart, is_exporting, is_packed_tensor, rows_at
+from retrofit.sdk.modules import has_rows_apart, is_exporting, is_packed_tensor, rows_at
 
 SMALL = 3 << 20  # bytes of the rows of one token that a CPU copies faster than it reads them one by one
 PIECE = 1024  # columns of a row that a CPU thread sums at a time where there is one token

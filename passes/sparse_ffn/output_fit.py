@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retrofit.passes.sparse_ffn.controller_fit import spread
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
-from retrofit.sdk import evaluation_mode, token_weights
+from retrofit.sdk.data import evaluation_mode, token_weights
 
 CHUNK = 512  # tokens computed at a time
 SAMPLE = 2048  # tokens whose median length counts

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Enough, Observed, ObservedSite, Problems, SiteCall
+from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
+from retrofit.sdk.data import Enough
 
 Dense = tuple[Tensor, Tensor | None]  # W_out and b_out of the dense model
 

@@ -42,7 +42,8 @@ from retrofit.passes.sparse_ffn.unit_choice import (
     sampled_indicator,
     straight_through,
 )
-from retrofit.sdk import FeedForward, FeedForwardBlock, PackableRows, Port, RowMajor, cond, is_exporting, is_packed
+from retrofit.sdk.anatomy import FeedForward, Port
+from retrofit.sdk.modules import FeedForwardBlock, PackableRows, RowMajor, cond, is_exporting, is_packed
 
 PROBES = 1024  # unit vectors at a time that a packed matrix is multiplied by
 LEAST = 1e-20  # magnitude of a gate, so that it has a logarithm

@@ -24,33 +24,23 @@ from retrofit.passes.sparse_ffn.sparse_feed_forward import ActiveUnits, SparseFe
 from retrofit.passes.sparse_ffn.unit_choice import gate_activation
 from retrofit.sdk import (
     Anatomy,
-    Calibration,
     DoesNotFitError,
     Edit,
-    Enough,
-    FeedForward,
     MethodReference,
     ModuleReference,
     Pass,
     Plan,
     Rearranged,
     Recovery,
-    RowMajor,
     Site,
     SpecError,
     collect_near_miss,
-    evaluation_mode,
-    feed_forwards,
-    groups_in_room,
-    install_feed_forward,
-    linear,
     option,
-    release_freed_memory,
     selected_depths,
-    set_aside,
-    side_by_side,
-    weight_and_bias,
 )
+from retrofit.sdk.anatomy import FeedForward, feed_forwards, weight_and_bias
+from retrofit.sdk.data import Calibration, Enough, evaluation_mode, groups_in_room, release_freed_memory, set_aside, side_by_side
+from retrofit.sdk.modules import RowMajor, install_feed_forward, linear
 
 ENERGY = "energy kept of the outputs"  # what calibration measures at each site
 OUTPUT = "relative error of the outputs on tokens held out"  # the same, where the output matrix is fitted

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.passes.sparse_ffn.indexed_rows import added_parts, reads_tiles, tiled_sums
-from retrofit.sdk import CAST, DROPOUT, DoesNotFitError, FeedForward, op
+from retrofit.sdk import DoesNotFitError
+from retrofit.sdk.anatomy import FeedForward
+from retrofit.sdk.program import CAST, DROPOUT, op
 
 HIGHEST = 30.0  # what a logit counts above the k-th largest: from log N on its unit has its full 1 anyway
 FAR = 1e30  # larger than any logit

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from retrofit.passes.multiplicative import Multiplicative, nearest_product
 from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution, ModularProjection, neighbours
-from retrofit.sdk import RecordedCall, evaluation_mode, float_tensors, set_aside, token_weights, weighted_error
+from retrofit.sdk.data import RecordedCall, evaluation_mode, float_tensors, set_aside, token_weights, weighted_error
 
 SWEEPS = 12  # of the alternation (benchmarks/sparse_qkv_start.py)
 STEPS = 40  # of L-BFGS

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.passes.multiplicative import Multiplicative
-from retrofit.sdk import holds_one_way
+from retrofit.sdk.modules import holds_one_way
 
 FEW = 8  # up to so many tokens in a row, the F·F neighbours of each are concatenated; for more that takes too much memory
 

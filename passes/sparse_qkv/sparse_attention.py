@@ -16,25 +16,19 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
-from retrofit.sdk import (
-    Anatomy,
-    ArgumentPlace,
-    AttentionSite,
+from retrofit.sdk import Anatomy, ArgumentPlace, Wrapper, argument_place, find_argument, with_item
+from retrofit.sdk.anatomy import AttentionSite
+from retrofit.sdk.modules import (
     TokenHistory,
-    Trial,
-    Wrapper,
-    argument_place,
     batch_first,
     cache_among,
-    failed_trials,
-    find_argument,
     histories_of,
     query_positions,
     staying_tokens,
     tensor_argument,
     visible_keys,
-    with_item,
 )
+from retrofit.sdk.program import Trial, failed_trials
 
 
 def lookback_gates(visible: Tensor | None, tokens: int, past: int) -> Tensor | None:

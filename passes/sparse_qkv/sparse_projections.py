@@ -16,16 +16,8 @@ from retrofit.passes.sparse_qkv.sparse_attention import (
     SparseOutput,
     StreamSlice,
 )
-from retrofit.sdk import (
-    AttentionSite,
-    Edit,
-    Matrix,
-    SiteProjection,
-    argument_place,
-    weight_and_bias,
-    weight_out_first,
-    weights_by_letter,
-)
+from retrofit.sdk import Edit, argument_place
+from retrofit.sdk.anatomy import AttentionSite, Matrix, SiteProjection, weight_and_bias, weight_out_first, weights_by_letter
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,9 +34,7 @@ from retrofit.passes.sparse_qkv.sparse_attention import (
 )
 from retrofit.passes.sparse_qkv.sparse_projections import AttentionPlan, Moments, SparseProjections, separate_streams
 from retrofit.sdk import (
-    REST,
     Anatomy,
-    AttentionSite,
     DoesNotFitError,
     Edit,
     MethodReference,
@@ -45,17 +43,14 @@ from retrofit.sdk import (
     Pass,
     Plan,
     Site,
-    SiteProjection,
     Stack,
     collect_near_miss,
-    find_attention_sites,
-    is_all_zeros,
     option,
-    record_calls,
-    refuse_state_inputs,
     selected_depths,
-    split_calibration,
 )
+from retrofit.sdk.anatomy import REST, AttentionSite, SiteProjection, find_attention_sites
+from retrofit.sdk.data import record_calls, split_calibration
+from retrofit.sdk.program import is_all_zeros, refuse_state_inputs
 
 RESULT_TOKENS = 2048  # whose attention results are fitted
 VARIANTS = ("mult-conv", "mult", "conv")
@@ -104,10 +99,6 @@ class SparseQKV(Pass[SparseQKVPlan]):
     output: str = option("none", "what becomes of the output layer", choices=("none", "keep", *VARIANTS))
     layers: str = option("all", "depths that are rewritten, e.g. 0-5+8", depths=True)
     stacks: str = option("all", "which stacks are rewritten", choices=("all", "encoder", "decoder"))
-
-    @property
-    def exact(self) -> bool:
-        return False
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         convolves = "conv" in self.variant or "conv" in self.output

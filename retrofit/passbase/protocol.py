@@ -97,11 +97,14 @@ class Recovery:
 
 @dataclasses.dataclass(frozen=True)
 class Pass(abc.ABC, Generic[SomePlan]):
-    """A method with its hyperparameters; subclasses are frozen dataclasses that declare their fields with `option`."""
+    """A method with its hyperparameters; subclasses are frozen dataclasses that declare their fields with `option`.
 
-    name: ClassVar[str]
-    summary: ClassVar[str]  # one sentence
-    paper: ClassVar[str]
+    They have to have `plan` and `apply`. All else has a default; docs/write_a_pass.md describes it, in section 2.
+    """
+
+    name: ClassVar[str]  # the class's, as in low-rank for LowRank
+    summary: ClassVar[str]  # the first line of its docstring
+    paper: ClassVar[str] = "none"
     calibrates: ClassVar[bool] = False  # whether it uses calibration data
     places_by: ClassVar[tuple[str, ...] | None] = (
         None  # options by which it finds its places, each rewritten once; None: repeatable
@@ -115,6 +118,13 @@ class Pass(abc.ABC, Generic[SomePlan]):
     # Where the rewritten model does not run:
     way_around: ClassVar[str] = "its own code may reach into what is rewritten: leave that out, or use another pass"
 
+    def __init_subclass__(cls, **keywords: Any) -> None:
+        super().__init_subclass__(**keywords)
+        if not hasattr(cls, "name"):
+            cls.name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", cls.__name__).lower()
+        if not hasattr(cls, "summary"):
+            cls.summary = first_line(cls.__dict__.get("__doc__"))
+
     def __new__(cls, *given: Any, **named: Any) -> Self:
         require_options(cls, given, named)
         return super().__new__(cls)
@@ -125,9 +135,9 @@ class Pass(abc.ABC, Generic[SomePlan]):
             object.__setattr__(self, field.name, check_option(type(self), field, value))
 
     @property
-    @abc.abstractmethod
     def exact(self) -> bool:
-        """Whether the rewritten model computes the dense model's function at step 0."""
+        """Return whether the rewritten model computes the dense model's function at step 0."""
+        return False
 
     @property
     def exact_up_to(self) -> int | None:
@@ -224,6 +234,11 @@ class Pass(abc.ABC, Generic[SomePlan]):
         """The pass as text with every option written out, so that a saved recipe keeps its meaning when a default changes."""
         fields = (f"{field.name}={format_value(getattr(self, field.name))}" for field in dataclasses.fields(self))
         return f"{self.name}({', '.join(fields)})"
+
+
+def first_line(doc: str | None) -> str:
+    """Return the first line of a docstring without its full stop, as a summary has none."""
+    return (doc or "").strip().partition("\n")[0].removesuffix(".")
 
 
 AnyPass = Pass[Any]

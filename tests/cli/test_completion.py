@@ -62,6 +62,11 @@ class One:
     assert source.summary("One") == "" and list(source.options("Two")) == []
 
 
+def test_a_summary_that_is_not_declared_is_the_first_line_of_the_docstring() -> None:
+    source = Source('class One:\n    """Do it.\n\n    In two steps.\n    """\n')
+    assert source.summary("One") == "Do it"
+
+
 def test_commands() -> None:
     assert set(completed("retrofit ")) == COMMANDS
     assert completed("retrofit ap") == ["apply"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -260,3 +262,37 @@ def test_the_spread_of_normal_numbers_is_within_what_chance_does(count: int) -> 
 
 def test_many_numbers_show_a_spread_that_is_a_tenth_too_large() -> None:
     assert may_be_chance(1.1, 1000) and not may_be_chance(1.1, 2000) and not may_be_chance(1.06, 10**6)
+
+
+# What a pass need not say
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoLSHLayers(Pass[Plan]):
+    """Do nothing.
+
+    Only what is required is declared.
+    """
+
+    def plan(self, anatomy: nn.Module) -> Plan:  # type: ignore[override]
+        return Plan(())
+
+    def apply(self, plan: Plan, edit: Edit) -> None: ...
+
+
+def test_a_pass_is_named_and_summarized_by_its_class() -> None:
+    one = TwoLSHLayers()
+    assert (one.name, one.summary, one.paper, one.exact) == ("two-lsh-layers", "Do nothing", "none", False)
+    assert load_pass("two-lsh-layers") is TwoLSHLayers and one.spec() == "two-lsh-layers()"
+
+
+def test_plan_and_apply_are_required_and_nothing_else() -> None:
+    assert Pass.__abstractmethods__ == {"plan", "apply"}
+
+
+def test_one_page_describes_all_that_has_a_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "write_a_pass.md").read_text(encoding="utf-8")
+    described = set(re.findall(r"^\| `(\w+)` \|", page[page.index("## 2.") : page.index("## 3.")], re.MULTILINE))
+    internal = {"idle_notes", "fitting_plan", "require_room", "carry_out", "nothing_fits", "spec"}
+    declared = {name for name in {*vars(Pass), *Pass.__annotations__} if not name.startswith("_")}
+    assert declared - Pass.__abstractmethods__ - internal == described

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retrofit.sdk import is_exporting
+from retrofit.sdk.modules import is_exporting
 
 
 class Says(nn.Module):

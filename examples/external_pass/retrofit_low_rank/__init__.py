@@ -33,8 +33,8 @@ from retrofit.sdk import (
     map_first,
     option,
     selected_depths,
-    shape,
 )
+from retrofit.sdk.program import shape
 from retrofit_low_rank.reference import low_rank_adapter, start
 
 
@@ -73,12 +73,11 @@ class LowRankPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class LowRank(Pass[LowRankPlan]):
-    """Add a low-rank adapter to the projections of attention and feed-forward."""
+    """Add a trainable low-rank path next to every projection (LoRA)."""
 
-    name: ClassVar[str] = "low-rank"
-    summary: ClassVar[str] = "add a trainable low-rank path next to every projection (LoRA)"
     paper: ClassVar[str] = "LoRA: Low-Rank Adaptation of Large Language Models, §4.1"
     rewrites: ClassVar[str] = "projection"
+    exact = True  # B is zero at the start
     reference: ClassVar[MethodReference] = MethodReference(
         {LowRankAdapter: ModuleReference(low_rank_adapter, given=("layer",))}, start=start
     )
@@ -87,10 +86,6 @@ class LowRank(Pass[LowRankPlan]):
     alpha: float = option(16.0, "α, adapters are scaled by α/r", minimum=0)
     branches: str = option("all", "which projections get adapters", choices=("all", "attention", "ffn"))
     layers: str = option("all", "depths that get adapters, e.g. 0-5+8")
-
-    @property
-    def exact(self) -> bool:
-        return True  # B is zero at the start
 
     def plan(self, anatomy: Anatomy) -> LowRankPlan:
         sites: dict[str, AdaptedMatrix] = {}  # by path: a module that several layers share gets one adapter

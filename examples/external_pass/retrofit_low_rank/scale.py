@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,16 +50,9 @@ class ScalePlan(Plan):
 class Scale(Pass[ScalePlan]):
     """Multiply what the branches of one kind return by a trainable number each."""
 
-    name: ClassVar[str] = "scale"
-    summary: ClassVar[str] = "multiply what branches return by trainable numbers"
-    paper: ClassVar[str] = "none"
-    rewrites: ClassVar[str] = "branch"
+    exact = True  # α is zero at the start
 
     kind: str = option("ffn", "which branches are scaled", choices=("ffn", "moe", "attention"))
-
-    @property
-    def exact(self) -> bool:
-        return True  # α is zero at the start
 
     def plan(self, anatomy: Anatomy) -> ScalePlan:
         places, near_misses = anatomy.sites(self.kind)

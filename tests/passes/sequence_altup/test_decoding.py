@@ -17,7 +17,7 @@ from transformers import DynamicCache, MistralConfig, MistralForCausalLM, Static
 import retrofit
 from retrofit.errors import RetrofitError
 from retrofit.passes import SequenceAltUp
-from retrofit.sdk import SLACK
+from retrofit.sdk.modules import SLACK
 
 LENGTH = 11
 TOKENS = st.lists(st.integers(3, tiny_models.VOCABULARY - 1), min_size=LENGTH, max_size=LENGTH)

@@ -20,7 +20,7 @@ from retrofit.errors import DoesNotFitError, RetrofitError
 from retrofit.passes import SequenceAltUp
 from retrofit.passes.sequence_altup.reference import wiring
 from retrofit.rewriting import apply_reported
-from retrofit.sdk import SLACK
+from retrofit.sdk.modules import SLACK
 
 K = 3
 CAUSAL = ("causal/llama", "causal/gpt2", "causal/gemma2", "causal/jamba")

@@ -1,0 +1,70 @@
+"""What a pass may import: the stable seam between the library and its passes.
+
+This file is the core. What fewer passes need is in the rings around it: in `retrofit.sdk.anatomy` what models consist of, in
+`program` the graph behind it, in `modules` what parts of a model are replaced by, in `data` what a start is fitted to. A pass
+imports from these and from its own package, and from nothing else of `retrofit`. docs/write_a_pass.md builds one.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+# What a pass is: options, a plan of what would be rewritten, an edit that does it.
+from retrofit.passbase.protocol import Pass as Pass
+from retrofit.passbase.protocol import Plan as Plan
+from retrofit.passbase.protocol import Rewrite as Rewrite
+from retrofit.passbase.protocol import Recovery as Recovery
+from retrofit.passbase.options import option as option
+from retrofit.passbase.options import selected_depths as selected_depths
+from retrofit.surgery.edit import Edit as Edit
+from retrofit.surgery.edit import Rearranged as Rearranged
+
+# What `plan` reads and what it finds.
+from retrofit.anatomy.anatomy import Anatomy as Anatomy
+from retrofit.anatomy.parts import Stack as Stack
+from retrofit.anatomy.parts import Layer as Layer
+from retrofit.anatomy.parts import Branch as Branch
+from retrofit.anatomy.module_sites import WrappedModule as WrappedModule
+from retrofit.anatomy.parts import Site as Site
+from retrofit.anatomy.parts import NearMiss as NearMiss
+from retrofit.anatomy.parts import collect_near_miss as collect_near_miss
+
+# Refusals.
+from retrofit.errors import RetrofitError as RetrofitError
+from retrofit.errors import CaptureError as CaptureError
+from retrofit.errors import DoesNotFitError as DoesNotFitError
+from retrofit.errors import SpecError as SpecError
+from retrofit.errors import Remedy as Remedy
+
+# Modules around others.
+from retrofit.surgery.wrappers import Wrapper as Wrapper
+from retrofit.surgery.wrappers import ArgumentPlace as ArgumentPlace
+from retrofit.surgery.wrappers import argument_place as argument_place
+from retrofit.surgery.wrappers import find_argument as find_argument
+from retrofit.surgery.wrappers import map_first as map_first
+from retrofit.surgery.wrappers import with_item as with_item
+
+# The method's formula once more, for the check `method`.
+from retrofit.passbase.method_reference import MethodReference as MethodReference
+from retrofit.passbase.method_reference import ModuleReference as ModuleReference
+from retrofit.passbase.method_reference import Inside as Inside
+from retrofit.passbase.method_reference import OneOf as OneOf
+from retrofit.passbase.method_reference import SiteCall as SiteCall
+from retrofit.passbase.method_reference import Deviation as Deviation
+from retrofit.passbase.method_reference import Observed as Observed
+from retrofit.passbase.method_reference import ObservedSite as ObservedSite
+from retrofit.passbase.method_reference import Problems as Problems
+from retrofit.passbase.method_reference import may_be_chance as may_be_chance
+
+RINGS = ("anatomy", "program", "modules", "data")
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Return a name of a ring: `retrofit.sdk` had them all once, and passes elsewhere may import them from here."""
+        for ring in () if name.startswith("__") else RINGS:
+            module = importlib.import_module(f"{__name__}.{ring}")
+            if hasattr(module, name):
+                return getattr(module, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,46 @@
+"""The anatomy of a model beyond its stacks, layers and branches: what `plan` reads of feed-forwards, attentions and weights."""
+
+from __future__ import annotations
+
+# Feed-forwards taken apart; `modules` has what replaces them.
+from retrofit.anatomy.feed_forwards import FeedForward as FeedForward
+from retrofit.anatomy.feed_forwards import Port as Port
+from retrofit.anatomy.feed_forward_parsing import feed_forwards as feed_forwards
+
+# Attentions: the products and their softmax, and the modules that project.
+from retrofit.anatomy.attention_cores import Attention as Attention
+from retrofit.anatomy.attention_cores import SOFTMAX as SOFTMAX
+from retrofit.anatomy.attention_cores import find_attentions as find_attentions
+from retrofit.anatomy.attention_sites import AttentionSite as AttentionSite
+from retrofit.anatomy.attention_sites import SiteProjection as SiteProjection
+from retrofit.anatomy.attention_sites import REST as REST
+from retrofit.anatomy.attention_parsing import find_attention_sites as find_attention_sites
+from retrofit.anatomy.attention_sites import weights_by_letter as weights_by_letter
+
+# Which keys a query may see.
+from retrofit.anatomy.causality import chooses_keys as chooses_keys
+from retrofit.anatomy.causality import is_causal as is_causal
+from retrofit.anatomy.causality import mask_value as mask_value
+
+# Weights and the products with them.
+from retrofit.anatomy.weights import Matrix as Matrix
+from retrofit.anatomy.parts import Part as Part
+from retrofit.anatomy.weights import weight_and_bias as weight_and_bias
+from retrofit.anatomy.weights import weight_out_first as weight_out_first
+from retrofit.anatomy.weights import weight_product as weight_product
+from retrofit.anatomy.weights import nearest_products as nearest_products
+from retrofit.anatomy.stacks import is_token_id as is_token_id
+
+# Modules that own a part, and what layers are called with.
+from retrofit.anatomy.module_sites import WrappedModules as WrappedModules
+from retrofit.anatomy.layer_calls import LayerCall as LayerCall
+from retrofit.anatomy.layer_calls import LayerCalls as LayerCalls
+from retrofit.anatomy.branches import InnerLayers as InnerLayers
+from retrofit.anatomy.parts import NO_STREAM as NO_STREAM
+
+# Reasons and remedies that several passes give.
+from retrofit.anatomy.parts import WITHOUT_GRADIENT as WITHOUT_GRADIENT
+from retrofit.anatomy.branches import LAYER_WITHIN as LAYER_WITHIN
+from retrofit.anatomy.branches import BEFORE_THE_OUTER as BEFORE_THE_OUTER
+from retrofit.anatomy.branches import ON_TWO_STREAMS as ON_TWO_STREAMS
+from retrofit.anatomy.branches import BEFORE_TWO_STREAMS as BEFORE_TWO_STREAMS

@@ -1,0 +1,52 @@
+"""What modules are made of that replace or wrap others: `edit` installs them, `forward` runs in any form the model takes."""
+
+from __future__ import annotations
+
+# Feed-forwards that replace others.
+from retrofit.anatomy.feed_forwards import FeedForwardBlock as FeedForwardBlock
+from retrofit.anatomy.feed_forwards import RowMajor as RowMajor
+from retrofit.anatomy.feed_forwards import PackableRows as PackableRows
+from retrofit.anatomy.feed_forwards import install_feed_forward as install_feed_forward
+from retrofit.anatomy.feed_forwards import linear as linear
+
+# Arguments and results of a wrapped module.
+from retrofit.surgery.wrappers import tensor_argument as tensor_argument
+from retrofit.surgery.wrappers import batch_first as batch_first
+
+# Keywords passed through a model's own code.
+from retrofit.surgery.keyword_injection import InjectingForward as InjectingForward
+from retrofit.surgery.keyword_injection import own_forward as own_forward
+from retrofit.surgery.keyword_injection import call_with_keywords as call_with_keywords
+from retrofit.surgery.keyword_injection import child_modules as child_modules
+
+# Memory in the model's cache, which lasts from one decoding step to the next.
+from retrofit.surgery.cache_memory import TokenHistory as TokenHistory
+from retrofit.surgery.cache_memory import SLACK as SLACK
+from retrofit.surgery.cache_memory import cache_among as cache_among
+from retrofit.surgery.cache_memory import histories_of as histories_of
+from retrofit.surgery.cache_memory import forget_histories as forget_histories
+from retrofit.surgery.cache_memory import staying_tokens as staying_tokens
+
+# Calls of torch's fused attention, and the tokens that a mask shows.
+from retrofit.surgery.fused_attention import FUSED_ARGUMENTS as FUSED_ARGUMENTS
+from retrofit.surgery.fused_attention import AnsweredFusedAttention as AnsweredFusedAttention
+from retrofit.surgery.fused_attention import query_positions as query_positions
+from retrofit.surgery.fused_attention import unpadded_tokens as unpadded_tokens
+from retrofit.surgery.fused_attention import visible_keys as visible_keys
+
+# Losses added to the model's own.
+from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses as ForwardWithAuxiliaryLosses
+from retrofit.surgery.auxiliary_losses import auxiliary_losses as auxiliary_losses
+from retrofit.surgery.auxiliary_losses import number_is_loss as number_is_loss
+from retrofit.surgery.auxiliary_losses import record_auxiliary_loss as record_auxiliary_loss
+
+# One of two ways to compute the same, which an exported program chooses by the sizes of its input.
+from retrofit.program.conditional import cond as cond
+from retrofit.program.conditional import holds_one_way as holds_one_way
+from retrofit.program.conditional import is_exporting as is_exporting
+
+# Packed (quantized) weights.
+from retrofit.surgery.dequantization import is_packed as is_packed
+from retrofit.inputs.packed_weights import is_packed_tensor as is_packed_tensor
+from retrofit.inputs.packed_weights import has_rows_apart as has_rows_apart
+from retrofit.inputs.packed_weights import rows_at as rows_at

@@ -1,0 +1,33 @@
+"""The captured program behind an anatomy: a graph of ATen operations, the module calls they were made in, their data flow."""
+
+from __future__ import annotations
+
+# The program and its data flow.
+from retrofit.program.program import Program as Program
+from retrofit.program.program import Call as Call
+from retrofit.program.program import Key as Key
+from retrofit.program.capture import capture as capture
+from retrofit.program.dataflow import Dataflow as Dataflow
+from retrofit.program.dataflow import refuse_state_inputs as refuse_state_inputs
+from retrofit.program.trial_calls import Trial as Trial
+from retrofit.program.trial_calls import failed_trials as failed_trials
+
+# What a node is: its operation, its shape, its dtype, constants, operands that become its result.
+from retrofit.program.aten_ops import op as op
+from retrofit.program.aten_ops import shape as shape
+from retrofit.program.aten_ops import is_float as is_float
+from retrofit.program.aten_ops import is_heavy as is_heavy
+from retrofit.program.aten_ops import is_all_zeros as is_all_zeros
+from retrofit.program.aten_ops import carried_operands as carried_operands
+
+# Groups of operations by name.
+from retrofit.program.aten_ops import CAST as CAST
+from retrofit.program.aten_ops import DROPOUT as DROPOUT
+from retrofit.program.aten_ops import JOIN as JOIN
+from retrofit.program.aten_ops import LAYOUT as LAYOUT
+from retrofit.program.aten_ops import LIKE as LIKE
+from retrofit.program.aten_ops import MASKING as MASKING
+from retrofit.program.aten_ops import NORM as NORM
+from retrofit.program.aten_ops import POINTWISE as POINTWISE
+from retrofit.program.aten_ops import SCAN as SCAN
+from retrofit.program.aten_ops import SELECTION as SELECTION
