@@ -14,8 +14,8 @@ TWO_STREAMS = on("gpt2-4-layers llama-3-layers t5-gated", "reversible(scheme=ter
 LAYERS = "tests/passes/reversible/test_reversible_layers.py"
 SWAPS = "tests/passes/reversible/test_two_streams.py"
 
-chain = functools.partial(Mutant, "reversible", "passes/reversible/chain.py")
-fixed = functools.partial(Mutant, "reversible", "passes/reversible/chain.py")
+chain = functools.partial(Mutant, "reversible", "passes/reversible/reversible_layer.py")
+fixed = functools.partial(Mutant, "reversible", "passes/reversible/reversible_layer.py")
 call = functools.partial(Mutant, "reversible", "passes/reversible/repeated_call.py")
 layer = functools.partial(Mutant, "reversible", "passes/reversible/reversible_layer.py")
 streams = functools.partial(Mutant, "reversible", "passes/reversible/two_streams.py")

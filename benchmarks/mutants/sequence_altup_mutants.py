@@ -14,7 +14,7 @@ POOLED = on("bert", "sequence-altup(k=3, layers=all, method=average-pooling)")
 EXPORTED = on("gpt2", "sequence-altup(k=3, layers=all)", "onnx")  # of two tokens in a row neither is an anchor
 
 layers = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/strided_layers.py")
-anchors = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/anchors.py")
+anchors = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/arguments.py")
 call = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/arguments.py")
 dims = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/arguments.py")
 growing = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/growing_anchors.py")

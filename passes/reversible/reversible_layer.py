@@ -1,23 +1,49 @@
 """A layer whose activations are computed again in the backward pass, from what the layer after it received.
 
+Steps one after the other compute their inputs again from their outputs, in the order of the backward pass:
+
+    X_1     = F_0(X_0)
+    X_{k+1} = Y + s ((Y − 2 X_k) >> n) + s (X_{k−1} >> n),   Y = F_k(X_k)          in fixed point; s = ±1 for each row, n = `bits`
+
+That is x_{k+1} = F(x_k) + γ (F(x_k) − 2 x_k + x_{k−1}) with γ = ±2⁻ⁿ: bidirectional integration approximation. The shift of X_{k−1}
+loses its n lowest bits, which are kept, n bits a number. With them X_{k−1} follows from X_{k+1} and X_k exactly:
+
+    X_{k−1} = (s (X_{k+1} − Y) − ((Y − 2 X_k) >> n)) << n  +  its n lowest bits
+
+So of all steps only the last two X are stored. A chain is known to the tensor that its last step returned, by the node of autograd
+that made it; nothing is kept in a module. The gradient is that of the formula without the rounding to fixed point, in which sums
+lose nothing:
+
+    X = round(2³² x)          X: int64
+
+A step of 2⁻³² is finer than float32's from 2⁻⁸ on. Up to 2²⁹ in magnitude a number of the stream is represented; one beyond that,
+or that is none, is not a number in what is made of it.
+
 A model may write to arguments of a layer once it has run, as it does with states that it keeps in tensors of its own: a layer that
 is to run a second time needs a copy of them. A cache object is copied anyway (`repeated_call.py`).
+
+On Exact Bit-level Reversible Transformers Without Changing Architectures (ICML 2025).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from retrofit.passes.reversible.chain import reversible_call
-from retrofit.sdk import Wrapper, argument_place
+from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned
+from retrofit.sdk import ArgumentPlace, RetrofitError, Wrapper, argument_place, find_argument
 from retrofit.sdk.data import accepts, quiet, without_weights
-from retrofit.sdk.modules import child_modules, is_exporting
+from retrofit.sdk.modules import child_modules, is_exporting, record_auxiliary_loss
 
 Key = int | str
 
@@ -96,3 +122,291 @@ class ReversibleLayer(Wrapper):
 
     def extra_repr(self) -> str:
         return f"γ=±2^-{self.bits}"
+
+
+SCALE = 2.0**32
+LARGEST = 2.0**29
+
+
+def to_fixed(x: Tensor) -> Tensor:
+    """x in fixed point; what cannot be represented becomes the nearest number that can, or zero."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide * SCALE).round_().clamp_(-LARGEST * SCALE, LARGEST * SCALE).nan_to_num_(nan=0.0).to(torch.int64)
+
+
+def to_float(fixed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the nearest number of a type; contiguous."""
+    wide = fixed.to(torch.promote_types(dtype, torch.float32), memory_format=torch.contiguous_format)
+    return wide.mul_(1 / SCALE).to(dtype)
+
+
+def not_a_number_where(unrepresented: Tensor, x: Tensor) -> Tensor:
+    """x, and not a number wherever `unrepresented` cannot be represented; laid out in memory as `unrepresented` is."""
+    return laid_out(torch.where(unrepresented.abs() <= LARGEST, x, torch.nan), strides_of(unrepresented))
+
+
+def strides_of(x: Tensor) -> tuple[int, ...]:
+    """Return those of x, or of a contiguous tensor of its size where x has gaps or overlaps."""
+    return torch.empty_like(x, device="meta").stride()
+
+
+def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """x with these strides: how a product is rounded depends on the layout of what is multiplied."""
+    return x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def low_bits(fixed: Tensor, count: int) -> Tensor:
+    """Return the `count` lowest bits of each number, packed: (count, ⌈numbers / 8⌉) bytes."""
+    flat = fixed.reshape(-1)
+    planes = []
+    for bit in range(count):
+        plane = F.pad((flat >> bit).bitwise_and_(1).to(torch.uint8), (0, -len(flat) % 8)).view(-1, 8)
+        planes.append((plane << places(fixed)).sum(-1, dtype=torch.uint8))
+    return torch.stack(planes)
+
+
+def unpacked(bits: Tensor, like: Tensor) -> Tensor:
+    """Return the numbers of which `low_bits` are these, of the shape of `like`."""
+    found = torch.zeros_like(like)
+    for bit, plane in enumerate(bits):
+        values = (plane.unsqueeze(-1) >> places(like)).bitwise_and_(1).view(-1)[: like.numel()]
+        found |= values.view(like.shape).to(torch.int64) << bit
+    return found
+
+
+def places(like: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=like.device)
+
+
+NEARBY = 2  # nodes of autograd between a step and the next that leave its tensor as it is: those of hooks
+
+# ── The formula, forwards and backwards ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def following(y: Tensor, current: Tensor, previous: Tensor, signs: Tensor, bits: int) -> Tensor:
+    """X_{k+1}."""
+    return y + signs * (((y - 2 * current) >> bits) + (previous >> bits))
+
+
+def preceding(after: Tensor, y: Tensor, current: Tensor, signs: Tensor, bits: int, low: Tensor) -> Tensor:
+    """X_{k−1}."""
+    return ((signs * (after - y) - ((y - 2 * current) >> bits)) << bits) + low
+
+
+@dataclasses.dataclass
+class Move:
+    """What is kept of one step: how its layer was called, s, and the bits that were lost; the first step has lost none."""
+
+    call: RepeatedCall
+    dtype: torch.dtype  # of the stream that the layer was given
+    strides: tuple[int, ...]  # the same
+    signs: Tensor | None = None  # (rows, 1, …) of int64
+    low: Tensor | None = None  # packed
+
+
+class Chain:
+    """The steps so far, and the two newest X: what the last step returned, and what it was given."""
+
+    def __init__(self, bits: int) -> None:
+        self.bits = bits
+        self.moves: list[Move] = []
+        self.newest: tuple[Tensor, Tensor] | None = None
+        self.start: Tensor | None = None  # the sum of X_0
+
+    def forward(self, call: RepeatedCall, x: Tensor) -> Returned:
+        """One step more, from x, which is X_k as it was returned; what the layer returns, its stream replaced by the new one."""
+        if self.newest is None:
+            current, move = to_fixed(x), Move(call, x.dtype, strides_of(x))
+            self.start = current.sum()
+            x = not_a_number_where(x, to_float(current, x.dtype))
+        else:
+            current, previous = self.newest
+            signs = torch.randint(2, (x.shape[0], *[1] * (x.dim() - 1)), device=x.device) * 2 - 1
+            move = Move(call, x.dtype, strides_of(x), signs, low_bits(previous, self.bits))
+        returned = call.first(x)
+        y = returned.tensors[0]
+        after = to_fixed(y)
+        if move.signs is not None:
+            after = following(after, current, previous, move.signs, self.bits)
+        self.newest = after, current
+        self.moves.append(move)
+        returned.tensors[0] = not_a_number_where(y, to_float(after, y.dtype))
+        return returned
+
+    def back(self, with_graph: bool = True) -> tuple[Move, Tensor, Returned, list[Tensor]]:
+        """Return the last step is undone: its move, its input and what its layer returned, with a graph between them."""
+        if self.newest is None:
+            raise used_up()
+        after, current = self.newest
+        move = self.moves.pop()
+        x = laid_out(to_float(current, move.dtype), move.strides).requires_grad_()
+        returned, given = move.call.again(x, with_graph)
+        if move.signs is None or move.low is None:
+            self.newest = None
+            if not torch.equal(current.sum(), self.start):  # type: ignore[arg-type]
+                raise not_reproduced()
+        else:
+            y = to_fixed(returned.tensors[0].detach())
+            self.newest = current, preceding(after, y, current, move.signs, self.bits, unpacked(move.low, current))
+        return move, x, returned, given
+
+
+def used_up() -> RetrofitError:
+    return RetrofitError(
+        "reversible: backward through the same forward pass a second time",
+        why="the first time consumed what the layers are reversed from",
+        remedy="run the forward pass again, or add the losses and run backward once",
+        code="second-backward",
+    )
+
+
+def not_reproduced() -> RetrofitError:
+    return RetrofitError(
+        "reversible: a layer did not compute the same in its backward pass, so the gradients are wrong",
+        why="since the forward pass a weight or a mode was changed, or an operation gives other results for the same numbers",
+        remedy="update weights and call eval() after backward; torch.use_deterministic_algorithms(True); compile no single layers",
+        code="not-reproduced",
+    )
+
+
+# ── One step in autograd ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Step(torch.autograd.Function):
+    """x_{k+1}, and what else the layer returns or records, from x_k and x_{k−1}; further inputs are what a gradient goes to.
+
+    They are tensors that the layer is given, and its parameters: so each parameter gets its gradient from autograd itself, once,
+    however many layers it is in and whoever waits for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, chain: Chain, call: RepeatedCall, made: list[Returned], x: Tensor, previous: Any, *others: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        returned = chain.forward(call, x)
+        ctx.chain, ctx.index = chain, len(chain.moves)
+        ctx.parameters = others[len(call.values) :]
+        return outputs_of(ctx, returned, made)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor | None, *of_others: Tensor | None) -> tuple[Tensor | None, ...]:
+        chain: Chain = ctx.chain
+        if len(chain.moves) < ctx.index:
+            raise used_up()
+        while len(chain.moves) > ctx.index:  # nothing that has a gradient depends on the steps after this one
+            chain.back(with_graph=False)
+        move, x, returned, given = chain.back()
+        wanted = [x, *given, *ctx.parameters]
+        results = [
+            (tensor, of)
+            for tensor, of in zip(returned.tensors[1:], of_others, strict=True)
+            if of is not None and tensor.requires_grad
+        ]
+        through, past, before = gradient, None, None
+        if gradient is not None and move.signs is not None:
+            gamma = move.signs.to(gradient.dtype) * 2.0**-chain.bits
+            through, past, before = gradient + gamma * gradient, -2 * gamma * gradient, gamma * gradient
+        if through is not None:
+            results.append((returned.tensors[0], through))
+        found = gradients_of(results, wanted, ctx.parameters)
+        if past is not None:
+            found[0] = past if found[0] is None else found[0] + past
+        return None, None, None, found[0], before, *found[1:]
+
+
+def outputs_of(ctx: Any, returned: Returned, made: list[Returned]) -> tuple[Tensor, ...]:
+    """Return the tensors that a call returned, as outputs of a step; the rest of it is in `made`."""
+    ctx.mark_non_differentiable(*(tensor for tensor in returned.tensors if not tensor.is_floating_point()))
+    tensors, returned.tensors = tuple(returned.tensors), []
+    made.append(returned)
+    return tensors
+
+
+def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], parameters: Sequence[Tensor]) -> list[Any]:
+    """Return the wanted gradients from values and their gradients; those of weights that FSDP made whole go to these."""
+    if not results:
+        return [None] * len(wanted)
+    values, gradients = [result for result, _ in results], [of for _, of in results]
+    strays = stray_leaves(values, wanted) if any(isinstance(parameter, DTensor) for parameter in parameters) else []
+    handles = [leaf.register_hook(functools.partial(accumulate, leaf)) for leaf in strays]
+    found = torch.autograd.grad(values, [*wanted, *strays], gradients, allow_unused=True)
+    for handle in handles:
+        handle.remove()
+    return list(found[: len(wanted)])
+
+
+def stray_leaves(values: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
+    """Return the leaves of a graph other than those wanted: whole weights that FSDP put in place of sharded ones for this run."""
+    known, seen = {id(one) for one in wanted}, set()
+    pending, found = [value.grad_fn for value in values], []
+    while pending:
+        node: Any = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [other for other, _ in node.next_functions]
+        if isinstance(leaf := getattr(node, "variable", None), Tensor) and id(leaf) not in known:
+            found.append(leaf)
+    return found
+
+
+@torch.no_grad()
+def accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    """The gradient is part of the leaf's, before what is around the leaf's module looks for it."""
+    leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a tensor is in memory, and how often it has been written to."""
+
+    storage: StorageWeakRef
+    layout: tuple[Any, ...]
+
+    @staticmethod
+    def of(tensor: Tensor) -> Place:
+        layout = tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor._version
+        return Place(StorageWeakRef(tensor.untyped_storage()), layout)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return not self.storage.expired() and self == Place.of(tensor)
+
+
+def step_that_made(x: Tensor, kind: type = Chain) -> Any:
+    """Return the node of autograd of the step, of a chain of this kind, that returned x as its stream; None where none did."""
+    nodes: list[Any] = [x.grad_fn]
+    for _ in range(NEARBY + 1):
+        for node in nodes:
+            if isinstance(getattr(node, "chain", None), kind) and node.place.holds(x):
+                return node
+        nodes = [other for node in nodes if node is not None and not hasattr(node, "chain") for other, _ in node.next_functions]
+    return None
+
+
+@torch.compiler.disable
+def reversible_call(
+    layer: nn.Module, stream_in: ArgumentPlace, stream_out: int | str | None, bits: int, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Return what the layer returns, its stream that of one step more of the chain that its input is from, or of a new chain.
+
+    A call that no gradient passes is an ordinary one.
+    """
+    container, key = find_argument(stream_in, list(args), kwargs)
+    x, parameters = container[key], [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    call = RepeatedCall(layer, stream_in, stream_out, args, kwargs)
+    if not (x.requires_grad or call.given or parameters):
+        return layer(*args, **kwargs)
+    earlier = step_that_made(x)
+    if earlier is None or len(earlier.chain.moves) != earlier.index:
+        earlier = None
+    chain = Chain(bits) if earlier is None else earlier.chain
+    previous = None if earlier is None else earlier.source
+    made: list[Returned] = []
+    tensors: tuple[Any, ...] = Step.apply(chain, call, made, x, previous, *call.given, *parameters)  # type: ignore[no-untyped-call]
+    node: Any = tensors[0].grad_fn
+    node.place, node.source = Place.of(tensors[0]), x
+    if earlier is not None:
+        earlier.source = None  # it was needed for the edge from it to this step
+    for loss in tensors[len(tensors) - made[0].losses :]:
+        record_auxiliary_loss(tensors[0], loss, layer)
+    return made[0].rebuilt(tensors)

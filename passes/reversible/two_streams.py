@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.passes.reversible.branch_calls import BranchCall, Branches, call_intercepted
-from retrofit.passes.reversible.chain import (
+from retrofit.passes.reversible.repeated_call import Returned, without_checkpoints
+from retrofit.passes.reversible.reversible_layer import (
     Place,
     gradients_of,
     not_a_number_where,
@@ -33,7 +34,6 @@ from retrofit.passes.reversible.chain import (
     to_float,
     used_up,
 )
-from retrofit.passes.reversible.repeated_call import Returned, without_checkpoints
 from retrofit.sdk import ArgumentPlace, DoesNotFitError, Wrapper, argument_place, find_argument, with_item
 from retrofit.sdk.modules import child_modules, is_exporting, record_auxiliary_loss
 

@@ -34,8 +34,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, Indices
-from retrofit.passes.sequence_altup.arguments import MaskArgument
+from retrofit.passes.sequence_altup.arguments import Anchors, CountedAnchors, Indices, MaskArgument
 from retrofit.sdk import DoesNotFitError
 from retrofit.sdk.modules import TokenHistory, forget_histories, histories_of
 

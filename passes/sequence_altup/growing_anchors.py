@@ -17,8 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from retrofit.passes.sequence_altup.anchor_cache import AnchorKeys, AnchorLayer, PlacedAnchorLayer
-from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, EvenAnchors, Indices, RaggedAnchors
-from retrofit.passes.sequence_altup.arguments import MaskArgument
+from retrofit.passes.sequence_altup.arguments import Anchors, CountedAnchors, EvenAnchors, Indices, MaskArgument, RaggedAnchors
 from retrofit.sdk import CaptureError, RetrofitError
 from retrofit.sdk.modules import SLACK
 

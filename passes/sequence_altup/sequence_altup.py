@@ -20,7 +20,10 @@ from retrofit.passes.sequence_altup.arguments import ArgumentPath, MaskArgument,
 from retrofit.passes.sequence_altup.captured_arguments import ArgumentCaptures, CapturedArguments, new_arguments_with_cache
 from retrofit.passes.sequence_altup.layer_requirements import (
     Candidate,
+    CrossLayerValue,
     Dims,
+    arguments_from_layers,
+    cross_layer_values,
     infer_arguments,
     is_inside_strided,
     mask_argument,
@@ -40,7 +43,6 @@ from retrofit.passes.sequence_altup.layer_requirements import (
 )
 from retrofit.passes.sequence_altup.scalar_fit import DenseModel, fit_scalars
 from retrofit.passes.sequence_altup.strided_layers import METHODS, ComputedTokens, OutputKey, StridedLayer
-from retrofit.passes.sequence_altup.token_flow import CrossLayerValue, arguments_from_layers, cross_layer_values
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,

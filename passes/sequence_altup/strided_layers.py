@@ -37,11 +37,14 @@ from retrofit.passes.sequence_altup.anchor_cache import (
     store_anchor_layer,
     view_of,
 )
-from retrofit.passes.sequence_altup.anchors import Anchors, CountedAnchors, EvenAnchors, NoAnchors
 from retrofit.passes.sequence_altup.arguments import (
+    Anchors,
     ArgumentPath,
+    CountedAnchors,
+    EvenAnchors,
     LayerCall,
     MaskArgument,
+    NoAnchors,
     TokenDims,
     argument_path,
     positional_names,

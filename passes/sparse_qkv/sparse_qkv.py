@@ -21,7 +21,6 @@ from typing import ClassVar
 from torch import nn
 
 from retrofit.passes.sparse_qkv import reference as method_reference
-from retrofit.passes.sparse_qkv import start_reference
 from retrofit.passes.sparse_qkv.fitting import TOKENS, DenseAttention, SecondMoments, Values, fit_results, scope_of
 from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularShape
 from retrofit.passes.sparse_qkv.sparse_attention import (
@@ -83,7 +82,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
             IdentityProjection: ModuleReference(method_reference.identity),
             StreamSlice: ModuleReference(method_reference.stream_slice, ("reader",)),
         },
-        start=start_reference.start,
+        start=method_reference.start,
     )
     remedy: ClassVar[str] = "choose other modules= or layers=, or output=keep; retrofit inspect shows the attentions"
     way_around: ClassVar[str] = (

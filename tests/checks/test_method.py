@@ -27,7 +27,7 @@ from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
 from retrofit.passes.merge_cross_attention.merged_layer import NoCrossAttention
 from retrofit.passes.recurrence import recurrent_feed_forward
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence as RecurrentUnit
-from retrofit.passes.sequence_altup.anchors import EvenAnchors
+from retrofit.passes.sequence_altup.arguments import EvenAnchors
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
 from retrofit.passes.sequence_altup.reference import inside
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer

@@ -12,7 +12,7 @@ from support.tiny_models import bert, gpt2, llama
 
 import retrofit
 from retrofit.passes import multiplicative
-from retrofit.passes.sequence_altup.anchors import EvenAnchors
+from retrofit.passes.sequence_altup.arguments import EvenAnchors
 from retrofit.passes.sparse_ffn import reference as sparse_ffn_reference
 from retrofit.passes.sparse_ffn import unit_choice
 from retrofit.passes.sparse_ffn.controller_fit import Contributions

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retrofit.passes.reversible.chain import (
+from retrofit.passes.reversible.reversible_layer import (
     LARGEST,
     following,
     low_bits,

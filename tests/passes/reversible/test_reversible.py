@@ -17,9 +17,8 @@ import retrofit
 from retrofit.errors import DoesNotFitError
 from retrofit.passes import Reversible
 from retrofit.passes.reversible import reference, reversible_layer
-from retrofit.passes.reversible.chain import Step
 from retrofit.passes.reversible.repeated_call import KeptCache
-from retrofit.passes.reversible.reversible_layer import ReversibleLayer
+from retrofit.passes.reversible.reversible_layer import ReversibleLayer, Step
 from retrofit.rewriting import apply_reported
 
 IDS = torch.randint(5, 40, (2, 9), generator=torch.Generator().manual_seed(0))

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import RetrofitError
 from retrofit.inputs.model_memory import peak_bytes
-from retrofit.passes.reversible import chain as chains
+from retrofit.passes.reversible import reversible_layer as chains
 from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer
 

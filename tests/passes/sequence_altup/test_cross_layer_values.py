@@ -19,7 +19,7 @@ import retrofit
 from retrofit.errors import DoesNotFitError
 from retrofit.passbase.replaying import rewrites
 from retrofit.passes import SequenceAltUp
-from retrofit.passes.sequence_altup.token_flow import is_stride_invariant
+from retrofit.passes.sequence_altup.layer_requirements import is_stride_invariant
 
 
 def strided(layers: str, k: int = 3) -> Any:

@@ -223,7 +223,7 @@ def test_what_follows_the_tokens_is_learnt_from_two_calls() -> None:
 
 def test_heads_may_be_folded_into_the_rows() -> None:
     """A bias (batch · heads, 1, keys), as ALiBi's, keeps each row's own anchors."""
-    from retrofit.passes.sequence_altup.anchors import take
+    from retrofit.passes.sequence_altup.arguments import take
 
     bias = torch.arange(2 * 3 * 5).view(6, 1, 5)
     taken = take(bias, 2, torch.tensor([[0, 2], [1, 3]]), 0)

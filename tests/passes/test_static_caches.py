@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -152,3 +153,40 @@ def test_an_encoder_decoder_starts_anew_after_a_reset() -> None:
             logits = model(decoder_input_ids=part, past_key_values=cache, **given).logits
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
         cache.reset()
+
+
+# A step compiles into one graph. Strided layers are left out: whether one runs at a step is decided as it runs, between graphs.
+
+BEFORE, STEPS = 7, 6
+COMPILED = {
+    "altup": ("altup(k=2)",),
+    "memory": ("memory(lookup=token-id)",),
+    "recurrence": ("recurrence(rank=4)",),
+    "lsh-attention": ("lsh-attention(rounds=2, buckets=4, chunk=4)",),
+    "reversible": ("reversible",),
+    "two streams": ("reversible(scheme=terraformer)",),
+    "shared-moe": ("shared-moe(experts=2, k=1)",),
+    "sparse-ffn": ("sparse-ffn(sparsity=8)",),
+    "sparse-loss": ("sparse-loss(modules=2)",),
+    "sparse-qkv": ("sparse-qkv",),
+    "three passes": ("sparse-qkv", "sparse-ffn(sparsity=8)", "altup(k=2)"),
+}
+# nothing of theirs is remembered between the steps
+STATELESS = ("altup", "memory", "reversible", "two streams", "shared-moe", "sparse-loss")
+DEAR = (*STATELESS, "three passes")
+CASES = [pytest.param(specs, id=name, marks=[pytest.mark.long] * (name in DEAR)) for name, specs in COMPILED.items()]
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("specs", CASES)
+@torch.no_grad()
+def test_step_is_one_graph_and_gives_the_logits_of_the_whole_sequence(specs: tuple[str, ...]) -> None:
+    model = retrofit.apply(llama(), *specs, verify=False).eval()
+    ids = torch.randint(0, model.config.vocab_size, (1, BEFORE + STEPS), generator=torch.Generator().manual_seed(0))
+    cache = StaticCache(config=model.config, max_cache_len=BEFORE + STEPS)
+    model(ids[:, :BEFORE], past_key_values=cache)
+    torch.compiler.reset()
+    step = torch.compile(model, fullgraph=True, backend="aot_eager")
+    stepped = torch.cat([step(ids[:, at : at + 1], past_key_values=cache).logits for at in range(BEFORE, BEFORE + STEPS)], 1)
+    whole: Tensor = copy.deepcopy(model)(ids, use_cache=False).logits
+    torch.testing.assert_close(stepped, whole[:, BEFORE:], rtol=1e-3, atol=1e-4)
