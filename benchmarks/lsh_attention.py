@@ -35,7 +35,7 @@ from retrofit.passes import LSHAttention
 from retrofit.passes.lsh_attention.bucketed_attention import BucketedAttention
 from retrofit.passes.lsh_attention.key_buckets import hash_buckets, random_rotations
 from retrofit.passes.lsh_attention.seen_keys import seen_by_comparison
-from retrofit.surgery.fused_attention import AnsweredFusedAttention
+from retrofit.surgery.wrappers import AnsweredFusedAttention
 
 HEAD, TOP, CHUNKS = 64, 16, 4
 

@@ -76,29 +76,16 @@ def require_package() -> None:
 def build_parser() -> Parser:
     """Return the parser of every command."""
     from retrofit import __version__
-    from retrofit.cli import (
-        apply,
-        compare,
-        completion,
-        export,
-        generate,
-        inspect,
-        merge,
-        passes,
-        plan,
-        train,
-        undo,
-        verify,
-    )
+    from retrofit.cli import apply, compare, completion, export, inspect, plan, train, verify
 
     parser = Parser(prog="retrofit", description="Retrofit trained transformers with efficient-transformer methods.")
     parser.add_argument("--version", action="version", version=f"retrofit {__version__}")
     parser.set_defaults(debug=False, several=False)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     adders = (
-        *(apply.add_parser, undo.add_parser, inspect.add_parser, plan.add_parser, verify.add_parser, verify.add_diff_parser),
-        *(generate.add_parser, export.add_convert_parser, export.add_parser, export.add_bundle_parser, train.add_teach_parser),
-        *(train.add_parser, merge.add_parser, compare.add_parser, passes.add_parser),
+        *(apply.add_parser, apply.add_parser, inspect.add_parser, plan.add_parser, verify.add_parser, verify.add_diff_parser),
+        *(compare.add_parser, export.add_convert_parser, export.add_parser, export.add_bundle_parser, train.add_teach_parser),
+        *(train.add_parser, apply.add_parser, compare.add_parser, inspect.add_parser),
     )
     for add_parser in adders:
         add_parser(subparsers)

@@ -13,8 +13,7 @@ from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import STREAMS, Subparsers, add_checks_argument, add_model_arguments, require_path, seed
 from retrofit.cli.pass_options import add_pass_arguments, named_passes
-from retrofit.cli.progress import working
-from retrofit.cli.terminal import print_table
+from retrofit.cli.terminal import print_table, working
 from retrofit.errors import RetrofitWarning
 from retrofit.passbase.protocol import load_pass, pass_names
 from retrofit.passbase.report_text import rewrite_rows, separated
@@ -101,12 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
+    from retrofit.files.model_folders import is_file_name
     from retrofit.planning.quality import DenseOutputs, hold_back
     from retrofit.rewriting import apply_reported
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import companion_files
-    from retrofit.storage.file_names import is_file_name
-    from retrofit.storage.pipeline_directories import EmbeddingComparison
+    from retrofit.storage.directories import EmbeddingComparison
     from retrofit.surgery.dequantization import dequantize
 
     source = arguments.config or arguments.model
@@ -156,7 +155,7 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
             why=STREAMS,
             remedy="leave them out",
         )
-    from retrofit.storage.pipeline_directories import transformer_folder
+    from retrofit.storage.directories import transformer_folder
     from retrofit.streaming.source_directory import model_without_weights, require_directory
     from retrofit.streaming.streamed_apply import apply_streamed
 

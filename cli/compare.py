@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
-from retrofit.cli.progress import working
-from retrofit.cli.terminal import print_table
+from retrofit.cli.terminal import print_table, working
 
 if TYPE_CHECKING:
     from retrofit.training.model_comparison import Figures

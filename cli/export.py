@@ -9,11 +9,10 @@ from pathlib import Path
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import GRAPHS, beside, check_model_output, default_output, write_model
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
-from retrofit.cli.progress import working
-from retrofit.cli.terminal import print_table
+from retrofit.cli.terminal import print_table, working
 from retrofit.errors import first_few
+from retrofit.files.model_folders import is_file_name
 from retrofit.passbase.report_text import listed
-from retrofit.storage.file_names import is_file_name
 
 EXAMPLES = """\
   retrofit export model.pt                      writes model.onnx
@@ -67,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from retrofit.onnx.exporter.export_onnx import export_onnx
     from retrofit.storage.checkpoint import load
-    from retrofit.storage.pipeline_directories import is_pipeline, other_modules
+    from retrofit.storage.directories import is_pipeline, other_modules
 
     with working(arguments.debug) as progress:
         progress(f"reading {model}")

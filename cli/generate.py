@@ -8,8 +8,7 @@ from pathlib import Path
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path, seed
-from retrofit.cli.progress import working
-from retrofit.cli.terminal import print_table, printable
+from retrofit.cli.terminal import print_table, printable, working
 
 EXAMPLES = """\
 Text is read through the tokenizer in MODEL or --tokenizer, else as bytes. The likeliest token is taken, or one is drawn.

@@ -12,8 +12,7 @@ from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import STREAMS, Subparsers, add_model_arguments, require_path
 from retrofit.cli.pass_options import add_pass_arguments, named_passes
-from retrofit.cli.progress import working
-from retrofit.cli.terminal import print_table, printable
+from retrofit.cli.terminal import print_table, printable, working
 from retrofit.files.atomic_writes import whole_file
 
 if TYPE_CHECKING:

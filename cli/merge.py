@@ -9,8 +9,7 @@ from typing import Any
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import MODEL, Subparsers, require_path
-from retrofit.cli.progress import working
-from retrofit.cli.terminal import print_table
+from retrofit.cli.terminal import print_table, working
 
 EXAMPLES = """\
 ADAPTER is a directory that PEFT's save_pretrained wrote.
@@ -39,7 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
     adapter = require_path(arguments.adapter)
     output = check_model_output(arguments.output or default_output(adapter, ["merged"]), arguments.force)
 
-    from retrofit.adapters import BASE, load_adapted, merge_adapters, read_adapter_config, require_base_of
+    from retrofit.adapters import BASE, load_adapted, merge_adapters, read_adapter_config
+    from retrofit.differences import require_base_of
     from retrofit.passbase.replaying import recipe
     from retrofit.storage.checkpoint import load
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from retrofit.cli.failures import UsageError
 from retrofit.files import gguf_header
 from retrofit.files.atomic_writes import final_name
-from retrofit.storage.file_names import EXPORTED, ONNX, is_file_name, require_writable_kind
+from retrofit.files.model_folders import EXPORTED, ONNX, is_file_name, require_writable_kind
 
 if TYPE_CHECKING:
     from torch import nn

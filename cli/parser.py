@@ -110,7 +110,7 @@ def config_place(text: str) -> Path:
 
 def config_for(path: Path, arguments: argparse.Namespace) -> Path | None:
     """--config, where a command reads several models, for those that may be bare weights: others say themselves what they are."""
-    from retrofit.storage.file_names import DESCRIBED
+    from retrofit.files.model_folders import DESCRIBED
 
     return arguments.config if path.is_file() and path.suffix not in DESCRIBED else None
 

@@ -16,8 +16,7 @@ from retrofit.cli.failures import UsageError, exit_code, report
 from retrofit.cli.outputs import beside, check_output
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path, seed
 from retrofit.cli.pass_options import gather_passes
-from retrofit.cli.progress import working
-from retrofit.cli.terminal import print_table, printable
+from retrofit.cli.terminal import print_table, printable, working
 from retrofit.passbase.protocol import make_pass
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
 
-from retrofit.cli.failures import is_first
-from retrofit.cli.terminal import console_for, printable
+from retrofit.cli.terminal import console_for, is_first, printable
 from retrofit.errors import RetrofitWarning
 from retrofit.progress import Milestone
 

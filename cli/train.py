@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrofit.cli.failures import exit_code, is_first
+from retrofit.cli.failures import exit_code
 from retrofit.cli.outputs import beside, check_model_output, default_output, name_in_errors
 from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
-from retrofit.cli.progress import working
-from retrofit.cli.terminal import print_table, printable
+from retrofit.cli.terminal import is_first, print_table, printable, working
 from retrofit.errors import TrainingError
 from retrofit.training.settings import Settings, flag
 
@@ -98,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         check_model_output(output, arguments.force, arguments.model)
 
     from retrofit.passbase.tokenization import read_texts
-    from retrofit.storage.pipeline_directories import is_pipeline
+    from retrofit.storage.directories import is_pipeline
     from retrofit.training.continued_pretraining import continue_pretraining
 
     texts = read_texts(arguments.data)
@@ -160,7 +159,7 @@ def read_model(arguments: argparse.Namespace, config: Path | None) -> tuple[Any,
     from retrofit.passbase.tokenization import read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
-    from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
+    from retrofit.storage.directories import is_pipeline, load_pipeline
 
     place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
     tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
@@ -179,7 +178,7 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     from retrofit.passbase.tokenization import read_tokenizer
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
-    from retrofit.storage.pipeline_directories import is_pipeline, load_pipeline
+    from retrofit.storage.directories import is_pipeline, load_pipeline
     from retrofit.training.teacher_cache import RECORD
 
     require_path(arguments.teacher)
@@ -202,7 +201,7 @@ def hold_in_float32(model: Any) -> None:
     """Cast the numbers of a model to float32, except those that a quantizer packed; leave predictions in a folder as they are."""
     from torch import nn
 
-    from retrofit.passbase.recipe_storage import is_quantized
+    from retrofit.surgery.dequantization import is_quantized
 
     if isinstance(model, nn.Module) and not is_quantized(model):
         model.float()

@@ -8,8 +8,7 @@ from pathlib import Path
 from retrofit.anatomy.anatomy import format_change
 from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
-from retrofit.cli.progress import working
-from retrofit.cli.terminal import print_table
+from retrofit.cli.terminal import print_table, working
 
 EXAMPLES = """\
   retrofit undo model.altup/                    writes model.altup.dense/, where that is the same function

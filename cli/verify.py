@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.parser import MODEL, Subparsers, add_checks_argument, add_model_arguments, config_for, require_path
-from retrofit.cli.progress import working
-from retrofit.cli.terminal import print_table
+from retrofit.cli.terminal import print_table, working
 from retrofit.errors import first_few
 from retrofit.progress import FEWEST, NUMBER, fold_lines
 
@@ -107,7 +106,7 @@ def report_on_stream(arguments: argparse.Namespace) -> int:
             why="a stream reads directories of safetensors, and an export needs a whole model in memory",
             remedy="leave them out",
         )
-    from retrofit.streaming.streamed_verification import verify_directory
+    from retrofit.streaming.streamed_apply import verify_directory
 
     with working(arguments.debug) as progress:
         report = verify_directory(arguments.model, arguments.against, progress)

@@ -24,12 +24,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
 from retrofit.cli import main as retrofit_command
-from retrofit.cli.progress import working
+from retrofit.cli.terminal import working
 from retrofit.passbase.tokenization import codec_for, read_texts
 from retrofit.program.cost import flops_per_token
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.curves import draw_curves
-from retrofit.training.runs import TrainingRun
+from retrofit.training.runs import TrainingRun, draw_curves
 from retrofit.training.settings import Settings
 
 LENGTH, BATCH, HELD_OUT, EVALUATIONS = 256, 4, 0.03, 6

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.emitted.dense_graph import as_dense_graph_of, dense_graph
+from retrofit.emitted.graph_module import as_dense_graph_of, dense_graph
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_state import same_bits
 from retrofit.inputs.packed_weights import unpacked
@@ -22,7 +22,7 @@ from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import parse_recipe
 from retrofit.passbase.replaying import rewrites, rewritten_part
 from retrofit.process import serialized
-from retrofit.undoing.dense_parameters import DenseForm, dense_form
+from retrofit.undoing.undo import DenseForm, dense_form
 
 CHANGING = ("quantization_config", "transformers_version", "architectures", "_name_or_path")  # say nothing of the model
 

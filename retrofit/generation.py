@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import CaptureError, RetrofitError, first_line
+from retrofit.files.model_folders import ONNX
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.probes import accepts, has_two_sides, ids_name, is_decoder_side, is_numbering, is_per_token, logits_of
 from retrofit.numerics.distances import scale_of
@@ -32,7 +33,6 @@ from retrofit.passbase.tokenization import (
     vocabulary_size,
 )
 from retrofit.storage.checkpoint import load
-from retrofit.storage.file_names import ONNX
 
 MOVED = 0.1  # share of the logits that rounding may move where a token is added
 PARTS = ("encoder_", "decoder_with_past_", "decoder_")  # how the names of an encoder-decoder's files begin

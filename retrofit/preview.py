@@ -24,17 +24,11 @@ from retrofit.inputs.usable_models import (
 )
 from retrofit.passbase.protocol import AnyPass, Plan, Recipe
 from retrofit.passbase.report_text import aligned, plan_rows, separated
+from retrofit.preview import BECOMES_GRAPH, GRAPH_FIX, parse_passes, prepare_model, unseen_refusal
 from retrofit.process import serialized
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run, flops_per_token
-from retrofit.rewriting import (
-    BECOMES_GRAPH,
-    GRAPH_FIX,
-    Progress,
-    parse_passes,
-    prepare_model,
-    unseen_refusal,
-)
+from retrofit.rewriting import Progress
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
 

@@ -15,9 +15,8 @@ from retrofit.checks.reference import Reference
 from retrofit.checks.registry import named_checks
 from retrofit.checks.report import Report
 from retrofit.checks.verify import check_rewrite
-from retrofit.emitted.dense_graph import DenseGraph, fits_as_graph
-from retrofit.emitted.graph_module import graph_module
-from retrofit.emitted.shape_prop import propagate_shapes
+from retrofit.emitted.graph_module import DenseGraph, graph_module
+from retrofit.emitted.graph_parts import propagate_shapes
 from retrofit.errors import (
     CaptureError,
     DoesNotFitError,
@@ -45,6 +44,7 @@ from retrofit.passbase.calibration import calibration_from, readable_calibration
 from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite, as_pass, load_pass, pass_names
 from retrofit.passbase.replaying import added, rearranged, recipe, rewrites
 from retrofit.passbase.running import Progress, refuse_early, require_place, run_passes, with_current_names
+from retrofit.preview import fits_as_graph
 from retrofit.process import serialized
 from retrofit.program.capture import capture, failure_in
 from retrofit.program.cost import flops_per_token, unit_of

@@ -24,7 +24,7 @@ import retrofit
 from retrofit.errors import CheckpointError
 from retrofit.files.atomic_writes import whole_directory, whole_file
 from retrofit.process import deferred_signals, quiet, unbroken
-from retrofit.program.tracing_contexts import silence_tracer
+from retrofit.program.tracing import silence_tracer
 from retrofit.storage.exported_program import save_exported
 
 IDS = torch.arange(7)[None]

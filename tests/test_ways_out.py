@@ -16,7 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 import retrofit
 from retrofit import preview, rewriting
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, without_form
-from retrofit.rewriting import BECOMES_GRAPH, GRAPH_FIX, apply_reported
+from retrofit.preview import BECOMES_GRAPH, GRAPH_FIX
+from retrofit.rewriting import apply_reported
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.wrappers import Wrapper
 

@@ -10,7 +10,7 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from retrofit.training.curves import COLOURS
+from retrofit.training.runs import COLOURS
 
 Curve = Sequence[tuple[int, float]]  # (step, loss)
 

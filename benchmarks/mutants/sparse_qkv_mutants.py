@@ -18,7 +18,7 @@ columns = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_atte
 attention = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_attention.py")
 projections = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_projections.py")
 gates = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_attention.py")
-mask = functools.partial(Mutant, "sparse-qkv", "retrofit/surgery/fused_attention.py")
+mask = functools.partial(Mutant, "sparse-qkv", "retrofit/surgery/wrappers.py")
 whole = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_qkv.py")
 fit = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/fitting.py")
 

@@ -21,19 +21,26 @@ from transformers import PreTrainedModel, initialization
 from transformers.models.auto import modeling_auto
 
 from retrofit.bundling.modelling_file import ModelClass, ModellingFile, modelling_file
-from retrofit.bundling.structure import DenseState, Structure
+from retrofit.bundling.table import DenseState, Structure
 from retrofit.errors import CheckpointError, first_few
 from retrofit.files.atomic_writes import whole_directory
+from retrofit.files.model_folders import is_file_name
 from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import parse_recipe
 from retrofit.passbase.replaying import added_parameters
 from retrofit.process import quiet, serialized
-from retrofit.storage.architecture import transformers_class
 from retrofit.storage.companions import companion_files, put_on_card, row
-from retrofit.storage.file_names import is_file_name
-from retrofit.storage.filling import INDEX, ONLY_DATA, WEIGHTS, config_class, require_whole_weights, weight_files
-from retrofit.storage.pipeline_directories import is_pipeline
+from retrofit.storage.directories import is_pipeline
+from retrofit.storage.filling import (
+    INDEX,
+    ONLY_DATA,
+    WEIGHTS,
+    config_class,
+    require_whole_weights,
+    transformers_class,
+    weight_files,
+)
 from retrofit.storage.recipe_quantizer import rewrite_skeleton
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 

@@ -17,7 +17,7 @@ from retrofit.checks.reference import Reference
 from retrofit.checks.registry import CHECKS, ON_REQUEST, named_checks, watches
 from retrofit.checks.report import CheckResult, Report
 from retrofit.checks.subject import Subject, other_shapes
-from retrofit.emitted.dense_graph import as_dense_graph_of
+from retrofit.emitted.graph_module import as_dense_graph_of
 from retrofit.errors import DoesNotFitError
 from retrofit.files.memory import release_freed_memory
 from retrofit.inputs.calibration import Calibration

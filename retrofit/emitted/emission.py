@@ -25,15 +25,14 @@ from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.feed_forward_parsing import products_of
 from retrofit.anatomy.inspection import read_anatomy
 from retrofit.anatomy.weights import operand_chain
-from retrofit.emitted.graph_parts import mask_or_ones, register_tensor
+from retrofit.emitted.graph_parts import mask_or_ones
 from retrofit.emitted.module_builder import EmissionContext, ModuleBuilder, kept_metadata, symbolic_sizes
-from retrofit.emitted.regions import Region, feed_forward_span, regions
-from retrofit.emitted.weight_slices import replace_by_parameters, weight_slices
+from retrofit.emitted.regions import Region, feed_forward_span, regions, replace_by_parameters, weight_slices
 from retrofit.errors import DoesNotFitError, NoTransformerError
 from retrofit.program.aten_ops import op
 from retrofit.program.dataflow import Dataflow
-from retrofit.program.program import Program
-from retrofit.program.tracing_contexts import NO_GRAD, annotation
+from retrofit.program.program import Program, register_tensor
+from retrofit.program.tracing import NO_GRAD, annotation
 
 
 def make_feed_forwards_contiguous(program: Program, anatomy: Anatomy) -> bool:

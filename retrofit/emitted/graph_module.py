@@ -12,27 +12,31 @@ graphs of their own (code under `torch.no_grad`, or with autocast switched off) 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from retrofit.emitted.dropout_and_gradients import custom_backwards, have_same_gradients
 from retrofit.emitted.emission import emit_graph_module
-from retrofit.emitted.graph_parts import register_tensor
+from retrofit.emitted.graph_parts import custom_backwards, have_same_gradients
 from retrofit.errors import CaptureError, Remedy, kind_of
 from retrofit.inputs.example_inputs import device_of, named_inputs, special_ids, vocabulary_of
-from retrofit.inputs.model_state import preserve_state
+from retrofit.inputs.model_memory import without_weights, zeros_for
+from retrofit.inputs.model_state import preserve_random_state, preserve_state
 from retrofit.inputs.probes import Inputs, named_outputs
 from retrofit.numerics.distances import distance, tolerance_of
+from retrofit.passbase.protocol import Recipe
+from retrofit.passbase.running import run_passes
 from retrofit.program.aten_ops import op
 from retrofit.program.capture import capture, missing_masks
 from retrofit.program.functionalize import mutates
-from retrofit.program.program import Program
-from retrofit.program.reading import calls_from_metadata, read_program
-from retrofit.program.tracing_contexts import NO_GRAD, annotation
-from retrofit.provenance import record_provenance
+from retrofit.program.program import Program, calls_from_metadata, read_program, register_tensor
+from retrofit.program.tracing import NO_GRAD, annotation
+from retrofit.provenance import provenance_of, record_provenance
+from retrofit.surgery.edit import Edit
 
 AS_MODULES = Remedy("rewrite its modules (emit='module')", "module")
 
@@ -188,3 +192,71 @@ def read_alias(held: Tensor, read: dict[str, Tensor]) -> Tensor:
     """
     equal = (tensor for tensor in read.values() if tensor.shape == held.shape and torch.equal(tensor, held))
     return held if any(tensor is held for tensor in read.values()) or not held.any() else next(equal, held)
+
+
+# ── Dense graphs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseGraph:
+    """A graph that no pass has rewritten: its parameters have no values, its buffers are those of the graph."""
+
+    skeleton: nn.Module  # its parameters are on the meta device
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule) -> DenseGraph:
+        """Return `graph` as a dense graph."""
+        return cls(without_weights(graph, keep_buffers=True))
+
+    def empty(self) -> nn.Module:
+        """Return a graph of its own on the CPU, its parameters zeros, tied where the graph's are."""
+        graph = copy.deepcopy(self.skeleton, {id(buffer): buffer.to("cpu", copy=True) for buffer in self.skeleton.buffers()})
+        made: dict[int, nn.Parameter] = {}
+        for module in graph.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = made.setdefault(
+                        id(parameter), nn.Parameter(zeros_for(parameter), parameter.requires_grad)
+                    )
+        return graph
+
+
+def dense_graph(model: nn.Module) -> DenseGraph | None:
+    """Return the dense graph that a rewritten graph was made from; None where that is not known, or there is none."""
+    kept: DenseGraph | None = provenance_of(model).dense
+    return kept
+
+
+def as_dense_graph_of(rewritten: nn.Module, model: nn.Module, inputs: dict[str, Any]) -> nn.Module:
+    """`model` as the graph that `rewritten` was made from, on the same parameters; itself where it is that, or cannot be.
+
+    What is imported or exported again, or was a model of modules, has its parameters under other names than the graph.
+    """
+    kept = dense_graph(rewritten)
+    if kept is None or names_in(kept.skeleton) == names_in(model):
+        return model
+    try:
+        graph = graph_module(model, inputs)
+    except CaptureError:
+        return model
+    return graph if names_in(graph) == names_in(kept.skeleton) else model
+
+
+def names_in(model: nn.Module) -> set[str]:
+    """Return all names of the parameters."""
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)}
+
+
+def fits_as_graph(model: nn.Module, passes: Recipe, inputs: dict[str, Any]) -> bool:
+    """Return whether every pass fits the model's graph and the result can be captured."""
+    try:
+        with preserve_random_state():
+            graph = graph_module(model, inputs)
+            given = named_inputs(graph)
+            program = capture(graph, given)
+            skeleton = without_weights(graph)
+            run_passes(skeleton, passes, given, Edit(skeleton), lambda stage: None, program)
+            capture(skeleton, given)
+    except Exception:  # a refusal, or whatever the model's own code raises: there is no fix here
+        return False
+    return True

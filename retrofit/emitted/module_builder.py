@@ -13,21 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.emitted.dropout_and_gradients import AttentionWithDropout, attention_dropouts, stop_gradient_nodes
 from retrofit.emitted.graph_parts import (
-    Graph,
+    AttentionWithDropout,
     GraphPart,
     attach_module,
+    attention_dropouts,
     check_sizes,
     getitem,
     is_structurally_equal,
-    register_tensor,
+    stop_gradient_nodes,
 )
-from retrofit.emitted.regions import Region
-from retrofit.emitted.weight_slices import SELECTING, WeightSlices
+from retrofit.emitted.regions import SELECTING, Region, WeightSlices
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shape
 from retrofit.program.dataflow import Dataflow, backward_slice, forward_slice
-from retrofit.program.program import Program
+from retrofit.program.program import Graph, Program, register_tensor
 
 UNBOUNDED = sys.maxsize - 1  # torch has this or infinity for a size without a bound
 

@@ -1,4 +1,4 @@
-"""What belongs to the model in a directory, and what does not: a new model replaces the former and leaves the latter."""
+"""What belongs to the model in a directory, and what does not; the kinds of files that models are in, by their names."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.errors import CheckpointError, first_few, kind_of
+from retrofit.files import gguf_header
 
 OWN = (  # what transformers, sentence-transformers and tokenizers write
     *("config.json", "generation_config.json", "adapter_config.json", "training_args.bin"),
@@ -93,3 +94,31 @@ def as_path(given: object) -> Path:
     raise CheckpointError(
         f"{str(given)[:80]} is no path", why=f"it is {kind_of(given)}", remedy="give a path as text, or a pathlib.Path", code="name"
     )
+
+
+# ── Kinds of files, by their names ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+FILES = (".pt", ".pth")
+EXPORTED = ".pt2"
+ONNX = ".onnx"
+DESCRIBED = (EXPORTED, ONNX, gguf_header.SUFFIX)  # files that say themselves how their model is built
+OTHER_FORMATS = (".safetensors", ".ckpt", ".bin", ".npz", ".h5")
+NOT_WRITTEN = (*OTHER_FORMATS, gguf_header.SUFFIX, ".npy", ".pkl", ".pickle", ".msgpack", ".json", ".zip")
+SUFFIXES = (*FILES, EXPORTED, ONNX, *NOT_WRITTEN)
+
+
+def is_file_name(path: Path) -> bool:
+    """Return whether `save` writes a file there, or refuses to, and not a directory."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def require_writable_kind(path: Path) -> None:
+    """Raises `CheckpointError` where the name is that of a kind of file that models are not saved as."""
+    suffix = path.suffix.lower()
+    if suffix in NOT_WRITTEN:
+        raise CheckpointError(f"{path}: models are not saved as {suffix}", remedy="name a .pt file or a directory", code="name")
+    if suffix in SUFFIXES and path.suffix != suffix:
+        raise CheckpointError(
+            f"{path}: {suffix} is written in small letters", remedy=f"name {path.with_suffix(suffix)}", code="name"
+        )

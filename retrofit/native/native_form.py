@@ -25,25 +25,23 @@ from retrofit.inputs.probes import extent_of, logits_of, resized, run
 from retrofit.inputs.usable_models import require_in_memory, require_module, require_uncompiled, require_values
 from retrofit.native.architectures import (
     Architecture,
+    Layout,
+    Mixture,
     Shapes,
     Wanted,
     architectures_like,
     as_text,
-    extra_parameter,
-    mixture_paths,
-    of_depth,
-    shared_entries,
-    sized,
-)
-from retrofit.native.mixtures import (
-    Layout,
-    Mixture,
     choices_of,
     equal_layout,
+    extra_parameter,
     in_float32,
     installed_mixtures,
+    mixture_paths,
+    of_depth,
     random_stream,
     random_weights,
+    shared_entries,
+    sized,
 )
 from retrofit.native.surrounding_graph import Surroundings, call_of, first_difference, matched_parameters
 from retrofit.numerics.agreement import Arithmetic, Comparison
@@ -53,7 +51,7 @@ from retrofit.process import serialized
 from retrofit.program.capture import capture
 from retrofit.storage.filling import fill_transformers
 from retrofit.surgery.transformers_bookkeeping import is_transformers
-from retrofit.undoing.dense_skeleton import RECIPE, dense_skeleton, skeleton_of, without_recipe
+from retrofit.undoing.undo import RECIPE, dense_skeleton, skeleton_of, without_recipe
 
 DENSE = -1  # how far an architecture comes that shows no mixtures
 SHORT = 2  # layers of the skeletons that are tried

@@ -15,10 +15,11 @@ from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.errors import DoesNotFitError, first_few
 from retrofit.passbase.options import depth_ranges, format_value
 from retrofit.passbase.protocol import AnyPass, Plan, Recipe, Rewrite
-from retrofit.passbase.recipe_storage import AppliedTo, is_quantized
+from retrofit.passbase.recipe_storage import AppliedTo
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
 from retrofit.progress import reported_to
+from retrofit.surgery.dequantization import is_quantized
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import shared_names
 from retrofit.surgery.user_hooks import HookWatch

@@ -38,7 +38,7 @@ from retrofit.planning.variants import (
     structure,
 )
 from retrofit.program.program import Program
-from retrofit.training.fingerprints import short_hash
+from retrofit.training.teaching import short_hash
 
 Progress = Callable[[str], None]
 NOISE = 0.01  # of a time

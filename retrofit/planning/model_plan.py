@@ -14,7 +14,7 @@ from retrofit.errors import PlanningError
 from retrofit.files.atomic_writes import whole_file
 from retrofit.passbase.protocol import Recipe, parse_recipe
 from retrofit.planning.targets import QUANTITIES, Target
-from retrofit.training.curves import COLOURS, DPI, SIZE
+from retrofit.training.runs import COLOURS, DPI, SIZE
 
 VERSION = 1  # of recipe files
 DISTANCES = {True: "KL from the dense predictions, nats a token", False: "relative error of the outputs"}

@@ -36,10 +36,9 @@ from retrofit.planning.planning_data import TokenCounts, planning_data
 from retrofit.planning.prediction import JointError, MeasuredTogether
 from retrofit.planning.targets import Target, parse_targets
 from retrofit.planning.variants import candidates_of, layers_by_depth, limited_to, rewritten_copy, short_spec
-from retrofit.preview import plan_of
+from retrofit.preview import plan_of, prepare_model
 from retrofit.process import serialized
-from retrofit.rewriting import prepare_model
-from retrofit.training.fingerprints import hash_settings, hash_weights
+from retrofit.training.teaching import hash_settings, hash_weights
 
 ROUNDS = 6  # of choosing and measuring
 POINTS = 7  # of the front

@@ -16,9 +16,8 @@ from retrofit.inputs.calibration import Calibration, batched, length_of, windows
 from retrofit.inputs.example_inputs import device_of
 from retrofit.passbase.calibration import calibration_from, calibration_windows, named_batch, require_token_ids, tokenize_texts
 from retrofit.passbase.tokenization import codec_for
-from retrofit.training.fingerprints import short_hash
-from retrofit.training.losses import add_loss
-from retrofit.training.objectives import Collator, objective_for
+from retrofit.training.objectives import Collator, add_loss, objective_for
+from retrofit.training.teaching import short_hash
 from retrofit.training.windows import WINDOW, numbered_windows
 
 FIT_TOKENS, MEASURED_TOKENS, HELD_OUT_TOKENS = 16384, 2048, 4096

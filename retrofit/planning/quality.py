@@ -31,8 +31,7 @@ from retrofit.inputs.probes import logits_of, run
 from retrofit.numerics.distances import token_weights
 from retrofit.passbase.tokenization import vocabulary_size
 from retrofit.planning.planning_data import examples_of
-from retrofit.training.losses import without_labels
-from retrofit.training.objectives import IGNORED
+from retrofit.training.objectives import IGNORED, without_labels
 
 SKETCH = 32  # projections of a token's u
 TINY = torch.finfo(torch.float32).tiny

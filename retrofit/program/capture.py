@@ -14,7 +14,7 @@ import copy
 import dataclasses
 import inspect
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,22 +22,24 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from retrofit.errors import CaptureError, first_line
+from retrofit.errors import CaptureError, DoesNotFitError, first_line
 from retrofit.inputs.model_state import preserve_modes, preserve_state
 from retrofit.inputs.packed_weights import refuse_packed_layers
-from retrofit.inputs.probes import extent_of, resized
+from retrofit.inputs.probes import extent_of, resized, run
 from retrofit.process import serialized
 from retrofit.program.aten_ops import SELECTION, op
 from retrofit.program.functionalize import functionalize, replace_nondifferentiable_copies
-from retrofit.program.program import Call, Program
-from retrofit.program.reading import mark_calls, read_program, restore_users
-from retrofit.program.replayed_values import Recording, record_constant_values, record_tensor_values, replay_tensor_values
-from retrofit.program.tracing_contexts import (
+from retrofit.program.program import Call, Program, mark_calls, read_program, restore_users
+from retrofit.program.tracing import (
+    Recording,
     annotate_autograd,
     compile_on_call,
     disable_cache,
     disable_stack_traces,
     open_dataclasses,
+    record_constant_values,
+    record_tensor_values,
+    replay_tensor_values,
     silence_tracer,
     skip_no_op_casts,
     with_dynamic_shapes,
@@ -261,3 +263,63 @@ def failure_in(model: nn.Module, error: BaseException, at: str = "") -> str:
     inside = [id(vars(one)) for one in owners if isinstance(one, nn.Module)]
     path = next((paths[one] for one in reversed(inside) if one in paths), "")
     return f"{path}: {first_line(error)}" if path else first_line(error)
+
+
+# ── Trial calls ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+Trial = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object]  # of a module and the arguments of one of its calls
+
+
+@serialized
+def failed_trials(model: nn.Module, inputs: Mapping[str, Any], trials: Mapping[str, Trial]) -> dict[str, str]:
+    """Run `model` without its cache, and before each call of a module at one of the paths its trial; return why trials failed.
+
+    `trials` and what is returned are by path. A model without values is captured instead: it may branch on them. One that does not
+    run on the inputs has no trials.
+    """
+    failed: dict[str, str] = {}
+    with trying(model, trials, failed):
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            with contextlib.suppress(CaptureError):
+                capture(model, inputs)
+        else:
+            with preserve_state(model), disable_cache(model), contextlib.suppress(Exception):  # whatever the model's code raises
+                run(model, inputs)
+    return failed
+
+
+@contextlib.contextmanager
+def trying(model: nn.Module, trials: Mapping[str, Trial], failed: dict[str, str]) -> Iterator[None]:
+    """Within this context each call of a module at a path is preceded by its trial; `failed` gets the first failure of each."""
+    in_trial = False
+
+    def hook_for(path: str, trial: Trial) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            nonlocal in_trial
+            if in_trial or path in failed:
+                return
+            in_trial = True
+            try:
+                with torch.no_grad():
+                    trial(module, args, dict(kwargs))
+            except GuardOnDataDependentSymNode:  # the capture goes on with values
+                raise
+            except DoesNotFitError as error:
+                failed[path] = error.what
+            except Exception as error:  # whatever the module's own code raises
+                failed[path] = failure_in(module, error, path)
+            finally:
+                in_trial = False
+
+        return hook
+
+    handles = [
+        model.get_submodule(path).register_forward_pre_hook(hook_for(path, trial), with_kwargs=True)
+        for path, trial in trials.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -19,7 +19,7 @@ from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.probes import run
 from retrofit.program.aten_ops import op_name
 from retrofit.program.program import Program
-from retrofit.program.tracing_contexts import disable_cache, silence_tracer
+from retrofit.program.tracing import disable_cache, silence_tracer
 
 # A product costs 2 operations (multiply, add) an element and summand; of element-wise operations only multiply-adds are counted.
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.export.graph_signature import ConstantArgument, InputKind
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 MUTATION = "mutation "  # before a number, in the name of an output that is the new value of a buffer
 
@@ -80,3 +84,270 @@ class Program:
             table.update({key: by for key, value in table.items() if value is gone})
         self.graph.erase_node(gone)
         self.owner.pop(gone, None)
+
+
+# ── Read from an exported program ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+SLICED = re.compile(r"slice\((None|\d+), (?:None|-?\d+), (None|\d+)\)\.(\d+)")
+
+
+# ── Module stacks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def calls_from_metadata(exported: torch.export.ExportedProgram) -> list[Call]:
+    """Return the module calls in the metadata of an exported program, without inputs and outputs, which it does not hold."""
+    calls = {("", 0): Call("", 0, 0, None)}
+    for node in exported.graph.nodes:
+        parent = calls["", 0]
+        for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+            place = (path, int(key.partition("@")[2] or 0))
+            parent = calls.setdefault(place, Call(*place, len(calls), parent))
+    return list(calls.values())
+
+
+def innermost_call(node: fx.Node, by_path: Mapping[tuple[str, int], Call], root: Call) -> Call:
+    """Return the call a node was traced in, by its module stack."""
+    call = base = root
+    for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+        path, index = without_slices(path), int(key.partition("@")[2] or 0)
+        found = by_path.get((path, index))
+        if found is not None:
+            call = base = found
+        else:
+            call = call_below(path, index, base, by_path) or call
+    return call
+
+
+def call_below(path: str, index: int, base: Call, by_path: Mapping[tuple[str, int], Call]) -> Call | None:
+    """Return the call of the module at `path` below the module of `base`, perhaps inside a wrapper; None where there is none.
+
+    Where some module has two names, the tracer restarts its paths at a module that the code did not reach by its name. Its call
+    counter, `index`, then belongs either to the module or to the one where the path restarted.
+    """
+    for around in ("", "layer.", "layer.layer."):
+        for count in (index, base.index):
+            found = by_path.get((f"{base.path}.{around}{path}", count))
+            if base.path and found is not None and base.encloses(found):
+                return found
+    return None
+
+
+def without_slices(path: str) -> str:
+    """Return the module's own path, `layers.1`, for one through a slice of a module list, `layers.slice(None, 4, None).1`.
+
+    Where some module has two names, the tracer records the expression by which each was reached.
+    """
+    return SLICED.sub(lambda found: str(slice_bound(found[1], 0) + slice_bound(found[2], 1) * int(found[3])), path)
+
+
+def slice_bound(text: str, otherwise: int) -> int:
+    """Return a start or step as it is written in a slice, with its default."""
+    return otherwise if text == "None" else int(text)
+
+
+KEPT = "attribute "  # before the name, in a marker of what a call left in its module
+
+
+# ── Markers ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Marker:
+    """Marks the tensors on one side of one call."""
+
+    def __init__(self, call: int, leaves: bool) -> None:
+        self.call, self.leaves = call, leaves
+        self.marked: dict[int, torch.Tensor] = {}  # by the identity of the tensor
+
+    def mark(self, item: Any, key: Key) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return item
+        if add_marker(item, self.call, self.leaves, repr(key)):
+            return item
+        if id(item) not in self.marked:  # once: modules compare arguments with `is`
+            self.marked[id(item)] = torch.ops.retrofit.mark(item, self.call, self.leaves, repr(key))
+        return self.marked[id(item)]
+
+    def mark_all(self, value: Any) -> Any:
+        """`value` with a marker on every tensor in it, one level of tuple, list or mapping deep."""
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*(self.mark(item, position) for position, item in enumerate(value)))
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.mark(item, position) for position, item in enumerate(value))
+        if isinstance(value, MutableMapping):
+            for key in list(value):
+                if isinstance(value[key], torch.Tensor):
+                    value[key] = self.mark(value[key], key)
+            return value
+        return self.mark(value, None)
+
+
+def add_marker(item: torch.Tensor, *how: Any) -> bool:
+    """Add a marker of `item` to the graph that is being traced; return whether the trace knows its node.
+
+    The node alone, not the operation: a dispatch under fake tensors takes longer than everything else that is done for a call.
+    """
+    mode = get_proxy_mode()
+    tracked = None if mode is None else get_proxy_slot(item, mode.tracer, None)
+    if mode is None or tracked is None:  # a constant, or a tensor inside a functional transform
+        return False
+    source = tracked.proxy.node  # type: ignore[attr-defined]
+    marker = mode.tracer.create_node("call_function", torch.ops.retrofit.mark.default, (source, *how), {})
+    marker.meta["val"] = source.meta["val"]
+    return True
+
+
+@contextlib.contextmanager
+def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
+    """Within this context every call of a submodule of `model` is recorded, and its tensors are marked."""
+    calls = [Call("", 0, 0, None)]
+    stack = [calls[0]]
+    held: list[dict[str, torch.Tensor]] = []  # the attributes of the modules on the stack when they were called
+    counts: dict[str, int] = {}
+    handles: list[Any] = []
+    names = [(module, set(vars(module))) for module in model.modules()]
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    other_names = {first: tuple(others) for first, *others in paths.values()}
+
+    def before(path: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = Call(path, counts.get(path, 0), len(calls), stack[-1], other_names.get(path, ()))
+            counts[path] = call.index + 1
+            calls.append(call)
+            stack.append(call)
+            held.append(tensor_attributes(module))
+            marker = Marker(call.number, leaves=False)
+            return marker.mark_all(tuple(args)), marker.mark_all(dict(kwargs))
+
+        return hook
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        call, before = stack.pop(), held.pop()
+        for name, value in tensor_attributes(module).items():
+            if value is not before.get(name):
+                add_marker(value, call.number, True, KEPT + name)
+        return Marker(call.number, leaves=True).mark_all(output)
+
+    try:
+        for path, module in model.named_modules():
+            if path:
+                handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
+                handles.append(module.register_forward_hook(after, with_kwargs=True))
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, known in names:  # `torch.export` restores what was there before, and leaves what is new: tensors of the trace
+            for name in tensor_attributes(module).keys() - known:
+                delattr(module, name)
+
+
+def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that the module holds past its parameters and buffers."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+
+
+def restore_users(graph: fx.Graph) -> None:
+    """Every node knows its users again: `torch.export` clears those of the result of a region under `no_grad`."""
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            operand.users.setdefault(node)
+
+
+def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
+    """Remove the markers and give the calls their inputs and outputs; return the innermost call of every node."""
+    owner: dict[fx.Node, Call] = {}
+    mark = torch.ops.retrofit.mark.default
+    by_path = CallsByPath(calls)
+    for node in list(graph.nodes):
+        if node.op not in ("call_function", "get_attr"):
+            continue
+        if node.target is mark:
+            source, number, leaves, key = node.args
+            call = calls[number]
+            if not leaves:
+                by_path.under_way[call.path] = call
+            if key.startswith(KEPT):
+                call.kept[key.removeprefix(KEPT)] = source
+            else:
+                (call.outputs if leaves else call.inputs).setdefault(parse_key(key), source)
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+            continue
+        owner[node] = innermost_call(node, by_path, calls[0])
+    return owner
+
+
+class CallsByPath(dict[tuple[str, int], Call]):
+    """Calls by path and index; of a module with several paths, whose calls the tracer counts by path, the one under way."""
+
+    def __init__(self, calls: list[Call]) -> None:
+        super().__init__({(call.path, call.index): call for call in calls})
+        self.first = {path: call.path for call in calls if call.names for path in (call.path, *call.names)}
+        self.under_way: dict[str, Call] = {}  # by the first path of a module: the call that began last, in the order of the trace
+
+    def get(self, key: tuple[str, int], default: Any = None) -> Any:
+        return self.under_way.get(self.first.get(key[0], "")) or super().get(key, default)
+
+
+def parse_key(text: str) -> Key:
+    """Return the key that a marker holds as its `repr`."""
+    if text == "None":
+        return None
+    return int(text) if text.lstrip("-").isdigit() else text[1:-1]
+
+
+# ── Programs ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> Program:
+    """Return the program of an exported model; its markers become the inputs and outputs of `calls`."""
+    graph = exported.graph
+    signature = exported.graph_signature
+    by_name = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    parameters = {by_name[key]: name for key, name in signature.inputs_to_parameters.items() if key in by_name}
+    buffers = {by_name[key]: name for key, name in signature.inputs_to_buffers.items() if key in by_name}
+    constants = {by_name[key]: name for key, name in signature.inputs_to_lifted_tensor_constants.items() if key in by_name}
+    given = (spec.arg for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT)
+    named_values = (argument.name for argument in given if not isinstance(argument, ConstantArgument))  # a constant is not read
+    inputs = {by_name[name]: name for name in named_values if name in by_name}
+    owner = remove_markers(graph, calls)
+    (result,) = (node for node in graph.nodes if node.op == "output")
+    outputs = dict(zip(output_names(exported), result.args[0], strict=False))
+    named = {name: node for name, node in outputs.items() if isinstance(node, fx.Node)}
+    others = {name: value for name, value in outputs.items() if name not in named}
+    calls[0].inputs = {name: node for node, name in inputs.items()}
+    calls[0].outputs = {name: node for name, node in named.items()}  # noqa: C416
+    held = {**exported.state_dict, **exported.constants}
+    values = {name: held[name] for name in (*constants.values(), *buffers.values()) if isinstance(held.get(name), torch.Tensor)}
+    layout = exported.call_spec.out_spec
+    return Program(
+        graph,
+        parameters,
+        buffers,
+        constants,
+        inputs,
+        named,
+        calls,
+        owner,
+        values,
+        returns=layout.type,
+        constant_outputs=others,
+        results=tuple(name for name in outputs if not name.startswith(MUTATION)),
+        layout=layout,
+    )
+
+
+def output_names(exported: torch.export.ExportedProgram) -> list[str]:
+    """Return a name for each flat output: its key in the mapping that holds it, or its position."""
+    names: list[str] = []
+    mutated = len(exported.graph_signature.output_specs) - len(exported.graph_signature.user_outputs)
+    names.extend(f"{MUTATION}{position}" for position in range(mutated))
+    spec = exported.call_spec.out_spec
+    dummy = torch.utils._pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+    leaves, _ = torch.utils._pytree.tree_flatten_with_path(dummy)
+    for path, _ in leaves:
+        names.append(".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path) or "output")
+    return names

@@ -14,10 +14,10 @@ from retrofit.surgery.wrappers import tensor_argument as tensor_argument
 from retrofit.surgery.wrappers import batch_first as batch_first
 
 # Keywords passed through a model's own code.
-from retrofit.surgery.keyword_injection import InjectingForward as InjectingForward
-from retrofit.surgery.keyword_injection import own_forward as own_forward
-from retrofit.surgery.keyword_injection import call_with_keywords as call_with_keywords
-from retrofit.surgery.keyword_injection import child_modules as child_modules
+from retrofit.surgery.wrappers import InjectingForward as InjectingForward
+from retrofit.surgery.wrappers import own_forward as own_forward
+from retrofit.surgery.wrappers import call_with_keywords as call_with_keywords
+from retrofit.surgery.wrappers import child_modules as child_modules
 
 # Memory in the model's cache, which lasts from one decoding step to the next.
 from retrofit.surgery.cache_memory import TokenHistory as TokenHistory
@@ -28,22 +28,22 @@ from retrofit.surgery.cache_memory import forget_histories as forget_histories
 from retrofit.surgery.cache_memory import staying_tokens as staying_tokens
 
 # Calls of torch's fused attention, and the tokens that a mask shows.
-from retrofit.surgery.fused_attention import FUSED_ARGUMENTS as FUSED_ARGUMENTS
-from retrofit.surgery.fused_attention import AnsweredFusedAttention as AnsweredFusedAttention
-from retrofit.surgery.fused_attention import query_positions as query_positions
-from retrofit.surgery.fused_attention import unpadded_tokens as unpadded_tokens
-from retrofit.surgery.fused_attention import visible_keys as visible_keys
+from retrofit.surgery.wrappers import FUSED_ARGUMENTS as FUSED_ARGUMENTS
+from retrofit.surgery.wrappers import AnsweredFusedAttention as AnsweredFusedAttention
+from retrofit.surgery.wrappers import query_positions as query_positions
+from retrofit.surgery.wrappers import unpadded_tokens as unpadded_tokens
+from retrofit.surgery.wrappers import visible_keys as visible_keys
 
 # Losses added to the model's own.
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses as ForwardWithAuxiliaryLosses
 from retrofit.surgery.auxiliary_losses import auxiliary_losses as auxiliary_losses
-from retrofit.surgery.auxiliary_losses import number_is_loss as number_is_loss
+from retrofit.program.dataflow import number_is_loss as number_is_loss
 from retrofit.surgery.auxiliary_losses import record_auxiliary_loss as record_auxiliary_loss
 
 # One of two ways to compute the same, which an exported program chooses by the sizes of its input.
-from retrofit.program.conditional import cond as cond
-from retrofit.program.conditional import holds_one_way as holds_one_way
-from retrofit.program.conditional import is_exporting as is_exporting
+from retrofit.program.tracing import cond as cond
+from retrofit.program.tracing import holds_one_way as holds_one_way
+from retrofit.program.tracing import is_exporting as is_exporting
 
 # Packed (quantized) weights.
 from retrofit.surgery.dequantization import is_packed as is_packed

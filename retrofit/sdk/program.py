@@ -9,8 +9,8 @@ from retrofit.program.program import Key as Key
 from retrofit.program.capture import capture as capture
 from retrofit.program.dataflow import Dataflow as Dataflow
 from retrofit.program.dataflow import refuse_state_inputs as refuse_state_inputs
-from retrofit.program.trial_calls import Trial as Trial
-from retrofit.program.trial_calls import failed_trials as failed_trials
+from retrofit.program.capture import Trial as Trial
+from retrofit.program.capture import failed_trials as failed_trials
 
 # What a node is: its operation, its shape, its dtype, constants, operands that become its result.
 from retrofit.program.aten_ops import op as op

@@ -18,7 +18,7 @@ from torch import nn
 from retrofit.errors import CheckpointError
 from retrofit.files import gguf_header
 from retrofit.files.atomic_writes import whole_directory, whole_file
-from retrofit.files.model_folders import as_path
+from retrofit.files.model_folders import EXPORTED, FILES, ONNX, OTHER_FORMATS, as_path, require_writable_kind
 from retrofit.inputs.packed_weights import refuse_packed_layers
 from retrofit.onnx.exporter.export_onnx import export_onnx
 from retrofit.onnx.importer.from_onnx import from_onnx
@@ -27,7 +27,6 @@ from retrofit.process import serialized, unbroken
 from retrofit.storage.companions import write_card
 from retrofit.storage.directories import load_directory, name_file_in_errors
 from retrofit.storage.exported_program import load_exported, save_exported
-from retrofit.storage.file_names import EXPORTED, FILES, ONNX, OTHER_FORMATS, require_writable_kind
 from retrofit.storage.gguf_file import load_gguf
 from retrofit.storage.pt_file import architecture_in_file, checkpoint_contents, read_checkpoint, rebuild_model
 

@@ -22,7 +22,7 @@ from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import as_pass
 from retrofit.passbase.replaying import rewritten_part
 from retrofit.passbase.tokenization import read_tokenizer
-from retrofit.storage.pipeline_directories import MODULES, module_folders, transformer_folder
+from retrofit.storage.directories import MODULES, module_folders, transformer_folder
 
 BEGIN, END = OF_A_RECIPE, "<!-- retrofit: end -->"
 FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # the metadata that a card on the Hugging Face hub begins with

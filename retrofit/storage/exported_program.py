@@ -32,8 +32,7 @@ from torch.export.pt2_archive._package import load_pt2, package_pt2
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy import functions
 
-from retrofit.emitted.dense_graph import DenseGraph, dense_graph
-from retrofit.emitted.graph_module import from_exported
+from retrofit.emitted.graph_module import DenseGraph, dense_graph, from_exported
 from retrofit.errors import CaptureError, CheckpointError, RetrofitWarning, first_line
 from retrofit.files.atomic_writes import whole_file
 from retrofit.files.memory import require_memory, require_unpacked_fits
@@ -46,7 +45,7 @@ from retrofit.passbase import recipe_storage
 from retrofit.passbase.replaying import replayed_inputs
 from retrofit.process import unbroken
 from retrofit.program.capture import as_plain_module
-from retrofit.program.tracing_contexts import disable_cache, silence_tracer, with_dynamic_shapes
+from retrofit.program.tracing import disable_cache, silence_tracer, with_dynamic_shapes
 from retrofit.provenance import record_provenance
 from retrofit.storage.filling import fill_model
 

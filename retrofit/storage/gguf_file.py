@@ -25,8 +25,7 @@ from retrofit.errors import CheckpointError, RetrofitError, first_few, first_lin
 from retrofit.files.gguf_header import AGAIN, Header, read_header
 from retrofit.files.memory import require_memory
 from retrofit.process import quiet
-from retrofit.storage.architecture import transformers_class
-from retrofit.storage.filling import ONLY_DATA, no_larger_than, require_all_used, require_match
+from retrofit.storage.filling import ONLY_DATA, no_larger_than, require_all_used, require_match, transformers_class
 from retrofit.surgery.dequantization import forget_quantization, skeleton_of
 
 # ggml's key, after the architecture, and the entries of configs that mean the same.

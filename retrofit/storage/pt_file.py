@@ -20,9 +20,8 @@ from retrofit.errors import CheckpointError, first_few, kind_of
 from retrofit.files.memory import require_memory, require_unpacked_fits
 from retrofit.inputs.usable_models import holds_adapters
 from retrofit.passbase import recipe_storage
-from retrofit.storage.architecture import describe_architecture, empty_model, find_class
 from retrofit.storage.directories import fill_from_config
-from retrofit.storage.filling import fill_model, fill_transformers, no_larger_than
+from retrofit.storage.filling import describe_architecture, empty_model, fill_model, fill_transformers, find_class, no_larger_than
 
 SAVE_AGAIN = "save it again with retrofit.save"
 FORMAT = "retrofit/1"

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.errors import RetrofitError, SpecError
-from retrofit.files.model_folders import as_path
+from retrofit.files.model_folders import FILES, as_path
 from retrofit.passbase.protocol import AnyPass, Recipe, make_pass, parse_spec
-from retrofit.storage.file_names import FILES
 
 VERSION = 1  # of the JSON object
 SHOWN = 60  # characters of what is no pass
@@ -68,7 +67,7 @@ def pass_of(spec: str | Mapping[str, Any]) -> AnyPass:
 def specs_in(file: Path) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
     """Each pass as it is written in a file, and where it is."""
     if file.is_dir():
-        from retrofit.storage.pipeline_directories import (
+        from retrofit.storage.directories import (
             CONFIG,
             transformer_folder,
         )  # it imports torch

@@ -113,7 +113,7 @@ class RecipeReplay(HfQuantizer):
         self.shapes = shapes_of(model)
         self.frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         if entry.recipe:
-            from retrofit.storage.recorded_model import names_in_files  # not before, as above
+            from retrofit.storage.other_models import names_in_files  # not before, as above
 
             held = names_in_files(checkpoint_files)
             if held is not None:
@@ -246,7 +246,7 @@ def rewrite_same_class(model: Any, entry: RecipeConfig) -> set[nn.Module]:
 
     Raises `CheckpointError` where its config is another one and the recipe makes something else of it.
     """
-    from retrofit.storage.recorded_model import recorded_skeleton, require_equal_rewrite, structure_of  # not before, as above
+    from retrofit.storage.other_models import recorded_skeleton, require_equal_rewrite, structure_of  # not before, as above
 
     whole = recorded_skeleton(type(model), entry.applied_to, model)
     if whole is None or structure_of(whole) == structure_of(model):
@@ -264,8 +264,8 @@ def rewrite_inner_part(model: Any, entry: RecipeConfig) -> set[nn.Module]:
 
     Raises `CheckpointError` where it is not that part, as it was recorded.
     """
-    from retrofit.storage.architecture import transformers_class  # not before, as above
-    from retrofit.storage.recorded_model import config_differences, recorded_skeleton, structure_of
+    from retrofit.storage.filling import transformers_class  # not before, as above
+    from retrofit.storage.other_models import config_differences, recorded_skeleton, structure_of
 
     kind = transformers_class(str(entry.architecture))
     whole = None if kind is None else recorded_skeleton(kind, entry.applied_to, model)
@@ -300,8 +300,8 @@ def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple
     saved.
     """
     from retrofit.inputs.example_inputs import forward_parameters
-    from retrofit.storage import another_head
-    from retrofit.storage.architecture import transformers_class
+    from retrofit.storage import other_models
+    from retrofit.storage.filling import transformers_class
 
     own, count = type(model).__name__, len(entry.recipe)
     classes = [(entry.architecture or own, 0), *((str(name), int(after)) for name, after in entry.through)]
@@ -319,12 +319,12 @@ def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple
         until = classes[place + 1][1] if place + 1 < len(classes) else count
         skeleton = model if place == len(classes) - 1 else skeleton_of(kind, entry, model)
         record = {**entry.applied_to, "passes": recorded[after:until]} if recorded else {}
-        steps.append(another_head.Step(skeleton, entry.recipe[after:until], record))
+        steps.append(other_models.Step(skeleton, entry.recipe[after:until], record))
     dense = prepare(model)
     for step in steps:
         fits = entry.inputs.keys() <= forward_parameters(step.model).keys()
         record_provenance(step.model, inputs=dict(entry.inputs) if fits else {})
-    needed, new = another_head.rewrite_by_steps(steps)
+    needed, new = other_models.rewrite_by_steps(steps)
     record_provenance(model, inputs=None)
     through = [
         [name, after]
@@ -341,7 +341,7 @@ def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple
 
 def skeleton_of(kind: Any, entry: RecipeConfig, like: Any) -> Any:
     """Return a dense skeleton of a class that a model had before it became `like`."""
-    from retrofit.storage.recorded_model import recorded_skeleton  # not before, as above
+    from retrofit.storage.other_models import recorded_skeleton  # not before, as above
 
     skeleton = recorded_skeleton(kind, entry.applied_to, like) or kind(copy.deepcopy(like.config))
     unfreeze(skeleton)
@@ -397,7 +397,7 @@ def require_names(model: Any, held: set[str], rewritten: set[str], new: Collecti
 
     Of the tensors, the files need not have the `new` ones.
     """
-    from retrofit.storage.recorded_model import in_any  # not before, as above
+    from retrofit.storage.other_models import in_any  # not before, as above
 
     prefix = f"{model.base_model_prefix}."
     known = held | {name.removeprefix(prefix) for name in held} | {prefix + name for name in held}
@@ -437,7 +437,7 @@ def require_filled(model: Any, rewritten: set[str], shapes: dict[str, torch.Size
 
     The `new` tensors need not have been loaded.
     """
-    from retrofit.storage.recorded_model import in_any  # not before: transformers is still importing itself when it reads this file
+    from retrofit.storage.other_models import in_any  # not before: transformers is still importing itself when it reads this file
 
     state = {  # what a quantizer packed came from the file, and what its layers have besides is its own
         name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in shapes and not is_packed(tensor)

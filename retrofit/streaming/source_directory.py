@@ -25,8 +25,7 @@ from retrofit.storage.filling import (
     require_all_used,
     require_match,
 )
-from retrofit.streaming.result_files import is_worth_moving
-from retrofit.streaming.tensor_files import TensorFiles
+from retrofit.streaming.tensor_files import TensorFiles, is_worth_moving
 from retrofit.surgery.transformers_bookkeeping import leave_weights_mapped, tie
 
 SAVE_ONCE = "save it once as one, where it fits in memory: retrofit.save(retrofit.load(path), 'directory/')"

@@ -25,8 +25,13 @@ from torch import nn
 
 from retrofit import __version__
 from retrofit.checks.finite_weights import require_finite_weight
-from retrofit.errors import CheckpointError
-from retrofit.files.atomic_writes import final_name
+from retrofit.checks.reference import Reference
+from retrofit.checks.registry import CHECKS
+from retrofit.checks.report import CheckResult, Report
+from retrofit.checks.verify import check_rewrite, verify
+from retrofit.errors import CheckpointError, VerificationError
+from retrofit.files.atomic_writes import draft_folder, final_name
+from retrofit.files.model_folders import is_file_name
 from retrofit.files.resumable_directory import Unfinished, resumable_directory, unfinished_of
 from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.example_inputs import named_inputs
@@ -36,16 +41,14 @@ from retrofit.passbase import recipe_storage
 from retrofit.passbase.calibration import calibration_from
 from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite
 from retrofit.passbase.running import Progress, refuse_early, run_passes
+from retrofit.preview import parse_passes
 from retrofit.process import quiet, serialized
 from retrofit.program.capture import capture
 from retrofit.program.program import Program
-from retrofit.rewriting import Applied, parse_passes, require_use, rewrite_once
+from retrofit.rewriting import Applied, require_use, rewrite_once
 from retrofit.storage.companions import add_companions, companion_files
-from retrofit.storage.file_names import is_file_name
+from retrofit.storage.directories import transformer_folder
 from retrofit.storage.filling import INDEX, WEIGHTS, weight_files
-from retrofit.storage.pipeline_directories import transformer_folder
-from retrofit.streaming.model_layout import SHARD, Expected, ModelLayout, ParametersInOrder, expected_parameters, saved_tensors
-from retrofit.streaming.result_files import ResultFiles
 from retrofit.streaming.source_directory import (
     bytes_computed_on_loading,
     model_as_it_lies,
@@ -55,9 +58,94 @@ from retrofit.streaming.source_directory import (
     same_file_contents,
     source_extents,
 )
-from retrofit.streaming.streamed_verification import verify_streamed
-from retrofit.streaming.tensor_files import RecordingsOnDisk, TensorFiles, bytes_of, kept_out_of_memory
+from retrofit.streaming.tensor_files import (
+    SHARD,
+    Expected,
+    ModelLayout,
+    ParametersInOrder,
+    RecordingsOnDisk,
+    ResultFiles,
+    SetAside,
+    TensorFiles,
+    bytes_of,
+    expected_parameters,
+    kept_out_of_memory,
+    saved_tensors,
+)
 from retrofit.surgery.edit import Edit
+
+STREAMED = ("graph", "parameters", "function", "cost")  # each reads all weights a few times
+ELSEWHERE = "it reads the weights many times over, or needs a gradient for each: retrofit verify, where the model fits in memory"
+
+
+@serialized
+def verify_directory(model: Path, dense: Path | None, progress: Progress | None = None) -> Report:
+    """Return the report on the model in a directory, held against the one in the directory `dense` where one is named.
+
+    Where loading one merges weights, these are in files beside `model` meanwhile. Raises `CheckpointError` where there is no room
+    for them, and where something is no directory of safetensors.
+    """
+    say = progress or (lambda stage: None)
+    for one in filter(None, (model, dense)):
+        require_directory(one)
+    folders = [transformer_folder(one) for one in (model, dense) if one is not None]
+    computed = sum(
+        sum(bytes_computed_on_loading(model_without_weights(folder), source_extents(folder)).values()) for folder in folders
+    )
+    if computed > (free := shutil.disk_usage(model.resolve().parent).free):
+        raise CheckpointError(
+            f"{model} cannot be verified here",
+            why=f"weights merged on loading take {computed / 1e9:.2f} GB on the disk, and {free / 1e9:.2f} GB are free",
+            remedy=f"make room in {model.resolve().parent}",
+            code="disk-space",
+        )
+    files = TensorFiles()
+    with draft_folder(model.resolve()) as aside, kept_out_of_memory(files):
+        reference = None
+        keep = SetAside(aside, files)
+        if dense is not None:
+            say(f"measuring {dense}")
+            before = model_on_files(folders[1], files, keep)
+            reference = Reference.of(before, named_inputs(before), checks=STREAMED)
+        say(f"verifying {model}")
+        report = verify(model_on_files(folders[0], files, keep), reference, checks=STREAMED)
+    return with_others(report)
+
+
+def verify_streamed(
+    folder: Path, result: Path, applied: Applied, rewrites: tuple[Rewrite, ...], aside: Path, say: Progress
+) -> Report:
+    """Return the report on the model in the directory `result`, read from its files; raise `VerificationError` if a check fails.
+
+    What loading the model in `folder` computes is kept in the directory `aside`.
+    """
+    files = TensorFiles()
+    with kept_out_of_memory(files):
+        say("measuring the dense model")
+        keep = SetAside(aside, files)
+        dense = model_on_files(folder, files, keep)
+        reference = Reference.of(dense, named_inputs(dense), checks=STREAMED)
+        say("verifying")
+        model = model_on_files(result, files, keep)
+        report = with_others(check_rewrite(model, reference, rewrites, applied.fates, checks=STREAMED))
+    if not report.ok:
+        raise VerificationError(
+            f"the rewritten model failed: {', '.join(check.name for check in report.failed)}",
+            report=report,
+            why=str(report),
+            remedy="nothing was written; this is a defect of retrofit if the dense model passes the same checks",
+        )
+    return report
+
+
+def with_others(report: Report) -> Report:
+    """Return the report, with every check that was not made."""
+    others = (CheckResult(name, "skipped", "", ELSEWHERE, 0.0) for name in CHECKS if name not in STREAMED)
+    return dataclasses.replace(report, checks=(*report.checks, *others))
+
+
+# ── From directory to directory ───────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 ROOM = 1 << 26  # bytes for what is written besides the weights
 

@@ -6,20 +6,27 @@ What modules receive on calibration data is kept in such files too.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import json
 import math
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor, nn
 
+from retrofit.checks.fingerprint import chunks, is_finite
+from retrofit.checks.finite_weights import not_finite, require_finite_weight
 from retrofit.errors import CheckpointError
+from retrofit.files.resumable_directory import Unfinished
 from retrofit.files.safetensors_header import DTYPES, METADATA, Extent
+from retrofit.storage.filling import INDEX, WEIGHTS
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CACHE_LINE = 64  # bytes; tensors that torch makes begin at a multiple
@@ -194,7 +201,7 @@ def mapped_bytes() -> int:
 
 
 FILE = 1 << 28  # bytes of a file, and more only where one tensor takes more
-SMALL = 1 << 16  # bytes; a smaller tensor stays in memory
+SMALL = 1 << 16  # bytes; a smaller tensor stays in memory, a new one until the end
 
 
 class RecordingsOnDisk:
@@ -222,3 +229,221 @@ class RecordingsOnDisk:
     @property
     def file(self) -> Path:
         return self.folder / f"recordings.{self.count:04}"
+
+
+# ── Where each tensor is written ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+SHARD = 2_000_000_000  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """One file: how it begins, how long it is."""
+
+    file: Path  # in the model's directory
+    header: bytes
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelLayout:
+    """The files of a model's weights, and where each tensor lies in them."""
+
+    shards: tuple[Shard, ...]
+    extents: dict[str, Extent]  # by name; of a tied weight only the name that it is saved by
+    index: str  # what model.safetensors.index.json says; "" where there is one file
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(shard.size for shard in self.shards)
+
+    @property
+    def digest(self) -> str:
+        """The same for the same files, tensors and places."""
+        return hashlib.sha256(b"\0".join(str(shard.file).encode() + shard.header for shard in self.shards)).hexdigest()
+
+    @staticmethod
+    def of(model: Any, shard_size: int = SHARD) -> ModelLayout:
+        """Return the layout of a transformers model, which may be without weights."""
+        tensors = saved_tensors(model)
+        split = split_torch_state_dict_into_shards(
+            tensors, filename_pattern=WEIGHTS.replace(".safetensors", "{suffix}.safetensors"), max_shard_size=shard_size
+        )
+        shards: list[Shard] = []
+        extents: dict[str, Extent] = {}
+        for name, names in split.filename_to_tensors.items():
+            header, placed = header_and_extents(Path(name), {one: tensors[one] for one in names})
+            extents |= placed
+            shards.append(Shard(Path(name), header, len(header) + sum(one.size for one in placed.values())))
+        index = ""
+        if split.is_sharded:
+            content = {
+                "metadata": {"total_parameters": model.num_parameters(), **split.metadata},
+                "weight_map": split.tensor_to_filename,
+            }
+            index = json.dumps(content, indent=2, sort_keys=True) + "\n"
+        return ModelLayout(tuple(shards), extents, index)
+
+
+def saved_tensors(model: Any) -> dict[str, Tensor]:
+    """Return what `save_pretrained` writes of a rewritten model, by name: of tied weights one, and nothing that it leaves out."""
+    left_out = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
+
+
+class ParametersInOrder:
+    """Numbers the parameters that were not in the model before, each once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.before = {id(parameter): parameter for parameter in model.parameters()}
+        self.met: dict[int, nn.Parameter] = {}
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
+        """An edit put these into the model."""
+        for _ in self.new_among(parameters):
+            pass
+
+    def new_among(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[int, nn.Parameter]]:
+        """Yield those that are met for the first time, with their numbers."""
+        for parameter in parameters:
+            if id(parameter) not in self.before and id(parameter) not in self.met:
+                self.met[id(parameter)] = parameter
+                yield len(self.met) - 1, parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """A parameter as it was on the model without weights."""
+
+    name: str  # in the result; "" where a later edit removed it
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def require(self, parameter: nn.Parameter) -> None:
+        """`parameter` is this one, else `CheckpointError`."""
+        found = tuple(parameter.shape), parameter.dtype
+        if found != (self.shape, self.dtype):
+            raise CheckpointError(
+                "the model cannot be rewritten in a stream",
+                why=f"with weights {self.name or 'a parameter'} is {found}, without them {(self.shape, self.dtype)}",
+                remedy="rewrite it without --stream, where it fits in memory",
+            )
+
+
+def expected_parameters(order: ParametersInOrder, model: nn.Module, saved: Mapping[str, object]) -> tuple[Expected, ...]:
+    """Return what the edits put into the model without weights, and what became of it; `saved` has the names that are written."""
+    names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False) if name in saved}
+    return tuple(Expected(names.get(id(one), ""), tuple(one.shape), one.dtype) for one in order.met.values())
+
+
+# ── The files of a result ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+STEP = 1 << 28  # bytes that are written between two records of what is on the disk
+
+
+class SetAside:
+    """Parameters that have no place in a result, in files of their own for as long as somebody reads them."""
+
+    def __init__(self, folder: Path, files: TensorFiles) -> None:
+        self.folder, self.files, self.count = folder, files, 0
+        folder.mkdir(exist_ok=True)
+
+    def __call__(self, name: str, parameter: nn.Parameter) -> None:
+        """The parameter's values are in a file and no longer in memory, where they are not few."""
+        if is_worth_moving(parameter, self.files):
+            parameter.data = self.files.tensor(self.write(parameter), writable=True)
+            self.files.release()
+
+    def write(self, tensor: Tensor) -> Extent:
+        """Return a file of its own holds the tensor."""
+        file = self.folder / f"{self.count:06}"
+        self.count += 1
+        file.unlink(missing_ok=True)
+        with reserved_file(file, b"", tensor.nbytes) as descriptor:
+            write_at(descriptor, 0, bytes_of(tensor))
+        return Extent(file, 0, tensor.dtype, tuple(tensor.shape))
+
+
+class ResultFiles:
+    """Open files of a result, with the room for every tensor."""
+
+    def __init__(self, folder: Path, layout: ModelLayout, files: TensorFiles, unfinished: Unfinished) -> None:
+        self.folder, self.layout, self.files, self.unfinished = folder, layout, files, unfinished
+        self.aside = SetAside(unfinished.aside, files)
+        self.descriptors: dict[Path, int] = {}
+        self.open = contextlib.ExitStack()
+        self.pending: list[str] = []
+        self.pending_bytes = 0
+
+    def __enter__(self) -> ResultFiles:
+        with contextlib.ExitStack() as opening:
+            for shard in self.layout.shards:
+                file = opening.enter_context(reserved_file(self.folder / shard.file, shard.header, shard.size))
+                self.descriptors[shard.file] = file
+            if self.layout.index:
+                (self.folder / INDEX).write_text(self.layout.index, encoding="utf-8")
+            self.open = opening.pop_all()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.open.close()
+
+    def write(self, name: str, tensor: Tensor, *, finite: bool = False) -> None:
+        """The tensor is where the layout has it; one that was written before the process was stopped is not written again.
+
+        Raises `RetrofitError` where it is to be `finite`, a weight of numbers, and is not.
+        """
+        if name in self.unfinished.steps:
+            return
+        extent, source = self.layout.extents[name], self.files.find(tensor)
+        place = self.place_of(name)
+        if finite and (source is None or source == place):
+            require_finite_weight(name, tensor)
+
+        def seen(piece: Tensor) -> None:
+            if not all(map(is_finite, chunks(piece))):
+                raise not_finite(name, tensor)
+
+        if source is None:
+            write_at(self.descriptors[extent.file], extent.start, bytes_of(tensor))
+        elif source != place:
+            copy_bytes(source, self.descriptors[extent.file], extent.start, seen if finite else None)
+        self.pending.append(name)
+        self.pending_bytes += extent.size
+        if self.pending_bytes >= STEP:
+            self.record()
+
+    def record(self) -> None:
+        """Flush to the disk what was written, so that it need not be written again."""
+        for descriptor in self.descriptors.values():
+            os.fsync(descriptor)
+            forget_pages(descriptor)
+        self.unfinished.record(self.pending)
+        self.pending, self.pending_bytes = [], 0
+
+    def place_of(self, name: str) -> Extent:
+        """Return where the tensor of that name lies."""
+        extent = self.layout.extents[name]
+        return dataclasses.replace(extent, file=self.folder / extent.file)
+
+    def move_out_of_memory(self, name: str, parameter: nn.Parameter) -> None:
+        """The parameter's values are in a file, where they are not few: in their place, or set aside if the name is ""."""
+        if not name:
+            self.aside(name, parameter)
+        elif is_worth_moving(parameter, self.files):
+            self.write(name, parameter)
+            parameter.data = self.files.tensor(self.place_of(name), writable=True)
+            self.files.release()
+
+
+def is_worth_moving(parameter: nn.Parameter, files: TensorFiles) -> bool:
+    """Return whether the parameter takes much memory, which is not that of a file; what lies there in another order is left."""
+    return parameter.nbytes >= SMALL and parameter.is_contiguous() and not files.is_mapped(parameter)

@@ -28,8 +28,7 @@ from retrofit.errors import RetrofitWarning
 from retrofit.inputs.example_inputs import forward_parameters
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import MUTATION, Program
-from retrofit.surgery.keyword_injection import ForwardReplacement, own_forward
-from retrofit.surgery.wrappers import with_item
+from retrofit.surgery.wrappers import ForwardReplacement, own_forward, with_item
 
 DROPPED = (
     "{} was called in training and returned no loss: those of its modules (the balance loss of a mixture of experts) are dropped. "

@@ -21,7 +21,7 @@ from torch.nn.utils import parametrize
 
 from retrofit.errors import DoesNotFitError
 from retrofit.inputs.model_state import evaluation_mode, preserve_random_state, preserve_state
-from retrofit.surgery.keyword_injection import ForwardReplacement, own_forward
+from retrofit.surgery.wrappers import ForwardReplacement, own_forward
 
 CALLED = {
     "_forward_pre_hooks": "forward pre-hook",

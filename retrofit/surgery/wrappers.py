@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from retrofit.errors import DoesNotFitError
 
@@ -111,3 +115,226 @@ class Wrapper(nn.Module):
 def batch_first(stream: Tensor, tokens_first: bool) -> Tensor:
     """Return the stream as (batch, T, d) where the model's code has it as (T, batch, d), and the other way round."""
     return stream.transpose(0, 1).contiguous() if tokens_first else stream
+
+
+# ── Injected keywords ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class CallWithKeywords(Wrapper):
+    """Calls `layer` with the keyword arguments `keywords` in addition to its own."""
+
+    def __init__(self, layer: nn.Module, keywords: Mapping[str, Any]) -> None:
+        super().__init__(layer)
+        self.keywords = dict(keywords)
+        self.training = layer.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return child_modules(self)["layer"](*args, **{**kwargs, **self.keywords})
+
+
+class InjectingCopy:
+    """A shallow copy of a module for one call, `copy`, whose submodules at `paths` are called with `keywords` in addition.
+
+    A path may name what a `Wrapper` on it wraps as if the wrapper were not there, as attribute access does.
+    """
+
+    def __init__(self, module: nn.Module, paths: Iterable[str], keywords: Mapping[str, Any]) -> None:
+        self.keywords = keywords
+        self.copies: list[tuple[nn.Module, nn.Module]] = []  # a module, its copy
+        self.copy = self.shallow_copy(module, list(paths))
+
+    def shallow_copy(self, module: nn.Module, paths: list[str]) -> nn.Module:
+        """Return a copy of `module`, and of every module on `paths` inside it; the module itself where there are no paths."""
+        if not paths:
+            return module
+        rests: dict[str, list[str]] = {}  # the paths inside each child
+        for path in paths:
+            name, rest = split_path(module, path)
+            rests.setdefault(name, []).append(rest)
+        children = child_modules(module)
+        changed = {
+            name: CallWithKeywords(children[name], self.keywords) if "" in inner else self.shallow_copy(children[name], inner)
+            for name, inner in rests.items()
+        }
+        twin: nn.Module = object.__new__(type(module))
+        twin.__dict__.update({**module.__dict__, "_modules": {**children, **changed}})
+        forward: Any = module.__dict__.get("forward")
+        if isinstance(forward, ForwardReplacement):  # it runs the copy's children
+            twin.__dict__["forward"] = forward.on(twin)
+        elif getattr(forward, "__self__", None) is module:
+            twin.__dict__["forward"] = MethodType(forward.__func__, twin)
+        self.copies.append((module, twin))
+        return twin
+
+    def write_back(self) -> None:
+        """Attributes that were set on the copies are set on the modules."""
+        for module, twin in self.copies:
+            held = module.__dict__
+            for name, value in twin.__dict__.items():
+                if name not in ("_modules", "forward") and (name not in held or held[name] is not value):
+                    held[name] = value
+
+
+def child_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules registered in `module`, from the registry: while tracing, attribute access returns proxies."""
+    return module.__dict__["_modules"]  # type: ignore[no-any-return]
+
+
+def split_path(module: nn.Module, path: str) -> tuple[str, str]:
+    """Return the name of the child of `module` that `path` leads into, and the rest of the path inside it."""
+    name, _, rest = path.partition(".")
+    children = child_modules(module)
+    return (name, rest) if name in children and has_path(children[name], rest) else ("layer", path)
+
+
+def has_path(module: nn.Module, path: str) -> bool:
+    """Return whether `path` names a submodule of `module`, or of one that it wraps; the empty path names the module itself."""
+    name, _, rest = path.partition(".")
+    child = child_modules(module).get(name)
+    if not path or (child is not None and has_path(child, rest)):
+        return True
+    return isinstance(module, Wrapper) and has_path(child_modules(module)["layer"], path)
+
+
+def call_with_keywords(
+    module: nn.Module, paths: Iterable[str], keywords: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what `module` returns when its submodules at `paths` are called with `keywords` in addition."""
+    injecting = InjectingCopy(module, paths, keywords)
+    output = injecting.copy(*args, **kwargs)
+    injecting.write_back()
+    return output
+
+
+class ForwardReplacement:
+    """Replaces the `forward` of one module instance: a method bound to it, with the signature and code location of its class's.
+
+    Tools that wrap the function of a method and bind it again, as accelerate does for mixed precision, find both, `__func__` and
+    `__self__`. A subclass computes what the forward returns in `run`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(self.module, args, kwargs)
+
+    def run(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Return what the forward returns on `module`, which is the forward's own or a copy of it."""
+        raise NotImplementedError
+
+    def on(self, module: nn.Module) -> Any:
+        """Return the forward for `module`, a copy of the one it replaces; torch.compile cannot trace `__func__`, bound to it."""
+        return lambda *args, **kwargs: self.run(module, args, kwargs)
+
+    @property
+    def __self__(self) -> nn.Module:
+        return self.module
+
+    @property
+    def __func__(self) -> FunctionType:
+        return unbound(self)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        own = inspect.signature(type(self.module).forward)
+        return own.replace(parameters=list(own.parameters.values())[1:])
+
+    @property
+    def __code__(self) -> CodeType:  # torch.export reports where it is
+        return inspect.unwrap(type(self.module).forward).__code__
+
+
+def unbound(replacement: ForwardReplacement) -> FunctionType:
+    """Return the function of a replaced forward, which is called with the module first: one that torch.compile can trace."""
+
+    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return replacement.run(module, args, kwargs)
+
+    function: Any = forward
+    function.__name__ = "forward_of_retrofit"  # by "forward" a pickled method would come back as that of the class
+    function.__signature__ = inspect.signature(type(replacement.module).forward)
+    function.replacement = replacement
+    return function  # type: ignore[no-any-return]
+
+
+def own_forward(module: nn.Module) -> Any:
+    """Return the `forward` that `module` has instead of its class's, or None; ours is found where a tool bound it anew."""
+    held = vars(module).get("forward")
+    function = getattr(held, "__func__", None)
+    replacement = None if hasattr(function, "__wrapped__") else getattr(function, "replacement", None)
+    return held if replacement is None else replacement
+
+
+class InjectingForward(ForwardReplacement):
+    """A forward that calls the submodules at `paths` with what `keywords_from(args, kwargs)` makes of its own arguments.
+
+    `inner` injects what it makes of them into submodules at other paths.
+    """
+
+    def __init__(self, module: nn.Module, paths: Sequence[str], keywords_from: Any, inner: InjectingForward | None = None) -> None:
+        super().__init__(module)
+        self.paths, self.keywords_from, self.inner = tuple(paths), keywords_from, inner
+
+    def run(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        injecting = InjectingCopy(module, self.paths, self.keywords_from(args, kwargs))
+        if self.inner is None:
+            output = type(self.module).forward(injecting.copy, *args, **kwargs)
+        else:
+            output = self.inner.run(injecting.copy, args, kwargs)
+        injecting.write_back()
+        return output
+
+
+# ── Torch's fused attention ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+FUSED = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
+FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # those that may be given by position
+
+
+class AnsweredFusedAttention(TorchFunctionMode):
+    """Within this context `answer` is called in place of torch's fused attention, with the same arguments."""
+
+    def __init__(self, answer: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.answer = answer
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.answer(*args, **(kwargs or {})) if function in FUSED else function(*args, **(kwargs or {}))
+
+
+HIDDEN = -1e4  # an additive mask below this hides
+
+
+def visible_keys(mask: Tensor, tokens: int, true_hides: bool) -> Tensor | None:
+    """Return which keys each query may see, (batch or 1, tokens, keys); None for a mask that is not about single keys and queries.
+
+    `mask` is (batch, keys), 0 or False for padding, or for all else where `true_hides`, and then a bias perhaps; or (batch, heads,
+    queries, keys), a bias or booleans.
+    """
+    if mask.dim() == 2:
+        if true_hides and mask.is_floating_point():
+            return ((mask > HIDDEN) & (mask < 0.5)).unsqueeze(1).expand(-1, tokens, -1)
+        return (mask.bool() ^ true_hides).unsqueeze(1).expand(-1, tokens, -1)
+    if mask.dim() != 4:
+        return None
+    head = mask[:, 0]
+    visible = head > HIDDEN if head.is_floating_point() else head.bool() ^ true_hides
+    return visible.expand(-1, tokens, -1)
+
+
+def query_positions(visible: Tensor, tokens: int) -> Tensor:
+    """Return the index of each query among the keys of `visible`, (batch or 1, tokens, keys): (tokens)."""
+    keys = visible.shape[-1]
+    positions = torch.arange(tokens, device=visible.device)
+    if keys > tokens:  # the queries are the last tokens so far; a cache of fixed length has free places behind them
+        used = visible.any(1).any(0) * torch.arange(keys, device=visible.device)
+        positions = positions + used.amax() - (tokens - 1)
+    return positions
+
+
+def unpadded_tokens(visible: Tensor, tokens: int) -> Tensor:
+    """Return which queries are no padding, (batch or 1, tokens): those that may see themselves."""
+    own = query_positions(visible, tokens).clamp(min=0).view(1, -1, 1)
+    return visible.gather(-1, own.expand(visible.shape[0], -1, -1)).squeeze(-1)

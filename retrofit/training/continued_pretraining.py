@@ -14,19 +14,26 @@ from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from retrofit.errors import CheckpointError, RetrofitWarning, TrainingError
+from retrofit.files.model_folders import is_file_name, require_writable_kind
 from retrofit.inputs import usable_models
 from retrofit.inputs.example_inputs import device_of
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.usable_models import require_in_memory, require_module, require_values, transformer_inside
-from retrofit.passbase.recipe_storage import as_ordinary_model, is_quantized, stored_recipe
+from retrofit.passbase.recipe_storage import as_ordinary_model, stored_recipe
 from retrofit.passbase.replaying import added_parameters, rewritten_part
 from retrofit.passbase.tokenization import text_codec, windows_of
 from retrofit.storage.checkpoint import require_savable, save
-from retrofit.storage.file_names import is_file_name, require_writable_kind
+from retrofit.surgery.dequantization import is_quantized
 from retrofit.training import processes
-from retrofit.training.fingerprints import hash_architecture, hash_trained, hash_weights, hash_windows
-from retrofit.training.losses import WithContrastiveLoss, add_loss, embeds_sentences, same_text
-from retrofit.training.objectives import Collator, Objective, objective_for
+from retrofit.training.objectives import (
+    Collator,
+    Objective,
+    WithContrastiveLoss,
+    add_loss,
+    embeds_sentences,
+    objective_for,
+    same_text,
+)
 from retrofit.training.pace import StepMonitor
 from retrofit.training.recovery import Stages, recover
 from retrofit.training.runs import TrainingRun, draw_run, finish_folder, refuse_to_overwrite, run_folder
@@ -34,7 +41,7 @@ from retrofit.training.settings import Settings
 from retrofit.training.sharding import collect, require_one_dtype_a_group, sharded_copy
 from retrofit.training.teacher import Teacher
 from retrofit.training.teacher_cache import KeptPredictions, KeptTeacher
-from retrofit.training.teaching import facts_of
+from retrofit.training.teaching import facts_of, hash_architecture, hash_trained, hash_weights, hash_windows
 from retrofit.training.trainers import ON_SAMPLE, Numbering, PretrainingTrainer, ShardedTrainer, TrainerSetup, trains_on_cpu
 from retrofit.training.windows import beyond_positions, is_held_out
 

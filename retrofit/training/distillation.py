@@ -37,8 +37,7 @@ from retrofit.errors import RetrofitError
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.program.aten_ops import DROPOUT, POINTWISE, is_float, op, shape
 from retrofit.program.program import Call
-from retrofit.training.losses import list_of, token_logits, without_labels
-from retrofit.training.objectives import IGNORED, Example
+from retrofit.training.objectives import IGNORED, Example, list_of, token_logits, without_labels
 
 CHUNK = 1 << 22  # logits computed with at a time
 NEVER = -1e4  # the logarithm of a probability of nothing

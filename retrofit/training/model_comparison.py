@@ -25,9 +25,18 @@ from retrofit.inputs.probes import can_generate
 from retrofit.passbase.tokenization import Codec, reading, text_codec, windows_of
 from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.surgery.transformers_bookkeeping import is_transformers
-from retrofit.training.curves import COLOURS, DPI, SIZE
-from retrofit.training.losses import add_loss, token_logits, without_labels
-from retrofit.training.objectives import IGNORED, Collator, Example, Objective, for_loss_of, objective_for
+from retrofit.training.objectives import (
+    IGNORED,
+    Collator,
+    Example,
+    Objective,
+    add_loss,
+    for_loss_of,
+    objective_for,
+    token_logits,
+    without_labels,
+)
+from retrofit.training.runs import COLOURS, DPI, SIZE
 from retrofit.training.settings import check_values
 from retrofit.training.windows import ordered_windows, require_windows
 

@@ -18,12 +18,12 @@ from torch import nn
 from retrofit.errors import TrainingError
 from retrofit.files.atomic_writes import whole_file
 from retrofit.inputs.model_state import evaluation_mode
-from retrofit.passbase.recipe_storage import is_quantized
 from retrofit.passbase.replaying import recipe
+from retrofit.surgery.dequantization import is_quantized
 from retrofit.training import processes
 from retrofit.training.checkpoints import read_dial
 from retrofit.training.layerwise import HiddenStates
-from retrofit.training.losses import without_labels
+from retrofit.training.objectives import without_labels
 from retrofit.training.pace import StepMonitor
 from retrofit.training.runs import ALIGNMENT, FINDINGS, last_checkpoint
 from retrofit.training.settings import Settings, flag

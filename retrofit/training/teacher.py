@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.emitted.dense_graph import as_dense_graph_of, dense_graph
+from retrofit.emitted.graph_module import as_dense_graph_of, dense_graph
 from retrofit.errors import TrainingError
 from retrofit.inputs.example_inputs import named_inputs, vocabulary_of
 from retrofit.inputs.model_memory import offloaded_module
@@ -40,7 +40,9 @@ from retrofit.training.distillation import (
     targets_of,
 )
 from retrofit.training.layerwise import DenseSites
-from retrofit.training.losses import (
+from retrofit.training.objectives import (
+    IGNORED,
+    Example,
     WithContrastiveLoss,
     add_loss,
     embedding_distance,
@@ -49,7 +51,6 @@ from retrofit.training.losses import (
     token_logits,
     without_labels,
 )
-from retrofit.training.objectives import IGNORED, Example
 
 if TYPE_CHECKING:
     from retrofit.training.teacher_cache import KeptTeacher

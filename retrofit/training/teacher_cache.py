@@ -33,7 +33,7 @@ from retrofit.files.atomic_writes import whole_file
 from retrofit.files.safetensors_header import Extent, extents_in
 from retrofit.training.distillation import LargestPredictions, LogitHead, Predictions, total_divergence
 from retrofit.training.layerwise import DenseSites
-from retrofit.training.losses import token_logits
+from retrofit.training.objectives import token_logits
 from retrofit.training.windows import WINDOW
 
 RECORD = "teacher.json"

@@ -32,8 +32,7 @@ from retrofit.training.checkpoints import (
     write_dial,
 )
 from retrofit.training.layerwise import DenseSites, HiddenStates
-from retrofit.training.losses import without_labels
-from retrofit.training.objectives import Collator, Example
+from retrofit.training.objectives import Collator, Example, without_labels
 from retrofit.training.pace import Pace, StepMonitor
 from retrofit.training.settings import Settings
 from retrofit.training.sharding import fill_from_parts, read_parts, write_parts

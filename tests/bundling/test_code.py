@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from retrofit.bundling.closure import Closure
-from retrofit.bundling.source_files import Definition
-from retrofit.bundling.source_text import SourceText
+from retrofit.bundling.closure import Closure, Definition
+from retrofit.bundling.modelling_file import SourceText
 from retrofit.errors import CheckpointError
 
 OURS = frozenset(("retrofit",))
@@ -68,11 +67,11 @@ def test_the_code_computes_what_the_module_does() -> None:
 
 def test_two_things_of_one_name_get_names_of_their_own() -> None:
     source = collected(
-        "retrofit.surgery.fused_attention:visible_keys", "retrofit.passes.merge_cross_attention.joint_attention:JointAttention"
+        "retrofit.surgery.wrappers:visible_keys", "retrofit.passes.merge_cross_attention.joint_attention:JointAttention"
     )
     found = run(source)
     hidden = {name: found[name] for name in source.names.values() if name.startswith("HIDDEN")}
-    modules = ("retrofit.surgery.fused_attention", "retrofit.passes.merge_cross_attention.joint_attention")
+    modules = ("retrofit.surgery.wrappers", "retrofit.passes.merge_cross_attention.joint_attention")
     assert len(hidden) == 2 and sorted(hidden.values()) == sorted(importlib.import_module(name).HIDDEN for name in modules)
     assert "HIDDEN" in found["visible_keys"].__code__.co_names or "HIDDEN" in found["Part"].seen_as_first_of.__code__.co_names
     mask = torch.zeros(1, 1, 2, 2).masked_fill(torch.ones(2, 2).triu(1).bool(), -1e9)

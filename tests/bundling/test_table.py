@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from retrofit.bundling import placing
 from retrofit.bundling.placing import Placing
-from retrofit.bundling.structure import DenseState, Structure
-from retrofit.bundling.table_text import TableText, WrittenGraph
+from retrofit.bundling.table import DenseState, Structure, TableText, WrittenGraph
 from retrofit.errors import CheckpointError
 
 DTYPE = torch.float32

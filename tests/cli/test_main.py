@@ -28,8 +28,7 @@ from retrofit.cli import build_parser, main
 from retrofit.cli.failures import report
 from retrofit.cli.outputs import check_output, default_output, name_in_errors
 from retrofit.cli.pass_options import named_passes
-from retrofit.cli.progress import Progress
-from retrofit.cli.terminal import print_table, printable
+from retrofit.cli.terminal import Progress, print_table, printable
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError
 from retrofit.passbase.protocol import Plan, parse_recipe
 from retrofit.passbase.report_text import listed, plan_rows
@@ -50,7 +49,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):
         def run(arguments: object) -> int:
             raise error
 
-        monkeypatch.setattr("retrofit.cli.passes.run", run)
+        monkeypatch.setattr("retrofit.cli.inspect.run", run)
 
     return fail_with
 
@@ -220,7 +219,7 @@ def test_a_signal_whose_exception_is_lost_interrupts(
         work(number)
         return 0
 
-    monkeypatch.setattr("retrofit.cli.passes.run", run)
+    monkeypatch.setattr("retrofit.cli.inspect.run", run)
     before = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
     try:
         assert main(["passes"]) == 128 + number
@@ -235,14 +234,15 @@ def test_a_signal_unwinds_the_work(name: str, tmp_path: Path) -> None:
     code = f"""
         import pathlib, signal, sys, time
         signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be inherited as ignored
-        from retrofit.cli import main, passes
+        from retrofit.cli import main
+        from retrofit.cli import inspect
         def run(arguments):
             try:
                 print("working", flush=True)
                 time.sleep(60)
             finally:
                 pathlib.Path({str(tmp_path / "unwound")!r}).touch()
-        passes.run = run
+        inspect.run = run
         sys.exit(main(["passes"]))
     """
     with subprocess.Popen(
@@ -259,12 +259,13 @@ def test_a_signal_unwinds_the_work(name: str, tmp_path: Path) -> None:
 def test_a_reader_that_leaves_is_no_error() -> None:
     code = """
         import sys
-        from retrofit.cli import main, passes
+        from retrofit.cli import main
+        from retrofit.cli import inspect
         def run(arguments):
             for number in range(200_000):
                 print(number)
             return 0
-        passes.run = run
+        inspect.run = run
         sys.exit(main(["passes"]))
     """
     with subprocess.Popen(
@@ -278,7 +279,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 
 def test_a_terminal_without_arrows_still_gets_its_table() -> None:
-    code = "from retrofit.cli import main, passes; passes.run = lambda arguments: print('a → b') or 0; main(['passes'])"
+    code = "from retrofit.cli import main, passes; inspect.run = lambda arguments: print('a → b') or 0; main(['passes'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.stdout.split() == [b"a", b"?", b"b"]
 

@@ -17,8 +17,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError
-from retrofit.native.architectures import Architecture, Shapes, Wanted, architectures_like, extra_parameter, sized
-from retrofit.native.mixtures import Layout, combinations, equal_layout, layouts_for
+from retrofit.native.architectures import (
+    Architecture,
+    Layout,
+    Shapes,
+    Wanted,
+    architectures_like,
+    combinations,
+    equal_layout,
+    extra_parameter,
+    layouts_for,
+    sized,
+)
 from retrofit.native.native_form import Match, native_form
 
 IDS = torch.arange(3, 20)[None]

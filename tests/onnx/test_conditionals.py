@@ -18,8 +18,7 @@ from retrofit.errors import CaptureError, CheckpointError
 from retrofit.inputs.probes import resized
 from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
-from retrofit.onnx.importer.conditionals import SizeConditional
-from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer.from_onnx import SizeConditional, from_onnx
 from retrofit.passes import SparseFFN
 from retrofit.program.capture import capture
 from retrofit.provenance import provenance_of

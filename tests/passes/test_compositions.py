@@ -25,7 +25,7 @@ from retrofit.passbase.protocol import as_pass, pass_names
 from retrofit.passbase.replaying import rewrites
 from retrofit.passes.memory.external_memory import ExternalMemory
 from retrofit.program.capture import capture
-from retrofit.surgery.keyword_injection import InjectingForward
+from retrofit.surgery.wrappers import InjectingForward
 
 SPECS = {
     "altup": "altup(k=2)",

@@ -45,7 +45,7 @@ from retrofit.planning.variants import (
     rewritten_copy,
     short_spec,
 )
-from retrofit.training.fingerprints import hash_settings, hash_weights
+from retrofit.training.teaching import hash_settings, hash_weights
 
 QKV, FFN, HEAD = "sparse-qkv(variant=mult, output=keep)", "sparse-ffn(sparsity=8, active=4)", "sparse-loss(modules=4)"
 LENGTH = 24

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.inputs.model_memory import without_weights
-from retrofit.program import tracing_contexts
+from retrofit.program import tracing
 from retrofit.program.aten_ops import op, shape
-from retrofit.program.capture import capture
+from retrofit.program.capture import capture, failed_trials
 from retrofit.program.dataflow import Dataflow
-from retrofit.program.tracing_contexts import MAX_OPERATIONS, expression_length
-from retrofit.program.trial_calls import failed_trials
+from retrofit.program.tracing import MAX_OPERATIONS, expression_length
 
 
 class Inner(nn.Module):
@@ -353,7 +352,7 @@ def test_sizes_of_images_are_dynamic(multiples: tuple[int, ...]) -> None:
 
 def test_sizes_of_images_with_long_expressions_are_static_and_the_batch_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
-    monkeypatch.setattr(tracing_contexts, "expression_length", lambda size: lengths.append(expression_length(size)) or lengths[-1])
+    monkeypatch.setattr(tracing, "expression_length", lambda size: lengths.append(expression_length(size)) or lengths[-1])
     model = ImageModel(3, 5, 7, 11)
     graph = graph_module(model, {"pixel_values": images(2, 7, 13)})
     assert max(lengths) > MAX_OPERATIONS, "the expressions did get long"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.cli import main
-from retrofit.emitted.dense_graph import dense_graph
+from retrofit.emitted.graph_module import dense_graph
 from retrofit.errors import CheckpointError, RetrofitWarning
 from retrofit.training.teacher import Teacher
 

@@ -16,7 +16,7 @@ import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError
 from retrofit.provenance import provenance_of
-from retrofit.training.losses import WithContrastiveLoss
+from retrofit.training.objectives import WithContrastiveLoss
 
 sentence_transformers = pytest.importorskip("sentence_transformers")
 

@@ -26,7 +26,7 @@ from retrofit.files import resumable_directory
 from retrofit.files.safetensors_header import extents_in
 from retrofit.rewriting import apply_reported
 from retrofit.storage.companions import save_with_companions
-from retrofit.streaming import result_files, streamed_apply, streamed_verification
+from retrofit.streaming import streamed_apply, tensor_files
 from retrofit.streaming.streamed_apply import apply_streamed
 from retrofit.streaming.tensor_files import CACHE_LINE
 
@@ -51,8 +51,8 @@ def casting_router() -> Any:
 @pytest.fixture(autouse=True)
 def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of a tiny model counts as a large one."""
-    monkeypatch.setattr(result_files, "SMALL", 1)
-    monkeypatch.setattr(result_files, "STEP", 4_000)
+    monkeypatch.setattr(tensor_files, "SMALL", 1)
+    monkeypatch.setattr(tensor_files, "STEP", 4_000)
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +213,7 @@ def test_a_wrong_byte_in_a_result_is_found(models: Path, tmp_path: Path, monkeyp
         spoil(place)
         return verify(folder, place, *others)
 
-    verify = streamed_verification.verify_streamed
+    verify = streamed_apply.verify_streamed
     monkeypatch.setattr(streamed_apply, "verify_streamed", spoiled)
     with pytest.raises(retrofit.RetrofitError, match=r"failed: .*parameters"):
         apply_streamed(models / "llama", tmp_path / "out", "memory")
@@ -224,9 +224,10 @@ def test_a_wrong_byte_in_a_result_is_found(models: Path, tmp_path: Path, monkeyp
 
 KILLED = """
 import os, signal, sys
-from retrofit.streaming import result_files, streamed_apply
-result_files.SMALL, result_files.STEP = 1, 4000
-record, records = result_files.ResultFiles.record, []
+from retrofit.streaming import streamed_apply
+from retrofit.streaming import tensor_files
+tensor_files.SMALL, tensor_files.STEP = 1, 4000
+record, records = tensor_files.ResultFiles.record, []
 
 def recording(self):
     record(self)
@@ -234,7 +235,7 @@ def recording(self):
     if len(records) == int(sys.argv[3]):
         os.kill(os.getpid(), signal.SIGKILL)
 
-result_files.ResultFiles.record = recording
+tensor_files.ResultFiles.record = recording
 streamed_apply.apply_streamed(sys.argv[1], sys.argv[2], "altup(k=2)", verify=False, shard_size=12_000)
 """
 
@@ -250,8 +251,8 @@ def test_what_was_killed_goes_on_where_it_was(records: int, models: Path, tmp_pa
     done = {*resumable_directory.read_steps(left / "steps")}
     assert done
     written = []
-    monkeypatch.setattr(result_files, "copy_bytes", remembering(written, result_files.copy_bytes, 0))
-    monkeypatch.setattr(result_files, "write_at", remembering(written, result_files.write_at, 1))
+    monkeypatch.setattr(tensor_files, "copy_bytes", remembering(written, tensor_files.copy_bytes, 0))
+    monkeypatch.setattr(tensor_files, "write_at", remembering(written, tensor_files.write_at, 1))
     apply_streamed(source, output, "altup(k=2)", verify=False, shard_size=SHARD)
     in_memory(source, tmp_path / "whole", "altup(k=2)")
     assert differences(tmp_path / "whole", output) == []

@@ -19,7 +19,7 @@ from retrofit.inputs.model_memory import set_aside
 from retrofit.passes.sparse_ffn import output_fit as sparse_ffn_fit
 from retrofit.rewriting import apply_reported
 from retrofit.storage.companions import save_with_companions
-from retrofit.streaming import result_files, streamed_apply, tensor_files
+from retrofit.streaming import streamed_apply, tensor_files
 from retrofit.streaming.streamed_apply import apply_streamed
 from retrofit.streaming.tensor_files import RecordingsOnDisk, TensorFiles
 
@@ -31,7 +31,7 @@ DATA = torch.randint(1, tiny_models.VOCABULARY, (24, 32), generator=torch.Genera
 @pytest.fixture(autouse=True)
 def tiny_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of a tiny model counts as a large one, and a file of recordings is soon full."""
-    monkeypatch.setattr(result_files, "SMALL", 1)
+    monkeypatch.setattr(tensor_files, "SMALL", 1)
     monkeypatch.setattr(tensor_files, "SMALL", 1)
     monkeypatch.setattr(tensor_files, "FILE", 50_000)
 
@@ -132,7 +132,7 @@ def test_a_fit_that_was_stopped_half_way_is_made_again(models: Path, tmp_path: P
 
     with monkeypatch.context() as patched:
         patched.setattr(sparse_qkv, "fit_results", stop)
-        patched.setattr(result_files, "STEP", 1)
+        patched.setattr(tensor_files, "STEP", 1)
         with pytest.raises(KeyboardInterrupt):
             apply_streamed(models / "llama", tmp_path / "out", "sparse-qkv", calibration=DATA, verify=False)
     apply_streamed(models / "llama", tmp_path / "out", "sparse-qkv", calibration=DATA, verify=False)

@@ -25,8 +25,8 @@ from retrofit.errors import DoesNotFitError
 from retrofit.inputs.usable_models import is_adapted
 from retrofit.passes.shared_moe.mixture_of_experts import Router
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
-from retrofit.surgery.keyword_injection import ForwardReplacement, InjectingForward, own_forward
 from retrofit.surgery.transformers_bookkeeping import transformers_parts
+from retrofit.surgery.wrappers import ForwardReplacement, InjectingForward, own_forward
 
 IDS = torch.arange(3, 19)[None]
 REPLACED = [

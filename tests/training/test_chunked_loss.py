@@ -23,8 +23,7 @@ from retrofit.training import distillation
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.distillation import LargestPredictions
 from retrofit.training.layerwise import DenseSites
-from retrofit.training.losses import add_loss
-from retrofit.training.objectives import Collator, Example, objective_for
+from retrofit.training.objectives import Collator, Example, add_loss, objective_for
 from retrofit.training.teacher import ChunkedLoss, Teacher
 from retrofit.training.teaching import teach
 from retrofit.training.windows import ordered_windows

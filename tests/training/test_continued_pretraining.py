@@ -407,7 +407,7 @@ def test_the_command_goes_on_after_an_interruption(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("retrofit.cli.progress.Progress.__call__", press_ctrl_c)
+        patched.setattr("retrofit.cli.terminal.Progress.__call__", press_ctrl_c)
         assert command(on_disk) == 130
     err = capsys.readouterr().err
     assert "checkpoint-4" in err and "--resume" in err

@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from retrofit.errors import CheckpointError
-from retrofit.training.curves import COLOURS, Points, draw_curves
+from retrofit.training.runs import COLOURS, Points, draw_curves
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,7 +21,7 @@ from retrofit.passbase.replaying import corresponding_sites
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.distillation import divergence_from_teacher
 from retrofit.training.layerwise import DenseSites
-from retrofit.training.losses import embedding_distance
+from retrofit.training.objectives import embedding_distance
 from retrofit.training.teaching import teach
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ import retrofit
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import TrainingError
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
-from retrofit.training.losses import add_loss
+from retrofit.training.objectives import add_loss
 
 SMALL = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2}
 IDS = torch.randint(3, 61, (3, 9), generator=torch.Generator().manual_seed(0))

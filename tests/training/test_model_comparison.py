@@ -19,8 +19,8 @@ import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
 from retrofit.passbase.tokenization import codec_for, windows_of
-from retrofit.training.curves import COLOURS
 from retrofit.training.model_comparison import Figures, compare_models, draw_comparison, generated
+from retrofit.training.runs import COLOURS
 
 torch.set_num_threads(1)
 

@@ -31,10 +31,10 @@ from transformers import (
 
 from retrofit.errors import TrainingError
 from retrofit.passbase.tokenization import byte_codec, codec_for
-from retrofit.training.losses import add_loss
 from retrofit.training.objectives import (
     IGNORED,
     Collator,
+    add_loss,
     corrupt_spans,
     mask_tokens,
     objective_for,

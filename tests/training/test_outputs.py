@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from retrofit.errors import TrainingError
-from retrofit.training.losses import token_logits
+from retrofit.training.objectives import token_logits
 
 VALUE, LOGITS = torch.zeros(2, 5, 1), torch.zeros(2, 5, 11)
 

@@ -385,7 +385,7 @@ def test_an_interruption_while_sites_are_aligned_says_how_to_go_on(
     given = ["train", str(tmp_path / "model.pt"), "--teacher", str(tmp_path / "dense.pt"), "--data", str(tmp_path / "text.txt")]
     short = ["--steps", "2", "--align", "4", "--anneal", "0", "--batch-size", "2", "--length", "32", "--device", "cpu"]
     with monkeypatch.context() as patched:
-        patched.setattr("retrofit.cli.progress.Progress.__call__", press_ctrl_c)
+        patched.setattr("retrofit.cli.terminal.Progress.__call__", press_ctrl_c)
         assert main([*given, *short]) == 130
     assert f"align{os.sep}checkpoint-3 is whole, the same command with --resume" in capsys.readouterr().err
     assert main([*given, *short, "--resume"]) == 0

@@ -40,7 +40,7 @@ from retrofit.onnx.exporter.cache_states import (
     states_of,
     token_strides,
 )
-from retrofit.program.tracing_contexts import disable_cache
+from retrofit.program.tracing import disable_cache
 
 Sizes: TypeAlias = Mapping[str, int]
 Tensors: TypeAlias = dict[str, Tensor]

@@ -28,8 +28,7 @@ from retrofit.errors import CaptureError, first_line
 from retrofit.inputs.packed_weights import refuse_packed_layers
 from retrofit.numerics.distances import distance, tolerance_of
 from retrofit.onnx.exporter.export_parts import LENGTH, PAST, PER, TOTAL, ExportPart, Sizes
-from retrofit.program.conditional import both_kept
-from retrofit.program.tracing_contexts import disable_stack_traces, silence_tracer
+from retrofit.program.tracing import both_kept, disable_stack_traces, silence_tracer
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -7,30 +7,21 @@ number of nodes in the file; weights that are equal bit for bit are tied.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.emitted.graph_parts import Graph
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError, first_line
 from retrofit.files.model_folders import as_path
 from retrofit.inputs.example_inputs import LENGTH
-from retrofit.onnx.importer.conditionals import SizeConditional, select_general_branches
-from retrofit.onnx.importer.file_inputs import (
-    PRESENT_PREFIX,
-    file_examples,
-    is_state_input,
-    only_selects_a_branch,
-    refuse_odd_inputs,
-    refuse_same_names,
-    state_key,
-)
+from retrofit.numerics.distances import distance
 from retrofit.onnx.importer.model_file import (
     attribute_values,
     load_model,
@@ -60,22 +51,114 @@ from retrofit.onnx.importer.operators.table import (
 )
 from retrofit.onnx.importer.weights import (
     DEQUANTIZE,
+    PRESENT_PREFIX,
     QUANTIZED_OPERATORS,
     Weights,
     argument_name,
     dequantize,
     dequantize_blocks,
     dequantize_table,
+    file_examples,
     identifier,
     is_block_product,
     is_quantized_table,
+    is_state_input,
     only_numbers,
+    only_selects_a_branch,
+    refuse_odd_inputs,
+    refuse_same_names,
+    state_key,
 )
 from retrofit.passbase import recipe_storage
+from retrofit.program.program import Graph
+from retrofit.program.tracing import is_exporting
 from retrofit.provenance import record_provenance
 
 if TYPE_CHECKING:
     import onnx_ir
+
+
+TOLERANCE = 1e-4  # how far two branches may differ, relative to the largest number
+THEN, OTHERWISE = "then", "otherwise"
+
+
+class SizeConditional(nn.Module):
+    """`then` where the condition holds, else `otherwise`; `general` names the branch valid at all sizes, "" where none is."""
+
+    def __init__(self, node: str, then: nn.Module, otherwise: nn.Module) -> None:
+        super().__init__()
+        self.node, self.then, self.otherwise = node, then, otherwise
+        self.general = ""
+        self.trials: list[BranchTrial] | None = None
+
+    def forward(self, condition: Any, *operands: Any) -> Any:
+        (condition,) = condition if isinstance(condition, tuple) else (condition,)
+        if self.trials is not None:
+            self.trials.append(BranchTrial.of(self, operands))
+        if is_exporting() and self.general:
+            return getattr(self, self.general)(*operands)
+        if isinstance(condition, torch.SymBool):
+            raise CaptureError(
+                f"the node {self.node} selects by sizes between two branches that compute different things",
+                why="a graph that is rewritten takes one branch for every size",
+                remedy="export the model with these sizes fixed",
+            )
+        return (self.then if condition else self.otherwise)(*operands)
+
+    def select_general(self) -> None:
+        """`general` is the branch that every trial ran, if the branches agreed in every trial that ran both."""
+        trials, self.trials = self.trials or [], None
+        left = [way for way in (OTHERWISE, THEN) if all(way in trial.ran for trial in trials)]
+        compared = [trial.agreed for trial in trials if len(trial.ran) == 2]
+        self.general = left[0] if left and compared and all(compared) else ""
+
+
+class BranchTrial:
+    """Which branches of a conditional ran on some operands, and whether those that did compute the same."""
+
+    def __init__(self, ran: frozenset[str], agreed: bool) -> None:
+        self.ran, self.agreed = ran, agreed
+
+    @staticmethod
+    def of(conditional: SizeConditional, operands: Sequence[Any]) -> BranchTrial:
+        results: dict[str, Any] = {}
+        for way in (THEN, OTHERWISE):
+            with contextlib.suppress(Exception):  # a branch need not run at the other's sizes
+                results[way] = getattr(conditional, way)(*operands)
+        agreed = len(results) == 2 and all(agree(a, b) for a, b in zip(results[THEN], results[OTHERWISE], strict=True))
+        return BranchTrial(frozenset(results), agreed)
+
+
+def agree(a: Any, b: Any) -> bool:
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return bool(a == b)
+    return a.shape == b.shape and a.dtype == b.dtype and (a.numel() == 0 or distance(a, b) <= TOLERANCE)
+
+
+def select_general_branches(module: fx.GraphModule, examples: Iterable[Mapping[str, Tensor]]) -> None:
+    """Every conditional in the module has its `general` branch selected by running both on the examples."""
+    conditionals = [part for part in module.modules() if isinstance(part, SizeConditional)]
+    if not conditionals:
+        return
+    with record_trials(conditionals), torch.no_grad():
+        for example in examples:
+            with contextlib.suppress(RuntimeError, IndexError):  # a model need not run at every size
+                module(**example)
+
+
+@contextlib.contextmanager
+def record_trials(conditionals: Sequence[SizeConditional]) -> Iterator[None]:
+    """Within this context the conditionals record what their branches compute; after it they select the general one."""
+    for conditional in conditionals:
+        conditional.trials = []
+    try:
+        yield
+    finally:
+        for conditional in conditionals:
+            conditional.select_general()
+
+
+# ── The file as a graph module ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 SIZE_OPERATORS = frozenset(("Shape", "Size", "Constant"))

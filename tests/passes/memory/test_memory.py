@@ -26,7 +26,7 @@ from retrofit.passes import Memory
 from retrofit.passes.memory.external_memory import ExternalMemory
 from retrofit.passes.memory.memory_layer import MemoryLayer
 from retrofit.rewriting import apply_reported
-from retrofit.surgery.keyword_injection import InjectingForward
+from retrofit.surgery.wrappers import InjectingForward
 
 # The code of some of these forwards the ids to its layers; in the others they are injected in each call.
 FORWARDED, INJECTED = (

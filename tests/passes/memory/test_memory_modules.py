@@ -19,8 +19,7 @@ from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import Memory
 from retrofit.passes.memory.external_memory import ExternalMemory, LshMemory, SoftmaxMemory, TokenIdMemory
 from retrofit.passes.memory.memory_layer import MemoryLayer
-from retrofit.surgery.keyword_injection import InjectingCopy, InjectingForward, call_with_keywords
-from retrofit.surgery.wrappers import Wrapper
+from retrofit.surgery.wrappers import InjectingCopy, InjectingForward, Wrapper, call_with_keywords
 
 KINDS: dict[str, tuple[type[ExternalMemory], dict[str, Any]]] = {
     "token-id": (TokenIdMemory, {}),

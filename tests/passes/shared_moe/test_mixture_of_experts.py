@@ -25,7 +25,7 @@ from retrofit.passbase.method_reference import SiteCall
 from retrofit.passes.shared_moe.mixture_of_experts import MixtureOfExperts, balance_loss, grouped_product
 from retrofit.passes.shared_moe.reference import moe_block
 from retrofit.passes.shared_moe.shared_moe import SharedMoE
-from retrofit.program.conditional import both_kept
+from retrofit.program.tracing import both_kept
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 
 

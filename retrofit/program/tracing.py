@@ -11,22 +11,29 @@ takes hours over them; there the height and width are static.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import inspect
 import io
 import logging
+import sys
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from retrofit.process import PROCESS
+from retrofit.program.aten_ops import LIKE
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export", "torch._export")  # logs
 
@@ -256,3 +263,219 @@ class ExpressionLimit(TorchFunctionMode):
 def expression_length(size: int | torch.SymInt) -> int:
     """Return how many operations the expression of a size has."""
     return int(size.node.expr.count_ops()) if isinstance(size, torch.SymInt) else 0
+
+
+# ── Values that a trace replays ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+QUERIES = ("__bool__", "__int__", "__float__", "__index__", "__format__", "item", "tolist", "nonzero")
+TORCH = str(Path(torch.__file__).parent)
+TENSOR_TOLIST = Tensor.tolist  # the original, also while queries are intercepted
+UNKNOWN = object()  # recorded of a value that is not to be replayed
+
+Line: TypeAlias = tuple[str, int]  # file and number
+Recording: TypeAlias = dict[tuple[Line, str], deque[Any]]  # results by line and query, in the order of the calls
+Query: TypeAlias = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def record_tensor_values() -> Iterator[Recording]:
+    """Within this context the result of every query of a tensor's values is recorded."""
+    with recording_queries(lambda tensor: False) as recording:
+        yield recording
+
+
+@contextlib.contextmanager
+def record_constant_values(inputs: Any) -> Iterator[Recording]:
+    """Record values, with `UNKNOWN` for those computed from the inputs or drawn at random, and for all read after such."""
+    influence = Influence(inputs)
+    with recording_queries(influence.is_read) as recording, influence:
+        yield recording
+
+
+@contextlib.contextmanager
+def recording_queries(is_unknown: Callable[[Tensor], bool]) -> Iterator[Recording]:
+    recording: Recording = {}
+
+    def record(name: str, original: Query, tensor: Tensor, *more: Any, **how: Any) -> Any:
+        result = original(tensor, *more, **how)
+        known = UNKNOWN if is_unknown(tensor) else without_tensors(result)
+        recording.setdefault((calling_line(), name), deque()).append(known)
+        return result
+
+    with intercept_queries(record):
+        yield recording
+
+
+class Influence(TorchDispatchMode):
+    """Within this context it is known in which memory lies what is computed from the values of the sources, or drawn at random."""
+
+    def __init__(self, sources: Any) -> None:
+        super().__init__()
+        self.was_read = False
+        self.kept: dict[int, Tensor] = {}  # by memory, which is kept: another tensor may not come to lie there
+        self.spread(tree_leaves(sources))
+
+    def spread(self, values: Iterable[Any]) -> None:
+        self.kept |= {memory_of(value): value for value in values if isinstance(value, Tensor)}
+
+    def reaches(self, tensor: Tensor) -> bool:
+        return memory_of(tensor) in self.kept
+
+    def is_read(self, tensor: Tensor) -> bool:
+        """Return whether Python code, which reads this tensor, has read such values: its later results may depend on them."""
+        self.was_read |= self.reaches(tensor)
+        return self.was_read
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        reached = any(map(self.reaches, given)) and func.overloadpacket.__name__ not in LIKE
+        result = func(*args, **kwargs)
+        if reached or torch.Tag.nondeterministic_seeded in func.tags:
+            self.spread(tree_leaves(result))
+            if func._schema.is_mutable:
+                self.spread(given)
+        return result
+
+
+def memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def replay_tensor_values(recording: Recording) -> Iterator[None]:
+    """Within this context queries of fake tensors return what was recorded."""
+    left = {call: results.copy() for call, results in recording.items()}
+
+    def replay(name: str, original: Query, tensor: Tensor, *more: Any, **how: Any) -> Any:
+        results = left.get((calling_line(), name))
+        if is_fake(tensor) and results:
+            result = results.popleft()
+            return original(tensor, *more, **how) if result is UNKNOWN else as_returned(result, name, tensor)
+        if results:  # a tensor outside the trace: its recorded result is skipped
+            results.popleft()
+        return original(tensor, *more, **how)
+
+    with intercept_queries(replay):
+        yield
+
+
+def calling_line() -> Line:
+    """Return the line of code that queries a tensor: the innermost one outside this file and torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(TORCH)):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def without_tensors(result: Any) -> Any:
+    """Return the result with its tensors as lists."""
+    if isinstance(result, Tensor):
+        return TENSOR_TOLIST(result)
+    return tuple(map(without_tensors, result)) if isinstance(result, tuple) else result
+
+
+def as_returned(result: Any, name: str, tensor: Tensor) -> Any:
+    """Return a recorded result in the form that the query returns: indices are tensors."""
+    if name != "nonzero":
+        return result
+    if isinstance(result, tuple):
+        return tuple(torch.tensor(index, dtype=torch.int64, device=tensor.device) for index in result)
+    return torch.tensor(result, dtype=torch.int64, device=tensor.device).reshape(-1, tensor.dim())
+
+
+@contextlib.contextmanager
+def intercept_queries(handle: Callable[..., Any]) -> Iterator[None]:
+    """Within this context `handle(name, original, tensor, …)` runs instead of every query of a tensor's values."""
+    replaced = {name: vars(Tensor)[name] for name in QUERIES if name in vars(Tensor)}
+    nonzero, where = torch.nonzero, torch.where
+
+    def intercepted(name: str, original: Query) -> Query:
+        return lambda tensor, *more, **how: handle(name, original, tensor, *more, **how)
+
+    def intercepted_where(condition: Tensor, *branches: Any, **named: Any) -> Any:
+        if branches or named:
+            return where(condition, *branches, **named)
+        return handle("nonzero", nonzero, condition, as_tuple=True)
+
+    try:
+        for name in QUERIES:
+            setattr(Tensor, name, intercepted(name, getattr(Tensor, name)))
+        torch.nonzero, torch.where = intercepted("nonzero", nonzero), intercepted_where  # type: ignore[assignment]
+        yield
+    finally:
+        torch.nonzero, torch.where = nonzero, where
+        for name in QUERIES:
+            if name in replaced:
+                setattr(Tensor, name, replaced[name])
+            else:
+                delattr(Tensor, name)
+
+
+# ── One of two ways ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_exporting() -> bool:
+    """Whether an exporter records this call: while torch 2.11 compiles it says so too, and its own flag says what is true."""
+    return torch.compiler.is_exporting() and bool(getattr(torch.compiler, "_is_exporting_flag", True))
+
+
+Originals = Sequence[tuple[Any, str, Any]]  # owner, attribute, value
+
+KEPT: contextvars.ContextVar[Originals | None] = contextvars.ContextVar("kept", default=None)
+
+
+def cond(
+    condition: bool | torch.SymBool,
+    yes: Callable[..., Tensor],
+    no: Callable[..., Tensor],
+    *operands: Tensor,
+    size: Sequence[int | torch.SymInt],
+) -> Tensor:
+    """`yes(*operands)` where the condition holds, else `no(*operands)`, which must be right for every size of operands.
+
+    Both return a tensor of that `size`. Where a program is exported its sizes may be any: it gets `no` alone, or, within
+    `both_kept`, both and the condition.
+    """
+    if torch.compiler.is_dynamo_compiling() or not is_exporting():
+        return yes(*operands) if condition else no(*operands)
+    originals = KEPT.get()
+    if originals is None or condition is False:
+        return no(*operands)
+    with as_it_was(originals):
+        flat = torch.cond(condition, flattened(yes), flattened(no), operands)  # type: ignore[arg-type]
+    return flat.view(size)  # type: ignore[no-any-return]
+
+
+def holds_one_way() -> bool:
+    """Whether a program is exported that holds one way for every size: code that chose by its sizes would bind them."""
+    return is_exporting() and KEPT.get() is None
+
+
+def flattened(branch: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The branch, which returns its numbers in a row: the tracer cannot compare strides that several dynamic sizes make."""
+    return lambda *operands: branch(*operands).flatten()
+
+
+@contextlib.contextmanager
+def both_kept(originals: Originals = ()) -> Iterator[None]:
+    """Within this context exported programs keep both ways; each is traced with these attributes as they originally were."""
+    token = KEPT.set(tuple(originals))
+    try:
+        yield
+    finally:
+        KEPT.reset(token)
+
+
+@contextlib.contextmanager
+def as_it_was(originals: Originals) -> Iterator[None]:
+    """Within this context the attributes have their original values: the tracer of a branch handles torch's own only."""
+    now = [(owner, name, getattr(owner, name)) for owner, name, _ in originals]
+    try:
+        for owner, name, value in originals:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value in now:
+            setattr(owner, name, value)
