@@ -83,9 +83,15 @@ def build_parser() -> Parser:
     parser.set_defaults(debug=False, several=False)
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     adders = (
-        *(apply.add_parser, apply.add_parser, inspect.add_parser, plan.add_parser, verify.add_parser, verify.add_diff_parser),
-        *(compare.add_parser, export.add_convert_parser, export.add_parser, export.add_bundle_parser, train.add_teach_parser),
-        *(train.add_parser, apply.add_parser, compare.add_parser, inspect.add_parser),
+        *(apply.add_parser, apply.add_undo_parser, inspect.add_parser, plan.add_parser, verify.add_parser, verify.add_diff_parser),
+        *(
+            compare.add_generate_parser,
+            export.add_convert_parser,
+            export.add_parser,
+            export.add_bundle_parser,
+            train.add_teach_parser,
+        ),
+        *(train.add_parser, apply.add_merge_parser, compare.add_parser, inspect.add_passes_parser),
     )
     for add_parser in adders:
         add_parser(subparsers)

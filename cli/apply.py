@@ -1,4 +1,4 @@
-"""`retrofit apply`: a model on disk, rewritten by one pass or several, saved next to it."""
+"""`retrofit apply`: a model on disk, rewritten by one pass or several, saved next to it; `retrofit undo`, `retrofit merge`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from retrofit.anatomy.anatomy import format_change
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output, write_model
-from retrofit.cli.parser import STREAMS, Subparsers, add_checks_argument, add_model_arguments, require_path, seed
+from retrofit.cli.parser import MODEL, STREAMS, Subparsers, add_checks_argument, add_model_arguments, require_path, seed
 from retrofit.cli.pass_options import add_pass_arguments, named_passes
 from retrofit.cli.terminal import print_table, working
 from retrofit.errors import RetrofitWarning
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from retrofit.passbase.protocol import Recipe
     from retrofit.planning.quality import Verdict
     from retrofit.rewriting import Applied
+
 
 TOKENS = 16_384  # that passes are fitted on: benchmarks/sparse_ffn_real.py --tokens shows what more or fewer are worth
 
@@ -249,3 +250,120 @@ def advice(model: Path, output: Path, applied: Applied, verdict: Verdict | None)
     checks = applied.report.checks if applied.report is not None else ()
     found = next((f"{one.measured}, on random inputs; " for one in checks if one.name == "function" and one.measured), "")
     return [("cost", f"{found}no text was given to measure a loss on"), ("next", compare)]
+
+
+# ── Undo ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+UNDO_EXAMPLES = """\
+  retrofit undo model.altup/                    writes model.altup.dense/, where that is the same function
+  retrofit undo model.altup.pt -o dense.pt
+"""
+
+
+def add_undo_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "undo",
+        help="take the passes off a model, where the dense model computes the same",
+        description="Write the dense model that computes what a retrofitted model does; refused where none does.",
+        epilog=UNDO_EXAMPLES,
+    )
+    add_model_arguments(parser)
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="where the result goes (default: next to MODEL)")
+    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.set_defaults(run=run_undo)
+
+
+def run_undo(arguments: argparse.Namespace) -> int:
+    """Write the dense model, and print a report of it."""
+    source = require_path(arguments.model)
+    output = check_model_output(arguments.output or default_output(source, ["dense"]), arguments.force)
+
+    from retrofit.passbase.replaying import recipe, rewritten_part
+    from retrofit.storage.checkpoint import load
+    from retrofit.undoing.undo import undo
+
+    with working(arguments.debug) as progress:
+        progress(f"reading {source}")
+        model = load(source, config=arguments.config, allow_pickle=arguments.allow_pickle)
+        progress("looking for its dense parameters, and comparing")
+        dense = undo(model)
+        progress(f"writing {output}")
+        write_model(dense, source, output, arguments.force)
+    before, after = (sum(one.numel() for one in part.parameters()) for part in (rewritten_part(model), dense))
+    print_table(
+        [
+            ("undone", ", ".join(one.spec() for one in recipe(model) or ())),
+            ("parameters", format_change(before, after)),
+            ("compared", "the same outputs, whatever was left out"),
+            ("result", str(output)),
+        ]
+    )
+    return 0
+
+
+# ── Merge ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+MERGE_EXAMPLES = """\
+ADAPTER is a directory that PEFT's save_pretrained wrote.
+
+  retrofit merge adapter/                       into the model that adapter_config.json names; writes adapter.merged/
+  retrofit merge adapter/ --base model.altup/ -o model.altup.tuned/
+"""
+
+
+def add_merge_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "merge",
+        help="merge a LoRA adapter into the model that it was trained on",
+        description="Merge an adapter of PEFT into the model that it was trained on.",
+        epilog=MERGE_EXAMPLES,
+    )
+    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="the directory of the adapter")
+    parser.add_argument("--base", metavar="MODEL", type=Path, help=f"where the model that it was trained on is now: {MODEL}")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="where the result goes (default: next to ADAPTER)")
+    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.set_defaults(run=run_merge)
+
+
+def run_merge(arguments: argparse.Namespace) -> int:
+    """Write the merged model with its recipe, and print a report of it."""
+    adapter = require_path(arguments.adapter)
+    output = check_model_output(arguments.output or default_output(adapter, ["merged"]), arguments.force)
+
+    from retrofit.adapters import BASE, load_adapted, merge_adapters, read_adapter_config, require_base_of
+    from retrofit.passbase.replaying import recipe
+    from retrofit.storage.checkpoint import load
+
+    config = read_adapter_config(adapter)
+    base = require_base(arguments.base or config.get(BASE))
+    with working(arguments.debug) as progress:
+        progress(f"reading {base}")
+        model = load(base)
+        require_base_of(adapter, model, base)
+        progress("merging, and comparing")
+        merged = merge_adapters(load_adapted(adapter, model))
+        progress(f"writing {output}")
+        write_model(merged, base, output, arguments.force)
+    print_table(
+        [
+            ("model", str(base)),
+            ("recipe", ", ".join(one.spec() for one in recipe(merged) or ()) or "none: it is a dense model"),
+            ("merged", f"{config.get('peft_type', 'adapter')} of {adapter}"),
+            ("compared", "the same outputs as with the adapter"),
+            ("result", str(output)),
+        ]
+    )
+    return 0
+
+
+def require_base(named: Any) -> Path:
+    """Return the path of the adapter's model; raise `UsageError` where it is not on disk, as an adapter may name anything."""
+    if named and isinstance(named, (str, Path)) and Path(named).exists():
+        return Path(named)
+    raise UsageError(
+        f"the model that the adapter was trained on is not at {named}" if named else "the adapter names no model",
+        why="models are read from disk only, never downloaded",
+        remedy="name the directory where it is now with --base",
+    )

@@ -1,10 +1,9 @@
-"""The options of a pass as its source declares them, read without importing it: a pass imports torch, which takes seconds.
-
-`retrofit completion`: a shell completes commands, options, passes and the options of a pass.
+"""`retrofit completion`: a shell completes commands, options, passes and the options of a pass.
 
 The script of a shell asks `retrofit completion words -- WORD…`, where the last word is the one to complete, and gets one candidate
 a line, with a tab and what it means. Where there is none, the shell completes the name of a file. The candidates come from the
-parser of the command line and, for passes, from their sources, so that nothing heavy is imported.
+parser of the command line and, for passes, from their sources: a pass imports torch, which takes seconds. (argcomplete and shtab
+complete from a parser alone, and the options of a pass are in none until it is imported.)
 """
 
 from __future__ import annotations

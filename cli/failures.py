@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import IO, Any
 
-from retrofit.cli.terminal import console_for, printable
+from retrofit.cli.terminal import console_for, is_first, printable, started
 from retrofit.errors import FirstProcessError, RetrofitError, VerificationError, first_line
 
 REMEDIES = {
@@ -145,20 +145,6 @@ class Interruption:
         error = Terminated() if signum == signal.SIGTERM else KeyboardInterrupt()
         self.received = self.received or error
         raise error
-
-
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # set by what starts several processes
-
-
-def started() -> int:
-    """Return how many processes run this command."""
-    given = [os.environ.get(name, "") for name in VARIABLES]
-    return int(given[-1]) if all(text.isdigit() for text in given) else 1
-
-
-def is_first() -> bool:
-    """Return whether this process is the one that writes, prints and shows progress."""
-    return started() == 1 or os.environ["RANK"] == "0"
 
 
 def speaks_of(error: BaseException) -> bool:

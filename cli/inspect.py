@@ -1,4 +1,4 @@
-"""`retrofit inspect`: the anatomy of a model on disk, as a table, as JSON, as a drawing; or what passes would do to it."""
+"""`retrofit inspect`: the anatomy of a model on disk, or what passes would do to it; `retrofit passes`: the passes installed."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
 from retrofit.cli.parser import STREAMS, Subparsers, add_model_arguments, require_path
-from retrofit.cli.pass_options import add_pass_arguments, named_passes
+from retrofit.cli.pass_options import add_pass_arguments, find_pass, named_passes
 from retrofit.cli.terminal import print_table, printable, working
 from retrofit.files.atomic_writes import whole_file
+from retrofit.passbase.options import format_value, options_of
+from retrofit.passbase.protocol import load_pass, pass_names
 
 if TYPE_CHECKING:
     from torch import nn
 
     from retrofit.passbase.protocol import Recipe
+
 
 EXAMPLES = """\
 An option after --pass belongs to that pass. A plan does nothing to the model; the exit code is 2 where a pass fits nowhere.
@@ -114,3 +117,40 @@ def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
         refused = ", ".join(one.name for one, planned in zip(passes, plan.passes, strict=True) if not planned.fits)
         print(f"retrofit: {refused}: apply would refuse, nothing in the model fits; the plan says why", file=sys.stderr)
     return 0 if plan.fits else 2
+
+
+# ── Passes ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+PASSES_EXAMPLES = """\
+  retrofit passes                               all that are installed
+  retrofit passes sparse-ffn                    what it does, the paper, its options
+"""
+
+
+def add_passes_parser(subparsers: Subparsers) -> None:
+    parser = subparsers.add_parser(
+        "passes", help="list the passes, or the options of one", description="List the passes.", epilog=PASSES_EXAMPLES
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="a pass: show its options, their ranges and defaults")
+    parser.set_defaults(run=run_passes)
+
+
+def run_passes(arguments: argparse.Namespace) -> int:
+    """Print the passes, or the options of one."""
+    if arguments.name is None:
+        print_table((name, load_pass(name).summary) for name in pass_names())
+    else:
+        print_pass(arguments.name)
+    return 0
+
+
+def print_pass(name: str) -> None:
+    """Print the summary of a pass, its source and its options."""
+    kind = find_pass(name)
+    start = "\nstart: fitted to the text of apply --calibrate FILE, where it is not exact" if kind.calibrates else ""
+    print(f"{name}: {kind.summary}\nsource: {kind.paper}{start}\n")
+    options = (
+        (f"--{option.replace('_', '-')}", values, format_value(default), doc) for option, values, default, doc in options_of(kind)
+    )
+    print_table(options, headings=("option", "values", "default", "meaning"))
