@@ -332,7 +332,8 @@ def run_merge(arguments: argparse.Namespace) -> int:
     adapter = require_path(arguments.adapter)
     output = check_model_output(arguments.output or default_output(adapter, ["merged"]), arguments.force)
 
-    from retrofit.adapters import BASE, load_adapted, merge_adapters, read_adapter_config, require_base_of
+    from retrofit.adapters import BASE, load_adapted, merge_adapters, read_adapter_config
+    from retrofit.differences import require_base_of
     from retrofit.passbase.replaying import recipe
     from retrofit.storage.checkpoint import load
 

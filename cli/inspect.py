@@ -133,10 +133,10 @@ def add_passes_parser(subparsers: Subparsers) -> None:
         "passes", help="list the passes, or the options of one", description="List the passes.", epilog=PASSES_EXAMPLES
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="a pass: show its options, their ranges and defaults")
-    parser.set_defaults(run=run_passes)
+    parser.set_defaults(run=list_passes)
 
 
-def run_passes(arguments: argparse.Namespace) -> int:
+def list_passes(arguments: argparse.Namespace) -> int:
     """Print the passes, or the options of one."""
     if arguments.name is None:
         print_table((name, load_pass(name).summary) for name in pass_names())

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from retrofit.differences import Differences, diff
 from retrofit.errors import CheckpointError, VerificationError, first_few, first_line
 from retrofit.files.safetensors_header import extents_in
 from retrofit.inputs.example_inputs import named_inputs
@@ -22,7 +21,6 @@ from retrofit.inputs.usable_models import require_no_prompt
 from retrofit.numerics.agreement import Arithmetic
 from retrofit.numerics.precision import as_stored
 from retrofit.process import quiet, serialized
-from retrofit.storage.checkpoint import load
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 IMPORTS = "megatron_config"  # the entry by which an adapter has PEFT import a module that it names
@@ -111,41 +109,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def require_base_of(folder: Path, model: nn.Module, base: Path) -> None:
-    """Raises `CheckpointError` unless `model`, read from `base`, is the one that the adapter in `folder` says it was trained on.
-
-    Where that one is on disk as well, at another place, the two have to hold the same recipe and the same values. One that is no
-    longer there may have been moved to `base`: then the class and, when the adapter is loaded, the tensors have to fit.
-    """
-    config = read_adapter_config(folder)
-    classes = config.get(CLASSES)
-    trained_on = classes.get("base_model_class") if isinstance(classes, dict) else None
-    if trained_on not in (None, type(model).__name__):
-        raise other_base(folder, base, f"it was trained on a {trained_on}, and this is a {type(model).__name__}", TRAINED_ON)
-    named = config.get(BASE)
-    if not named or not isinstance(named, str) or not Path(named).exists() or Path(named).samefile(base):
-        return
-    found = diff(load(Path(named)), model)
-    if not found.same:
-        why = f"{CONFIG} names {named}, and {difference_in_words(found)}"
-        raise other_base(folder, base, why, f"leave --base out, or, where {base} is to take its place, name it in {CONFIG}")
-
-
 def other_base(folder: Path, base: Path, why: str, remedy: str) -> CheckpointError:
     return CheckpointError(f"the adapter in {folder} is of another model than {base}", why=why, remedy=remedy, code="other-model")
-
-
-def difference_in_words(found: Differences) -> str:
-    """What differs between the model that an adapter names and another one: the class, the recipe, else parameters."""
-    (one, other), recipes = found.architectures, [", ".join(specs) or "none" for specs in found.recipes]
-    if one != other:
-        return f"that is a {one}, this a {other}"
-    if recipes[0] != recipes[1]:
-        return f"its recipe is {recipes[0]}, the one of this model {recipes[1]}"
-    if found.tensors:
-        first, more = found.tensors[0], len(found.tensors) - 1
-        return f"{first.name} differs ({first.what})" + (f", as do {more} more parameters" if more else "")
-    return f"{next(iter(found.config), 'its sites')} differs"
 
 
 def load_adapted(folder: Path, model: nn.Module) -> nn.Module:

@@ -8,11 +8,13 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from retrofit.adapters import BASE, CLASSES, CONFIG, TRAINED_ON, other_base, read_adapter_config
 from retrofit.emitted.graph_module import as_dense_graph_of, dense_graph
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_state import same_bits
@@ -22,6 +24,7 @@ from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import parse_recipe
 from retrofit.passbase.replaying import rewrites, rewritten_part
 from retrofit.process import serialized
+from retrofit.storage.checkpoint import load
 from retrofit.undoing.undo import DenseForm, dense_form
 
 CHANGING = ("quantization_config", "transformers_version", "architectures", "_name_or_path")  # say nothing of the model
@@ -222,3 +225,36 @@ def different_entries(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[
     """The entries of two configurations that differ; one that is None in the one and absent in the other does not."""
     keys = dict.fromkeys((*one, *other))
     return {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in keys if one.get(key) != other.get(key)}
+
+
+def require_base_of(folder: Path, model: nn.Module, base: Path) -> None:
+    """Raises `CheckpointError` unless `model`, read from `base`, is the one that the adapter in `folder` says it was trained on.
+
+    Where that one is on disk as well, at another place, the two have to hold the same recipe and the same values. One that is no
+    longer there may have been moved to `base`: then the class and, when the adapter is loaded, the tensors have to fit.
+    """
+    config = read_adapter_config(folder)
+    classes = config.get(CLASSES)
+    trained_on = classes.get("base_model_class") if isinstance(classes, dict) else None
+    if trained_on not in (None, type(model).__name__):
+        raise other_base(folder, base, f"it was trained on a {trained_on}, and this is a {type(model).__name__}", TRAINED_ON)
+    named = config.get(BASE)
+    if not named or not isinstance(named, str) or not Path(named).exists() or Path(named).samefile(base):
+        return
+    found = diff(load(Path(named)), model)
+    if not found.same:
+        why = f"{CONFIG} names {named}, and {difference_in_words(found)}"
+        raise other_base(folder, base, why, f"leave --base out, or, where {base} is to take its place, name it in {CONFIG}")
+
+
+def difference_in_words(found: Differences) -> str:
+    """What differs between the model that an adapter names and another one: the class, the recipe, else parameters."""
+    (one, other), recipes = found.architectures, [", ".join(specs) or "none" for specs in found.recipes]
+    if one != other:
+        return f"that is a {one}, this a {other}"
+    if recipes[0] != recipes[1]:
+        return f"its recipe is {recipes[0]}, the one of this model {recipes[1]}"
+    if found.tensors:
+        first, more = found.tensors[0], len(found.tensors) - 1
+        return f"{first.name} differs ({first.what})" + (f", as do {more} more parameters" if more else "")
+    return f"{next(iter(found.config), 'its sites')} differs"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -11,10 +12,12 @@ from torch import fx, nn
 from retrofit.anatomy.anatomy import Anatomy, format_change
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.parts import NearMiss
-from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, without_form
+from retrofit.emitted.graph_module import graph_module
+from retrofit.errors import CaptureError, DoesNotFitError, Remedy, RetrofitError, SpecError, without_form
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import without_weights
 from retrofit.inputs.model_state import preserve_random_state
+from retrofit.inputs.probes import distinct_lengths
 from retrofit.inputs.usable_models import (
     require_module,
     require_no_prompt,
@@ -22,15 +25,19 @@ from retrofit.inputs.usable_models import (
     require_uncompiled,
     transformer_inside,
 )
-from retrofit.passbase.protocol import AnyPass, Plan, Recipe
+from retrofit.passbase.protocol import AnyPass, Plan, Recipe, as_pass
 from retrofit.passbase.report_text import aligned, plan_rows, separated
-from retrofit.preview import BECOMES_GRAPH, GRAPH_FIX, parse_passes, prepare_model, unseen_refusal
+from retrofit.passbase.running import Progress, run_passes
 from retrofit.process import serialized
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run, flops_per_token
-from retrofit.rewriting import Progress
+from retrofit.program.program import Program
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
+
+BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters, saved as .pt2"
+SEE_EVERYTHING = "pass example_inputs= with all that the model is to read, an image at the places of its tokens say"
+GRAPH_FIX = Remedy("rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')", "graph")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,3 +249,58 @@ def runs_as_captured(skeleton: nn.Module, inputs: dict[str, Any], dense: Cost) -
 
 def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+# ── What `apply` begins with too ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
+    """The passes, from passes or their specs; raises `SpecError` where there is none."""
+    if not passes:
+        raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))", option="passes")
+    return tuple(as_pass(one) for one in passes)
+
+
+def prepare_model(model: nn.Module, example_inputs: Any, emit: str, say: Progress) -> tuple[nn.Module, dict[str, Any], Program]:
+    """The model that passes rewrite, its inputs by name, and its program: a graph module where `emit` or its layers require one."""
+    if emit not in ("module", "graph"):
+        raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'", option="emit")
+    inputs = distinct_lengths(model, named_inputs(model, example_inputs))
+    say("capturing the dense model")
+    program = capture(model, inputs)
+    if emit == "module" and (transformers_bookkeeping.is_transformers(model) or not has_layers_in_code(model, program)):
+        return model, inputs, program
+    say("building its graph module")
+    model = graph_module(model, inputs)
+    inputs = named_inputs(model)
+    return model, inputs, capture(model, inputs)
+
+
+def has_layers_in_code(model: nn.Module, program: Program) -> bool:
+    """Whether some layer is not a module but part of a larger one's code."""
+    return any(not layer.name for layer in read_anatomy(model, program).layers)
+
+
+def unseen_refusal(one: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
+    """The refusal of a pass that may be wrong for arguments that the derived inputs leave out."""
+    return DoesNotFitError(
+        f"{one.name}: the inputs derived from the model leave out {', '.join(unseen)}",
+        why="features computed of what is left out may join the stream, and the graph of the example inputs does not show where",
+        remedy=(one.way_around, SEE_EVERYTHING),
+        in_any_form=True,
+    )
+
+
+def fits_as_graph(model: nn.Module, passes: Recipe, inputs: dict[str, Any]) -> bool:
+    """Return whether every pass fits the model's graph and the result can be captured."""
+    try:
+        with preserve_random_state():
+            graph = graph_module(model, inputs)
+            given = named_inputs(graph)
+            program = capture(graph, given)
+            skeleton = without_weights(graph)
+            run_passes(skeleton, passes, given, Edit(skeleton), lambda stage: None, program)
+            capture(skeleton, given)
+    except Exception:  # a refusal, or whatever the model's own code raises: there is no fix here
+        return False
+    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from torch import fx, nn
@@ -15,12 +15,11 @@ from retrofit.checks.reference import Reference
 from retrofit.checks.registry import named_checks
 from retrofit.checks.report import Report
 from retrofit.checks.verify import check_rewrite
-from retrofit.emitted.graph_module import DenseGraph, graph_module
+from retrofit.emitted.graph_module import DenseGraph
 from retrofit.emitted.graph_parts import propagate_shapes
 from retrofit.errors import (
     CaptureError,
     DoesNotFitError,
-    Remedy,
     RetrofitError,
     SpecError,
     VerificationError,
@@ -41,23 +40,21 @@ from retrofit.inputs.usable_models import (
 )
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.calibration import calibration_from, readable_calibration
-from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite, as_pass, load_pass, pass_names
+from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite, load_pass, pass_names
 from retrofit.passbase.replaying import added, rearranged, recipe, rewrites
 from retrofit.passbase.running import Progress, refuse_early, require_place, run_passes, with_current_names
-from retrofit.preview import fits_as_graph
+from retrofit.preview import BECOMES_GRAPH, GRAPH_FIX, SEE_EVERYTHING, fits_as_graph, parse_passes, prepare_model, unseen_refusal
 from retrofit.process import serialized
 from retrofit.program.capture import capture, failure_in
 from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.program.program import Program
 from retrofit.provenance import provenance_of
 from retrofit.surgery import transformers_bookkeeping
+from retrofit.surgery.dequantization import refuse_packed
 from retrofit.surgery.edit import Edit, Fate, Keep
 from retrofit.surgery.user_hooks import HookWatch
 
 Model = TypeVar("Model", bound=nn.Module)
-BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters, saved as .pt2"
-SEE_EVERYTHING = "pass example_inputs= with all that the model is to read, an image at the places of its tokens say"
-GRAPH_FIX = Remedy("rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')", "graph")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +142,7 @@ def apply_reported(
     require_uncompiled(model)
     require_trainable(model)
     require_in_memory(model, "rewritten")
-    recipe_storage.refuse_packed(model, "rewritten")
+    refuse_packed(model, "rewritten")
     if verify:
         require_values(model, "verified", "load its weights first, or rewrite it unverified: verify=False")
     require_use(calibration, chosen)
@@ -300,33 +297,6 @@ def rewrite_once(
     )
 
 
-def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
-    """The passes, from passes or their specs; raises `SpecError` where there is none."""
-    if not passes:
-        raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))", option="passes")
-    return tuple(as_pass(one) for one in passes)
-
-
-def prepare_model(model: nn.Module, example_inputs: Any, emit: str, say: Progress) -> tuple[nn.Module, dict[str, Any], Program]:
-    """The model that passes rewrite, its inputs by name, and its program: a graph module where `emit` or its layers require one."""
-    if emit not in ("module", "graph"):
-        raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'", option="emit")
-    inputs = distinct_lengths(model, named_inputs(model, example_inputs))
-    say("capturing the dense model")
-    program = capture(model, inputs)
-    if emit == "module" and (transformers_bookkeeping.is_transformers(model) or not has_layers_in_code(model, program)):
-        return model, inputs, program
-    say("building its graph module")
-    model = graph_module(model, inputs)
-    inputs = named_inputs(model)
-    return model, inputs, capture(model, inputs)
-
-
-def has_layers_in_code(model: nn.Module, program: Program) -> bool:
-    """Whether some layer is not a module but part of a larger one's code."""
-    return any(not layer.name for layer in read_anatomy(model, program).layers)
-
-
 def capture_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> Program:
     """The rewritten model as a program; raises `DoesNotFitError` where it does not run."""
     try:
@@ -352,16 +322,6 @@ def run_with_optional(model: nn.Module, inputs: dict[str, Any], passes: Recipe) 
         error.what, error.in_any_form = f"{error.what} on {describe(inputs)}, as the dense model does", True
         error.remedies += (SEE_EVERYTHING,)
         raise
-
-
-def unseen_refusal(one: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
-    """The refusal of a pass that may be wrong for arguments that the derived inputs leave out."""
-    return DoesNotFitError(
-        f"{one.name}: the inputs derived from the model leave out {', '.join(unseen)}",
-        why="features computed of what is left out may join the stream, and the graph of the example inputs does not show where",
-        remedy=(one.way_around, SEE_EVERYTHING),
-        in_any_form=True,
-    )
 
 
 def not_running(why: str, passes: Recipe) -> DoesNotFitError:

@@ -42,6 +42,7 @@ from retrofit.storage.filling import (
     weight_files,
 )
 from retrofit.storage.recipe_quantizer import rewrite_skeleton
+from retrofit.surgery.dequantization import is_recipe, stored_quantization
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 
 CODE = "modeling_retrofitted.py"
@@ -137,14 +138,14 @@ def read_config(source: Path) -> dict[str, Any]:
     if recipe_storage.BUNDLE in config:
         raise CheckpointError(f"{source} is a bundle already", remedy="copy it", code="bundle")
     entry = config.get("quantization_config")
-    if not isinstance(entry, dict) or not recipe_storage.is_recipe(entry) or not entry.get("recipe"):
+    if not isinstance(entry, dict) or not is_recipe(entry) or not entry.get("recipe"):
         raise CheckpointError(
             f"{source} holds no retrofitted model",
             why=f"{CONFIG} holds no recipe",
             remedy="apply a pass first: retrofit apply",
             code="not-rewritten",
         )
-    if recipe_storage.stored_quantization(entry) is not None:
+    if stored_quantization(entry) is not None:
         raise CheckpointError(
             f"{source} is quantized, and a bundle is not",
             why="what packs its weights would be replayed by retrofit, which a bundle does without",

@@ -25,18 +25,15 @@ from retrofit.emitted.graph_parts import custom_backwards, have_same_gradients
 from retrofit.errors import CaptureError, Remedy, kind_of
 from retrofit.inputs.example_inputs import device_of, named_inputs, special_ids, vocabulary_of
 from retrofit.inputs.model_memory import without_weights, zeros_for
-from retrofit.inputs.model_state import preserve_random_state, preserve_state
+from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.probes import Inputs, named_outputs
 from retrofit.numerics.distances import distance, tolerance_of
-from retrofit.passbase.protocol import Recipe
-from retrofit.passbase.running import run_passes
 from retrofit.program.aten_ops import op
 from retrofit.program.capture import capture, missing_masks
 from retrofit.program.functionalize import mutates
 from retrofit.program.program import Program, calls_from_metadata, read_program, register_tensor
 from retrofit.program.tracing import NO_GRAD, annotation
 from retrofit.provenance import provenance_of, record_provenance
-from retrofit.surgery.edit import Edit
 
 AS_MODULES = Remedy("rewrite its modules (emit='module')", "module")
 
@@ -245,18 +242,3 @@ def as_dense_graph_of(rewritten: nn.Module, model: nn.Module, inputs: dict[str, 
 def names_in(model: nn.Module) -> set[str]:
     """Return all names of the parameters."""
     return {name for name, _ in model.named_parameters(remove_duplicate=False)}
-
-
-def fits_as_graph(model: nn.Module, passes: Recipe, inputs: dict[str, Any]) -> bool:
-    """Return whether every pass fits the model's graph and the result can be captured."""
-    try:
-        with preserve_random_state():
-            graph = graph_module(model, inputs)
-            given = named_inputs(graph)
-            program = capture(graph, given)
-            skeleton = without_weights(graph)
-            run_passes(skeleton, passes, given, Edit(skeleton), lambda stage: None, program)
-            capture(skeleton, given)
-    except Exception:  # a refusal, or whatever the model's own code raises: there is no fix here
-        return False
-    return True

@@ -27,15 +27,6 @@ from retrofit.program.program import Program
 from retrofit.program.tracing import CUSTOM_BACKWARD, NO_GRAD, annotation
 
 
-class Graph(fx.GraphModule):
-    """A graph module whose copies have all its attributes: config, examples, what was rewritten."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
-        new: Graph = super().__deepcopy__(memo)  # type: ignore[assignment]
-        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items() if key not in new.__dict__})
-        return new
-
-
 class GraphPart(nn.Module):
     """A part of a graph module: a module with a `graph`, which a second capture sees as a module like any other.
 
@@ -108,20 +99,6 @@ def getitem(values: Any, index: int) -> Any:
 
 
 # ── Names in a tree of modules ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def register_tensor(root: nn.Module, name: str, value: Tensor, saved: bool = True) -> None:
-    """`value` is the parameter or buffer called `name` of `root`; plain modules are added for the path to it."""
-    path, _, leaf = name.rpartition(".")
-    owner = root
-    for piece in filter(None, path.split(".")):
-        if not isinstance(getattr(owner, piece, None), nn.Module):
-            owner.add_module(piece, nn.Module())
-        owner = owner.get_submodule(piece)
-    if isinstance(value, nn.Parameter):
-        owner.register_parameter(leaf, value)
-    elif leaf not in owner._buffers:
-        owner.register_buffer(leaf, value, persistent=saved)
 
 
 def attach_module(root: nn.Module, name: str, module: nn.Module) -> None:

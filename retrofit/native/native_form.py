@@ -50,6 +50,7 @@ from retrofit.passbase.replaying import rewritten_part
 from retrofit.process import serialized
 from retrofit.program.capture import capture
 from retrofit.storage.filling import fill_transformers
+from retrofit.surgery.dequantization import is_recipe
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 from retrofit.undoing.undo import RECIPE, dense_skeleton, skeleton_of, without_recipe
 
@@ -388,7 +389,7 @@ def filled(
     if part.can_generate():
         config["generation_config"] = json.loads(part.generation_config.to_json_string())
     native: Any = fill_transformers(whole.kind, config, (), state, None, Path(part.config.name_or_path or "."))
-    if recipe_storage.is_recipe(getattr(native.config, RECIPE, None)):
+    if is_recipe(getattr(native.config, RECIPE, None)):
         recipe_storage.remove_from_config(native)
     return native, zeros
 

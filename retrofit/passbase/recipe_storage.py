@@ -18,10 +18,13 @@ from typing import TYPE_CHECKING, Any
 from retrofit.errors import CheckpointError, first_few
 from retrofit.provenance import provenance_of, record_provenance
 from retrofit.surgery.dequantization import (
+    METHOD,
     came_through_quantizer,
     forget_quantization,
     has_plain_weights,
+    is_recipe,
     quantization_of,
+    refuse_packed,
 )
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import (
@@ -45,7 +48,6 @@ if TYPE_CHECKING:
 
 
 BUNDLE = "retrofit_bundle"  # of the entry in config.json by which a bundle says what it was made of
-METHOD = "retrofit"  # the name in transformers' table of quantizers, and `quant_method` in config.json
 
 
 def store_recipe(model: nn.Module, recipe: Sequence[str], record: Mapping[str, Any] | None = None) -> None:
@@ -163,22 +165,6 @@ def remove_from_config(model: Any) -> None:
     declare_published_ties(model)
 
 
-def is_recipe(quantization_config: Any) -> bool:
-    """Whether `config.quantization_config` holds a recipe and not a quantization."""
-    if isinstance(quantization_config, dict):
-        return quantization_config.get("quant_method") == METHOD
-    return getattr(quantization_config, "quant_method", None) == METHOD
-
-
-def stored_quantization(quantization_config: Any) -> Any:
-    """The quantization that a config holds with its recipe; None where it holds a recipe alone, or none."""
-    if not is_recipe(quantization_config):
-        return None
-    if isinstance(quantization_config, dict):
-        return quantization_config.get("quantization")
-    return getattr(quantization_config, "quantization", None)
-
-
 def make_room(model: nn.Module, edit: Edit) -> None:
     """A transformers model is ready to carry a recipe; raises `CheckpointError` where it cannot."""
     if is_transformers(model):
@@ -188,13 +174,6 @@ def make_room(model: nn.Module, edit: Edit) -> None:
         deny_ties(model, edit)
         if not is_recipe(quantization_of(model)):
             forget_quantization(model, edit)
-
-
-def is_quantized(model: Any) -> bool:
-    """Whether the model's config says that it is quantized, and it is: weights that a quantizer unpacked again are not."""
-    found = quantization_of(model)
-    recipe_alone = is_recipe(found) and stored_quantization(found) is None
-    return came_through_quantizer(model) and not recipe_alone and not has_plain_weights(model)
 
 
 @contextlib.contextmanager
@@ -238,20 +217,6 @@ def require_room(model: Any) -> None:
             f"the buffer {names[0]} is also registered as {', '.join(names[1:])}",
             why="transformers ties parameters, not buffers, when it loads a model",
             remedy="register it in one place, or make it a parameter with requires_grad=False",
-        )
-
-
-def refuse_packed(model: Any, done: str) -> None:
-    """Raises `CheckpointError` where a quantizer has packed the weights of a model that is to be `done`."""
-    if is_quantized(model):
-        present = quantization_of(model)
-        present = stored_quantization(present) or present
-        method = present.get("quant_method") if isinstance(present, dict) else getattr(present, "quant_method", present)
-        raise CheckpointError(
-            f"{type(model).__name__} is quantized ({getattr(method, 'value', method)}) and cannot be {done}",
-            why="its weights are packed, and new ones are computed from what they stand for",
-            remedy="unpack it first: retrofit.dequantize(model), or `retrofit apply --dequantize` (docs/quantization.md)",
-            code="quantized",
         )
 
 

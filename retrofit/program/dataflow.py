@@ -14,9 +14,10 @@ import functools
 from collections.abc import Iterable
 
 import networkx
-from torch import fx
+from torch import Tensor, fx, nn
 
 from retrofit.errors import DoesNotFitError
+from retrofit.inputs.example_inputs import forward_parameters
 from retrofit.program.aten_ops import (
     CAST,
     JOIN,
@@ -240,3 +241,17 @@ def refuse_state_inputs(program: Program, name: str) -> None:
             why="what the rewritten layers need of earlier tokens has no place among them",
             remedy="rewrite the model of whole sequences, which from_onnx(path, cache='none') gives, or use another pass",
         )
+
+
+def number_is_loss(program: Program, model: nn.Module) -> bool:
+    """Return whether a single number that `model` returns in a tuple is its loss, wherever it is and whatever its targets.
+
+    It is where a call without targets returns none. Where the program was captured with targets, a loss is what alone depends on
+    one of the inputs. A model that takes `labels` returns its loss as transformers' models do.
+    """
+    if "labels" in forward_parameters(model):
+        return False
+    returned = [node for name, node in program.outputs.items() if not name.startswith(MUTATION)]
+    numbers = [node for node in returned if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].dim() == 0]
+    for_others = backward_slice(node for node in returned if node not in numbers)
+    return all(not (backward_slice([number]) - for_others).isdisjoint(program.inputs) for number in numbers)

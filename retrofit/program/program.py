@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
@@ -351,3 +352,29 @@ def output_names(exported: torch.export.ExportedProgram) -> list[str]:
     for path, _ in leaves:
         names.append(".".join(str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path) or "output")
     return names
+
+
+# ── Graph modules ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Graph(fx.GraphModule):
+    """A graph module whose copies have all its attributes: config, examples, what was rewritten."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
+        new: Graph = super().__deepcopy__(memo)  # type: ignore[assignment]
+        new.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__dict__.items() if key not in new.__dict__})
+        return new
+
+
+def register_tensor(root: nn.Module, name: str, value: Tensor, saved: bool = True) -> None:
+    """`value` is the parameter or buffer called `name` of `root`; plain modules are added for the path to it."""
+    path, _, leaf = name.rpartition(".")
+    owner = root
+    for piece in filter(None, path.split(".")):
+        if not isinstance(getattr(owner, piece, None), nn.Module):
+            owner.add_module(piece, nn.Module())
+        owner = owner.get_submodule(piece)
+    if isinstance(value, nn.Parameter):
+        owner.register_parameter(leaf, value)
+    elif leaf not in owner._buffers:
+        owner.register_buffer(leaf, value, persistent=saved)

@@ -33,6 +33,7 @@ from retrofit.passbase.recipe_storage import assign
 from retrofit.process import quiet
 from retrofit.provenance import record_provenance
 from retrofit.surgery import transformers_bookkeeping
+from retrofit.surgery.dequantization import METHOD, is_quantized
 
 REFERENCE = re.compile(r"(?P<model>[\w.]+:[\w.]+)(?:\((?P<config>[\w.]+:[\w.]+)\))?")
 BUILD = (
@@ -83,7 +84,7 @@ def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
 
 def transformers_config(model: PreTrainedModel) -> dict[str, Any]:
     """Return the model's config and generation config as `save_pretrained` would write them."""
-    if recipe_storage.is_quantized(model):
+    if is_quantized(model):
         raise CheckpointError(
             f"{type(model).__name__} is quantized, which a .pt checkpoint does not hold",
             remedy="save it to a directory, or load it unpacked (dequantize=True in its quantization config)",
@@ -422,9 +423,7 @@ def fill_transformers(
     fields = dict(config)
     refuse_foreign_code(fields, str(path))
     generation = fields.pop("generation_config", None)
-    named = fields.get("quantization_config") or {
-        "quant_method": recipe_storage.METHOD
-    }  # without a recipe too: the names are the model's own
+    named = fields.get("quantization_config") or {"quant_method": METHOD}  # without a recipe too: the names are the model's own
     fields["quantization_config"] = {**named, "recipe": list(recipe)}
     model = from_state(kind, config_class(kind).from_dict(fields), state, dtype, path)
     if dtype is None:

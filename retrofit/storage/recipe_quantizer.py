@@ -25,14 +25,14 @@ from retrofit.errors import CheckpointError, first_few
 from retrofit.passbase import recipe_storage
 from retrofit.provenance import record_provenance
 from retrofit.surgery import transformers_bookkeeping
-from retrofit.surgery.dequantization import is_packed
+from retrofit.surgery.dequantization import METHOD, is_packed, is_recipe
 
 
 @dataclasses.dataclass
 class RecipeConfig(QuantizationConfigMixin):
     """What `config.json` says of a retrofitted model."""
 
-    quant_method: Any = recipe_storage.METHOD
+    quant_method: Any = METHOD
     recipe: list[str] = dataclasses.field(default_factory=list)
     architecture: str | None = None  # the class it was applied to
     part: str | None = None  # the path in that class of the model that is saved, where it is one inside
@@ -145,9 +145,9 @@ class RecipeReplay(HfQuantizer):
 
 def register() -> None:
     """transformers replays the recipe of a config that holds one."""
-    if recipe_storage.METHOD not in auto.AUTO_QUANTIZER_MAPPING:
-        auto.register_quantization_config(recipe_storage.METHOD)(RecipeConfig)
-        auto.register_quantizer(recipe_storage.METHOD)(RecipeReplay)
+    if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantization_config(METHOD)(RecipeConfig)
+        auto.register_quantizer(METHOD)(RecipeReplay)
         own = auto.AutoHfQuantizer.merge_quantization_configs
         setattr(auto.AutoHfQuantizer, "merge_quantization_configs", staticmethod(functools.partial(merge_configs, own)))  # noqa: B010
 
@@ -158,7 +158,7 @@ def merge_configs(own: Callable[..., Any], stored: Any, given: Any) -> Any:
     A recipe and a quantization do not contradict one another: the quantization given follows the recipe. Where the directory
     holds both, the quantization there is merged with the one given as if the recipe were not there.
     """
-    if not recipe_storage.is_recipe(stored) or recipe_storage.is_recipe(given):
+    if not is_recipe(stored) or is_recipe(given):
         return own(stored, given)
     config = RecipeConfig.from_dict(stored) if isinstance(stored, dict) else stored
     if config.quantization is not None:
@@ -187,7 +187,7 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
     build by this call, is dense. Raises `CheckpointError` for any other class than the recipe was applied to.
     """
     entry = getattr(config, "quantization_config", None)
-    if BUILDING.get() or not (isinstance(entry, dict) and recipe_storage.is_recipe(entry)) or entry.get("part"):
+    if BUILDING.get() or not (isinstance(entry, dict) and is_recipe(entry)) or entry.get("part"):
         return own(kind, config, **kwargs)
     recipe, architecture = list(entry.get("recipe", ())), entry.get("architecture")
     if not recipe or architecture not in (None, kind.__name__):

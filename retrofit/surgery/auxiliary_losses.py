@@ -25,9 +25,6 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from retrofit.errors import RetrofitWarning
-from retrofit.inputs.example_inputs import forward_parameters
-from retrofit.program.dataflow import backward_slice
-from retrofit.program.program import MUTATION, Program
 from retrofit.surgery.wrappers import ForwardReplacement, own_forward, with_item
 
 DROPPED = (
@@ -187,20 +184,6 @@ def batch_fraction(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor | 
     decodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
     counted = labels[..., 1:] if shifts and not decodes and "shift_labels" not in arguments else labels
     return counted.ne(-100).sum() / total  # type: ignore[no-any-return]
-
-
-def number_is_loss(program: Program, model: nn.Module) -> bool:
-    """Return whether a single number that `model` returns in a tuple is its loss, wherever it is and whatever its targets.
-
-    It is where a call without targets returns none. Where the program was captured with targets, a loss is what alone depends on
-    one of the inputs. A model that takes `labels` returns its loss as transformers' models do.
-    """
-    if "labels" in forward_parameters(model):
-        return False
-    returned = [node for name, node in program.outputs.items() if not name.startswith(MUTATION)]
-    numbers = [node for node in returned if isinstance(node.meta.get("val"), Tensor) and node.meta["val"].dim() == 0]
-    for_others = backward_slice(node for node in returned if node not in numbers)
-    return all(not (backward_slice([number]) - for_others).isdisjoint(program.inputs) for number in numbers)
 
 
 def loss_in(output: Any, *, labelled: bool, number_is_loss: bool = False) -> tuple[int | str | None, Tensor | None]:

@@ -21,6 +21,7 @@ from retrofit.provenance import provenance_of
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import forget_packed_reading
 
+METHOD = "retrofit"  # the name in transformers' table of quantizers, and `quant_method` in config.json
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TRACES = ("hf_quantizer", "is_quantized", "quantization_method")  # what transformers leaves on the model
 
@@ -197,3 +198,40 @@ def unpackable(model: Any, why: str) -> CheckpointError:
         remedy="take the model that it was quantized from, where there is one",
         code="packed",
     )
+
+
+def is_recipe(quantization_config: Any) -> bool:
+    """Whether `config.quantization_config` holds a recipe and not a quantization."""
+    if isinstance(quantization_config, dict):
+        return quantization_config.get("quant_method") == METHOD
+    return getattr(quantization_config, "quant_method", None) == METHOD
+
+
+def stored_quantization(quantization_config: Any) -> Any:
+    """The quantization that a config holds with its recipe; None where it holds a recipe alone, or none."""
+    if not is_recipe(quantization_config):
+        return None
+    if isinstance(quantization_config, dict):
+        return quantization_config.get("quantization")
+    return getattr(quantization_config, "quantization", None)
+
+
+def is_quantized(model: Any) -> bool:
+    """Whether the model's config says that it is quantized, and it is: weights that a quantizer unpacked again are not."""
+    found = quantization_of(model)
+    recipe_alone = is_recipe(found) and stored_quantization(found) is None
+    return came_through_quantizer(model) and not recipe_alone and not has_plain_weights(model)
+
+
+def refuse_packed(model: Any, done: str) -> None:
+    """Raises `CheckpointError` where a quantizer has packed the weights of a model that is to be `done`."""
+    if is_quantized(model):
+        present = quantization_of(model)
+        present = stored_quantization(present) or present
+        method = present.get("quant_method") if isinstance(present, dict) else getattr(present, "quant_method", present)
+        raise CheckpointError(
+            f"{type(model).__name__} is quantized ({getattr(method, 'value', method)}) and cannot be {done}",
+            why="its weights are packed, and new ones are computed from what they stand for",
+            remedy="unpack it first: retrofit.dequantize(model), or `retrofit apply --dequantize` (docs/quantization.md)",
+            code="quantized",
+        )

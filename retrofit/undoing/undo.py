@@ -37,6 +37,7 @@ from retrofit.passbase.replaying import recipe, replayed_inputs, rewrites, rewri
 from retrofit.passbase.running import run_passes
 from retrofit.process import quiet, serialized
 from retrofit.storage.filling import config_class, describe_architecture, empty_model, fill_model, fill_transformers, find_class
+from retrofit.surgery.dequantization import is_recipe, refuse_packed
 from retrofit.surgery.edit import Edit, Fate
 
 RECIPE = "quantization_config"  # the entry of a config that holds it
@@ -58,7 +59,7 @@ def dense_skeleton(model: nn.Module) -> nn.Module:
             why="it has neither a class nor a config that could build that again, and was not rewritten as a graph",
             remedy="take the file that the passes were applied to",
         )
-    recipe_storage.refuse_packed(model, "traced back to its dense model")
+    refuse_packed(model, "traced back to its dense model")
     architecture, config = describe_architecture(model)
     kind, config_kind = find_class(architecture, imports=True)  # the class of a live model: nothing new is imported
     with preserve_random_state(), quiet():
@@ -81,7 +82,7 @@ def skeleton_of(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype = t
 def without_recipe(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the dense model."""
     found = config.get(RECIPE)
-    return {key: value for key, value in config.items() if key != RECIPE or not recipe_storage.is_recipe(found)}
+    return {key: value for key, value in config.items() if key != RECIPE or not is_recipe(found)}
 
 
 def first_that_matters(model: nn.Module, elements: Mapping[str, Tensor], inputs: Inputs) -> str:
@@ -347,7 +348,7 @@ def dense_model(part: nn.Module, state: dict[str, Tensor]) -> nn.Module:
     if not issubclass(kind, PreTrainedModel):
         return fill_model(empty_model(kind, config_kind, config), (), state, None)
     dense: Any = fill_transformers(kind, without_recipe(config), (), state, None, Path(part.config.name_or_path))  # type: ignore[union-attr,arg-type]
-    if hasattr(dense.config, RECIPE) and recipe_storage.is_recipe(getattr(dense.config, RECIPE)):
+    if hasattr(dense.config, RECIPE) and is_recipe(getattr(dense.config, RECIPE)):
         recipe_storage.remove_from_config(dense)
     return dense
 

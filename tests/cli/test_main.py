@@ -49,7 +49,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):
         def run(arguments: object) -> int:
             raise error
 
-        monkeypatch.setattr("retrofit.cli.inspect.run_passes", run)
+        monkeypatch.setattr("retrofit.cli.inspect.list_passes", run)
 
     return fail_with
 
@@ -219,7 +219,7 @@ def test_a_signal_whose_exception_is_lost_interrupts(
         work(number)
         return 0
 
-    monkeypatch.setattr("retrofit.cli.inspect.run_passes", run)
+    monkeypatch.setattr("retrofit.cli.inspect.list_passes", run)
     before = signal.signal(signal.SIGINT, signal.default_int_handler), sys.unraisablehook
     try:
         assert main(["passes"]) == 128 + number
@@ -241,7 +241,7 @@ def test_a_signal_unwinds_the_work(name: str, tmp_path: Path) -> None:
                 time.sleep(60)
             finally:
                 pathlib.Path({str(tmp_path / "unwound")!r}).touch()
-        inspect.run_passes = run
+        inspect.list_passes = run
         sys.exit(main(["passes"]))
     """
     with subprocess.Popen(
@@ -263,7 +263,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
             for number in range(200_000):
                 print(number)
             return 0
-        inspect.run_passes = run
+        inspect.list_passes = run
         sys.exit(main(["passes"]))
     """
     with subprocess.Popen(
@@ -277,7 +277,7 @@ def test_a_reader_that_leaves_is_no_error() -> None:
 
 
 def test_a_terminal_without_arrows_still_gets_its_table() -> None:
-    code = "from retrofit.cli import inspect, main; inspect.run_passes = lambda arguments: print('a → b') or 0; main(['passes'])"
+    code = "from retrofit.cli import inspect, main; inspect.list_passes = lambda arguments: print('a → b') or 0; main(['passes'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert done.stdout.split() == [b"a", b"?", b"b"]
 

@@ -27,6 +27,7 @@ from retrofit.provenance import ATTRIBUTE, provenance_of
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
 from retrofit.surgery import transformers_bookkeeping
+from retrofit.surgery.dequantization import METHOD
 
 transformers_hook.install()
 TYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
@@ -488,12 +489,12 @@ print(table["retrofit"].__name__, [finder for finder in sys.meta_path if isinsta
 
 
 def test_installing_after_transformers_registers_at_once(monkeypatch):
-    monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, recipe_storage.METHOD)
-    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, recipe_storage.METHOD)
+    monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, METHOD)
+    monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, METHOD)
     finders = list(sys.meta_path)
     transformers_hook.install()
-    assert recipe_storage.METHOD in auto.AUTO_QUANTIZER_MAPPING
-    assert recipe_storage.METHOD in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
+    assert METHOD in auto.AUTO_QUANTIZER_MAPPING
+    assert METHOD in auto.AUTO_QUANTIZATION_CONFIG_MAPPING
     assert sys.meta_path == finders
 
 

@@ -64,8 +64,9 @@ from retrofit.onnx.exporter.parity import (
 )
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.onnx.exporter.weight_quantization import quantize_weights
-from retrofit.passbase import recipe_storage
 from retrofit.process import serialized
+from retrofit.provenance import provenance_of
+from retrofit.surgery.dequantization import refuse_packed
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -316,7 +317,7 @@ def export_onnx(
         raise RetrofitError(f"{path} is no name of an ONNX file", remedy=f"call it {path.name}{SUFFIX}", code="name")
     require_module(model)
     require_values(model, "exported", "load its weights first")
-    recipe_storage.refuse_packed(model, "exported")
+    refuse_packed(model, "exported")
     model = transformer_inside(getattr(model, "_orig_mod", model), example_inputs)  # the former is torch.compile's wrapper
     with preserve_state(model):
         progress("looking for the cache")
@@ -359,7 +360,7 @@ def export_part(
         )
     graph.producer_name = "retrofit"
     graph.metadata_props["retrofit.part"] = part.name
-    graph.metadata_props["retrofit.recipe"] = "\n".join(recipe_storage.stored_recipe(model))
+    graph.metadata_props["retrofit.recipe"] = "\n".join(provenance_of(model).recipe)
     comparable = not missing_packages("onnxruntime") and is_comparable(part_dtype(part))
     account: PackedWeights | None = None
     if weights is not None:

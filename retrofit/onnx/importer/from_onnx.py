@@ -69,7 +69,6 @@ from retrofit.onnx.importer.weights import (
     refuse_same_names,
     state_key,
 )
-from retrofit.passbase import recipe_storage
 from retrofit.program.program import Graph
 from retrofit.program.tracing import is_exporting
 from retrofit.provenance import record_provenance
@@ -278,7 +277,7 @@ class GraphBuilder:
         select_general_branches(module, (file_examples(kept, self.weights, *sizes) for sizes in TRIAL_SIZES))
         record_provenance(module, examples=file_examples(kept, self.weights))
         if recipe := self.model.metadata_props.get("retrofit.recipe", ""):
-            recipe_storage.store_recipe(module, recipe.splitlines())
+            record_provenance(module, recipe=tuple(recipe.splitlines()))
         return module.eval()
 
     def initial_state(self, value: onnx_ir.Value, like: fx.Node) -> fx.Node:
