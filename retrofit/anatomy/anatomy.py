@@ -46,8 +46,10 @@ class Anatomy(Findings):
 def shapes(branch: Branch) -> list[str]:
     """Return the projections of a branch, those of one shape together: `q, out 64→64`, `k, v 64→16`."""
     groups: dict[tuple[int, int], list[Projection]] = {}
-    for one in sorted(branch.projections, key=lambda one: ORDER.index(one.role) if one.role in ORDER else len(ORDER)):
-        groups.setdefault((one.in_features, one.out_features), []).append(one)
+    for projection in sorted(
+        branch.projections, key=lambda projection: ORDER.index(projection.role) if projection.role in ORDER else len(ORDER)
+    ):
+        groups.setdefault((projection.in_features, projection.out_features), []).append(projection)
     return [f"{count_words([one.role for one in group])} {before}→{after}" for (before, after), group in groups.items()]
 
 
@@ -61,7 +63,7 @@ def heads(branch: Branch) -> str:
     if branch.heads is None:
         return ""
     text = "1 head" if branch.heads == 1 else f"{branch.heads} heads"
-    size = {one.role: one.out_features for one in branch.projections}
+    size = {projection.role: projection.out_features for projection in branch.projections}
     query, key = size.get("q", 0), size.get("k", 0)
     if branch.heads > 0 and 0 < key < query and query % branch.heads == 0 and key % (query // branch.heads) == 0:
         text += f", {key * branch.heads // query} for k and v"
@@ -86,7 +88,9 @@ def owner(branch: Branch, layer: Layer) -> str:
     """Return the path of a branch's module within its layer; where that is the layer itself, the modules of its matrices."""
     if branch.name != layer.name:
         return relative(branch.name, layer.name)
-    owners = dict.fromkeys(relative(one.name.rpartition(".")[0], layer.name) for one in branch.projections if one.name)
+    owners = dict.fromkeys(
+        relative(projection.name.rpartition(".")[0], layer.name) for projection in branch.projections if projection.name
+    )
     return ", ".join(filter(None, owners))
 
 
@@ -245,7 +249,7 @@ def wrap_lines(text: str, width: int, indent: int = 0) -> list[str]:
             line = " " * (indent if lines else 0) + piece.lstrip(" ")
         else:
             line += piece
-    return [one.replace(TOGETHER, " ").rstrip() for one in [*lines, line]]
+    return [text.replace(TOGETHER, " ").rstrip() for text in [*lines, line]]
 
 
 def pieces(text: str, width: int, breaks: Sequence[str] = BREAKS) -> Iterator[str]:

@@ -84,7 +84,7 @@ def attention_around(softmax: fx.Node, flow: Dataflow) -> Attention | None:
     result = weighing_product(softmax, flow)
     if not scores or result is None:
         return None
-    (query, key), *further = ([part for part in product_operands(one) if part in flow.depends] for one in scores)
+    (query, key), *further = ([part for part in product_operands(score) if part in flow.depends] for score in scores)
     values = [part for part in product_operands(result) if not flow.reaches(softmax, part)]
     keys = tuple(other for _, other in further)
     return Attention(query, key, values[0], result, tuple(masks), False, softmax, keys, head_axis(scores[0])) if values else None
@@ -100,7 +100,7 @@ def head_axis(scores: fx.Node) -> int:
         return 1
     operands = zip(terms.split(","), product_operands(scores), strict=True)
     query, key = (indices(term, len(shape(operand) or ())) for term, operand in operands)
-    axes = [query.index(one) for one in indices(kept, len(shape(scores) or ())) if one in query]
+    axes = [query.index(axis) for axis in indices(kept, len(shape(scores) or ())) if axis in query]
     shared = [axis for axis in axes if query[axis] in key]
     return (shared if len(shared) > 1 else [*axes, 1, 1])[1]
 
@@ -153,7 +153,7 @@ def score_product(scores: Any, flow: Dataflow) -> tuple[fx.Node | None, list[fx.
                 if not (flow.heavy_ancestors[part] and part in flow.depends):
                     masks.append(part)
                 elif is_boolean(part):
-                    masks += conjuncts(part, lambda one: not (flow.heavy_ancestors[one] and one in flow.depends))
+                    masks += conjuncts(part, lambda condition: not (flow.heavy_ancestors[condition] and condition in flow.depends))
                 else:
                     pending.append(part)
     return None, masks

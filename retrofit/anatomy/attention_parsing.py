@@ -85,10 +85,12 @@ class AttentionParser:
         owner = self.owner(products)
         reuses = [node for product in products for node in self.reuses(product, owner)]
         projections = tuple(self.projection(product, core) for product in products)
-        if sum(REST in one.letters for one in projections) > 1:
+        if sum(REST in projection.letters for projection in projections) > 1:
             raise self.unfit("more than one of its projections has columns that are no query, key or value")
         cross = self.branch.role == "cross-attention"
-        of_x = [product for product, one in zip(products, projections, strict=True) if not cross or "q" in one.letters]
+        of_x = [
+            product for product, projection in zip(products, projections, strict=True) if not cross or "q" in projection.letters
+        ]
         of_source = [product for product in products if product not in of_x]
         if cross and (len(of_x) != 1 or set(projections[products.index(of_x[0])].letters) - {"q", REST}):
             raise self.unfit("queries are projected together with keys or values of another stream")
@@ -151,13 +153,13 @@ class AttentionParser:
 
     def of_own_stream(self, nearest: list[WeightProduct]) -> list[WeightProduct]:
         """Return which of several products with one weight reads the branch's own stream; note the others, of other streams."""
-        if len(nearest) < 2 or len({one.parameter for one in nearest}) > 1:
+        if len(nearest) < 2 or len({product.parameter for product in nearest}) > 1:
             return nearest
         source = self.flow.node(self.branch.source)
-        own = [one for one in nearest if self.flow.reaches(source, one.node)]
+        own = [product for product in nearest if self.flow.reaches(source, product.node)]
         if len(own) != 1:
             return nearest
-        self.others += [one for one in nearest if one is not own[0]]
+        self.others += [product for product in nearest if product is not own[0]]
         return own
 
     def owner(self, products: list[WeightProduct]) -> Call:
@@ -187,7 +189,7 @@ class AttentionParser:
             and (other := weight_product(node, flow)) is not None
             and other.parameter == product.parameter
         ]
-        streams = [one.node for one in self.others]
+        streams = [product.node for product in self.others]
         what = {node: "another stream" if node in streams else "something else" for node in others}
         whys = [f"the weight {product.parameter} also projects {what[node]} ({node.name})" for node in others]
         if any(flow.call_of(node).path != call.path for node in others):
@@ -293,7 +295,11 @@ class AttentionParser:
             for node in self.region
             if flow.reaches(core.result, node) and (product := weight_product(node, flow)) is not None
         ]
-        first = [one for one in after if not any(flow.reaches(other.node, one.node) for other in after if other is not one)]
+        first = [
+            product
+            for product in after
+            if not any(flow.reaches(other.node, product.node) for other in after if other is not product)
+        ]
         if len(first) != 1 or first[0].batched:
             raise self.unfit(f"{len(first)} products with weights follow it at once, not one")
         (product,) = first
@@ -329,5 +335,5 @@ def is_batch_first(x: tuple[int, ...], query: tuple[int, ...]) -> bool:
 
 def head_count(projections: Iterable[SiteProjection], query: tuple[int, ...]) -> int:
     """Return how many heads share the columns of the queries."""
-    (columns,) = [len(places) for one in projections for letter, places in one.columns if "q" in letter]
+    (columns,) = [len(places) for projection in projections for letter, places in projection.columns if "q" in letter]
     return columns // query[-1] if columns % query[-1] == 0 else query[-3]

@@ -103,26 +103,26 @@ class AttentionSite:
     @property
     def widths(self) -> dict[str, int]:
         """The number of columns by letter."""
-        return {letter: len(places) for one in self.projections for letter, places in one.columns}
+        return {letter: len(places) for projection in self.projections for letter, places in projection.columns}
 
     @property
     def stream_projections(self) -> tuple[SiteProjection, ...]:
         """The projections of x."""
-        return tuple(one for one in self.projections if not self.cross or "q" in one.letters)
+        return tuple(projection for projection in self.projections if not self.cross or "q" in projection.letters)
 
     @property
     def source_projections(self) -> tuple[SiteProjection, ...]:
         """In cross-attention the projections of the source."""
-        return tuple(one for one in self.projections if self.cross and "q" not in one.letters)
+        return tuple(projection for projection in self.projections if self.cross and "q" not in projection.letters)
 
 
 def weights_by_letter(site: AttentionSite, model: nn.Module) -> dict[str, Tensor]:
     """Return the dense weight of each letter, (in, columns)."""
     weights = {}
-    for one in site.projections:
-        weight = model.get_parameter(one.matrix.weight).detach()
-        weight = weight.t() if one.matrix.out_first else weight
-        for letter, places in one.columns:
+    for projection in site.projections:
+        weight = model.get_parameter(projection.matrix.weight).detach()
+        weight = weight.t() if projection.matrix.out_first else weight
+        for letter, places in projection.columns:
             weights[letter] = weight[:, list(places)]
     return weights
 
@@ -153,7 +153,7 @@ def column_letters(result: fx.Node, core: Attention, flow: Dataflow) -> list[str
             letters.add(REST)
         for column in numbers[node].unique().tolist():
             reached[column] |= letters
-    return ["".join(letter for letter in LETTERS if letter in one) or "".join(one) for one in reached]
+    return ["".join(letter for letter in LETTERS if letter in letters) or "".join(letters) for letters in reached]
 
 
 def move(node: fx.Node, numbers: dict[fx.Node, Any]) -> Any:
@@ -245,7 +245,9 @@ def mask_key(call: Call, mask: fx.Node, streams: tuple[Key, Key], tokens_first: 
         is_learned = any(flow.reaches(weight, node) for weight in weights)
         if flow.reaches(node, mask) and not is_learned and not numbers_tokens(node, flow):
             found[key] = node
-    last = (key for key, node in found.items() if not any(one is not node and flow.reaches(node, one) for one in found.values()))
+    last = (
+        key for key, node in found.items() if not any(other is not node and flow.reaches(node, other) for other in found.values())
+    )
     return next(last, None)
 
 

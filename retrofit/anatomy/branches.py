@@ -199,17 +199,17 @@ def is_mixer(branch: Branch) -> bool:
 
 def is_in_branch(core: Attention, chain: list[Residual], flow: Dataflow) -> bool:
     """Return whether the attention is in a branch of the chain."""
-    return any(flow.reaches(core.result, branch) for one in chain for branch in one.branches)
+    return any(flow.reaches(core.result, branch) for residual in chain for branch in residual.branches)
 
 
 def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataflow) -> list[list[Branch]]:
     """Return the branches of each residual addition of a stream."""
     origin = chain[0].base
     table = []
-    for one in chain:
+    for residual in chain:
         branches = []
-        for output in one.branches:
-            region = flow.between(one.base, output)
+        for output in residual.branches:
+            region = flow.between(residual.base, output)
             role = role_of(region, cores, origin, flow)
             inner = [core for core in cores if core.result in set(region)]
             weights = describe_projections(region, role, cores, flow)
@@ -221,9 +221,9 @@ def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataf
                     name=owner_of([node for node in region if is_heavy(node)] or region, flow).path,
                     projections=weights,
                     parameters=sum(sizes.values()),
-                    source=one.base.name,
+                    source=residual.base.name,
                     output=output.name,
-                    add=one.add.name,
+                    add=residual.add.name,
                     heads=inner[0].heads if inner else None,
                     gated=any(item.role in ("gate", "gate_up") for item in weights) and role in ("ffn", "moe"),
                 )
@@ -253,7 +253,7 @@ def holds_sums(branch: Branch, flow: Dataflow) -> bool:
     """Return whether the branch adds branches of its own to what it reads: a layer within a layer."""
     region = set(flow.between(flow.node(branch.source), flow.node(branch.output)))
     sums = (residual_at(node, flow, {}) for node in region if is_addition(node, flow))
-    return any(one is not None and one.base in region and region.issuperset(one.branches) for one in sums)
+    return any(residual is not None and residual.base in region and region.issuperset(residual.branches) for residual in sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,9 +276,15 @@ class InnerLayers:
             return layer
         (around,) = layer.branches
         region = set(self.flow.between(self.flow.node(around.source), self.flow.node(around.output)))
-        inner = [chain for chain in self.chains if all(region.issuperset((one.base, one.add, *one.branches)) for one in chain)]
-        found = [one for part in describe_branches(max(inner, key=len), self.cores, self.flow) for one in part] if inner else []
-        return dataclasses.replace(layer, branches=tuple(found)) if any(not is_mixer(one) for one in found) else layer
+        inner = [
+            chain
+            for chain in self.chains
+            if all(region.issuperset((residual.base, residual.add, *residual.branches)) for residual in chain)
+        ]
+        found = (
+            [branch for part in describe_branches(max(inner, key=len), self.cores, self.flow) for branch in part] if inner else []
+        )
+        return dataclasses.replace(layer, branches=tuple(found)) if any(not is_mixer(branch) for branch in found) else layer
 
 
 def owner_of(nodes: list[fx.Node], flow: Dataflow) -> Call:

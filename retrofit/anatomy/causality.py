@@ -46,8 +46,8 @@ def is_causal(core: Attention, stream: fx.Node, flow: Dataflow) -> bool:
         square = [value for value in among_others or values if value.dim() >= 2 and value.shape[-1] == value.shape[-2] > 1]
         if not square:  # the keys that a query may see at all are laid out otherwise: what those of a mask are selected from
             lengths = (shape(stream) or ())[:-1]
-            whole = [one for mask in core.masks for one in conjuncts(mask, lambda node: is_square(node, lengths))]
-            square = [value for one in dict.fromkeys(whole) if (value := unpadded_value(one, flow)) is not None]
+            whole = [condition for mask in core.masks for condition in conjuncts(mask, lambda node: is_square(node, lengths))]
+            square = [value for condition in dict.fromkeys(whole) if (value := unpadded_value(condition, flow)) is not None]
         visible = [unmasked_keys(value).flatten(0, -3).any(0) if value.dim() > 2 else unmasked_keys(value) for value in square]
         return bool(visible) and not bool(functools.reduce(torch.logical_and, visible).triu(1).any())
 
@@ -110,7 +110,7 @@ def shown_keys(core: Attention, node: fx.Node, fill: int, flow: Dataflow) -> int
     mask = core.softmax.args[0] if core.softmax is not None else next(iter(core.masks), None)
     if not isinstance(mask, fx.Node):
         return None
-    given = {one: torch.zeros(shape(one) or (), dtype=one.meta["val"].dtype) for one in products}
+    given = {product: torch.zeros(shape(product) or (), dtype=product.meta["val"].dtype) for product in products}
     given[node] = torch.full(shape(node) or (), fill, dtype=node.meta["val"].dtype)
     value = mask_value(mask, flow, given)
     if value is None:
@@ -129,7 +129,7 @@ def mask_value(
     with torch.device("cpu"):  # also where the default device is another, as while a model is being loaded
         program = flow.program
         values: dict[fx.Node, Any] = dict(given)
-        for node in nodes_above(mask, flow, lambda one, flow: one in given or is_zero_without_weights(one, flow)):
+        for node in nodes_above(mask, flow, lambda above, flow: above in given or is_zero_without_weights(above, flow)):
             if node in given:
                 continue
             example = node.meta.get("val")
@@ -188,7 +188,7 @@ def is_zero_without_weights(node: fx.Node, flow: Dataflow) -> bool:
         return False
     biased = name == "linear" or name in CONVOLUTION  # whose third operand is added
     factors, added = node.all_input_nodes[: 2 if biased else None], node.all_input_nodes[2:] if biased else []
-    return any(is_parameter(one, flow) for one in factors) and all(is_parameter(one, flow) for one in added)
+    return any(is_parameter(factor, flow) for factor in factors) and all(is_parameter(factor, flow) for factor in added)
 
 
 def is_parameter(node: fx.Node, flow: Dataflow) -> bool:
@@ -205,7 +205,7 @@ def chooses_keys(core: Attention, flow: Dataflow) -> fx.Node | None:
     """
     for mask in core.masks:
         for node in nodes_above(mask, flow, is_no_mask):
-            if op(node) in ROUTING | COMPARISON and any(is_computed_by_weights(one, flow) for one in node.all_input_nodes):
+            if op(node) in ROUTING | COMPARISON and any(is_computed_by_weights(operand, flow) for operand in node.all_input_nodes):
                 return node
     return None
 
@@ -217,8 +217,8 @@ def is_no_mask(node: fx.Node, flow: Dataflow) -> bool:
 
 def is_computed_by_weights(node: fx.Node, flow: Dataflow) -> bool:
     """Return whether the value is a float that was computed from the inputs by weights of the model."""
-    weights = (one for one in flow.program.parameters if one in flow.position)
-    return is_float(node) and node in flow.depends and any(flow.reaches(one, node) for one in weights)
+    weights = (weight for weight in flow.program.parameters if weight in flow.position)
+    return is_float(node) and node in flow.depends and any(flow.reaches(weight, node) for weight in weights)
 
 
 CHANGED = 1e-3  # of the largest output: by less, rounding alone may move one
@@ -246,8 +246,8 @@ def changes_earlier_ones(output: fx.Node, stream: fx.Node, flow: Dataflow) -> bo
         return (torch.randn(shape(node) or (), generator=draw) * scale).to(node.meta["val"].dtype)
 
     before, other = random(stream), random(stream)
-    steps = nodes_above(output, flow, lambda one, flow: is_known(one, stream, flow))
-    given = {one: known_value(one, flow, random) for one in steps if is_known(one, stream, flow) and one is not stream}
+    steps = nodes_above(output, flow, lambda step, flow: is_known(step, stream, flow))
+    given = {step: known_value(step, flow, random) for step in steps if is_known(step, stream, flow) and step is not stream}
     plain = run(steps, given | {stream: before})[output]
 
     def changes(dim: int, place: int) -> bool:
@@ -265,7 +265,7 @@ def token_dims(size: tuple[int, ...], flow: Dataflow) -> list[int]:
 
     They are those as long as the integers that the model takes, if there are such.
     """
-    lengths = {length for one in flow.program.inputs if not is_float(one) for length in (shape(one) or ())[1:]}
+    lengths = {length for given in flow.program.inputs if not is_float(given) for length in (shape(given) or ())[1:]}
     return [dim for dim in range(len(size) - 1) if size[dim] in lengths] or list(range(len(size) - 1))
 
 

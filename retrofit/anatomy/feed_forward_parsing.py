@@ -180,10 +180,12 @@ class ElementwiseOutline:
             if not call.path or len(entering) != 1 or list(call.outputs.values()) != [node] or None not in call.outputs:
                 continue
             within = self.flow.between(entering[0], node)
-            if all(self.is_elementwise(one) for one in within) and not any(
-                self.flow.reaches(one, entering[0]) and one is not entering[0] and end is one for one in within for end in self.ends
+            if all(self.is_elementwise(inner) for inner in within) and not any(
+                self.flow.reaches(inner, entering[0]) and inner is not entering[0] and end is inner
+                for inner in within
+                for end in self.ends
             ):
-                products = any(one in self.ends or weight_product(one, self.flow) is not None for one in within)
+                products = any(inner in self.ends or weight_product(inner, self.flow) is not None for inner in within)
                 if not products:
                     outermost = call
         return outermost

@@ -54,9 +54,9 @@ def read_anatomy(model: nn.Module, program: Program) -> Anatomy:
             remedy="retrofit rewrites transformers: x + f(x) layers with attention and feed-forward branches",
         )
     stacks = tuple(describe_stack(stream.chain, stream.branches, attentions, flow, latest, notes) for stream in streams)
-    outside = [one for one in attentions if not any(is_in_branch(one, stream.chain, flow) for stream in streams)]
+    outside = [core for core in attentions if not any(is_in_branch(core, stream.chain, flow) for stream in streams)]
     if outside:
-        names = first_few((one.result.name for one in outside), 4)
+        names = first_few((core.result.name for core in outside), 4)
         notes.append(f"{len(outside)} attention(s) outside every residual stream: {names}")
     tables = token_tables(flow)
     entries = [flow.node(stack.entry) for stack in stacks]
@@ -93,9 +93,9 @@ def without_pictures(
     streams: list[Stream], chains: list[list[Residual]], flow: Dataflow, model: nn.Module, notes: list[str]
 ) -> list[Stream]:
     """Return the streams of tokens; raises `NoTransformerError` where all are of pictures, with the channels on the second axis."""
-    if not any(has_channels_second(one, flow) for chain in chains for one in chain):
+    if not any(has_channels_second(residual, flow) for chain in chains for residual in chain):
         return streams
-    pictures = [stream for stream in streams if all(has_channels_second(one, flow) is not False for one in stream.chain)]
+    pictures = [stream for stream in streams if all(has_channels_second(residual, flow) is not False for residual in stream.chain)]
     if pictures and len(pictures) == len(streams):
         size = "×".join(map(str, shape(pictures[0].chain[0].add) or ()))
         raise NoTransformerError(

@@ -68,7 +68,7 @@ class LayerCalls:
         inside = [core for core in self.cores if masked.encloses(self.masked.call_of(core.result))]
         own = [core for core in inside if self.masked.reaches(stream, core.key)]
         tokens_first = is_tokens_first(size, own)
-        times = sum(one.path == call.path for one in self.flow.program.calls)
+        times = sum(other.path == call.path for other in self.flow.program.calls)
         causal = bool(own) and all(is_causal(core, stream, self.masked) for core in own)
         mask = self.mask(layer, masked, key, own, tokens_first)
         takes_more = has_room(self.anatomy.model.get_submodule(call.path), len(call.inputs))
@@ -92,7 +92,7 @@ class LayerCalls:
         base, flow = self.anatomy.node(layer.branches[0].source), self.flow
         given = [(key, node) for key, node in call.inputs.items() if key is not None and is_float(node)]
         above = set(flow.carried_chain(base))
-        found = [one for one in given if one[1] in above] or [one for one in given if flow.reaches(one[1], base)]
+        found = [pair for pair in given if pair[1] in above] or [pair for pair in given if flow.reaches(pair[1], base)]
         if not found:
             raise unfit(layer, f"{call.path} takes no argument that is its stream")
         return found[0]
@@ -107,7 +107,7 @@ class LayerCalls:
         key: Key = None
         if masks:
             keys = [mask_key(call, mask, (stream, None), tokens_first, flow) for mask in masks if mask in flow.depends]
-            key = next((one for one in keys if one is not None), None)
+            key = next((found for found in keys if found is not None), None)
             hidden = bool(keys)
             size = shape(call.inputs.get(stream)) or ()
             if key is not None and size and (shape(call.inputs[key]) or ())[-1] != size[not tokens_first]:
@@ -125,12 +125,14 @@ class LayerCalls:
         """Return an argument with a number or boolean for each token, of the inputs, that is neither a position nor an id."""
         flow = self.masked
         for key, node in call.inputs.items():
-            size, streams = shape(node) or (), [shape(one) or () for one in call.inputs.values()]
-            rows = [one[1::-1] if tokens_first else one[:2] for one in streams if len(one) == 3]
+            size, streams = shape(node) or (), [shape(stream) or () for stream in call.inputs.values()]
+            rows = [stream[1::-1] if tokens_first else stream[:2] for stream in streams if len(stream) == 3]
             if key is None or len(size) != 2 or is_float(node) or node not in flow.depends or size not in rows:
                 continue
-            above = [one for one in flow.nodes if flow.reaches(one, node)]
-            if not any(op(one) in SCAN or one in flow.program.parameters or one in self.ids for one in above):
+            above = [node_above for node_above in flow.nodes if flow.reaches(node_above, node)]
+            if not any(
+                op(node_above) in SCAN or node_above in flow.program.parameters or node_above in self.ids for node_above in above
+            ):
                 return key
         return None
 
@@ -141,7 +143,7 @@ def is_tokens_first(size: tuple[int, ...], cores: list[Attention]) -> bool:
     By the keys that masks have columns for, else by the queries.
     """
     masks = [shape(mask) or () for core in cores for mask in core.masks]
-    columns = {one[-1] for one in masks if len(one) == 4} & {size[0], size[1]}
+    columns = {mask[-1] for mask in masks if len(mask) == 4} & {size[0], size[1]}
     if len(columns) == 1 and size[0] != size[1] and 1 not in columns:
         return columns == {size[0]}
     queries = [shape(core.query) or () for core in cores]
@@ -151,7 +153,9 @@ def is_tokens_first(size: tuple[int, ...], cores: list[Attention]) -> bool:
 def has_room(module: nn.Module, given: int) -> bool:
     """Return whether a module's forward takes more arguments than so many."""
     parameters = forward_parameters(module).values()
-    return len(parameters) > given or any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+    return len(parameters) > given or any(
+        parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters
+    )
 
 
 def unfit(layer: Layer, why: str) -> DoesNotFitError:

@@ -106,16 +106,19 @@ class BranchOwners:
         """
         flow, source, add = self.flow, self.flow.node(branch.source), self.flow.node(branch.add)
         added = [other for other in self.layers[branch].branches if (other.source, other.add) == (branch.source, branch.add)]
-        together = tuple(one for one in added if one.role == branch.role or (branch.role == "moe" and one.role == "ffn"))
+        together = tuple(other for other in added if other.role == branch.role or (branch.role == "moe" and other.role == "ffn"))
         if len(together) < 2:
             raise self.unfit(branch, "nothing else of its kind is added to it")
-        regions = {node for one in together for node in self.region(one)}
-        ours, theirs = ([flow.node(one.output) for one in added if (one in together) == own] for own in (True, False))
+        regions = {node for part in together for node in self.region(part)}
+        ours, theirs = ([flow.node(other.output) for other in added if (other in together) == own] for own in (True, False))
         region = [
             node
             for node in flow.between(source, add)
             if node in regions
-            or (any(flow.reaches(one, node) for one in ours) and not any(flow.reaches(one, node) for one in theirs))
+            or (
+                any(flow.reaches(source_node, node) for source_node in ours)
+                and not any(flow.reaches(source_node, node) for source_node in theirs)
+            )
         ]
         owner = self.innermost(branch, region, add, [node for node in region if is_heavy(node)])
         return dataclasses.replace(owner, branches=together)
@@ -151,11 +154,11 @@ class BranchOwners:
         if not found:
             raise why or self.unfit(branch, IN_CODE)
         inner = found[0]
-        alone = [one for one in found if self.is_alone(one.call, self.layers[branch])]
+        alone = [candidate for candidate in found if self.is_alone(candidate.call, self.layers[branch])]
         flat = len(shape(inner.x) or ()) < len(shape(self.flow.node(branch.add)) or ())
-        laid_out = [one for one in alone or found if not flat or self.lays_out(one, inner)]
+        laid_out = [candidate for candidate in alone or found if not flat or self.lays_out(candidate, inner)]
         chosen = (laid_out or alone or found)[0]
-        return [one for one in alone or found if one.x is chosen.x and one.y is chosen.y][-1]
+        return [candidate for candidate in alone or found if candidate.x is chosen.x and candidate.y is chosen.y][-1]
 
     def as_owner(self, call: Call, branch: Branch, region: set[fx.Node], output: fx.Node, others: tuple[str, ...]) -> BranchOwner:
         """`call` as the owner of a branch; raises `DoesNotFitError` where it does more or less."""
@@ -197,10 +200,10 @@ class BranchOwners:
 
     def require_weights(self, paths: tuple[str, ...], branch: Branch, nodes: list[fx.Node]) -> None:
         """Raise `DoesNotFitError` unless the modules at `paths` hold all matrices that the nodes and the branch multiply by."""
-        held = {id(one) for path in paths for one in self.model.get_submodule(path).parameters()}
+        held = {id(parameter) for path in paths for parameter in self.model.get_submodule(path).parameters()}
         products = (weight_product(node, self.flow) for node in nodes)
         names = [product.parameter for product in products if product is not None]
-        for name in (*names, *(one.name for one in branch.projections if one.name)):
+        for name in (*names, *(projection.name for projection in branch.projections if projection.name)):
             if name in self.parameters and id(self.parameters[name]) not in held:
                 raise self.unfit(branch, f"{paths[0]} computes it with {name}, which it does not hold")
 

@@ -111,7 +111,7 @@ def structure(layer: Layer) -> Hashable:
             branch.gated,
             branch.parameters,
             numberless(relative(branch.name, layer.name)),
-            tuple((one.role, one.in_features, one.out_features) for one in branch.projections),
+            tuple((projection.role, projection.in_features, projection.out_features) for projection in branch.projections),
         )
         for branch in layer.branches
     )
@@ -169,7 +169,7 @@ def surroundings(anatomy: Findings) -> Surroundings:
     """Return the pieces around the stacks of `anatomy`."""
     counted: set[int | str] = set()
     parts = dict.fromkeys((*filter(None, [anatomy.embedding]), *anatomy.embeddings))
-    tables = {part.parameter: [one for one in parts if one.parameter == part.parameter] for part in parts}
+    tables = {part.parameter: [other for other in parts if other.parameter == part.parameter] for part in parts}
     embeddings = tuple(part_piece(anatomy, found, counted) for found in tables.values())
     head = part_piece(anatomy, [anatomy.head], counted) if anatomy.head is not None else None
     stacks = tuple(stack_size(anatomy, stack, counted) for stack in anatomy.stacks)
@@ -185,15 +185,15 @@ def surroundings(anatomy: Findings) -> Surroundings:
 def part_piece(anatomy: Findings, parts: Sequence[Part], counted: set[int | str]) -> Piece:
     """One weight under all the names it is used by, with the small parameters of its module (a bias)."""
     part = parts[0]
-    homes = tuple(dict.fromkeys(anatomy.flow.call_of(anatomy.node(one.node)).path or one.name for one in parts))
+    homes = tuple(dict.fromkeys(anatomy.flow.call_of(anatomy.node(part.node)).path or part.name for part in parts))
     owner = lookup(anatomy.model, homes[0], "get_submodule") if len(homes) == 1 else None
     weight = lookup(anatomy.model, part.parameter, "get_parameter")
     own = list(owner.parameters(recurse=False)) if owner is not None else []
-    if any(one is weight for one in own):
+    if any(parameter is weight for parameter in own):
         size = count(own, counted)
     else:
         size = count_named(anatomy, {part.parameter: math.prod(part.shape)}, counted)
-    return Piece(homes, type(owner).__name__ if owner is not None else "", part, size, tuple(one.node for one in parts))
+    return Piece(homes, type(owner).__name__ if owner is not None else "", part, size, tuple(part.node for part in parts))
 
 
 def module_piece(anatomy: Findings, name: str, counted: set[int | str]) -> Piece:

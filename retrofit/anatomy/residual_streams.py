@@ -65,14 +65,14 @@ def is_same_value(node: fx.Node) -> bool:
     """Return whether the operation casts to the type that its operand has."""
     if op(node) not in CAST or not node.all_input_nodes:
         return False
-    one, other = (part.meta.get("val") for part in (node, node.all_input_nodes[0]))
-    return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and one.dtype == other.dtype
+    value, other = (part.meta.get("val") for part in (node, node.all_input_nodes[0]))
+    return isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and value.dtype == other.dtype
 
 
 def ends_residual(node: fx.Node, latest: Latest) -> bool:
     """Return whether the sum `node` is a residual addition."""
-    one = latest.get(node)
-    return one is not None and one.add is node
+    residual = latest.get(node)
+    return residual is not None and residual.add is node
 
 
 def larger_sum(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
@@ -96,23 +96,25 @@ def ends_before(larger: tuple[fx.Node, fx.Node] | None, found: Residual, flow: D
         return True
     total, term = larger
     others = [part for part in total.all_input_nodes if part in flow.depends and part is not term]
-    return bool(others) and all(any(is_earlier(one, found, flow, latest) for one in flow.carried_chain(part)) for part in others)
+    return bool(others) and all(
+        any(is_earlier(place, found, flow, latest) for place in flow.carried_chain(part)) for part in others
+    )
 
 
 def is_earlier(place: fx.Node, found: Residual, flow: Dataflow, latest: Latest) -> bool:
     """Return whether `place` is the stream of `found` before that addition, be it behind an addition before it."""
-    one: Residual | None = found
-    while one is not None:
-        if place in stream_above(one.base, flow, latest):
+    residual: Residual | None = found
+    while residual is not None:
+        if place in stream_above(residual.base, flow, latest):
             return True
-        one = one.previous
+        residual = residual.previous
     return False
 
 
 def is_stream_after(base: fx.Node, term: fx.Node, flow: Dataflow, latest: Latest) -> bool:
     """Return whether `term` is the stream itself at a later place than `base`: a sum of the two blends them and adds no branch."""
-    one = latest.get(term)
-    return one is not None and is_earlier(base, one, flow, latest)
+    residual = latest.get(term)
+    return residual is not None and is_earlier(base, residual, flow, latest)
 
 
 def stream_above(node: fx.Node, flow: Dataflow, latest: Latest) -> set[fx.Node]:
@@ -120,12 +122,12 @@ def stream_above(node: fx.Node, flow: Dataflow, latest: Latest) -> set[fx.Node]:
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
-        one = pending.pop()
-        if one in found:
+        place = pending.pop()
+        if place in found:
             continue
-        found.add(one)
-        if not ends_residual(one, latest):
-            pending += flow.carried_operands[one] or (addends(one, flow, latest) if is_addition(one, flow) else [])
+        found.add(place)
+        if not ends_residual(place, latest):
+            pending += flow.carried_operands[place] or (addends(place, flow, latest) if is_addition(place, flow) else [])
     return found
 
 
@@ -174,7 +176,7 @@ def every_chain(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
             [part for part in node.all_input_nodes if has_same_width(part, node)] if is_addition(node, flow) else []
         )
         before = [latest[part] for part in sources if latest.get(part) is not None]
-        latest[node] = max(before, key=lambda one: flow.position[one.add], default=None)  # type: ignore[union-attr]
+        latest[node] = max(before, key=lambda residual: flow.position[residual.add], default=None)  # type: ignore[union-attr]
     return longest_chains(list(residuals.values()), flow), latest
 
 
@@ -188,13 +190,15 @@ def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Resid
     taken: set[Residual] = set()
     chains = []
     length: dict[Residual, int] = {}
-    for one in residuals:
-        length[one] = 1 + (length[one.previous] if one.previous else 0)
+    for residual in residuals:
+        length[residual] = 1 + (length[residual.previous] if residual.previous else 0)
     by_base: dict[fx.Node, list[Residual]] = {}
-    for one in residuals:
-        by_base.setdefault(one.base, []).append(one)
-    inner = {one for group in by_base.values() for one in group for other in group if feeds_branch_of(other, one, flow)}
-    for end in sorted(residuals, key=lambda one: (-length[one], one in inner, flow.position[one.add])):
+    for residual in residuals:
+        by_base.setdefault(residual.base, []).append(residual)
+    inner = {
+        residual for group in by_base.values() for residual in group for other in group if feeds_branch_of(other, residual, flow)
+    }
+    for end in sorted(residuals, key=lambda residual: (-length[residual], residual in inner, flow.position[residual.add])):
         chain: list[Residual] = []
         current: Residual | None = end
         while current is not None and current not in taken:
@@ -215,16 +219,16 @@ def runs_inside(inner: list[Residual], outer: list[Residual], flow: Dataflow) ->
     """Return whether `inner` runs within a branch of `outer`."""
     first = inner[0].add
     return any(
-        flow.reaches(one.base, first) and flow.reaches(first, branch)
-        for one in outer
-        if flow.position[one.base] <= flow.position[first] < flow.position[one.add]
-        for branch in one.branches
+        flow.reaches(residual.base, first) and flow.reaches(first, branch)
+        for residual in outer
+        if flow.position[residual.base] <= flow.position[first] < flow.position[residual.add]
+        for branch in residual.branches
     )
 
 
-def read_each_other(one: list[Residual], other: list[Residual], flow: Dataflow) -> bool:
+def read_each_other(stream: list[Residual], other: list[Residual], flow: Dataflow) -> bool:
     """Return whether two streams run side by side, each read in the branches of the other: neither is within the other."""
-    return len(one) > 1 and len(other) > 1 and runs_inside(one, other, flow) and runs_inside(other, one, flow)
+    return len(stream) > 1 and len(other) > 1 and runs_inside(stream, other, flow) and runs_inside(other, stream, flow)
 
 
 def outermost_chains(chains: list[list[Residual]], flow: Dataflow) -> list[list[Residual]]:

@@ -120,7 +120,7 @@ def layer_groups(
     chain: list[Residual], table: dict[Residual, list[Branch]], flow: Dataflow, notes: list[str]
 ) -> tuple[Call, list[LayerGroup]]:
     """Return the call whose code runs the layers, and the layers: the calls in it that contain the residual additions."""
-    call = owner_of([one.add for one in chain], flow)
+    call = owner_of([residual.add for residual in chain], flow)
     remaining = chain
     while True:
         groups = group_by_call(call, remaining, flow)
@@ -130,22 +130,22 @@ def layer_groups(
         inner, most = max(owned, key=lambda pair: len(pair[1]))
         if 3 * len(most) <= 2 * len(remaining):
             break
-        if left := [one.add.name for one in remaining if one not in most]:
+        if left := [residual.add.name for residual in remaining if residual not in most]:
             notes.append(f"{len(left)} residual addition(s) outside the layers of {inner.path}: {', '.join(left)}")
         call, remaining = inner, most
-    roles = [branch.role for one in remaining for branch in table[one]]
+    roles = [branch.role for residual in remaining for branch in table[residual]]
     if call.path and len(set(roles)) == len(roles):  # each role once: the call is itself the only layer
         return call.parent or call, [LayerGroup(call, remaining)]
     if not any(group.call for group in groups):
         numbered = group_by_number(remaining, table)
-        if numbered and (left := [one.add.name for one in remaining if not any(one in part for part in numbered)]):
+        if numbered and (left := [residual.add.name for residual in remaining if not any(residual in part for part in numbered)]):
             notes.append(f"{len(left)} residual addition(s) outside the layers of a list: {', '.join(left)}")
         return call, [LayerGroup(None, part) for part in numbered or group_by_cycle(remaining, table)]
-    stray = [one for group in groups if group.call is None for one in group.residuals]
+    stray = [residual for group in groups if group.call is None for residual in group.residuals]
     if stray and len(stray) * 2 >= len(remaining):
         return call, [LayerGroup(None, part) for part in group_by_cycle(remaining, table)]
     if stray:
-        names = ", ".join(one.add.name for one in stray)
+        names = ", ".join(residual.add.name for residual in stray)
         notes.append(f"{len(stray)} residual addition(s) in the code of {call.path or 'the model'} itself: {names}")
     return call, [group for group in groups if group.call is not None]
 
@@ -153,14 +153,14 @@ def layer_groups(
 def group_by_call(call: Call, residuals: list[Residual], flow: Dataflow) -> list[LayerGroup]:
     """Return the residual additions, in order, by the call within `call` that contains them, and the end of some branch of them."""
     groups: list[LayerGroup] = []
-    placed = [(call_inside(call, one, flow), one) for one in residuals]
-    layers = {found for found, one in placed if found is not None and not only_adds(found, one, flow)}
-    for found, one in placed:
+    placed = [(call_inside(call, residual, flow), residual) for residual in residuals]
+    layers = {found for found, residual in placed if found is not None and not only_adds(found, residual, flow)}
+    for found, residual in placed:
         inner = found if found in layers else None
         if groups and groups[-1].call is inner:
-            groups[-1].residuals.append(one)
+            groups[-1].residuals.append(residual)
         else:
-            groups.append(LayerGroup(inner, [one]))
+            groups.append(LayerGroup(inner, [residual]))
     return groups
 
 
@@ -184,33 +184,33 @@ def group_by_number(residuals: list[Residual], table: dict[Residual, list[Branch
     agree in that component, it is the first in which those differ, and the other additions are in no layer. Weights that several
     additions share are not considered.
     """
-    roles = [branch.role for one in residuals for branch in table[one]]
-    paths = dict(zip(residuals, weight_path_prefixes([table[one] for one in residuals]), strict=True))
+    roles = [branch.role for residual in residuals for branch in table[residual]]
+    paths = dict(zip(residuals, weight_path_prefixes([table[residual] for residual in residuals]), strict=True))
     if len(set(roles)) == len(roles) or not all(paths.values()):
         return []
     inner = residuals
     while True:
-        depth = len(common_prefix([paths[one] for one in inner]))
-        keys = {one: paths[one][depth] if len(paths[one]) > depth else "" for one in inner}
+        depth = len(common_prefix([paths[residual] for residual in inner]))
+        keys = {residual: paths[residual][depth] if len(paths[residual]) > depth else "" for residual in inner}
         counts = Counter(keys.values())
         most, count = counts.most_common(1)[0]
         if len(counts) == 1 or 3 * count <= 2 * len(inner):
             break
-        inner = [one for one in inner if keys[one] == most]
+        inner = [residual for residual in inner if keys[residual] == most]
     together = inner == residuals[residuals.index(inner[0]) :][: len(inner)]
     if not together or not all(key.isdigit() for key in counts):
         return []
     layers: list[list[Residual]] = []
-    for one in inner:
-        if not layers or keys[one] != keys[layers[-1][-1]]:
+    for residual in inner:
+        if not layers or keys[residual] != keys[layers[-1][-1]]:
             layers.append([])
-        layers[-1].append(one)
+        layers[-1].append(residual)
     return layers
 
 
 def weight_path_prefixes(branches: list[list[Branch]]) -> list[list[str]]:
     """For each addition the common prefix of the paths of the weights that it alone uses; empty where it has none."""
-    weights = [[item.name for branch in one for item in branch.projections if item.name] for one in branches]
+    weights = [[item.name for branch in of_layer for item in branch.projections if item.name] for of_layer in branches]
     uses = Counter(name for names in weights for name in set(names))
     return [common_prefix([name.split(".")[:-1] for name in names if uses[name] == 1]) for names in weights]
 
@@ -225,11 +225,11 @@ def common_prefix(paths: list[list[str]]) -> list[str]:
 def group_by_cycle(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:
     """Layers without modules of their own: a new one begins at every self-attention or other mixer."""
     layers: list[list[Residual]] = []
-    for one in residuals:
-        begins = any(branch.role in ("self-attention", "other mixer") for branch in table[one])
+    for residual in residuals:
+        begins = any(branch.role in ("self-attention", "other mixer") for branch in table[residual])
         if begins or not layers:
             layers.append([])
-        layers[-1].append(one)
+        layers[-1].append(residual)
     return layers
 
 
@@ -240,15 +240,15 @@ def describe_stack(
     by_residual = dict(zip(chain, table, strict=True))
     call, groups = layer_groups(chain, by_residual, flow, notes)
     layers = tuple(describe_layer(group, by_residual, flow, latest) for group in groups)
-    used = [one for group in groups for one in group.residuals]
+    used = [residual for group in groups for residual in group.residuals]
     inside = [core for core in cores if is_in_branch(core, used, flow)]
     base = chain[0].base
     attending_itself = [core for core in inside if any(flow.reaches(base, key) for key in core.keys)]
-    crossing = any(branch.role == "cross-attention" for one in used for branch in by_residual[one])
+    crossing = any(branch.role == "cross-attention" for residual in used for branch in by_residual[residual])
     if attending_itself:
         causal = all(is_causal(core, base, flow) for core in attending_itself)
     else:
-        mixers = [branch for one in used for branch in by_residual[one] if branch.role == "other mixer"]
+        mixers = [branch for residual in used for branch in by_residual[residual] if branch.role == "other mixer"]
         causal = bool(mixers) and not crossing and flow.program.inputs != {}
         causal = causal and not reads_ahead(flow.node(mixers[0].output), flow.node(mixers[0].source), flow)
     size = shape(chain[-1].add) or (0,)
@@ -266,7 +266,7 @@ def describe_stack(
 def describe_layer(group: LayerGroup, table: dict[Residual, list[Branch]], flow: Dataflow, latest: Latest) -> Layer:
     """Return the layer of one group of additions, with the places of its stream."""
     first, last = group.residuals[0], group.residuals[-1]
-    branches = tuple(branch for one in group.residuals for branch in table[one])
+    branches = tuple(branch for residual in group.residuals for branch in table[residual])
     if group.call is None:
         sizes = flow.parameters_of(flow.between(first.base, last.add))
         return Layer("", 0, branches, (), sum(sizes.values()), NO_STREAM, NO_STREAM, first.base.name, last.add.name)

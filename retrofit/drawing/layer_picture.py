@@ -62,7 +62,7 @@ def belongs_to_branch(name: str, branch: Branch, layer: Layer) -> bool:
     """Return whether a site is the branch's module, holds nothing else of the layer, or is inside it."""
     if not branch.name or not is_within(name, layer.name) or layer.name in (name, branch.name):
         return False
-    others = [one.name for one in layer.branches if one is not branch]
+    others = [other.name for other in layer.branches if other is not branch]
     alone = is_within(branch.name, name) and not any(is_within(other, name) for other in others)
     return alone or is_within(name, branch.name)
 

@@ -146,7 +146,7 @@ class Placement:
 
     def weight_products(self, branch: Branch) -> set[str]:
         """Return the nodes that multiply with the weights of `branch`."""
-        names = {one.name for one in branch.projections if one.name}
+        names = {projection.name for projection in branch.projections if projection.name}
         pending = [node for node, name in self.parameter_nodes if name in names]
         found: set[str] = set()
         while pending:

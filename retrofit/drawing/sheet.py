@@ -231,8 +231,8 @@ def rounded_path(points: Sequence[Point], radius: float = 8) -> Path:
     return Path([*vertices, points[-1]], [*codes, Path.LINETO])
 
 
-def distance(one: Point, other: Point) -> float:
-    return abs(one[0] - other[0]) + abs(one[1] - other[1])
+def distance(point: Point, other: Point) -> float:
+    return abs(point[0] - other[0]) + abs(point[1] - other[1])
 
 
 def towards(start: Point, goal: Point, length: float) -> Point:
