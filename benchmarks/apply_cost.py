@@ -78,14 +78,14 @@ def save_model(options: argparse.Namespace) -> None:
 def parts_timed(model: Any) -> Iterator[dict[str, list[float]]]:
     """Within this context what capture, passes and each check on both models take is recorded: [busy seconds, forwards, peak]."""
     from retrofit import rewriting
-    from retrofit.checks import reference
-    from retrofit.checks.registry import CHECKS
+    from retrofit.checks import verify
+    from retrofit.checks.verify import CHECKS
 
     found: dict[str, list[float]] = {}
     places: list[tuple[Any, str, Callable[[tuple[Any, ...]], str]]] = [
         (rewriting, "capture", lambda args: "capture, twice"),
         (rewriting, "run_passes", lambda args: "the pass"),
-        (reference, "runnable_subject", lambda args: "other shapes: dense"),
+        (verify, "runnable_subject", lambda args: "other shapes: dense"),
         *(
             (one, "measure", lambda args, name=name: f"{name}: {'rewritten' if args[1:] else 'dense'}")
             for name, one in CHECKS.items()

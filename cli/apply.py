@@ -213,7 +213,7 @@ def fitted_on(windows: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, 
 
 def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
     """Return what was rewritten, parameters and FLOPs before and after, what was verified or left out, where the result is."""
-    from retrofit.checks.registry import CHECKS
+    from retrofit.checks.verify import CHECKS
     from retrofit.storage.directories import left_out
 
     rows = separated(rewrite_rows(rewrite) for rewrite in applied.rewrites)

@@ -74,8 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stream:
         return report_on_stream(arguments)
 
-    from retrofit.checks.registry import named_checks
-    from retrofit.checks.verify import verify, verify_onnx
+    from retrofit.checks.verify import named_checks, verify, verify_onnx
     from retrofit.storage.checkpoint import load
 
     def read(path: Path) -> nn.Module:

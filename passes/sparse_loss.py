@@ -74,19 +74,19 @@ def start(observed: Observed) -> Problems:
     """
     for site in observed.sites:
         head: Any = site.module
-        known = observed.dense_probes.get(site.dense_path)
+        known = observed.dense.probes.get(site.dense_path)
         if known is None:
             observed.not_compared(site.path, "no module of the dense model multiplies by its matrix alone")
             continue
         if not observed.is_calibrated:
-            features, rows = observed.dense_rows[site.dense_path]
+            features, rows = observed.dense.features[site.dense_path]
             if len(head.product.d) > known[0].shape[-1]:
                 rows = rows * multiple(head, features, rows)
             problem = fit_problem(head.product.d, head.product.e, features, rows)
             if problem:
                 yield site.path, problem
             continue
-        received = (known, observed.dense_products[site.dense_path])
+        received = (known, observed.dense.products[site.dense_path])
         agreements = [agreement(head, observed.options.modules, *call) for call in received]
         if not any(CALIBRATED <= length <= 1 / CALIBRATED for length in agreements):
             ratio = " or ".join(f"{length:.2g}" for length in agreements)

@@ -10,11 +10,9 @@ from typing import Any, TypeVar
 from torch import fx, nn
 
 from retrofit.anatomy.inspection import read_anatomy
-from retrofit.checks.finite_weights import require_finite
-from retrofit.checks.reference import Reference
-from retrofit.checks.registry import named_checks
+from retrofit.checks.parameters import require_finite
 from retrofit.checks.report import Report
-from retrofit.checks.verify import check_rewrite
+from retrofit.checks.verify import Reference, check_rewrite, named_checks
 from retrofit.emitted.graph_module import DenseGraph
 from retrofit.emitted.graph_parts import propagate_shapes
 from retrofit.errors import (
@@ -227,7 +225,7 @@ def rewrite_once(
         optional = reference.optional
     elif example_inputs is None and device_of(model).type != "meta" and keep is None:
         optional = with_optional(model, inputs)
-    require_finite(model, reference)
+    require_finite(model, None if reference is None else reference.parameters)
     hooks = HookWatch(model)
     calls = hooks.calls(model, inputs)
     edit = Edit(model, data, keep)

@@ -233,7 +233,7 @@ def table_start(observed: Observed) -> Problems:
 
     A table that is added to the stream as a parameter, as one of positions may be, is repeated.
     """
-    widened = {fate.name: fate for fate in observed.fates.values() if fate.kind == "widened"}
+    widened = {fate.name: fate for fate in observed.dense.fates.values() if fate.kind == "widened"}
     for name, fate in widened.items():
         parameter, owner = observed.model.get_parameter(name), observed.model.get_submodule(name.rpartition(".")[0])
         dim = next((dim for dim, part in enumerate(fate.index) if part != slice(None)), None)

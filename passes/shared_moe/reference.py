@@ -134,7 +134,7 @@ def expert_start(group: list[ObservedSite], sources: list[int] | None, observed:
     experts = observed.options.experts
     for e, depth in enumerate(sources or [int((e + 0.5) * len(group) / experts) for e in range(experts)]):
         source = group[depth]
-        known = observed.dense_calls.get(source.dense_path)
+        known = observed.dense.calls.get(source.dense_path)
         if known is None or known[0].shape[-1] != source.module.width or known[1].shape[-1] != source.module.width:
             observed.not_compared(source.path, "the dense model calls no module there that takes and returns a stream of its width")
             continue

@@ -146,7 +146,7 @@ def start(observed: Observed) -> Problems:
     solved = {predicted[index * (len(predicted) - 1) // max(1, MOST - 1)].path for index in range(MOST)} if predicted else set()
     for site in observed.sites:
         block: Any = site.module
-        known = observed.dense_calls.get(site.dense_path)
+        known = observed.dense.calls.get(site.dense_path)
         fitted = bool(getattr(block, "fitted", False))
         dense = dense_output(observed, site) if fitted else None
         if known is None or not known[0].shape[-1] == block.width == known[1].shape[-1]:
@@ -179,13 +179,13 @@ def start(observed: Observed) -> Problems:
 def dense_output(observed: Observed, site: ObservedSite) -> Dense | None:
     """Return W_out and b_out of the dense model, units in the order of the block; None where they are not at hand."""
     block: Any = site.module
-    found = {fate.name: (name, fate) for name, fate in observed.fates.items()}
+    found = {fate.name: (name, fate) for name, fate in observed.dense.fates.items()}
     name, fate = found.get(f"{site.path}.down.weight", ("", None))
-    if name not in observed.dense_parameters or fate.layout is None:
+    if name not in observed.dense.parameters or fate.layout is None:
         return None
-    weight = observed.dense_parameters[name].detach().double()
+    weight = observed.dense.parameters[name].detach().double()
     rows = (weight.T if fate.layout.transposed else weight)[block.order]
-    bias = observed.dense_parameters.get(found.get(f"{site.path}.down.bias", ("", None))[0])
+    bias = observed.dense.parameters.get(found.get(f"{site.path}.down.bias", ("", None))[0])
     return rows, None if bias is None else bias.detach().double()
 
 

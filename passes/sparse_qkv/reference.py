@@ -267,7 +267,7 @@ def start(observed: Observed) -> Problems:
     by_sparse: dict[int, list[Part]] = {}
     owners: dict[tuple[int, ...], Part] = {}
     for part in parts(observed):
-        if part.site.dense_path not in observed.dense_probes:
+        if part.site.dense_path not in observed.dense.probes:
             observed.not_compared(part.site.path, NO_PLAIN_MATRIX)
         elif why := dropped_before(part, observed) or given_later(part, owners):
             observed.not_compared(part.site.path, why)
@@ -283,7 +283,7 @@ def start(observed: Observed) -> Problems:
 
 def dropped_before(part: Part, observed: Observed) -> str:
     """Why an earlier pass dropped the matrix of the dense projection, "" where none did: then another one was fitted to."""
-    fate = observed.fates.get(f"{part.site.dense_path}.weight")
+    fate = observed.dense.fates.get(f"{part.site.dense_path}.weight")
     return fate.why if fate is not None and fate.kind == "dropped" and fate.why not in (FITTED, FITTED_OUTPUT, NO_OUTPUT) else ""
 
 
@@ -345,8 +345,8 @@ def agreement_problems(part: Part, observed: Observed) -> Problems:
 
     What is fitted to data may be far too long along inputs that the data do not have.
     """
-    probes = observed.dense_probes[part.site.dense_path]
-    rows = [probes, observed.dense_products[part.site.dense_path]] if observed.is_calibrated else [probes]
+    probes = observed.dense.probes[part.site.dense_path]
+    rows = [probes, observed.dense.products[part.site.dense_path]] if observed.is_calibrated else [probes]
     least = CALIBRATED if observed.is_calibrated else LEAST
     found = [agreement(part, observed, *row) for row in rows]
     if not any(least <= length <= 1 / least for length in found):
@@ -365,7 +365,7 @@ def agreement(part: Part, observed: Observed, x: Tensor, y: Tensor) -> float:
 def fit_problems(same: list[Part], observed: Observed) -> Problems:
     """Of projections that share a multiplicative layer: the fit to the weights is the best one. Not with data."""
     first = same[0]
-    rows = [observed.dense_rows[part.site.dense_path] for part in same]
+    rows = [observed.dense.features[part.site.dense_path] for part in same]
     if observed.is_calibrated or len({tuple(features) for features, _ in rows}) > 1:
         return
     features, letters = rows[0][0], {part.letter for part in same}

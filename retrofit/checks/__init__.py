@@ -1,1 +1,1 @@
-"""One check a file: what it measures, and how it judges that against the dense model."""
+"""The checks: each measures the dense model and the rewritten one, and judges the second by the first."""

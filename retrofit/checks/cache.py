@@ -4,32 +4,42 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
-from retrofit.checks.comparison import judge_comparison
-from retrofit.checks.context import Context
-from retrofit.checks.divergence import Divergence
-from retrofit.checks.finding import Finding, Raised, attempt, failed, merge, passed, skipped
-from retrofit.checks.generation import BEAMS, FEWEST_TOKENS, NEW_TOKENS, compare_decoding, decode
-from retrofit.checks.stepping import (
-    PADDED,
-    PLAIN,
-    REORDERED,
-    StepBatch,
-    compare_stepping,
-    locate_stepping,
-    shared_steps,
-    step_batch,
-    ways_to_step,
+from retrofit.checks.divergence import Divergence, at_positions, first_divergence, judge_comparison, record_activations
+from retrofit.checks.report import Finding, Raised, attempt, failed, merge, passed, skipped
+from retrofit.checks.subject import Context, Padded, Subject, pad_inputs, takes_padding
+from retrofit.inputs.probes import (
+    Inputs,
+    accepts,
+    can_generate,
+    filler_id,
+    has_two_sides,
+    ids_name,
+    is_decoder_side,
+    is_floating,
+    is_per_token,
+    is_token_ids,
+    logits_of,
+    output_ids_name,
+    placeholders,
+    resized,
+    resized_like,
+    run,
 )
-from retrofit.checks.subject import Subject
-from retrofit.inputs.probes import can_generate
-from retrofit.numerics.agreement import Comparison
+from retrofit.numerics.agreement import Arithmetic, Comparison
+from retrofit.numerics.distances import TOLERANCE, distance, scale_of, tolerance_of
 
 Result = TypeVar("Result")
+STEPS = 2  # tokens decoded one at a time; one where a sequence is padded
+PLAIN, PADDED, REORDERED = "steps", "left-padded steps", "reordered steps"
+PROMPT, NEW_TOKENS = 6, 3
+FEWEST_TOKENS = 2  # of which one is computed on the cache
+BEAMS = {"greedy": 1, "beam": 2}
 GENERATED = "generate with and without its cache"
 PREREQUISITES = {"greedy": (PLAIN, GENERATED), "beam": (PLAIN, REORDERED, GENERATED)}  # where the dense model has to agree
 
@@ -51,12 +61,12 @@ class CacheMeasurement:
     generated: dict[str, Generated | Raised]  # greedy, beam; empty where the model does not generate
 
 
-def measure(subject: Subject, before: CacheMeasurement | None = None, context: Context | None = None) -> CacheMeasurement:
-    """Every way to decode, but those that the dense model does not have, and of a large one beams: its steps are reordered too."""
+def measure_cache(subject: Subject, before: CacheMeasurement | None = None, context: Context | None = None) -> CacheMeasurement:
+    """Return every way to decode that the dense model has too; of a large model without beams, whose steps are reordered too."""
     model, inputs = subject.model, subject.inputs
     ways = [way for way in ways_to_step(model, inputs) if before is None or isinstance(before.steps.get(way), Comparison)]
     if before is not None:
-        names = [name for name, one in before.generated.items() if isinstance(one, Generated)]
+        names = [name for name, decoded in before.generated.items() if isinstance(decoded, Generated)]
     else:
         names = list(BEAMS)[: 1 if subject.is_large else None] if can_generate(model, inputs) else []
     return CacheMeasurement(
@@ -66,19 +76,19 @@ def measure(subject: Subject, before: CacheMeasurement | None = None, context: C
 
 
 def step(subject: Subject, way: str) -> Comparison | None:
-    """Steps against one forward."""
+    """Return how far steps lie from one forward; None where the model keeps no cache."""
     return first_to_run(lambda batch: compare_stepping(subject.arithmetic, batch, way), step_batches(subject, way))
 
 
 def step_batches(subject: Subject, way: str) -> list[StepBatch]:
-    """What to decode in that way: of a large model the batch that its checks share, else, or where that raises, one of its own."""
+    """Return the batches to decode in that way: of a large model the batch that its checks share, then one of its own."""
     padded = subject.shared_padding("left")
     shared = [shared_steps(padded, way)] if padded is not None else []
     return shared if shared and way == PADDED else [*shared, step_batch(subject.model, subject.inputs, way)]
 
 
 def first_to_run(action: Callable[[StepBatch], Result], batches: Sequence[StepBatch]) -> Result:
-    """What the action gives for the first of the batches for which it does not raise, or for the last."""
+    """Return what the action gives for the first of the batches for which it does not raise, or for the last."""
     for batch in batches[:-1]:
         with contextlib.suppress(Exception):  # what the model's own code raises
             return action(batch)
@@ -86,7 +96,7 @@ def first_to_run(action: Callable[[StepBatch], Result], batches: Sequence[StepBa
 
 
 def generate(subject: Subject, name: str, before: CacheMeasurement | None, context: Context | None) -> Generated:
-    """What `generate` decodes on its cache, and without: for a dense model greedily only, for others where its tokens differ."""
+    """Return what `generate` decodes on its cache, and without: of a dense model greedily only, of others where tokens differ."""
     count = FEWEST_TOKENS if subject.is_large else NEW_TOKENS
     with subject.arithmetic.computing():
         cached = decode(subject.model, subject.inputs, BEAMS[name], count, use_cache=True)
@@ -100,15 +110,15 @@ def generate(subject: Subject, name: str, before: CacheMeasurement | None, conte
     return Generated(tokens, compared.error) if isinstance(compared, Raised) else Generated(tokens, *compared)
 
 
-def judge(now: CacheMeasurement, before: CacheMeasurement | None, context: Context) -> Finding:
-    findings = {way: judge_steps(way, one, before, context) for way, one in now.steps.items()}
+def judge_cache(now: CacheMeasurement, before: CacheMeasurement | None, context: Context) -> Finding:
+    findings = {way: judge_steps(way, steps, before, context) for way, steps in now.steps.items()}
     findings = {way: finding for way, finding in findings.items() if finding.status != "skipped" or finding.measured}
-    findings |= {name: judge_generated(name, one, before, context) for name, one in now.generated.items()}
+    findings |= {name: judge_generated(name, decoded, before, context) for name, decoded in now.generated.items()}
     return merge(findings) if findings else skipped("it keeps no cache and does not generate")
 
 
 def judge_steps(way: str, now: Comparison | Raised | None, before: CacheMeasurement | None, context: Context) -> Finding:
-    """Whether decoding step by step gives what one forward gives."""
+    """Judge whether decoding step by step gives what one forward gives."""
     if isinstance(now, Raised):
         return failed("", now.error)
     dense = before.steps.get(way) if before is not None else None
@@ -123,7 +133,7 @@ def judge_steps(way: str, now: Comparison | Raised | None, before: CacheMeasurem
 
 
 def judge_generated(name: str, now: Generated | Raised, before: CacheMeasurement | None, context: Context) -> Finding:
-    """An exact rewrite generates the dense model's tokens; else the same with and without the cache, ties within rounding apart.
+    """Judge the tokens: an exact rewrite generates the dense model's, others the same with and without the cache, but for ties.
 
     A failing of the dense model's own cache excuses one of the rewritten model's.
     """
@@ -138,7 +148,7 @@ def judge_generated(name: str, now: Generated | Raised, before: CacheMeasurement
 
 
 def own_failing(dense: CacheMeasurement, name: str, reads_ahead: bool) -> str:
-    """Why a cache of the dense model itself does not give what there is without it; "" where it does."""
+    """Return why a cache of the dense model itself does not give what there is without it; "" where it does."""
     greedy = dense.generated.get("greedy")
     comparisons = {**dense.steps, GENERATED: greedy.logits if isinstance(greedy, Generated) else None}
     for way in PREREQUISITES[name]:
@@ -146,3 +156,278 @@ def own_failing(dense: CacheMeasurement, name: str, reads_ahead: bool) -> str:
         if isinstance(comparison, Comparison) and not comparison.agrees:
             return f"the dense model does not agree with itself: {way} ({comparison.measured})"
     return "the dense model reads later tokens too, which a cache has yet to see" if reads_ahead else ""
+
+
+# ── Step by step ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ways_to_step(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
+    """Return the ways to decode step by step: plainly, with rows that change places as in a beam search, and padded on the left.
+
+    The last only where a model without a second side takes a mask.
+    """
+    pads = takes_padding(model, inputs) and not has_two_sides(inputs)
+    return (PLAIN, PADDED, REORDERED) if pads else (PLAIN, REORDERED)
+
+
+def keeps_cache(model: nn.Module, inputs: Inputs, name: str) -> bool:
+    """Return whether the model decodes on a cache along that input."""
+    if is_decoder_side(name) != has_two_sides(inputs):
+        return False
+    try:
+        return compare_stepping(Arithmetic(model, inputs), step_batch(model, inputs, PLAIN), PLAIN) is not None
+    except Exception:  # a model that cannot decode
+        return False
+
+
+class NoCache(Exception):
+    """The model keeps no cache, or none that can be decoded on in this way."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBatch:
+    """A batch to decode step by step: its inputs in one forward, and what one of the ways is about."""
+
+    whole: dict[str, Any]
+    real: torch.Tensor | None = None  # positions (rows, length): no padding; None where all are meant
+    rows: tuple[int, ...] = ()  # those of `whole` that are decoded, where not all are
+    reorders: bool = True  # whether its rows change places before the last token
+
+    @property
+    def decoded(self) -> dict[str, Any]:
+        """The inputs of the rows that are decoded."""
+        count = next((len(value) for value in self.whole.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
+        return {key: self.rows_of(value) if has_rows(value, count) else value for key, value in self.whole.items()}
+
+    def rows_of(self, value: torch.Tensor) -> torch.Tensor:
+        return value[list(self.rows)] if self.rows else value
+
+    @property
+    def key(self) -> Hashable:
+        """Return what tells its steps from those of other batches."""
+        return "steps", self.rows, self.reorders
+
+
+def compare_stepping(arithmetic: Arithmetic, batch: StepBatch, way: str) -> Comparison | None:
+    """Compare most of a sequence at once and the rest token by token with all of it at once; None where the model keeps no cache.
+
+    Plain and reordered steps are of one sequence: its rows change places before the last token.
+    """
+    model, decoded = arithmetic.model, batch.decoded
+    if not accepts(model, "use_cache") and "use_cache" not in batch.whole:
+        return None
+
+    def ways() -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = arithmetic.logits(batch.whole)
+        name, full = output_ids_name(batch.whole, outputs), batch.rows_of(outputs)
+        if name is None or full.shape[1] <= STEPS:
+            raise NoCache
+        stepped = arithmetic.once(batch.key, lambda: step_through(model, decoded, name, batch.reorders))
+        if stepped is None or (way == REORDERED and not stepped.reordered):
+            raise NoCache
+        places = places_of(way, stepped, batch.real, decoded[name])
+        return torch.cat(stepped.logits, 1)[places], full[places]
+
+    try:
+        return arithmetic.compare(ways)
+    except NoCache:
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepped:
+    """The logits of a sequence without its last tokens, then of each of these, all on one cache."""
+
+    logits: tuple[torch.Tensor, ...]
+    reordered: bool  # whether the rows changed places before the last token, as the cache did
+
+
+def places_of(way: str, stepped: Stepped, real: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
+    """Return the positions that the way is about, a mask (batch, length): no padding; the last token where rows changed places."""
+    places = real.clone() if real is not None else torch.ones_like(ids, dtype=torch.bool)
+    if stepped.reordered:
+        last = torch.arange(ids.shape[1], device=ids.device) == ids.shape[1] - 1
+        places &= last if way == REORDERED else ~last
+    return places
+
+
+def shared_steps(padded: Padded, way: str) -> StepBatch:
+    """Return two rows of a batch that checks share, one padded on the left and one not, decoded together for all the ways."""
+    real = padded.batch["attention_mask"][list(padded.stepped)].bool()
+    real[1 if way == PADDED else 0] = False
+    return StepBatch(padded.batch, real, padded.stepped)
+
+
+def step_batch(model: nn.Module, inputs: Inputs, way: str) -> StepBatch:
+    """Return a batch of its own to decode step by step in that way."""
+    if way == PADDED:
+        long = pad_inputs(model, inputs, "left").batch
+        return StepBatch(without_cache(model, long), long["attention_mask"].bool(), reorders=False)
+    whole = resized_like(model, inputs, 2, seed=17)
+    for key, value in whole.items():
+        if is_token_ids(value):
+            whole[key] = torch.stack([value[0], value[0].roll(1)])  # rows that differ at every position: a mix-up shows
+    name = ids_name(inputs)
+    if name is not None and not has_two_sides(inputs) and accepts(model, "attention_mask"):
+        whole.setdefault("attention_mask", torch.ones_like(whole[name], dtype=torch.long))
+    return StepBatch(without_cache(model, whole))
+
+
+def without_cache(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+    """Return the inputs for a forward that keeps no cache, where the model can be asked for one."""
+    return {**inputs, "use_cache": False} if "use_cache" in inputs or accepts(model, "use_cache") else dict(inputs)
+
+
+def step_through(model: nn.Module, whole: Inputs, name: str, reorders: bool) -> Stepped | None:
+    """Return the sequence decoded step by step; None where the model returns no cache.
+
+    Where it `reorders`, the rows and the cache are in reverse order for the last token, if the cache can be reordered.
+    """
+    total, rows = whole[name].shape[1], len(whole[name])
+    pieces: list[torch.Tensor] = []
+    cache: Any = None
+    reordered = False
+    steps = STEPS if reorders else 1
+    for start, stop in [(0, total - steps), *((last, last + 1) for last in range(total - steps, total))]:
+        chunk = {**section(whole, name, start, stop), "use_cache": True}
+        if reorders and stop == total and hasattr(cache, "reorder_cache"):
+            cache.reorder_cache(torch.arange(rows - 1, -1, -1, device=whole[name].device))
+            chunk = {key: value.flip(0) if has_rows(value, rows) else value for key, value in chunk.items()}
+            reordered = True
+        output = run(model, chunk, past_key_values=cache) if cache is not None else run(model, chunk)
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            return None
+        pieces.append(logits_of(output).flip(0) if reordered else logits_of(output))
+    return Stepped(tuple(pieces), reordered)
+
+
+def has_rows(value: Any, rows: int) -> bool:
+    """Return whether an input has an entry for each row of the batch."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
+
+
+def section(inputs: Inputs, name: str, start: int, stop: int) -> dict[str, Any]:
+    """Return the inputs for tokens `start` to `stop` of the argument `name`; masks reach back to the first token.
+
+    What tokens stand for, images say, goes with the first ones alone: later the cache has it.
+    """
+    side, length = is_decoder_side(name), inputs[name].shape[1]
+    known = start > 0 and bool(placeholders(inputs, name).any())
+    chunk = {key: value for key, value in inputs.items() if not (known and is_floating(value))}
+    for key, value in inputs.items():
+        if is_per_token(value) and is_decoder_side(key) == side and value.shape[1] == length:
+            chunk[key] = value[:, :stop] if key.endswith("attention_mask") else value[:, start:stop]
+    return chunk
+
+
+def locate_stepping(model: nn.Module, batch: StepBatch, way: str, limit: float) -> Divergence:
+    """Return the first module that returns something else when decoding goes step by step."""
+    whole = batch.decoded
+    with record_activations(model) as full:
+        outputs = logits_of(run(model, whole))
+    name = output_ids_name(whole, outputs)
+    assert name is not None
+    with record_activations(model) as activations:
+        stepped = step_through(model, whole, name, batch.reorders)
+    assert stepped is not None
+    if stepped.reordered:
+        activations = {path: [*values[:-1], values[-1].flip(0)] for path, values in activations.items()}
+    places = places_of(way, stepped, batch.real, whole[name])
+    joined = {path: [torch.cat(values, 1)] for path, values in activations.items() if all(value.dim() == 3 for value in values)}
+    now = at_positions(joined, places)
+    before = {path: values for path, values in at_positions(full, places).items() if len(values) == 1 and path in now}
+    return first_divergence(now, before, limit)
+
+
+# ── Generation ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """What `generate` returned: the tokens, the logits they were chosen from, the beams' scores."""
+
+    tokens: torch.Tensor
+    logits: tuple[torch.Tensor, ...]
+    scores: torch.Tensor | None
+
+
+@torch.no_grad()
+def decode(model: nn.Module, inputs: Inputs, beams: int, count: int, use_cache: bool) -> Decoded:
+    """Return a few tokens generated without sampling."""
+    name = ids_name(inputs)
+    assert name is not None
+    held = placeholders(inputs, name).nonzero().flatten().tolist()
+    length = max([PROMPT, *(place + 2 for place in held)])
+    prompt = resized(model, {key: value for key, value in inputs.items() if not is_decoder_side(key)}, 2, length, seed=19)
+    prompt["attention_mask"] = torch.ones_like(prompt[name], dtype=torch.long)
+    config = getattr(model, "generation_config", None)
+    for setting in ("pad_token_id", *(["decoder_start_token_id"] if has_two_sides(inputs) else [])):
+        if getattr(config, setting, None) is None:
+            prompt[setting] = filler_id(model)
+    settings = {
+        "num_beams": beams,
+        "do_sample": False,
+        "max_new_tokens": count,
+        "min_new_tokens": count,
+        "use_cache": use_cache,
+    }
+    output: Any = model.generate(  # type: ignore[operator]
+        **{**prompt, **settings}, return_dict_in_generate=True, output_logits=True, output_scores=True
+    )
+    return Decoded(output.sequences, output.logits, getattr(output, "sequences_scores", None))
+
+
+def compare_decoding(arithmetic: Arithmetic, inputs: Inputs, beams: int, count: int, cached: Decoded) -> tuple[str, Comparison]:
+    """Return where decoding without a cache differs from `cached`, "" where it does not, and how far their logits or scores lie.
+
+    Tokens that differ, or logits that lie apart, are settled in float64, where both are decoded again.
+    """
+    last: list[Decoded] = []
+
+    def ways() -> tuple[torch.Tensor, torch.Tensor]:
+        first = decode(arithmetic.model, inputs, beams, count, True) if last else cached
+        last[:] = first, decode(arithmetic.model, inputs, beams, count, False)
+        return comparable(*last)
+
+    with arithmetic.computing():
+        gap = distance(*ways())
+        same = torch.equal(last[0].tokens, last[1].tokens)
+    if same and gap <= TOLERANCE[torch.float32]:
+        return "", Comparison(gap, arithmetic.name)
+    comparison = arithmetic.compare(ways, in_doubt=True)
+    return difference(*last) if beams == 1 else difference_of_beams(*last), comparison
+
+
+def comparable(cached: Decoded, plain: Decoded) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits that tokens were chosen from, as far as the same were chosen; of beams the scores."""
+    if cached.scores is not None and plain.scores is not None:
+        return cached.scores, plain.scores
+    steps = len(plain.logits)
+    same = torch.stack([(cached.tokens[:, : i - steps] == plain.tokens[:, : i - steps]).all() for i in range(steps)])
+    ours, theirs = (torch.stack(decoded.logits)[same.to(decoded.logits[0].device)] for decoded in (cached, plain))
+    return ours, theirs
+
+
+def difference(cached: Decoded, plain: Decoded) -> str:
+    """Return where two decodings chose differently although one choice was clearly better; "" where they agree."""
+    rows = set(range(len(plain.tokens)))
+    for step, logits in enumerate(plain.logits):
+        place = step - len(plain.logits)
+        ours, theirs = cached.tokens[:, place], plain.tokens[:, place]
+        for row in rows & set((ours != theirs).nonzero().flatten().tolist()):
+            margin = float((logits[row, theirs[row]] - logits[row, ours[row]]).abs()) / scale_of(logits[row])
+            if margin > tolerance_of(logits):
+                taken = f"takes token {int(ours[row])} at step {step} with the cache and {int(theirs[row])} without"
+                return f"row {row} {taken}, {margin:.1e} apart"
+            rows.discard(row)  # a tie: what follows it may differ
+    return ""
+
+
+def difference_of_beams(cached: Decoded, plain: Decoded) -> str:
+    """Return how the best beams differ by more than rounding would let their scores differ; "" where they do not."""
+    if torch.equal(cached.tokens, plain.tokens):
+        return ""
+    assert cached.scores is not None and plain.scores is not None
+    gap = distance(cached.scores, plain.scores)
+    return "" if gap <= tolerance_of(cached.scores) else f"the best beams differ, their scores by {gap:.1e}"

@@ -1,13 +1,20 @@
-"""Where two runs of a model diverge: the first module, in the order of the calls, that returns something else."""
+"""Where two runs of a model diverge: recorded activations, and the first module, in call order, that returns something else."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
+from torch import nn
 
-from retrofit.checks.activations import Activations
+from retrofit.checks.report import Finding, failed, passed, skipped
+from retrofit.checks.subject import Context
+from retrofit.inputs.module_calls import first_tensor, watch_calls
+from retrofit.inputs.probes import Inputs, run
+from retrofit.numerics.agreement import Comparison
 from retrofit.numerics.distances import distance
 from retrofit.surgery.edit import Fate
 
@@ -21,7 +28,7 @@ class Divergence:
     before: str
 
     def describe(self, place: Callable[[str], str]) -> str:
-        """The divergence in words; `place` adds to a module's name the site it lies in."""
+        """Return the divergence in words; `place` adds to a module's name the site it lies in."""
         if not self.path and not self.before:
             return "no module of the dense model is found again, so none says where the difference arises"
         if not self.path:
@@ -31,7 +38,7 @@ class Divergence:
 
 
 def first_divergence(now: Activations, before: Activations, tolerance: float, names: Mapping[str, str] | None = None) -> Divergence:
-    """The first module of `before` that returns something else in `now`.
+    """Return the first module of `before` that returns something else in `now`.
 
     `names` are the modules' names in `now`. A module that is called more often than before diverges when no call returns what it
     did.
@@ -49,16 +56,87 @@ def first_divergence(now: Activations, before: Activations, tolerance: float, na
 
 
 def gap_between(now: list[torch.Tensor], before: list[torch.Tensor]) -> float:
-    """How far apart the calls of a module are: one by one where there are as many, else from the nearest."""
+    """Return how far apart the calls of a module are: one by one where there are as many, else from the nearest."""
     if len(now) == len(before):
         return max(map(distance, now, before), default=0.0)
-    return max((min((distance(one, other) for one in now), default=float("inf")) for other in before), default=0.0)
+    return max((min((distance(value, other) for value in now), default=float("inf")) for other in before), default=0.0)
 
 
 def unchanged_modules(fates: Mapping[str, Fate], paths: Iterable[str]) -> dict[str, str]:
-    """The dense modules whose own parameters are all kept or moved: their path in the dense model → their path now."""
+    """Return the dense modules whose own parameters are all kept or moved: their path in the dense model → their path now."""
     owned: dict[str, list[Fate]] = {path: [] for path in paths}
     for name, fate in fates.items():
         owned.get(name.rpartition(".")[0], []).append(fate)
     whole = {path: own for path, own in owned.items() if own and all(fate.kind in ("kept", "moved") for fate in own)}
     return {path: own[0].name.rpartition(".")[0] for path, own in whole.items()}
+
+
+# ── Activations ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+Activations = dict[str, list[torch.Tensor]]  # module → the output of each of its calls; modules in the order of their first call
+
+
+@contextlib.contextmanager
+def record_activations(
+    model: nn.Module, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu, also: Collection[str] = ()
+) -> Iterator[Activations]:
+    """Within this context the output of every module with parameters of its own is recorded, as `keep` reduces it.
+
+    So is that of the modules at the paths in `also`. A nested tensor (torch's encoder makes one of a padded input) is recorded
+    with zeros in place of its padding.
+    """
+    activations: Activations = {}
+
+    def record(path: str, args: Any, kwargs: Any, output: Any) -> None:
+        value = first_tensor(output)
+        if value is not None:
+            dense = value.to_padded_tensor(0.0) if value.is_nested else value
+            activations.setdefault(path, []).append(keep(dense.detach()))
+
+    owners = [
+        path
+        for path, module in model.named_modules()
+        if path and (path in also or next(module.parameters(recurse=False), None) is not None)
+    ]
+    with watch_calls(model, owners, record):
+        yield activations
+
+
+def activations_of(model: nn.Module, inputs: Inputs) -> Activations:
+    """Return the activations of a forward on these inputs."""
+    with record_activations(model) as activations:
+        run(model, inputs)
+    return activations
+
+
+def at_positions(activations: Activations, positions: torch.Tensor) -> Activations:
+    """Return the activations at some positions, a mask (batch, length), of the modules that work on positions."""
+    mask = positions.cpu()
+    found = {path: [value[mask] for value in values if value.shape[:2] == mask.shape] for path, values in activations.items()}
+    return {path: values for path, values in found.items() if values}
+
+
+# ── Two ways to run a model ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def judge_comparison(
+    now: Comparison, before: Comparison | None, context: Context, locate: Callable[[float], Divergence]
+) -> Finding:
+    """Judge that the two ways agree; where the dense model's do not, an exact rewrite must give what that gave, others are excused.
+
+    `locate` finds the module where they diverge by more than a limit; it is called in the arithmetic that decided.
+    """
+    if now.agrees:
+        return passed(now.measured)
+    if before is None or before.agrees:
+        with context.subject.arithmetic.computing(now.in_float64):
+            return failed(now.measured, locate(now.limit).describe(context.place))
+    excuse = f"the dense model does not agree with itself there ({before.measured})"
+    if not context.exact:
+        return skipped(excuse, now.measured)
+    assert now.outputs is not None and before.outputs is not None
+    gap, limit = distance(now.outputs, before.outputs), max(now.limit, before.limit)
+    if gap <= limit:
+        return passed(f"{gap:.1e} from the dense model", excuse)
+    return failed(f"{gap:.1e} from the dense model (limit {limit:.0e})", f"{excuse}, but this one gives something else again")

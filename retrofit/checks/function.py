@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import nn
 
-from retrofit.checks.activations import Activations, record_activations
-from retrofit.checks.context import Context
-from retrofit.checks.divergence import first_divergence, unchanged_modules
-from retrofit.checks.finding import Finding, failed, passed
-from retrofit.checks.fingerprint import sample
-from retrofit.checks.padded_inputs import without_padding
-from retrofit.checks.subject import Subject
+from retrofit.checks.divergence import Activations, first_divergence, record_activations, unchanged_modules
+from retrofit.checks.parameters import sample
+from retrofit.checks.report import Finding, failed, passed
+from retrofit.checks.subject import Context, Subject, without_padding
 from retrofit.inputs.probes import describe, logits_of, run
 from retrofit.numerics.agreement import EXPLAINED, Comparison
-from retrofit.numerics.distances import TOLERANCE, distance
+from retrofit.numerics.distances import TOLERANCE, distance, kl_divergence
 
 SAMPLE = 64  # elements of an activation
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # this model's logits, the dense model's
@@ -33,8 +29,10 @@ class FunctionMeasurement:
     activations: Activations  # a sample of what each module returned, in float64 where it computes in that
 
 
-def measure(subject: Subject, before: FunctionMeasurement | None = None, context: Context | None = None) -> FunctionMeasurement:
-    """The logits for inputs of every shape, but where there is nothing to compare the others with for those of the first alone.
+def measure_function(
+    subject: Subject, before: FunctionMeasurement | None = None, context: Context | None = None
+) -> FunctionMeasurement:
+    """Return the logits for inputs of every shape; for the first alone where there is no dense model to compare the others with.
 
     Those of a dense model are computed in float64 too: for every shape, of a large model for the smallest. Of a rewritten model
     they are where it is exact and float32 sees a difference.
@@ -50,30 +48,30 @@ def measure(subject: Subject, before: FunctionMeasurement | None = None, context
     if context is not None or not activations:
         noise, narrow = compare_two_runs(subject)
         activations = activations or narrow
-    rounding = subject.arithmetic.rounding if any(one is not None for one in wide) else 0.0
+    rounding = subject.arithmetic.rounding if any(logit is not None for logit in wide) else 0.0
     return FunctionMeasurement(logits, wide, rounding, noise, activations)
 
 
-def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return distance(one, other) > 0.0
+def differ(ours: torch.Tensor, other: torch.Tensor) -> bool:
+    return distance(ours, other) > 0.0
 
 
 def needs_wide(subject: Subject, shape: int, before: FunctionMeasurement | None) -> bool:
-    """Whether the logits of that shape are needed in float64: of a rewritten model where the dense model has them."""
+    """Return whether the logits of that shape are needed in float64: of a rewritten model where the dense model has them."""
     if before is not None:
         return before.wide[shape] is not None
     return subject.arithmetic.dtype != torch.float64 and (not subject.is_large or shape == subject.cheapest)
 
 
 def measure_wide(subject: Subject) -> Activations:
-    """A sample of what each module returned in float64, for inputs of the cheapest shape; empty where its code refuses that."""
+    """Return a sample of what each module returned in float64 for the cheapest inputs; nothing where its code refuses that."""
     with record_activations(subject.model, lambda value: sample(value, SAMPLE)) as activations:
         computed = subject.wide(subject.cheapest)
     return activations if computed is not None else {}
 
 
 def compare_two_runs(subject: Subject) -> tuple[Comparison, Activations]:
-    """Two runs on the same inputs, with other random numbers; a gap between these is settled in float64, whatever its size."""
+    """Compare two runs on the same inputs with other random numbers; any gap between them is settled in float64."""
     inputs = subject.shapes[subject.cheapest]
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +89,7 @@ def compare_two_runs(subject: Subject) -> tuple[Comparison, Activations]:
     return settled, activations
 
 
-def judge(now: FunctionMeasurement, before: FunctionMeasurement | None, context: Context) -> Finding:
+def judge_function(now: FunctionMeasurement, before: FunctionMeasurement | None, context: Context) -> Finding:
     note = context.subject.arithmetic.note
     if now.noise is not None and not now.noise.agrees:
         return failed(
@@ -108,9 +106,9 @@ def judge(now: FunctionMeasurement, before: FunctionMeasurement | None, context:
 
 
 def judge_exact(now: FunctionMeasurement, before: FunctionMeasurement, context: Context) -> Finding:
-    """The largest difference, and the module where it begins."""
+    """Judge by the largest difference, and locate the module where it begins."""
     comparisons = [compare_shape(shape, now, before, context) for shape in range(len(now.logits))]
-    worst = max(comparisons, key=lambda one: (not one.agrees, one.wide or 0.0, one.gap))
+    worst = max(comparisons, key=lambda comparison: (not comparison.agrees, comparison.wide or 0.0, comparison.gap))
     measured = f"max |Δ| {worst.measured} of the outputs' scale"
     if worst.agrees:
         return passed(measured, context.subject.arithmetic.note)
@@ -121,7 +119,7 @@ def judge_exact(now: FunctionMeasurement, before: FunctionMeasurement, context: 
 
 
 def compare_shape(shape: int, now: FunctionMeasurement, before: FunctionMeasurement, context: Context) -> Comparison:
-    """Whether both models compute the same for inputs of that shape: in float64 where both did, else as far as rounding explains.
+    """Compare both models on inputs of that shape: in float64 where both ran so, else as far as rounding explains.
 
     A model that agrees in float64 and rounds far more than the dense one loses precision.
     """
@@ -145,19 +143,9 @@ def compare_shape(shape: int, now: FunctionMeasurement, before: FunctionMeasurem
 
 
 def judge_approximate(pairs: Pairs, note: str) -> Finding:
-    """How far the outputs moved; an approximate rewrite fails where they contain NaN or Inf."""
+    """Report how far the outputs moved; an approximate rewrite fails where they contain NaN or Inf."""
     if any(ours.shape != theirs.shape or bool((~ours.isfinite() & theirs.isfinite()).any()) for ours, theirs in pairs):
         return failed("", "some outputs are infinite or not numbers, or of another shape, where the dense model's are not")
-    return passed(f"KL {kl_divergence(pairs):.2e} nats, top-1 agreement {top1_agreement(pairs):.1%}", note)
-
-
-def kl_divergence(pairs: Pairs) -> float:
-    """The mean KL divergence from the dense model's distribution, in nats a prediction."""
-    logs = [(ours.float().log_softmax(-1), theirs.float().log_softmax(-1)) for ours, theirs in pairs]
-    terms = [nn.functional.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1) for ours, theirs in logs]
-    return float(torch.cat([term.flatten() for term in terms]).mean())
-
-
-def top1_agreement(pairs: Pairs) -> float:
-    """How often both models rank the same output first."""
-    return float(torch.cat([(ours.argmax(-1) == theirs.argmax(-1)).flatten() for ours, theirs in pairs]).float().mean())
+    divergence = float(torch.cat([kl_divergence(*pair).flatten() for pair in pairs]).mean())  # nats a prediction
+    agreement = float(torch.cat([(ours.argmax(-1) == theirs.argmax(-1)).flatten() for ours, theirs in pairs]).float().mean())
+    return passed(f"KL {divergence:.2e} nats, top-1 agreement {agreement:.1%}", note)

@@ -1,20 +1,24 @@
-"""The gradients check: every trainable parameter gets a finite, non-zero gradient; an exact rewrite has the dense model's loss."""
+"""The gradients check: every trainable parameter gets a finite, non-zero gradient; an exact rewrite has the dense model's loss.
+
+Gradients of large weights are computed a slice at a time. Within `SlicedGradients` a product with a large weight and a look-up in
+one are made by functions whose backward shows slices of the weight's gradient and gives the weight none. Where no element can be
+infinite, the first slice that is not zero is the last. Anything else that reads a large weight gives it a whole gradient.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding, failed, passed, skipped
-from retrofit.checks.sliced_gradients import SlicedGradients
-from retrofit.checks.subject import Subject
+from retrofit.checks.report import Finding, failed, passed, skipped
+from retrofit.checks.subject import Context, Subject
 from retrofit.errors import first_few
 from retrofit.inputs.example_inputs import device_of
 from retrofit.inputs.model_state import forget_history, without_history
@@ -46,10 +50,10 @@ class GradientsMeasurement:
     evaluated: tuple[float, torch.Tensor] | None = None  # the model's own loss of the inputs in evaluation mode, and its logits
 
 
-def measure(
+def measure_gradients(
     subject: Subject, before: GradientsMeasurement | None = None, context: Context | None = None
 ) -> GradientsMeasurement | None:
-    """Gradients of a few batches: of a dense model for frozen parameters too, of one under verification until none is missing.
+    """Return the gradients of a few batches: of a dense model for frozen parameters too, of others until none is missing.
 
     None where the dense model cannot be trained on such inputs.
     """
@@ -57,7 +61,7 @@ def measure(
     frozen = frozenset(name for name, parameter in subject.parameters.items() if not parameter.requires_grad)
     shape, first = subject.run().logits.shape, FIRST if subject.is_large else ()
     if context is None:
-        with thawed(subject.model):
+        with unfreeze(subject.model):
             found = collect_gradients(subject.model, subject.inputs, shape, batches=first + BATCHES)
         return dataclasses.replace(found, names=names, frozen=frozen, evaluated=evaluated_loss(subject))
     if context.has_reference and before is None:
@@ -66,18 +70,18 @@ def measure(
     found = collect_gradients(subject.model, subject.inputs, shape, idle | late, first + BATCHES + MORE)
     never: frozenset[str] = frozenset()
     waiting = found.zero & late - idle
-    if waiting and found.zero <= idle | late and not found.broken - once_broken(before, context):
+    if waiting and found.zero <= idle | late and not found.broken - broken_before(before, context):
         others = {name for name, _ in subject.model.named_parameters()} - (waiting if account_is_lost(context) else late)
         others -= {fate.name for fate in context.fates.values() if fate.kind in ("kept", "moved")}
-        with nudged(subject.model, others):
+        with nudge(subject.model, others):
             after = collect_gradients(subject.model, subject.inputs, shape, idle, first + BATCHES + MORE)
         never = waiting & (after.zero | after.broken)
     evaluated = evaluated_loss(subject) if before is not None and context.exact else None
     return dataclasses.replace(found, names=names, frozen=frozen, never=never, evaluated=evaluated)
 
 
-def judge(now: GradientsMeasurement | None, before: GradientsMeasurement | None, context: Context) -> Finding:
-    """Those that the dense model did not train are excused; those that wait for others to move must follow when these have."""
+def judge_gradients(now: GradientsMeasurement | None, before: GradientsMeasurement | None, context: Context) -> Finding:
+    """Excuse what the dense model did not train; parameters that wait for others to move must follow when these have."""
     if now is None:
         return skipped("the dense model cannot be trained on such inputs")
     unreached, late = unreached_parameters(context), late_parameters(context)
@@ -88,7 +92,7 @@ def judge(now: GradientsMeasurement | None, before: GradientsMeasurement | None,
         return failed(measured, f"trained before, or new, and frozen: {first_few(map(context.place, frozen))}")
     if not now.trainable:
         return skipped("no parameter is trainable")
-    if broken := now.broken - once_broken(before, context):
+    if broken := now.broken - broken_before(before, context):
         return failed(measured, f"not finite: {first_few(map(context.place, sorted(broken)))}")
     if missing := now.zero - idle - late:
         return failed(measured, f"zero or none: {first_few(map(context.place, sorted(missing)))}")
@@ -107,7 +111,7 @@ def judge(now: GradientsMeasurement | None, before: GradientsMeasurement | None,
 
 
 def evaluated_loss(subject: Subject) -> tuple[float, torch.Tensor] | None:
-    """The model's own loss of the inputs in evaluation mode, and its logits; None where it has none, and of a large model."""
+    """Return the model's own loss of the inputs in evaluation mode, and its logits; None without one, and for a large model."""
     logits = subject.run().logits
     if subject.is_large:
         return None
@@ -118,7 +122,7 @@ def evaluated_loss(subject: Subject) -> tuple[float, torch.Tensor] | None:
 
 
 def other_loss(now: GradientsMeasurement, before: GradientsMeasurement | None, context: Context) -> str:
-    """How the loss of an exact rewrite differs from the dense model's by more than its logits explain; "" where it does not."""
+    """Return how the loss of an exact rewrite differs from the dense model's by more than its logits explain; "" if it does not."""
     if before is None or now.evaluated is None or before.evaluated is None:
         return ""
     (ours, logits), (theirs, dense) = now.evaluated, before.evaluated
@@ -133,33 +137,33 @@ def other_loss(now: GradientsMeasurement, before: GradientsMeasurement | None, c
 
 
 def late_parameters(context: Context) -> frozenset[str]:
-    """The parameters whose gradient is zero until others have moved: rewrites announce them by name or the end of it.
+    """Return the parameters whose gradient is zero until others have moved: rewrites announce them by name or the end of it.
 
     Any may be one of them where passes rewrote the model and their account is lost, as in an exported program.
     """
     if account_is_lost(context):
         return frozenset(name for name, _ in context.subject.model.named_parameters())
-    return announced(context, [name for rewrite in context.rewrites or () for name in rewrite.second_step])
+    return parameters_ending_in(context, [name for rewrite in context.rewrites or () for name in rewrite.second_step])
 
 
 def unreached_parameters(context: Context) -> frozenset[str]:
-    """The new parameters that decide nothing with the options given, and so have a gradient of zero always."""
-    return announced(context, [name for rewrite in context.rewrites or () for name in rewrite.unreached])
+    """Return the new parameters that decide nothing with the options given, and so have a gradient of zero always."""
+    return parameters_ending_in(context, [name for rewrite in context.rewrites or () for name in rewrite.unreached])
 
 
-def announced(context: Context, ends: Collection[str]) -> frozenset[str]:
-    """The parameters whose names are among `ends`, or end with one."""
+def parameters_ending_in(context: Context, ends: Collection[str]) -> frozenset[str]:
+    """Return the parameters whose names are among `ends`, or end with one."""
     names = [name for name, _ in context.subject.model.named_parameters()]
     return frozenset(name for name in names if any(f".{name}".endswith(f".{end}") for end in ends))
 
 
 def account_is_lost(context: Context) -> bool:
-    """Whether passes rewrote the model and nothing says what they did there."""
+    """Return whether passes rewrote the model and nothing says what they did there."""
     return context.rewrites is None and recipe(context.subject.model) is not None
 
 
 def newly_frozen(now: GradientsMeasurement, before: GradientsMeasurement | None, context: Context) -> list[str]:
-    """The parameters that do not train though the dense ones did: dense ones that did themselves, and new ones."""
+    """Return the parameters that do not train though the dense ones did: dense ones that did themselves, and new ones."""
     if before is None:
         return []
     trained = before.names - before.frozen
@@ -169,7 +173,7 @@ def newly_frozen(now: GradientsMeasurement, before: GradientsMeasurement | None,
 
 
 def may_be_zero(before: GradientsMeasurement | None, context: Context) -> frozenset[str]:
-    """The parameters that need receive nothing: none did in the dense model; without one, those that no output depends on."""
+    """Return the parameters that need receive nothing: none did in the dense model; without one, no output depends on them."""
     if before is not None:
         return current_names(before.zero, context) | new_among_idle(before, context.new_parameters)
     subject = context.subject
@@ -178,7 +182,7 @@ def may_be_zero(before: GradientsMeasurement | None, context: Context) -> frozen
 
 
 def new_among_idle(before: GradientsMeasurement, new_parameters: Collection[str]) -> frozenset[str]:
-    """The new parameters in parts of the model where no gradient arrived in the dense one: in the nearest with parameters then."""
+    """Return the new parameters whose nearest enclosing module with dense parameters received no gradient in the dense model."""
     reached: dict[str, bool] = {}  # by part
     for name in before.names:
         for part in enclosing_modules(name):
@@ -188,18 +192,18 @@ def new_among_idle(before: GradientsMeasurement, new_parameters: Collection[str]
 
 
 def enclosing_modules(name: str) -> list[str]:
-    """The modules that a parameter is in, by path, from the inside out."""
+    """Return the modules that a parameter is in, by path, from the inside out."""
     path = name.split(".")
     return [".".join(path[:count]) for count in range(len(path) - 1, 0, -1)]
 
 
-def once_broken(before: GradientsMeasurement | None, context: Context) -> frozenset[str]:
-    """The parameters whose gradient was not finite in the dense model."""
+def broken_before(before: GradientsMeasurement | None, context: Context) -> frozenset[str]:
+    """Return the parameters whose gradient was not finite in the dense model."""
     return current_names(before.broken, context) if before is not None else frozenset()
 
 
 def current_names(dense: Collection[str], context: Context) -> frozenset[str]:
-    """The names of dense parameters in the rewritten model."""
+    """Return the names of dense parameters in the rewritten model."""
     names = {id(parameter): name for name, parameter in context.subject.model.named_parameters()}
     places = [context.subject.parameters.get(context.fates[name].name) for name in dense if name in context.fates]
     return frozenset(names[id(place)] for place in places if place is not None)
@@ -216,7 +220,7 @@ def collect_gradients(
     expected: Collection[str] = (),
     batches: Collection[tuple[bool, int, int]] = BATCHES,
 ) -> GradientsMeasurement:
-    """What each trainable parameter receives from a backward pass, and those left out from more; `shape` is that of the logits.
+    """Return what each trainable parameter receives from a backward pass, and from more where it is left out of one.
 
     No more is tried once the parameters without gradient are all among `expected`. No gradient is kept.
     """
@@ -229,7 +233,7 @@ def collect_gradients(
         model.train(training)
         rows = times * (shape[0] if shape else extent_of(inputs)[0]) or 1
         size = torch.Size((rows, *shape[1:])) if shape else shape
-        with watched(trainable, received):
+        with record_gradients(trainable, received):
             value, own, error = loss_of(model, resized_like(model, inputs, rows, seed), size, seed)
             if value.requires_grad:
                 value.backward()
@@ -241,9 +245,9 @@ def collect_gradients(
 
 
 @contextlib.contextmanager
-def thawed(model: nn.Module) -> Iterator[None]:
+def unfreeze(model: nn.Module) -> Iterator[None]:
     """Within this context frozen parameters are trainable too."""
-    frozen = [one for one in model.parameters() if one.is_floating_point() and not one.requires_grad]
+    frozen = [parameter for parameter in model.parameters() if parameter.is_floating_point() and not parameter.requires_grad]
     try:
         for parameter in frozen:
             parameter.requires_grad_()
@@ -254,7 +258,7 @@ def thawed(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(trainable: dict[str, nn.Parameter], received: dict[str, bool]) -> Iterator[None]:
+def record_gradients(trainable: dict[str, nn.Parameter], received: dict[str, bool]) -> Iterator[None]:
     """Within this context `received` gets the names of non-zero gradients, and whether they are finite; no gradient is kept."""
 
     def saw(name: str, values: torch.Tensor) -> None:
@@ -284,7 +288,7 @@ def watched(trainable: dict[str, nn.Parameter], received: dict[str, bool]) -> It
 
 
 def loss_of(model: nn.Module, inputs: Inputs, shape: torch.Size, seed: int) -> tuple[torch.Tensor, bool, str]:
-    """The model's own loss on random labels, else the cross-entropy of its outputs; whether it was its own, and why not."""
+    """Return the model's own loss on random labels, else the cross-entropy of its outputs; whether it was its own, and why not."""
     generator = torch.Generator().manual_seed(seed)
     error = "it takes no labels"
     if accepts(model, "labels") and len(shape) > 1 and shape[-1] > 1:
@@ -310,7 +314,7 @@ def loss_of(model: nn.Module, inputs: Inputs, shape: torch.Size, seed: int) -> t
 
 
 def own_loss(model: nn.Module, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor | None:
-    """The loss that the model returns for these labels; None where it returns none."""
+    """Return the loss that the model returns for these labels; None where it returns none."""
     record_arguments({"labels": labels})
     with auxiliary_losses():  # the model adds them to the loss that it returns
         answer = model(**{**inputs, "labels": labels})
@@ -319,7 +323,7 @@ def own_loss(model: nn.Module, inputs: Inputs, labels: torch.Tensor) -> torch.Te
 
 
 def cross_entropy(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """The cross-entropy of the rows with random classes; a mean square where there is one class only."""
+    """Return the cross-entropy of the rows with random classes; a mean square where there is one class only."""
     if rows.shape[-1] == 1:
         return (rows - 1).square().mean()
     classes = torch.randint(rows.shape[-1], rows.shape[:-1], generator=generator).to(rows.device)
@@ -327,7 +331,7 @@ def cross_entropy(rows: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 
 
 @contextlib.contextmanager
-def nudged(model: nn.Module, names: Collection[str]) -> Iterator[None]:
+def nudge(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     """Within this context the named parameters have moved a little; afterwards they are what they were, bit for bit."""
     chosen = [parameter for name, parameter in model.named_parameters() if name in names and parameter.is_floating_point()]
     before = [parameter.detach().clone() for parameter in chosen]
@@ -340,3 +344,110 @@ def nudged(model: nn.Module, names: Collection[str]) -> Iterator[None]:
     finally:
         for parameter, values in zip(chosen, before, strict=True):
             parameter.detach().copy_(values)
+
+
+# ── Slices ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+LARGE = 1 << 22  # elements of a weight whose gradient is not held whole
+SLICE = 1 << 19  # elements of a gradient that are computed at a time: they stay in a processor's cache
+Saw = Callable[[Tensor], None]  # takes a part of a gradient
+
+
+class SlicedGradients(TorchFunctionMode):
+    """Within this context a large parameter gets no gradient: `saw` gets its name and slices of it, which say what the whole would.
+
+    That is, whether it is zero and whether it is finite.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], saw: Callable[[str, Tensor], None]) -> None:
+        super().__init__()
+        self.names = {id(parameter): name for name, parameter in parameters.items() if is_sliced(parameter)}
+        self.saw = saw
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = arguments_of(function, args, kwargs) if torch.is_grad_enabled() and self.names else None
+        if given is None or id(given[1]) not in self.names:
+            return function(*args, **kwargs)
+        name = self.names[id(given[1])]
+        chosen = LookUp if function is nn.functional.embedding else Product
+        return chosen.apply(*given, lambda part: self.saw(name, part))
+
+
+def is_sliced(parameter: nn.Parameter) -> bool:
+    """Return whether a parameter's gradient is computed in slices: it is a large matrix, and no hook reads the gradient."""
+    hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return parameter.dim() == 2 and parameter.numel() >= LARGE and parameter.device.type == "cpu" and not hooks
+
+
+def arguments_of(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+    """Return x, weight, bias and whether x·W is meant, of a product; ids, weight, padding id, of a look-up; else None."""
+    if function is nn.functional.linear:
+        given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+        return given["input"], given["weight"], given.get("bias"), False
+    if function is torch.addmm and len(args) == 3 and not kwargs and args[1].dim() == 2 and args[0].dim() == 1:
+        return args[1], args[2], args[0], True
+    if function is nn.functional.embedding:
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if given.get("max_norm") is None and not given.get("scale_grad_by_freq") and not given.get("sparse"):
+            return given["input"], given["weight"], given.get("padding_idx")
+    return None
+
+
+class Product(torch.autograd.Function):
+    """x·Wᵀ + b, or `by_rows` x·W + b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by_rows: bool, saw: Saw) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.by_rows, ctx.saw = by_rows, saw
+        return nn.functional.linear(x, weight.t() if by_rows else weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        to_x = gradient @ (weight.t() if ctx.by_rows else weight) if ctx.needs_input_grad[0] else None
+        outs, ins = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
+        finite = is_bounded(outs, ins)
+        for part in slices(outs, ins):
+            ctx.saw(part)
+            if finite and bool(part.any()):
+                break
+        return to_x, None, outs.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+class LookUp(torch.autograd.Function):
+    """Some rows of a table."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None, saw: Saw) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.padding, ctx.saw = None if padding is None else padding % len(weight), saw
+        return nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
+        (ids,) = ctx.saved_tensors
+        rows, ids = gradient.reshape(-1, gradient.shape[-1]), ids.reshape(-1)
+        if ctx.padding is not None:
+            rows = rows[ids != ctx.padding]
+            ids = ids[ids != ctx.padding]
+        unique, places = ids.unique(return_inverse=True)
+        if len(unique):
+            ctx.saw(rows.new_zeros(len(unique), rows.shape[1]).index_add_(0, places, rows))
+        return None, None, None, None
+
+
+def is_bounded(outs: Tensor, ins: Tensor) -> bool:
+    """Return whether no element of outsᵀ·ins, nor any part of its sum, can be infinite or NaN."""
+    largest = outs.abs().amax(-1).double() * ins.abs().amax(-1).double()  # of each token's products
+    return bool(largest.sum() < torch.finfo(outs.dtype).max / 2)  # not where it is no number
+
+
+def slices(outs: Tensor, ins: Tensor) -> Iterator[Tensor]:
+    """Yield outsᵀ·ins, some of its rows at a time."""
+    step = max(1, SLICE // ins.shape[1])
+    for start in range(0, outs.shape[1], step):
+        yield outs[:, start : start + step].t() @ ins

@@ -1,21 +1,41 @@
-"""The graph check: captured again, the model is the dense one where no rewrite was announced; its outputs have the same layout.
+"""The graph and cost checks: what the captured graph computes, returns and costs.
 
-The layout holds at other batch sizes and lengths too. Where a rewrite left a module whole, the graph of its operations is the dense
-model's; code that branches on values may take another branch where other values come.
+Graph: captured again, the model is the dense one where no rewrite was announced, and its outputs have the same layout at other
+batch sizes and lengths too. Code that branches on values may take another branch where other values come.
+
+A module is whole where all of its parameters are kept, or moved together. Of each call of such a module the operations form a
+graph: what is computed from what, by which operation, with which real constants. Sizes are left out, for a layer may run on fewer
+tokens, and so is how often a module is called, for it may be run block by block. So is what changes no value, only how it lies in
+memory (`contiguous`, or whether a reshape is a view), which the strides of what comes in decide, and to which floating-point type
+values are cast, which the type of what comes in decides. Two calls agree where their graphs have one Weisfeiler-Lehman hash:
+isomorphic graphs do, and others hardly ever.
+
+Cost: parameters and FLOPs counted on the graph are what the rewrites claim, and an exact one leaves out no work.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding, Raised, attempt, failed, format_layout, passed
-from retrofit.checks.graph_hashes import GraphHashes, changed_modules, hash_modules
-from retrofit.checks.subject import Layout, Subject
+import networkx
+from torch import Tensor, fx, nn
+
+from retrofit.checks.divergence import unchanged_modules
+from retrofit.checks.report import Finding, Raised, attempt, failed, format_layout, passed
+from retrofit.checks.subject import Context, Layout, Subject
 from retrofit.errors import first_few
 from retrofit.inputs.optional_inputs import adds_arguments
 from retrofit.inputs.probes import Inputs, describe, extent_of, is_per_token
-from retrofit.program.program import Program
+from retrofit.passbase.protocol import Rewrite
+from retrofit.program.aten_ops import CAST, op
+from retrofit.program.cost import Cost, cost_of
+from retrofit.program.dataflow import backward_slice
+from retrofit.program.program import Call, Program
+from retrofit.surgery.edit import Fate
 
 Layouts = dict[str, Layout]
 
@@ -31,11 +51,11 @@ class GraphMeasurement:
     layouts: tuple[Layouts | Raised, ...]  # for inputs of each shape
 
 
-def measure(subject: Subject, before: GraphMeasurement | None = None, context: Context | None = None) -> GraphMeasurement:
-    """The graph and the layouts; modules are hashed where there is another model to compare them with."""
+def measure_graph(subject: Subject, before: GraphMeasurement | None = None, context: Context | None = None) -> GraphMeasurement:
+    """Return the graph and the layouts; modules are hashed where there is another model to compare them with."""
     program = attempt(lambda: subject.program)
     runs = [attempt(subject.run, shape) for shape in range(len(subject.shapes))]
-    layouts = tuple(one if isinstance(one, Raised) else one.layouts for one in runs)
+    layouts = tuple(ran if isinstance(ran, Raised) else ran.layouts for ran in runs)
     if isinstance(program, Raised):
         return GraphMeasurement(program.error, 0, True, {}, layouts)
     compared = context is None or (context.has_reference and context.rewrites is not None)
@@ -46,7 +66,7 @@ def operations(program: Program) -> int:
     return sum(node.op == "call_function" for node in program.graph.nodes)
 
 
-def judge(now: GraphMeasurement, before: GraphMeasurement | None, context: Context) -> Finding:
+def judge_graph(now: GraphMeasurement, before: GraphMeasurement | None, context: Context) -> Finding:
     if now.capture_error:
         return failed("", now.capture_error)
     nodes = f"{now.nodes} nodes"
@@ -74,7 +94,7 @@ def judge(now: GraphMeasurement, before: GraphMeasurement | None, context: Conte
 
 
 def layouts_for(now: GraphMeasurement, first_inputs: Inputs, inputs: Inputs, at: int) -> Layouts | Raised:
-    """The layouts, (batch, length or not, …), that follow for `inputs`, the shape number `at`, from those for the first inputs.
+    """Return the layouts, (batch, length or not, …), that follow for `inputs`, shape number `at`, from those for the first inputs.
 
     An extent that was the batch may be it again, as in similarities of all rows with all: which it is shows what came.
     """
@@ -101,3 +121,179 @@ def layouts_for(now: GraphMeasurement, first_inputs: Inputs, inputs: Inputs, at:
 
 def format_or_missing(layout: Layout | None) -> str:
     return "missing" if layout is None else format_layout(*layout)
+
+
+# ── Hashes of module calls ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+IN_MEMORY = frozenset("contiguous clone alias detach lift_fresh lift_fresh_copy expand expand_as".split())
+SAME = {"view": "reshape", "_unsafe_view": "reshape", "chunk": "split"}  # one operation: strides or the capture decide which
+ROUNDS = 4  # of the hash: the radius of the neighbourhood of an operation
+GraphHashes = dict[str, frozenset[str]]  # module path → the hashes of its calls
+
+
+def hash_modules(program: Program) -> GraphHashes:
+    """Return the hashes of every module that is called."""
+    reached, weights = backward_slice(program.outputs.values()), made_of_weights(program)
+    inside: dict[Call, list[fx.Node]] = {}
+    for node in program.graph.nodes:
+        if node in reached and node.op == "call_function":
+            for call in program.owner[node].chain if node in program.owner else ():
+                inside.setdefault(call, []).append(node)
+    found: dict[str, set[str]] = {}
+    for call, nodes in inside.items():
+        if call.path:
+            found.setdefault(call.path, set()).add(hash_nodes(nodes, weights))
+    return {path: frozenset(hashes) for path, hashes in found.items()}
+
+
+def made_of_weights(program: Program) -> set[fx.Node]:
+    """Return the nodes that depend on parameters and not on the inputs.
+
+    What depends on neither, a table of positions or a causal mask, may come from the inputs where a layer runs on some tokens only.
+    """
+    inputs: set[fx.Node] = set()
+    weights: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        for found, origins in ((inputs, program.inputs), (weights, program.parameters)):
+            if node in origins or any(part in found for part in node.all_input_nodes):
+                found.add(node)
+    return weights - inputs
+
+
+def hash_nodes(nodes: list[fx.Node], weights: set[fx.Node]) -> str:
+    """Return the hash of the graph of some nodes and their inputs; names and sizes do not count."""
+    graph = networkx.DiGraph()
+    own = set(nodes)
+    for node in nodes:
+        if keeps_values(node):
+            continue
+        name = SAME.get(op(node), op(node))
+        graph.add_node(node, label=f"{name} {constants(node)}")
+        for part in map(value_of, node.all_input_nodes):
+            source: object = part
+            if part not in own:  # one source a use: whether two inputs are one value is decided outside
+                source = part, node
+                graph.add_node(source, label="weight" if part in weights else "input")
+            graph.add_edge(source, node)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # networkx warns that its other versions hash differently
+        digest: str = networkx.weisfeiler_lehman_graph_hash(graph, node_attr="label", iterations=ROUNDS)
+    return digest
+
+
+def value_of(node: fx.Node) -> fx.Node:
+    """Return the node that computed the values which this one only lays out in memory."""
+    while keeps_values(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def keeps_values(node: fx.Node) -> bool:
+    """Return whether the operation only lays out its values, or casts them between floating-point types."""
+    if op(node) in CAST and node.all_input_nodes:
+        before, after = (source.meta.get("val") for source in (node.all_input_nodes[0], node))
+        if isinstance(before, Tensor) and isinstance(after, Tensor):
+            return before.dtype == after.dtype or (before.is_floating_point() and after.is_floating_point())
+    return op(node) in IN_MEMORY
+
+
+def constants(node: fx.Node) -> tuple[Any, ...]:
+    """Return the real numbers among the node's arguments."""
+    return tuple(value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float))
+
+
+def changed_modules(before: GraphHashes, now: GraphHashes, fates: Mapping[str, Fate], rewrites: Iterable[Rewrite]) -> list[str]:
+    """Return the modules, by their path now, that are whole and in no approximate site, and no longer compute what they did."""
+    approximate = [f"{site.name}." if site.name else "" for rewrite in rewrites if not rewrite.exact for site in rewrite.sites]
+    changed = []
+    for path, place in whole_modules(before, fates).items():
+        announced = any(f"{place}.".startswith(site) for site in approximate)
+        if not announced and place in now and now[place] != before[path]:
+            changed.append(place)
+    return changed
+
+
+def whole_modules(paths: Iterable[str], fates: Mapping[str, Fate]) -> dict[str, str]:
+    """Return the largest whole modules among the dense ones at `paths`: their path in the dense model → their path now."""
+    places: dict[str, set[str | None]] = {}
+    names = Counter(fate.name for fate in fates.values())  # a weight with several names does not say which module it is in now
+    for name, fate in fates.items():
+        path = name.rpartition(".")[0]
+        while path:
+            rest = name[len(path) :]
+            moved = fate.kind in ("kept", "moved") and fate.name.endswith(rest) and names[fate.name] == 1
+            places.setdefault(path, set()).add(fate.name.removesuffix(rest) if moved else None)
+            path = path.rpartition(".")[0]
+    found = {path: place for path in paths if len(place_set := places.get(path, set())) == 1 and (place := next(iter(place_set)))}
+    return {path: place for path, place in found.items() if not any(path.startswith(f"{other}.") for other in found)}
+
+
+# ── Cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def measure_cost(subject: Subject, before: Cost | None = None, context: Context | None = None) -> Cost:
+    return cost_of(subject.program)
+
+
+def judge_cost(now: Cost, before: Cost | None, context: Context) -> Finding:
+    if before is None:
+        measured = f"{now.parameters:,} parameters, {now.flops_per_token:,} FLOPs per {now.unit}"
+        return passed(measured, "no dense model") if now.flops else failed(measured, "no product was found in the graph")
+    parameters = f"parameters {before.parameters:,} → {now.parameters:,}"
+    measured = f"{parameters}, FLOPs per {now.unit} {before.flops_per_token:,} → {now.flops_per_token:,}"
+    whole = all(fate.kind != "dropped" for fate in context.fates.values())
+    unclaimed = now.parameters - before.parameters - context.claimed
+    if unclaimed and not context.exact:
+        unclaimed -= newly_read(now, before, context)
+    if context.rewrites is not None and whole and unclaimed:
+        return failed(measured, f"claimed are {context.claimed:,} new parameters; never read: {unread_parameters(context)}")
+    if context.exact and (missing := omitted_work(now, before, context)):
+        return failed(measured, f"an exact rewrite leaves out no work: {first_few(missing)}")
+    return passed(measured)
+
+
+def newly_read(now: Cost, before: Cost, context: Context) -> int:
+    """Return how many elements of dense parameters are newly read, less those no longer read, where the model chose other experts.
+
+    Where the dense graph leaves no parameter of a shape unread, nothing is chosen, and each has to be read on.
+    """
+    parameters = context.subject.parameters
+    kept = {name: parameters[fate.name] for name, fate in context.fates.items() if fate.kind in ("kept", "moved")}
+    did = {id(value) for name, value in kept.items() if name in before.read}
+    does = {id(parameters[name]) for name in now.read}
+    single = {id(value): value for value in kept.values()}
+    chosen = {value.shape for key, value in single.items() if key not in did}
+    return sum(value.numel() * ((key in does) - (key in did)) for key, value in single.items() if value.shape in chosen)
+
+
+def unread_parameters(context: Context) -> str:
+    """Return the parameters that the graph never reads."""
+    subject = context.subject
+    read = {id(subject.parameters[name]) for node, name in subject.program.parameters.items() if node in subject.reached}
+    return first_few(context.place(name) for name, value in subject.model.named_parameters() if id(value) not in read) or "none"
+
+
+def omitted_work(now: Cost, before: Cost, context: Context) -> list[str]:
+    """Return the dense modules that do less than they did."""
+    names = unchanged_modules(context.fates, before.by_module)
+    modules = dict(context.subject.model.named_modules(remove_duplicate=False))
+    did, does = Counter[object](), Counter[object]()
+    for path, count in before.by_module.items():
+        if path in names:
+            did[weights_key(modules.get(names[path]))] += count
+    for path, count in now.by_module.items():
+        does[weights_key(modules.get(path))] += count
+    keys = {path: weights_key(modules.get(names[path])) for path in before.by_module if path in names}
+    less = [
+        f"{context.place(names[path])} does {does[key]:,} FLOPs, did {did[key]:,}"
+        for path, key in keys.items()
+        if does[key] < did[key]
+    ]
+    return less or (["the whole does less than before"] if now.flops < before.flops else [])
+
+
+def weights_key(module: nn.Module | None) -> object:
+    """Return what is counted as one: modules on the same weights, under whichever of their names the work was found."""
+    weights = tuple(id(parameter) for parameter in module.parameters()) if module is not None else ()
+    return weights or id(module)

@@ -11,24 +11,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding, failed, passed, skipped
 from retrofit.checks.gradients import loss_of
-from retrofit.checks.site_recording import CallRecorder, has_cache
-from retrofit.checks.site_replay import Found, MovedParameters, own_modules, replay
-from retrofit.checks.site_ways import SiteWays, Way
-from retrofit.checks.subject import Subject
+from retrofit.checks.recording import CallRecorder, SiteWays, Way, has_cache
+from retrofit.checks.replay import Mode, PerturbedParameters, ReplayResult, own_modules, replay
+from retrofit.checks.report import Finding, failed, passed, skipped
+from retrofit.checks.subject import Context, Subject
 from retrofit.errors import first_line
+from retrofit.inputs.module_calls import first_tensor, watch_calls
 from retrofit.inputs.usable_models import is_adapted
 from retrofit.passbase.method_reference import (
+    DenseModules,
     Inside,
-    MethodReference,
     ModuleReference,
     Observed,
     ObservedSite,
@@ -46,17 +45,15 @@ PROBES = 24  # random rows that its projections are tried on
 ROWS = 2  # of what each dense module receives and returns
 ADAPTED = "it computes with adapters, which its formula has not; merge them (retrofit.merge_adapters), and verify the result"
 NO_REFERENCE = "no MethodReference says what its modules compute"
+Groups = Mapping[str, list[tuple[Way, list[RecordedCall]]]]  # site → its calls in each way
 FEATURES, SMALL = 4, 64  # input features of which rows of a dense matrix are kept; all, of a matrix with so few
 
 
 @dataclasses.dataclass(frozen=True)
-class DenseCalls:
-    """Of a dense model: some rows of what each module with one tensor received, and of what it returned."""
+class DenseMeasurement:
+    """What a dense model's modules compute, and how the model can be run."""
 
-    calls: Mapping[str, tuple[Tensor, Tensor]]
-    probes: Mapping[str, tuple[Tensor, Tensor]]  # of plain projections: random rows, and their products with the weight
-    products: Mapping[str, tuple[Tensor, Tensor]]  # of these: rows that they received, and their products with the weight
-    rows: Mapping[str, tuple[list[int], Tensor]]  # of these: some input features, and their rows of the matrix
+    modules: DenseModules = dataclasses.field(default_factory=DenseModules)
     ways: frozenset[str] = frozenset()  # in which it runs, in words
     sites: frozenset[tuple[str, str]] = frozenset()  # what earlier passes put there, which may be trained: pass, path
 
@@ -74,24 +71,27 @@ class MethodMeasurement:
     missing: tuple[tuple[str, str], ...] = ()  # what was not compared, and why
 
 
-def measure(subject: Subject, before: Any = None, context: Context | None = None) -> Any:
+def measure_method(
+    subject: Subject, before: DenseMeasurement | None = None, context: Context | None = None
+) -> DenseMeasurement | MethodMeasurement:
+    """Return what a dense model's modules compute; of one under verification how far its sites are from their formulas."""
     if context is None:
-        calls = subject.seen("method", functools.partial(watch, subject))
-        return DenseCalls(calls, *dense_probes(subject.model, calls), dense_ways(subject), earlier_sites(subject))
-    return Comparison(subject, before if isinstance(before, DenseCalls) else None, context).run()
+        calls = subject.seen("method", functools.partial(watch_method, subject))
+        return DenseMeasurement(dense_modules(subject.model, calls), dense_ways(subject), earlier_sites(subject))
+    return SiteComparison(subject, before, context).run()
 
 
-def watch(subject: Subject, context: Context | None = None) -> contextlib.AbstractContextManager[Any]:
-    """What the check sees of a forward on the inputs: the calls of a dense model's modules, or of the sites of a rewritten one."""
+def watch_method(subject: Subject, context: Context | None = None) -> contextlib.AbstractContextManager[Any]:
+    """Record a forward on the inputs: the calls of a dense model's modules, or of the sites of a rewritten one."""
     if context is None:
         return dense_calls(subject.model)
-    sites = Comparison(subject, None, context).sites
+    sites = SiteComparison(subject, None, context).sites
     recorder = CallRecorder(subject.model, references_of(sites))
     recorder.inputs = subject.inputs
     return recorder.recording()
 
 
-def judge(now: MethodMeasurement, before: Any, context: Context) -> Finding:
+def judge_method(now: MethodMeasurement, before: Any, context: Context) -> Finding:
     missing = not_compared(now)
     if now.problems:
         named = [f"{context.place(path)}: {what}" if path else what for path, what in now.problems[:NAMED]]
@@ -105,7 +105,7 @@ def judge(now: MethodMeasurement, before: Any, context: Context) -> Finding:
 
 
 def not_compared(now: MethodMeasurement) -> list[str]:
-    """What was not compared, a line for each reason."""
+    """Return what was not compared, a line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for what, why in now.missing:
         by_reason.setdefault(why, []).append(what)
@@ -126,82 +126,69 @@ def describe(now: MethodMeasurement) -> str:
 
 @contextlib.contextmanager
 def dense_calls(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """The last rows of what each module with parameters receives and returns within this context, where both are floats."""
+    """Within this context, keep the last rows of what each module with parameters receives and returns, where both are floats."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def recorder(path: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()]
-            value = output[0] if isinstance(output, (tuple, list)) and output else output
-            if path not in found and given and isinstance(value, Tensor) and value.is_floating_point():
-                rows = [one.detach().reshape(-1, one.shape[-1])[-ROWS:].clone() for one in (given[0], value) if one.dim()]
-                if len(rows) == 2 and len(rows[0]) == len(rows[1]):
-                    found[path] = rows[0], rows[1]
+    def keep(path: str, args: Any, kwargs: Any, output: Any) -> None:
+        received = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()]
+        returned = first_tensor(output)
+        if path not in found and received and returned is not None and received[0].dim() and returned.dim():
+            x, y = (value.detach().reshape(-1, value.shape[-1])[-ROWS:].clone() for value in (received[0], returned))
+            if len(x) == len(y):
+                found[path] = x, y  # (rows, d), (rows, d')
 
-        return hook
+    with watch_calls(model, [path for path, module in model.named_modules() if path and has_parameters(module)], keep):
+        yield found
 
-    handles = [
-        module.register_forward_hook(recorder(path), with_kwargs=True)
-        for path, module in model.named_modules()
-        if path and any(True for _ in module.parameters())
-    ]
-    try:
-        yield found  # by path: (rows, d), (rows, d')
-    finally:
-        for handle in handles:
-            handle.remove()
+
+def has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
 
 
 @torch.no_grad()
-def dense_probes(
-    model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]
-) -> tuple[dict[str, tuple[Tensor, Tensor]], dict[str, tuple[Tensor, Tensor]], dict[str, tuple[list[int], Tensor]]]:
-    """Of every module that only multiplies by one matrix and adds a bias: random rows, and their products with the matrix.
-
-    The same of rows that it received. Also some input features, and their rows of the matrix: what the module makes of a one in
-    their place.
-    """
-    found: dict[str, tuple[Tensor, Tensor]] = {}
-    received: dict[str, tuple[Tensor, Tensor]] = {}
-    kept: dict[str, tuple[list[int], Tensor]] = {}
+def dense_modules(model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]) -> DenseModules:
+    """Return what is kept of a dense model's modules; what a plain projection makes of a one gives rows of its matrix."""
+    probes: dict[str, tuple[Tensor, Tensor]] = {}
+    products: dict[str, tuple[Tensor, Tensor]] = {}
+    matrix_rows: dict[str, tuple[list[int], Tensor]] = {}
     for path, (x, y) in calls.items():
         module = model.get_submodule(path)
-        matrices = [one for one in module.parameters() if one.dim() == 2]
+        matrices = [parameter for parameter in module.parameters() if parameter.dim() == 2]
         if len(matrices) != 1 or {*matrices[0].shape} != {x.shape[-1], y.shape[-1]}:
             continue
         width = x.shape[-1]
         rows = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(2)).to(x)
         features = list(range(width)) if width <= SMALL else [index * (width - 1) // (FEATURES - 1) for index in range(FEATURES)]
-        ones = torch.zeros(len(features), width).index_put_((torch.arange(len(features)), torch.tensor(features)), torch.ones(()))
+        ones = nn.functional.one_hot(torch.tensor(features), width)
         with contextlib.suppress(Exception):  # one that takes more than this
             parts = (rows, 2 * rows, x, ones.to(x))
             made = module(torch.cat([*parts, 0 * rows[:1]]))  # in one call: each reads the matrix
             if isinstance(made, Tensor) and made.shape == (sum(map(len, parts)) + 1, y.shape[-1]):
                 once, twice, product, column = (made[:-1] - made[-1:]).detach().split([*map(len, parts)])
                 if torch.allclose(twice, 2 * once, 1e-3):
-                    found[path], received[path] = (rows, once.clone()), (x, product.clone())
-                    kept[path] = features, column.clone()
-    return found, received, kept
+                    probes[path], products[path] = (rows, once.clone()), (x, product.clone())
+                    matrix_rows[path] = features, column.clone()
+    return DenseModules(calls, probes, products, matrix_rows)
 
 
 def dense_ways(subject: Subject) -> frozenset[str]:
-    """The words of the ways in which a dense model runs; none of a large one, whose every forward reads all its weights."""
+    """Return the words of the ways in which a dense model runs; none of a large one, whose every forward reads all its weights."""
     if subject.is_large:
         return frozenset()
     return frozenset(way.words for way, _ in SiteWays(subject.model, {}, subject.inputs, subject.run().logits).calls())
 
 
 def earlier_sites(subject: Subject) -> frozenset[tuple[str, str]]:
-    """The sites of the passes that the model before the rewrite has been through."""
-    sites = Comparison(subject, None, Context(subject, has_reference=False)).sites
-    return frozenset((one.name, dense_path(subject.model, site.path)) for site in sites for one in site.options)
+    """Return the sites of the passes that the model before the rewrite has been through."""
+    sites = SiteComparison(subject, None, Context(subject, has_reference=False)).sites
+    return frozenset((applied.name, dense_path(subject.model, site.path)) for site in sites for applied in site.options)
 
 
 # ── The rewritten model ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclasses.dataclass
-class Site:
+class InstalledSite:
     """A module that some pass installed, its reference, and the passes that may have installed it."""
 
     path: str
@@ -215,21 +202,21 @@ class Site:
 
     @property
     def elements(self) -> int:
-        return sum(one.numel() for part in self.own for one in part._parameters.values() if one is not None)
+        return sum(parameter.numel() for part in self.own for parameter in part._parameters.values() if parameter is not None)
 
     @property
     def is_adapted(self) -> bool:
         return any(is_adapted(part) for part in self.own)
 
 
-class Comparison:
+class SiteComparison:
     """A rewritten model held against the references of its passes."""
 
-    def __init__(self, subject: Subject, before: DenseCalls | None, context: Context) -> None:
+    def __init__(self, subject: Subject, before: DenseMeasurement | None, context: Context) -> None:
         self.subject, self.model, self.context = subject, subject.model, context
-        self.before = before or DenseCalls({}, {}, {}, {})
+        self.before = before or DenseMeasurement()
         self.passes = passes_of(self.model, context)
-        self.references: dict[str, MethodReference] = {one.name: one.reference for one in self.passes if one.reference is not None}
+        self.with_reference = {applied.name: applied for applied in self.passes if applied.reference is not None}
         self.sites = self.find_sites()
         self.problems: list[tuple[str, str]] = []
         self.missing: list[tuple[str, str]] = []  # what was not compared, and why
@@ -237,10 +224,10 @@ class Comparison:
         self.uncached: set[str] = set()
 
     def run(self) -> MethodMeasurement:
-        unknown = tuple(dict.fromkeys(one.name for one in self.passes if one.reference is None))
-        if not self.references:
+        unknown = tuple(dict.fromkeys(applied.name for applied in self.passes if applied.reference is None))
+        if not self.with_reference:
             return MethodMeasurement(unknown=unknown)
-        whole = self.subject.seen("method", functools.partial(watch, self.subject, self.context))
+        whole = self.subject.seen("method", functools.partial(watch_method, self.subject, self.context))
         chosen = self.chosen_sites()
         plain = Way("", dict, trains=True)
         groups = {path: [(plain, calls[:1])] for path, calls in whole.items() if calls}
@@ -256,29 +243,29 @@ class Comparison:
                 self.problems.append(("", f"it does not run{words}, and the dense model does: {why}"))
         for site in chosen:
             if len(self.problems) <= NAMED:
-                self.compare(site, [(way, self.as_seen_there(site, way, groups)) for way, _ in groups.get(site.path, [])])
-        for one in {one.name: one for one in self.passes if one.reference is not None}.values():
-            self.check_model(one, whole)
+                self.compare(site, [(way, self.calls_inside(site, way, groups)) for way, _ in groups.get(site.path, [])])
+        for applied in self.with_reference.values():
+            self.check_model(applied, whole)
         return MethodMeasurement(
             len(chosen), len(self.sites), self.calls, self.gap, tuple(self.problems), unknown, tuple(self.missing)
         )
 
-    def find_sites(self) -> list[Site]:
-        """The modules that have a reference, each once."""
-        found: list[Site] = []
+    def find_sites(self) -> list[InstalledSite]:
+        """Return the modules that have a reference, each once."""
+        found: list[InstalledSite] = []
         for path, module in self.model.named_modules():
-            for name, reference in self.references.items():
-                one = reference.of(module)
-                if one is not None:
-                    found.append(Site(path, module, one, [each for each in self.passes if each.name == name]))
+            for name, applied in self.with_reference.items():
+                reference = applied.reference.of(module)
+                if reference is not None:
+                    found.append(InstalledSite(path, module, reference, [each for each in self.passes if each.name == name]))
         return found
 
-    def chosen_sites(self) -> list[Site]:
-        """All of them, or of a large model as many as there is room for, the first and the last of each class among them."""
+    def chosen_sites(self) -> list[InstalledSite]:
+        """Return all sites, or of a large model as many as there is room for, the first and the last of each class among them."""
         total = sum(site.elements for site in self.sites)
         if total <= ELEMENTS:
             return self.sites
-        chosen: list[Site] = []
+        chosen: list[InstalledSite] = []
         for kind in dict.fromkeys(type(site.module) for site in self.sites):
             same = [site for site in self.sites if type(site.module) is kind]
             share = sum(site.elements for site in same) / total * ELEMENTS
@@ -286,18 +273,18 @@ class Comparison:
             chosen += [same[index * (len(same) - 1) // max(1, count - 1)] for index in range(count)]
         return list({id(site): site for site in chosen}.values())
 
-    def as_seen_there(self, site: Site, way: Way, groups: Mapping[str, list[tuple[Way, list[RecordedCall]]]]) -> list[RecordedCall]:
-        """The site's calls, with the model's inputs as they are inside the modules around it that run on fewer tokens."""
-        calls = next((calls for one, calls in groups.get(site.path, []) if one is way), [])
+    def calls_inside(self, site: InstalledSite, way: Way, groups: Groups) -> list[RecordedCall]:
+        """Return the site's calls, with the model's inputs as they are inside the modules around it that run on fewer tokens."""
+        calls = next((calls for recorded_way, calls in groups.get(site.path, []) if recorded_way is way), [])
         for outer in self.sites:
             if outer.reference.inside is None or not site.path.startswith(f"{outer.path}."):
                 continue
             inside: dict[int, Inside] = {}  # by the number of the outer call
             before: tuple[SiteCall, ...] = ()
-            for call in self.as_seen_there(outer, way, groups):
-                one = site_call(outer, call, before)
-                inside[call.number] = outer.reference.inside(one)
-                before = (*before, one) if one.cached else ()
+            for call in self.calls_inside(outer, way, groups):
+                outer_call = site_call(outer, call, before)
+                inside[call.number] = outer.reference.inside(outer_call)
+                before = (*before, outer_call) if outer_call.cached else ()
             around = [max((number for number in inside if number < call.number), default=None) for call in calls]
             calls = [
                 call if number is None else dataclasses.replace(call, inputs=inside[number].inputs, staying=inside[number].staying)
@@ -307,90 +294,67 @@ class Comparison:
 
     # Comparing.
 
-    def compare(self, site: Site, groups: Sequence[tuple[Way, list[RecordedCall]]]) -> None:
-        """The site's calls by the module and by its reference; the first difference is a problem."""
+    def compare(self, site: InstalledSite, groups: Sequence[tuple[Way, list[RecordedCall]]]) -> None:
+        """Compare the site's calls by the module and by its reference; the first difference is a problem."""
         if site.is_adapted:
             self.missing.append((f"{site.path} was not compared", ADAPTED))
             return
         if not groups and not any(site.path.startswith(f"{one.path}.") for one in self.sites):  # else it is part of that one
             self.missing.append((f"{site.path} was not compared", "the model does not call it"))
-        parameters = MovedParameters.of(site.module, site.reference, [call for _, calls in groups for call in calls])
+        parameters = PerturbedParameters.of(site.module, site.reference, [call for _, calls in groups for call in calls])
         for way, calls in groups:
-            for training, gradients, seed, mode in self.modes(site, way):
-                attempts: list[Found] = []
-                for options in site.options:
-                    attempts.append(self.attempt(site, options, calls, parameters, training, gradients, seed))
-                    if not attempts[-1].problem:
+            for mode in self.modes(site, way):
+                for applied in site.options:
+                    found = replay_or_stop(site, applied, calls, parameters, mode)
+                    if not found.problem:
                         break
-                if attempts[-1].stopped:
-                    self.missing.append((f"{site.path} was not compared {mode}{way.words}", attempts[-1].stopped))
+                if found.stopped:
+                    self.missing.append((f"{site.path} was not compared {mode.words}{way.words}", found.stopped))
                     continue
                 self.calls += 1
-                if attempts[-1].problem:
-                    self.problems.append((site.path, f"{mode}{way.words}, {attempts[-1].problem}"))
+                if found.problem:
+                    self.problems.append((site.path, f"{mode.words}{way.words}, {found.problem}"))
                     return
-                self.gap = max(self.gap, attempts[-1].gap)
+                self.gap = max(self.gap, found.gap)
 
-    def modes(self, site: Site, way: Way) -> list[tuple[bool, bool, int, str]]:
-        """Training, gradients, seed, and the words for it."""
-        evaluating = (False, False, 0, "in evaluation mode")
+    def modes(self, site: InstalledSite, way: Way) -> list[Mode]:
+        """Return the modes in which the site's calls are made again."""
+        evaluating = Mode("in evaluation mode")
         if way.words:
-            return [evaluating, (True, True, 3, "in training mode")] if way.trains and site.reference.trainings else [evaluating]
-        same = [one for one in self.sites if one.reference is site.reference]
+            trains = way.trains and site.reference.trainings
+            return [evaluating, Mode("in training mode", True, True, 3)] if trains else [evaluating]
+        same = [other for other in self.sites if other.reference is site.reference]
         count = -(-site.reference.trainings // len(same))  # each of them has its own random numbers
-        first = 1 + count * next(number for number, one in enumerate(same) if one is site)
-        trainings = [(True, True, seed, "in training mode") for seed in range(first, first + count)]
-        return [evaluating, (False, True, 0, "in evaluation mode with gradients"), *trainings]
-
-    @staticmethod
-    def attempt(
-        site: Site,
-        options: Any,
-        calls: Sequence[RecordedCall],
-        parameters: MovedParameters,
-        training: bool,
-        gradients: bool,
-        seed: int,
-    ) -> Found:
-        try:
-            return replay(
-                site.module, site.reference, options, calls, parameters, training=training, gradients=gradients, seed=seed
-            )
-        except Exception as error:  # code that does not run in float64, or by itself: then nothing was compared
-            return Found(stopped=first_line(error))
+        first = 1 + count * next(number for number, other in enumerate(same) if other is site)
+        trainings = [Mode("in training mode", True, True, seed) for seed in range(first, first + count)]
+        return [evaluating, Mode("in evaluation mode with gradients", gradients=True), *trainings]
 
     # The model as a whole.
 
-    def check_model(self, one: Any, whole: Mapping[str, list[RecordedCall]]) -> None:
-        """What the pass's reference says of the model as a whole, and of its start where it has just been rewritten."""
+    def check_model(self, applied: Any, whole: Mapping[str, list[RecordedCall]]) -> None:
+        """Compare the model as a whole with its pass's reference, and its start where it has just been rewritten."""
         sites = [
             ObservedSite(site.path, dense_path(self.model, site.path), site.module, whole.get(site.path, []))
             for site in self.sites
-            if one in site.options
+            if applied in site.options
         ]
         sites.sort(key=lambda site: site.calls[0].number if site.calls else len(whole))
         observed = Observed(
-            self.model,
-            one,
-            self.subject.inputs,
-            sites,
-            self.context.fates,
-            self.before.calls,
-            self.before.probes,
-            self.before.products,
-            self.before.rows,
-            self.context.calibrated,
-            self.passes,
-            self.training_loss,
-            self.recorded_losses,
-            self.context.calibration,
-            self.context.dense_parameters,
-            self.uncached,
+            model=self.model,
+            options=applied,
+            inputs=self.subject.inputs,
+            sites=sites,
+            dense=dataclasses.replace(self.before.modules, parameters=self.context.dense_parameters, fates=self.context.fates),
+            recipe=self.passes,
+            training_loss=self.training_loss,
+            recorded_losses=self.recorded_losses,
+            calibration=self.context.calibration,
+            uncached=self.uncached,
         )
-        new = [site for site in sites if (one.name, site.dense_path) not in self.before.sites]
-        is_new = self.context.fresh and one.name in {parse_spec(each.spec).name for each in self.context.rewrites or ()}
-        checks = {"what lies between its modules": (one.reference.wiring, sites)}
-        checks |= {"its start": (one.reference.start, new)} if is_new else {}
+        new = [site for site in sites if (applied.name, site.dense_path) not in self.before.sites]
+        is_new = self.context.fresh and applied.name in {parse_spec(each.spec).name for each in self.context.rewrites or ()}
+        checks = {"what lies between its modules": (applied.reference.wiring, sites)}
+        checks |= {"its start": (applied.reference.start, new)} if is_new else {}
         for name, (check, concerned) in checks.items():
             if check is None:
                 continue
@@ -398,20 +362,20 @@ class Comparison:
                 observed.sites = concerned
                 self.problems.extend(check(observed))
             except Exception as error:
-                self.missing.append((f"{one.name}: {name} was not compared", first_line(error)))
+                self.missing.append((f"{applied.name}: {name} was not compared", first_line(error)))
         self.missing += [(f"{path} was not compared with the dense module at its start", why) for path, why in observed.missing]
 
     def training_loss(self) -> float | None:
-        """The model's own loss in training mode, None where it has none."""
+        """Return the model's own loss in training mode, None where it has none."""
         with self.in_training():
             loss, own, _ = loss_of(self.model, self.subject.inputs, self.subject.run().logits.shape, 71)
         return float(loss.detach()) if own else None
 
     def recorded_losses(self) -> float:
-        """The sum of the auxiliary losses that are recorded in training mode."""
+        """Return the sum of the auxiliary losses that are recorded in training mode."""
         with self.in_training(), auxiliary_losses() as losses:
             self.model(**self.subject.inputs)
-        return float(sum(float(one.detach()) for one in losses))
+        return float(sum(float(loss.detach()) for loss in losses))
 
     @contextlib.contextmanager
     def in_training(self) -> Iterator[None]:
@@ -426,17 +390,27 @@ class Comparison:
             self.model.eval()
 
 
-def site_call(site: Site, call: RecordedCall, before: tuple[SiteCall, ...]) -> SiteCall:
-    """A recorded call as its reference sees it, its given children left out."""
+def replay_or_stop(
+    site: InstalledSite, applied: Any, calls: Sequence[RecordedCall], parameters: PerturbedParameters, mode: Mode
+) -> ReplayResult:
+    """Return what `replay` does, or the error that stopped it: code that does not run in float64, or by itself."""
+    try:
+        return replay(site.module, site.reference, applied, calls, parameters, mode)
+    except Exception as error:
+        return ReplayResult(stopped=first_line(error))
+
+
+def site_call(site: InstalledSite, call: RecordedCall, before: tuple[SiteCall, ...]) -> SiteCall:
+    """Return a recorded call as its reference sees it, its given children left out."""
     return SiteCall(site.module, site.options[-1], call.args, call.kwargs, call.inputs, {}, before=before, cached=has_cache(call))
 
 
-def references_of(sites: Sequence[Site]) -> dict[str, ModuleReference]:
+def references_of(sites: Sequence[InstalledSite]) -> dict[str, ModuleReference]:
     return {site.path: site.reference for site in sites}
 
 
 def dense_path(model: nn.Module, path: str) -> str:
-    """The path without the steps from a module that wraps another to that."""
+    """Return the path without the steps from a module that wraps another to that."""
     module, steps = model, []
     for step in path.split("."):
         if not (isinstance(module, Wrapper) and step == "layer"):
@@ -446,8 +420,8 @@ def dense_path(model: nn.Module, path: str) -> str:
 
 
 def passes_of(model: nn.Module, context: Context) -> tuple[Any, ...]:
-    """The passes that the model was rewritten with, in order."""
+    """Return the passes that the model was rewritten with, in order."""
     accounts = rewrites(model) or context.rewrites
     if accounts is not None:
-        return tuple(parse_spec(one.spec) for one in accounts)
+        return tuple(parse_spec(account.spec) for account in accounts)
     return tuple(recipe(model) or ())

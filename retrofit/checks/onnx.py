@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding, failed, passed, skipped
-from retrofit.checks.subject import Subject
+from retrofit.checks.report import Finding, failed, passed, skipped
+from retrofit.checks.subject import Context, Subject
 from retrofit.errors import CaptureError, RetrofitError, first_few
 from retrofit.onnx.exporter.export_onnx import export_onnx, plan_export
 from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, ExportPart
@@ -47,8 +46,8 @@ class OnnxMeasurement:
     unsupported: str = ""  # why nothing can be compared here
 
 
-def measure(subject: Subject, before: OnnxMeasurement | None = None, context: Context | None = None) -> OnnxMeasurement:
-    """The model exported and compared, its files removed again."""
+def measure_onnx(subject: Subject, before: OnnxMeasurement | None = None, context: Context | None = None) -> OnnxMeasurement:
+    """Export the model, compare it and remove its files."""
     if why := why_unsupported(subject.model):
         return OnnxMeasurement(unsupported=why)
     try:
@@ -60,8 +59,8 @@ def measure(subject: Subject, before: OnnxMeasurement | None = None, context: Co
     return OnnxMeasurement(len(exported.files), farthest.measured, exported.cached, exported.why_no_cache)
 
 
-def judge(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Context) -> Finding:
-    """A rewritten model can be exported where the dense model can, and with its cache where that can."""
+def judge_onnx(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Context) -> Finding:
+    """Judge that a rewritten model can be exported where the dense model can, and with its cache where that can."""
     if now.unsupported:
         return skipped(now.unsupported)
     if not now.what_failed:
@@ -75,19 +74,19 @@ def judge(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Context
     if not context.has_reference and not recipe(context.subject.model):
         return skipped(why)
     if before is None and context.dense is not None:
-        before = measure(Subject(context.dense, context.subject.shapes))
+        before = measure_onnx(Subject(context.dense, context.subject.shapes))
     if before is not None and before.what_failed:
         return skipped(f"the dense model cannot be exported either: {before.what_failed}")
     return failed("", why)
 
 
 def dense_keeps_cache(context: Context) -> bool:
-    """Whether the dense model, where it is at hand, is exported with its cache."""
+    """Return whether the dense model, where it is at hand, is exported with its cache."""
     return context.dense is not None and plan_export(context.dense, context.subject.inputs, "auto").cached
 
 
 def why_unsupported(model: nn.Module) -> str:
-    """Why nothing can be compared here; "" where it can."""
+    """Return why nothing can be compared here; "" where it can."""
     if missing := missing_packages("onnxscript", "onnxruntime"):
         return f"{missing[0]} is not installed: pip install 'retrofit-transformers[onnx]'"
     dtype = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
@@ -98,7 +97,7 @@ def why_unsupported(model: nn.Module) -> str:
 
 
 def check_file(path: Path, subject: Subject) -> Finding:
-    """Whether the ONNX file, whoever wrote it, computes what the model does: the part of the model that its inputs say it is."""
+    """Judge whether the ONNX file, whoever wrote it, computes what the model does, or the part of it with the file's inputs."""
     if why := why_unsupported(subject.model):
         return skipped(why)
     running = OnnxSession(path)
@@ -117,7 +116,7 @@ def check_file(path: Path, subject: Subject) -> Finding:
 
 
 def packed_products(path: Path) -> list[str]:
-    """The operators in the file, its branches included, that unpack weights or multiply by packed ones."""
+    """Return the operators in the file, its branches included, that unpack weights or multiply by packed ones."""
     import onnx
 
     found: set[str] = set()
@@ -125,14 +124,14 @@ def packed_products(path: Path) -> list[str]:
     pending = [onnx.load(path, load_external_data=False).graph]
     while pending:
         graph = pending.pop()
-        held |= {one.name for one in graph.initializer}
+        held |= {initializer.name for initializer in graph.initializer}
         found |= {node.op_type for node in graph.node if node.op_type in UNPACKING and held & {*node.input}}
-        pending += [one.g for node in graph.node for one in node.attribute if one.HasField("g")]
+        pending += [attribute.g for node in graph.node for attribute in node.attribute if attribute.HasField("g")]
     return sorted(found)
 
 
 def part_like(running: OnnxSession, subject: Subject) -> ExportPart:
-    """The part of the model with the file's inputs and states; raises `RetrofitError` where it has none."""
+    """Return the part of the model with the file's inputs and states; raises `RetrofitError` where it has none."""
     found = []
     for mode in ("auto", "none"):
         for part in plan_export(subject.model, subject.inputs, mode).parts:  # type: ignore[arg-type]

@@ -1,16 +1,25 @@
-"""The parameters check: every dense parameter is where its fate says, as it was; the new ones number what the formulas say."""
+"""The parameters check: every dense parameter is where its fate says, as it was; the new ones number what the formulas say.
+
+A dense parameter is recognised by its fingerprint (shape, dtype, checksum, a sample), which is kept instead of its values. Without
+an account of the edits it is found by its name and its fingerprint. Weights with NaN or Inf are refused: nothing that is computed
+from them could be checked.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding, failed, format_layout, passed, skipped
-from retrofit.checks.fingerprint import Fingerprint, count_elements, fingerprints
-from retrofit.checks.subject import Subject
-from retrofit.errors import first_few
+from retrofit.checks.report import Finding, failed, format_layout, passed, skipped
+from retrofit.checks.subject import Context, Subject
+from retrofit.errors import RetrofitError, first_few
+from retrofit.provenance import provenance_of
 from retrofit.surgery.edit import Fate
 
 
@@ -23,8 +32,10 @@ class ParametersMeasurement:
     fitted: frozenset[str] = frozenset()  # those whose values were fitted to data
 
 
-def measure(subject: Subject, before: ParametersMeasurement | None = None, context: Context | None = None) -> ParametersMeasurement:
-    """The fingerprint of every dense parameter: in a rewritten model of what is where its fate says."""
+def measure_parameters(
+    subject: Subject, before: ParametersMeasurement | None = None, context: Context | None = None
+) -> ParametersMeasurement:
+    """Return the fingerprint of every dense parameter: in a rewritten model of what is where its fate says."""
     elements = sum(parameter.numel() for parameter in subject.model.parameters())
     if before is None or context is None:
         return ParametersMeasurement(fingerprints(subject.model) if context is None else {}, elements)
@@ -38,12 +49,12 @@ def measure(subject: Subject, before: ParametersMeasurement | None = None, conte
 
 
 def is_fitted(subject: Subject, fate: Fate) -> bool:
-    """Whether the model says that the values of a dense parameter were fitted to data."""
+    """Return whether the model says that the values of a dense parameter were fitted to data."""
     return fate.layout is not None and bool(fate.layout.fitted) and bool(subject.model.get_buffer(fate.layout.fitted))
 
 
 def fingerprint_at(subject: Subject, fate: Fate, storage: int) -> Fingerprint:
-    """The fingerprint of the dense parameter that lies where `fate` says."""
+    """Return the fingerprint of the dense parameter that lies where `fate` says."""
     value: nn.Parameter = subject.parameters[fate.name]
     if fate.kind == "widened":
         return Fingerprint.of(value[fate.index], storage, fate.scale)
@@ -53,18 +64,17 @@ def fingerprint_at(subject: Subject, fate: Fate, storage: int) -> Fingerprint:
     return Fingerprint.of(value, storage)
 
 
-def judge(now: ParametersMeasurement, before: ParametersMeasurement | None, context: Context) -> Finding:
+def judge_parameters(now: ParametersMeasurement, before: ParametersMeasurement | None, context: Context) -> Finding:
     if before is None:
         return skipped("there is no dense model to compare with")
     kinds = [
         "fitted" if name in now.fitted else context.fates[name].kind if name in context.fates else "lost" for name in before.prints
     ]
-    new = now.elements - count_elements(
-        one for name, one in before.prints.items() if name in context.fates and context.fates[name].kind != "dropped"
-    )
+    held = {name for name, fate in context.fates.items() if fate.kind != "dropped"}
+    new = now.elements - count_elements(value for name, value in before.prints.items() if name in held)
     measured = ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) + f", {new:,} new elements"
     reasons = {
-        name: what_is_wrong(name, now.prints.get(name), one, context, name in now.fitted) for name, one in before.prints.items()
+        name: what_is_wrong(name, now.prints.get(name), dense, context, name in now.fitted) for name, dense in before.prints.items()
     }
     problems = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
     problems += [f"{' and '.join(names)} were one parameter and are several" for names in untied(now, before)]
@@ -76,7 +86,7 @@ def judge(now: ParametersMeasurement, before: ParametersMeasurement | None, cont
 
 
 def what_is_wrong(name: str, now: Fingerprint | None, before: Fingerprint, context: Context, fitted: bool = False) -> str:
-    """What is wrong with the fate of a dense parameter, "" where nothing is."""
+    """Return what is wrong with the fate of a dense parameter, "" where nothing is."""
     fate = context.fates.get(name)
     if fate is None:
         return "no edit accounts for it"
@@ -99,11 +109,11 @@ def what_is_wrong(name: str, now: Fingerprint | None, before: Fingerprint, conte
 
 
 def untied(now: ParametersMeasurement, before: ParametersMeasurement) -> list[list[str]]:
-    """The groups of names that were one parameter and are several."""
+    """Return the groups of names that were one parameter and are several."""
     groups: dict[int, list[str]] = {}
-    for name, one in before.prints.items():
+    for name, fingerprint in before.prints.items():
         if name in now.prints:
-            groups.setdefault(one.storage, []).append(name)
+            groups.setdefault(fingerprint.storage, []).append(name)
     return [names for names in groups.values() if len({now.prints[name].storage for name in names}) > 1]
 
 
@@ -113,6 +123,239 @@ def formulas(context: Context) -> str:
 
 
 def unannounced(context: Context) -> str:
-    """The new parameters that lie in no rewritten site, else all the new ones."""
+    """Return the new parameters that lie in no rewritten site, else all the new ones."""
     outside = [name for name in context.new_parameters if not context.site_of(name)]
     return f"in no rewritten site: {first_few(outside)}" if outside else f"new are {first_few(context.new_parameters) or 'none'}"
+
+
+# ── Fingerprints ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+ROWS = 1 << 20  # elements summed up at a time
+ROW_BYTES = 8192
+SAMPLE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """What is kept of a tensor that holds a parameter, or a multiple of one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    checksum: int | None  # of the values divided by the scale; None where that would round them
+    sample: torch.Tensor  # some of its elements, at fixed places, in float64
+    trainable: bool
+    storage: int  # names of one tensor have one storage
+    scale: float = 1.0
+    finite: bool = True  # no element is NaN or infinite, where all were read
+
+    @staticmethod
+    def of(value: torch.Tensor, storage: int = 0, scale: float = 1.0) -> Fingerprint:
+        """Return the fingerprint of `value`, which is `scale` times a parameter."""
+        crc, finite = read(value, scale) if abs(math.frexp(scale)[0]) == 0.5 else (None, True)  # a power of two
+        return Fingerprint(tuple(value.shape), value.dtype, crc, sample(value), value.requires_grad, storage, scale, finite)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    def matches(self, now: Fingerprint) -> bool:
+        """Return whether `now` holds this parameter times its scale: bit for bit for a power of two, else by the sample."""
+        if now.shape != self.shape:
+            return False
+        if now.dtype == self.dtype and now.checksum is not None:
+            return now.checksum == self.checksum
+        precision = torch.finfo(now.dtype).eps if now.dtype.is_floating_point else 0.0
+        return torch.allclose(now.sample, now.scale * self.sample, rtol=2 * precision, atol=0.0)
+
+
+def chunks(value: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Return the elements in order, a bounded number at a time, on the CPU."""
+    rows = value.detach().unsqueeze(0) if value.dim() == 0 else value.detach()
+    step = max(1, ROWS // max(1, math.prod(rows.shape[1:])))
+    for start in range(0, rows.shape[0], step):
+        yield rows[start : start + step].cpu().contiguous().reshape(-1)
+
+
+def checksum(value: torch.Tensor, scale: float = 1.0) -> int:
+    """Return a checksum of the bytes of `value / scale` in their order, read a bounded number at a time.
+
+    It is the CRC-32 of sums: of the bytes as words of eight in rows of a fixed width, each row's and each column's sum, modulo 2⁶⁴.
+    A change that keeps all of these touches at least two rows and two columns. Sums are read as fast as memory is; a CRC is not.
+    """
+    return read(value, scale)[0]
+
+
+def read(value: torch.Tensor, scale: float = 1.0) -> tuple[int, bool]:
+    """Return the `checksum` of `value / scale`, and whether every element is finite, from one reading."""
+    total, finite = 0, True
+    for chunk in chunks(value):
+        finite = finite and is_finite(chunk)
+        content = (chunk if scale == 1.0 else chunk / scale).view(torch.uint8)
+        whole = len(content) // ROW_BYTES * ROW_BYTES
+        table = aligned(content[:whole]).view(torch.int64).view(-1, ROW_BYTES // 8)  # (rows, words)
+        for part in (table.sum(0), table.sum(1), content[whole:]) if whole else (content,):
+            total = zlib.crc32(part.numpy().data, total)
+    return total, finite
+
+
+def is_finite(chunk: torch.Tensor) -> bool:
+    """Return whether no element is NaN or infinite: the extremes are not."""
+    if not chunk.is_floating_point() or not chunk.numel():
+        return True
+    least, most = (chunk.float() if chunk.itemsize < 2 else chunk).aminmax()  # eight bits are for storage
+    return bool(least.isfinite() & most.isfinite())
+
+
+def aligned(content: torch.Tensor) -> torch.Tensor:
+    """Return bytes that can be viewed as words."""
+    return content.clone() if content.storage_offset() % 8 else content
+
+
+def sample(value: torch.Tensor, most: int = SAMPLE) -> torch.Tensor:
+    """Return up to `most` elements, evenly spread, in float64."""
+    count = value.numel()
+    places = torch.arange(0, count, max(1, count // most))[:most]
+    indices = torch.unravel_index(places.to(value.device), value.shape) if value.dim() else ()
+    return value.detach()[indices].reshape(-1).to("cpu", torch.float64)
+
+
+def fingerprints(model: nn.Module) -> dict[str, Fingerprint]:
+    """Return a fingerprint of every parameter by each of its names; shared ones are read once."""
+    prints: dict[int, Fingerprint] = {}
+    by_name: dict[str, Fingerprint] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if id(parameter) not in prints:
+            prints[id(parameter)] = Fingerprint.of(parameter, len(prints))
+        by_name[name] = prints[id(parameter)]
+    return by_name
+
+
+def count_elements(prints: Iterable[Fingerprint]) -> int:
+    """Return the number of elements, shared ones counted once."""
+    return sum({fingerprint.storage: fingerprint.elements for fingerprint in prints}.values())
+
+
+# ── Matching without an account ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+BLOCKS = 64  # a larger parameter of more blocks than this is not searched
+ALIKE = 0.5  # of a sample, the share that must be unchanged for a block to be the parameter
+
+
+def match_parameters(dense: Mapping[str, Fingerprint], model: nn.Module) -> dict[str, Fate]:
+    """Return the fate of each dense parameter: kept, moved under a longer name or any, a block of a larger one, or dropped."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    by_content: dict[tuple[int | None, tuple[int, ...]], str] = {}
+    for name, parameter in now.items():
+        by_content[checksum(parameter), tuple(parameter.shape)] = name
+    recorded = {  # by the names of the first dense model, whose modules may be wrapped in this one
+        name if name in dense else next(iter(longer_names(name, dense)), name): fate
+        for name, fate in provenance_of(model).rearranged.items()
+    }
+    fates: dict[str, Fate] = {}
+    for name, wanted in dense.items():
+        elsewhere = by_content.get((wanted.checksum, wanted.shape))
+        same_shape = (other for other in own_longer_names(name, now, dense) if tuple(now[other].shape) == wanted.shape)
+        if name in recorded and recorded[name].name in now:
+            fates[name] = recorded[name]
+        elif name in now and tuple(now[name].shape) == wanted.shape:
+            fates[name] = Fate("kept", name)
+        elif wrapped := next(same_shape, None):
+            fates[name] = Fate("moved", wrapped, "its module was wrapped")
+        elif part := find_block(name, wanted, now):
+            fates[name] = part
+        elif elsewhere is not None:
+            fates[name] = Fate("moved", elsewhere, "found by its content")
+        else:
+            fates[name] = Fate("dropped", "", "no parameter holds what it held")
+    return fates
+
+
+def own_longer_names(name: str, now: Mapping[str, nn.Parameter], dense: Mapping[str, Fingerprint]) -> list[str]:
+    """Return the longer names that no other dense parameter fits better: `attention.output` also reads as a longer `output`."""
+    rivals = [other.split(".") for other in longer_names(name, dense) if other != name and dense[other].shape == dense[name].shape]
+    return [other for other in longer_names(name, now) if not any(is_within(rival, other.split(".")) for rival in rivals)]
+
+
+def longer_names(name: str, now: Iterable[str]) -> list[str]:
+    """Return the names that are `name` with more components in between, the shortest first."""
+    return sorted((other for other in now if is_within(name.split("."), other.split("."))), key=len)
+
+
+def is_within(parts: list[str], others: list[str]) -> bool:
+    """Return whether `others` holds all of `parts` in order: `h.0.mlp` is within `h.0.layer.mlp`."""
+    rest = iter(others)
+    return all(part in rest for part in parts)
+
+
+def find_block(name: str, dense: Fingerprint, now: Mapping[str, nn.Parameter]) -> Fate | None:
+    """Return the larger parameter with the dense one as a block, up to a scale; of its name, most elements are enough."""
+    namesakes = longer_names(name, now)
+    for candidate in [*namesakes, *(other for other in now if other not in namesakes)]:
+        scored = [(compare_sample(now[candidate][index], dense), index) for index in blocks(now[candidate], dense.shape)]
+        (share, scale), index = max(scored, key=lambda score: score[0][0], default=((0.0, 1.0), ()))
+        if share > ALIKE and (candidate in namesakes or dense.matches(Fingerprint.of(now[candidate][index], scale=scale))):
+            return Fate("widened", candidate, "found by its content", index, scale)
+    return None
+
+
+def blocks(value: torch.Tensor, shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
+    """Yield the blocks of that shape that a larger tensor divides into, but a rest at its end; none where there are too many."""
+    if value.dim() != len(shape) or any(part == 0 or extent < part for extent, part in zip(value.shape, shape, strict=True)):
+        return
+    if value.shape == shape or value.numel() // torch.Size(shape).numel() > BLOCKS:
+        return
+    for corner in itertools.product(*(range(0, extent - part + 1, part) for extent, part in zip(value.shape, shape, strict=True))):
+        yield tuple(slice(start, start + part) for start, part in zip(corner, shape, strict=True))
+
+
+def compare_sample(value: torch.Tensor, dense: Fingerprint) -> tuple[float, float]:
+    """Return the share of a sample of `value` that is the parameter's times a scale, and that scale."""
+    now = sample(value)
+    ratios = now[dense.sample != 0] / dense.sample[dense.sample != 0]
+    if not ratios.numel() or not bool(torch.isfinite(ratios).all()):
+        return 0.0, 1.0
+    scale = snap_scale(float(ratios.median()))
+    precision = torch.finfo(value.dtype).eps if value.is_floating_point() else 0.0
+    return float(torch.isclose(now, scale * dense.sample, rtol=4 * precision, atol=0.0).float().mean()), scale
+
+
+def snap_scale(scale: float) -> float:
+    """Return the scale; n or 1/n where it is that within rounding."""
+    for exact in (float(round(scale)), 1 / round(1 / scale) if scale and abs(scale) <= 1 else 0.0):
+        if exact and abs(scale / exact - 1) < 1e-4:
+            return exact
+    return scale
+
+
+# ── NaN and Inf ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def require_finite(model: nn.Module, measured: ParametersMeasurement | None = None) -> None:
+    """Raise `RetrofitError` that names a weight of the model which holds NaN or Inf; what was `measured` is not read again."""
+    if measured is not None:
+        wrong = [name for name, fingerprint in measured.prints.items() if not fingerprint.finite]
+    else:
+        wrong = [name for name, value in model.named_parameters() if not (value.is_meta or all(map(is_finite, chunks(value))))]
+    if not wrong:
+        return
+    raise not_finite(wrong[0], model.get_parameter(wrong[0]), len(wrong) - 1)
+
+
+def require_finite_weight(name: str, weight: Tensor) -> None:
+    """Raise `RetrofitError` where a value of the weight is NaN or infinite."""
+    if not all(map(is_finite, chunks(weight))):
+        raise not_finite(name, weight)
+
+
+def not_finite(name: str, weight: Tensor, others: int = 0) -> RetrofitError:
+    nan, infinite = int(weight.isnan().sum()), int(weight.isinf().sum())
+    more = f" and {others} more weights" if others else ""
+    return RetrofitError(
+        f"{name}{more} {'contain' if more else 'contains'} NaN or Inf",
+        why=f"of its {weight.numel():,} values {nan:,} are NaN and {infinite:,} infinite",
+        remedy="give a checkpoint from before the training that made them",
+        code="not-finite",
+        site=name,
+    )

@@ -1,11 +1,69 @@
-"""The report of a verification: each check with its result."""
+"""The finding of a check (a status, what was measured, and why) and the report of all of them."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
 
-from retrofit.checks.finding import Status
+from retrofit.errors import RetrofitError, first_line
+
+Status = Literal["passed", "failed", "skipped"]
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A status, what was measured, and what is to blame or why there was nothing to check."""
+
+    status: Status
+    measured: str = ""
+    why: str = ""
+
+
+def passed(measured: str, why: str = "") -> Finding:
+    return Finding("passed", measured, why)
+
+
+def failed(measured: str, why: str) -> Finding:
+    return Finding("failed", measured, why)
+
+
+def skipped(why: str, measured: str = "") -> Finding:
+    return Finding("skipped", measured, why)
+
+
+@dataclasses.dataclass(frozen=True)
+class Raised:
+    """The error that stopped a measurement, in words."""
+
+    error: str
+
+
+def attempt(action: Callable[..., Result], *arguments: Any) -> Result | Raised:
+    """Return what the action returns, or what it raised: whatever a model's own code raises is a result of measuring it."""
+    try:
+        return action(*arguments)
+    except Exception as error:
+        return Raised(str(error) if isinstance(error, RetrofitError) else first_line(error))
+
+
+def merge(findings: Mapping[str, Finding]) -> Finding:
+    """Return one finding out of several by name; it failed where one of them failed, and was skipped where all were."""
+    statuses = {finding.status for finding in findings.values()}
+    status: Status = "failed" if "failed" in statuses else "passed" if "passed" in statuses else "skipped"
+    measured = [f"{name} {finding.measured}" for name, finding in findings.items() if finding.measured]
+    relevant = [finding for finding in findings.values() if finding.status != "skipped" or status != "failed"]
+    whys = [f"{name}: {finding.why}" for name, finding in findings.items() if finding.why and finding in relevant]
+    return Finding(status, ", ".join(measured), "\n".join(whys))
+
+
+def format_layout(shape: Iterable[int], dtype: object) -> str:
+    """Return a tensor's shape and dtype: `2×11×97 float32`."""
+    return f"{'×'.join(map(str, shape))} {str(dtype).removeprefix('torch.')}"
+
+
+# ── The report ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +94,7 @@ class Report:
         return tuple(check for check in self.checks if check.status == "failed")
 
     def __getitem__(self, name: str) -> CheckResult:
-        """The result of the check of that name."""
+        """Return the result of the check of that name."""
         return next(check for check in self.checks if check.name == name)
 
     @property
@@ -56,6 +114,6 @@ class Report:
         return "\n".join([*lines, f"{outcome} on {self.coverage}" if self.inputs else outcome])
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for `json`."""
+        """Return the report as plain data, for `json`."""
         checks = [dataclasses.asdict(check) for check in self.checks]
         return {"ok": self.ok, "checks": checks, "inputs": list(self.inputs), "never_given": list(self.never_given)}

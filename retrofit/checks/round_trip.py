@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding, Raised, attempt, failed, passed, skipped
-from retrofit.checks.parameter_matching import is_within
-from retrofit.checks.subject import Run, Subject
+from retrofit.checks.parameters import is_within
+from retrofit.checks.report import Finding, Raised, attempt, failed, passed, skipped
+from retrofit.checks.subject import Context, Run, Subject
 from retrofit.errors import CheckpointError, first_few
 from retrofit.files.atomic_writes import why_full
 from retrofit.inputs.example_inputs import device_of
+from retrofit.inputs.model_memory import own_bytes
 from retrofit.inputs.model_state import same_bits
 from retrofit.inputs.probes import logits_of, run
 from retrofit.inputs.usable_models import holds_adapters
@@ -60,8 +60,10 @@ class RoundTripMeasurement:
     trip: Trip | None = None
 
 
-def measure(subject: Subject, before: RoundTripMeasurement | None = None, context: Context | None = None) -> RoundTripMeasurement:
-    """With a context, the trip through a file too; a model that cannot be built again gets its own weights back from one."""
+def measure_round_trip(
+    subject: Subject, before: RoundTripMeasurement | None = None, context: Context | None = None
+) -> RoundTripMeasurement:
+    """Return what no file holds; with a context, take the trip through a file too."""
     loose, unsaved = tuple(loose_tensors(subject.model)), frozenset(unsaved_buffers(subject.model))
     if context is None:
         return RoundTripMeasurement(loose, unsaved)
@@ -76,19 +78,21 @@ def measure(subject: Subject, before: RoundTripMeasurement | None = None, contex
 
 
 def take_trip(context: Context, folder: Path, before: RoundTripMeasurement | None, loose: tuple[str, ...]) -> Trip:
-    """The trip of a transformers model through a directory with samples of its large weights, and where that comes out wrong with
-    whole ones; of others through a file."""
+    """Save a transformers model in a directory with samples of its large weights, others in a file, and load them.
+
+    Where samples come out wrong whole weights are written. A model that cannot be built again gets its weights back from a file.
+    """
     subject = context.subject
     if holds_adapters(subject.model):
         return Trip(omitted="PEFT saves adapters without their model; merge them (retrofit.merge_adapters), and verify the result")
     through_directory = is_transformers(subject.model)
     sampled: Trip | Raised = Raised("not tried")
-    if through_directory and (large := sum(is_large(one) for one in subject.model.parameters())):
+    if through_directory and (large := sum(is_large(parameter) for parameter in subject.model.parameters())):
         sampled = attempt(save_and_load, context, folder / "samples", before, True)
         if isinstance(sampled, Trip) and not sampled.lost and sampled.gap is None:
             return dataclasses.replace(sampled, note=f"of {large} large weights the directory held a sample")
         shutil.rmtree(folder / "samples", ignore_errors=True)
-    size = sum(tensor.numel() * tensor.element_size() for tensor in (*subject.model.parameters(), *subject.model.buffers()))
+    size = own_bytes(subject.model)
     if size > LARGEST or 2 * size > shutil.disk_usage(folder).free:
         reason = f"it would take {size / 2**30:.1f} GiB on disk; save it and run `retrofit verify` on the result"
         return sampled if isinstance(sampled, Trip) else Trip(omitted=reason)
@@ -101,7 +105,7 @@ def take_trip(context: Context, folder: Path, before: RoundTripMeasurement | Non
         return Trip(STATE_DICT) if loses else dataclasses.replace(save_weights(subject, folder / "weights.pt"), note=error.what)
 
 
-def judge(now: RoundTripMeasurement, before: RoundTripMeasurement | None, context: Context) -> Finding:
+def judge_round_trip(now: RoundTripMeasurement, before: RoundTripMeasurement | None, context: Context) -> Finding:
     trip = now.trip
     assert trip is not None
     if trip.omitted:
@@ -123,7 +127,7 @@ def judge(now: RoundTripMeasurement, before: RoundTripMeasurement | None, contex
 
 
 def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | None, sampled: bool = False) -> Trip:
-    """The model saved at `path` and loaded from there gives its outputs, also on another shape if it runs on that.
+    """Save the model at `path`, load it and compare the outputs, on another shape too if the model runs on that.
 
     It has every weight bit for bit, those that are `sampled` as far as they were saved, and then computes with those of the model:
     there is never a second copy of them in memory.
@@ -149,7 +153,7 @@ def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | N
 
 
 def use_same_attention(model: nn.Module, loaded: nn.Module) -> None:
-    """Both compute attention by the same kernel: which one is chosen when a model is loaded, and no config says it."""
+    """Set the attention kernel of `loaded` to the model's: it is chosen when a model is loaded, and no config has it."""
     if is_transformers(model) and is_transformers(loaded):
         chosen = transformers_bookkeeping.attention_of(model.config)
         if transformers_bookkeeping.attention_of(loaded.config) != chosen:
@@ -157,7 +161,7 @@ def use_same_attention(model: nn.Module, loaded: nn.Module) -> None:
 
 
 def runs_to_repeat(subject: Subject) -> list[tuple[dict[str, Any], Run]]:
-    """The inputs and what the model returned for them, also for another shape if it runs on that; of a large model the cheapest."""
+    """Return inputs and what the model returned for them, for two shapes if it runs on both; of a large model the cheapest."""
     if subject.is_large:
         return [(subject.shapes[subject.cheapest], subject.run(subject.cheapest))]
     shapes = [0, *(shape for shape in range(1, len(subject.shapes))[:1] if not isinstance(attempt(subject.run, shape), Raised))]
@@ -165,13 +169,13 @@ def runs_to_repeat(subject: Subject) -> list[tuple[dict[str, Any], Run]]:
 
 
 def logits_loaded(subject: Subject, loaded: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """What the loaded model returns, in the arithmetic that the saved one is measured in."""
+    """Return what the loaded model returns, in the arithmetic that the saved one is measured in."""
     with subject.arithmetic.computing():
         return logits_of(run(loaded, inputs)).cpu()
 
 
 def save_in_shards(model: nn.Module, path: Path) -> None:
-    """The model is at `path`, a directory's weights in many small files: each is mapped by itself, and released by itself."""
+    """Write the model to `path`, a directory's weights in many small files: each is mapped and released by itself."""
     if path.suffix:
         save(model, path)
     else:
@@ -181,7 +185,7 @@ def save_in_shards(model: nn.Module, path: Path) -> None:
 def share_weights(
     subject: Subject, loaded: nn.Module, is_same_weight: Callable[[torch.Tensor, torch.Tensor], bool] = same_bits
 ) -> list[str]:
-    """Each parameter of `loaded` that is the model's is in the same memory from now on; the names of the others."""
+    """Put each parameter of `loaded` that is the model's in the same memory; return the names of the others."""
     lost = []
     for name, parameter in loaded.named_parameters():
         own = subject.parameters.get(name)
@@ -193,7 +197,7 @@ def share_weights(
 
 
 def restore_buffers(subject: Subject, loaded: nn.Module, before: RoundTripMeasurement | None) -> list[str]:
-    """The unsaved buffers that the dense model had too have in `loaded` the values of the model; their names.
+    """Give `loaded` the model's unsaved buffers that the dense model had too; return their names.
 
     A model that was cast after it was built, `model.half()`, has cast them as well, and building it again does not.
     """
@@ -210,19 +214,19 @@ def restore_buffers(subject: Subject, loaded: nn.Module, before: RoundTripMeasur
 
 
 def loose_tensors(model: nn.Module) -> list[str]:
-    """The names of the tensors that modules hold as plain attributes, which no state dict has."""
+    """Return the names of the tensors that modules hold as plain attributes, which no state dict has."""
     modules = [(f"{path}." if path else "", vars(module)) for path, module in model.named_modules()]
     return [f"{prefix}{key}" for prefix, held in modules for key, value in held.items() if isinstance(value, torch.Tensor)]
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that are not part of the state dict, which a model sets itself when it is built."""
+    """Return the buffers that are not part of the state dict, which a model sets itself when it is built."""
     saved = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in saved}
 
 
 def find_culprit(context: Context, loaded: nn.Module) -> str:
-    """What is not as it was saved, where the parameters are."""
+    """Return what is not as it was saved, where the parameters are."""
     model = context.subject.model
     own = model.state_dict()
     changed = [name for name, value in loaded.state_dict().items() if name not in own or not same_bits(own[name], value)]
@@ -237,7 +241,7 @@ def find_culprit(context: Context, loaded: nn.Module) -> str:
 
 
 def differing_values(module: nn.Module, other: nn.Module | None) -> list[str]:
-    """The numbers, words, tensors and buffers of a module that another lacks, or has otherwise."""
+    """Return the numbers, words, tensors and buffers of a module that another lacks, or has otherwise."""
     ours, theirs = plain_values(module), plain_values(other) if other is not None else {}
     return [key for key, value in ours.items() if key not in theirs or not is_same(value, theirs[key])]
 
@@ -247,20 +251,20 @@ def plain_values(module: nn.Module) -> dict[str, object]:
     return {key: value for key, value in [*vars(module).items(), *module._buffers.items()] if isinstance(value, kinds)}
 
 
-def is_same(one: object, other: object) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return same_bits(one, other)
-    return isinstance(other, type(one)) and bool(one == other)
+def is_same(ours: object, theirs: object) -> bool:
+    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
+        return same_bits(ours, theirs)
+    return isinstance(theirs, type(ours)) and bool(ours == theirs)
 
 
 # ── Through the weights alone ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def save_weights(subject: Subject, path: Path) -> Trip:
-    """The model computes with its own weights, read back from a file."""
+    """Return how the model computes with its own weights, read back from a file."""
     torch.save(subject.model.state_dict(), path)
     state = torch.load(path, weights_only=True, mmap=True, map_location=device_of(subject.model))
-    trainable = {name for name, one in subject.parameters.items() if one.requires_grad}
+    trainable = {name for name, parameter in subject.parameters.items() if parameter.requires_grad}
     for name in trainable & set(state):
         state[name].requires_grad_()  # torch multiplies differently by weights that do not train
     state = {name: state[name] for name in one_name_each(subject.model, state)}
@@ -275,7 +279,7 @@ def save_weights(subject: Subject, path: Path) -> Trip:
 
 
 def one_name_each(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """One name for each weight of each module: a module registered in several layers has its weights once."""
+    """Return one name for each weight of each module: a module registered in several layers has its weights once."""
     found: dict[tuple[int, str], str] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")

@@ -1,23 +1,42 @@
-"""A model to measure, and what several checks need of it: each of these is computed once."""
+"""A model to measure: its inputs, plain and padded, its runs, each made once for all checks, and how it was rewritten."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-from retrofit.checks.padded_inputs import Padded, pad_inputs, share_padding
+from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.example_inputs import device_of
-from retrofit.inputs.probes import Inputs, extent_of, logits_of, named_outputs, resized, run
-from retrofit.numerics.agreement import Arithmetic, is_large
+from retrofit.inputs.probes import (
+    Inputs,
+    accepts,
+    extent_of,
+    filler_id,
+    has_two_sides,
+    ids_name,
+    is_decoder_side,
+    is_numbering,
+    is_per_token,
+    logits_of,
+    named_outputs,
+    placeholders,
+    resized,
+    resized_like,
+    run,
+)
+from retrofit.numerics.agreement import LIMIT, Arithmetic, is_large
+from retrofit.passbase.protocol import Rewrite
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import Program
+from retrofit.surgery.edit import Fate
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 Watch = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -63,7 +82,7 @@ class Subject:
         return self.shapes[0]
 
     def run(self, shape: int = 0) -> Run:
-        """What the model returns for the inputs of that shape; raises what the model's own code raises."""
+        """Return what the model returns for the inputs of that shape; raises what the model's own code raises."""
         if shape not in self.runs:
             found = self.run_watched() if shape == 0 and self.watches else Run.of(self.arithmetic, self.shapes[shape])
             self.runs[shape] = found
@@ -71,7 +90,7 @@ class Subject:
         return self.runs[shape]
 
     def run_watched(self) -> Run:
-        """The run on the inputs, watched where that does not disturb it."""
+        """Return the run on the inputs, watched where that does not disturb it."""
         try:
             with contextlib.ExitStack() as watching:
                 found = {name: watching.enter_context(watch()) for name, watch in self.watches.items()}
@@ -82,7 +101,7 @@ class Subject:
         return ran
 
     def seen(self, name: str, watch: Watch) -> Any:
-        """What that check sees of a forward on the inputs: of the first one where it was watched."""
+        """Return what that check sees of a forward on the inputs: of the first one where it was watched."""
         if name not in self.watched:
             with watch() as found:
                 run(self.model, self.inputs)
@@ -90,7 +109,7 @@ class Subject:
         return self.watched[name]
 
     def wide(self, shape: int = 0) -> torch.Tensor | None:
-        """The logits for the inputs of that shape in float64; None where the model's code refuses it."""
+        """Return the logits for the inputs of that shape in float64; None where the model's code refuses it."""
         if shape == self.cheapest:
             return self.arithmetic.wide_outputs
         if shape not in self.wide_runs:
@@ -99,10 +118,10 @@ class Subject:
 
     @functools.cached_property
     def arithmetic(self) -> Arithmetic:
-        """How the model is measured, and on the cheapest inputs how far it rounds."""
+        """Return how the model is measured, and on the cheapest inputs how far it rounds."""
         found = Arithmetic(self.model, self.shapes[self.cheapest], lambda: self.run(self.cheapest).logits)
-        for shape, one in self.runs.items():
-            found.remember(self.shapes[shape], one.logits.to(device_of(self.model)))
+        for shape, ran in self.runs.items():
+            found.remember(self.shapes[shape], ran.logits.to(device_of(self.model)))
         return found
 
     @property
@@ -111,11 +130,11 @@ class Subject:
         return min(range(len(self.shapes)), key=lambda shape: size_of(self.shapes[shape])) if self.is_large else 0
 
     def padded(self, side: str) -> Padded:
-        """A sequence padded on that side in a batch, and alone; of a large model in the batch that its checks share."""
+        """Return a sequence padded on that side in a batch, and alone; of a large model in the batch that its checks share."""
         return self.shared_padding(side) or pad_inputs(self.model, self.inputs, side)
 
     def shared_padding(self, side: str) -> Padded | None:
-        """A sequence of the second shape, padded in a batch for both sides and for steps; None in a small model."""
+        """Return a sequence of the second shape, padded in a batch for both sides and for steps; None in a small model."""
         if not self.is_large or len(self.shapes) < 2:
             return None
         return share_padding(self.model, self.inputs, self.shapes[1], side)
@@ -136,12 +155,192 @@ class Subject:
 
 
 def size_of(inputs: Inputs) -> int:
-    """How many numbers the inputs hold."""
+    """Return how many numbers the inputs hold."""
     return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
 
 
 def other_shapes(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], ...]:
-    """The inputs for two other batch sizes and shorter lengths."""
+    """Return the inputs for two other batch sizes and shorter lengths."""
     batch, length = extent_of(inputs)
     shapes = [(batch + 1, max(1, length - 3)), (1, max(1, length - 1))]
     return tuple(resized(model, inputs, rows, columns, seed=seed) for seed, (rows, columns) in enumerate(shapes, start=3))
+
+
+# ── Padding ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+PADS = 3  # padding tokens put before or after a sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """A sequence alone, and padded in a batch."""
+
+    alone: dict[str, Any]
+    batch: dict[str, Any]
+    kept: slice  # where the outputs for it are in the batch
+    row: int = 0  # in which row it is, in both
+    stepped: tuple[int, ...] = ()  # of a batch that checks share: this row, and one that is not padded
+
+
+def takes_padding(model: nn.Module, inputs: Inputs) -> bool:
+    """Return whether the model has token ids to pad and takes an attention mask that says so."""
+    name = ids_name(inputs)
+    return name is not None and inputs[name].shape[1] > PADS + 1 and accepts(model, "attention_mask")
+
+
+def without_mask(padded: Inputs) -> dict[str, Any]:
+    """Return padded inputs with a mask by which no token is padding."""
+    return {**padded, "attention_mask": torch.ones_like(padded["attention_mask"])}
+
+
+def without_padding(outputs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    """Return the outputs, zero for tokens that a mask among the inputs says are padding: nobody reads what is computed there."""
+    for mask in (value for name, value in inputs.items() if name.endswith("attention_mask") and is_per_token(value)):
+        if outputs.dim() == 3 and mask.shape == outputs.shape[:2]:
+            outputs = outputs.masked_fill(~mask.bool().to(outputs.device).unsqueeze(-1), 0.0)
+    return outputs
+
+
+def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> Padded:
+    """Return a sequence alone, and the same sequence padded in a batch with a longer one.
+
+    Padding on the left comes with the positions that `generate` derives from the mask, where the model takes positions.
+    """
+    long = resized_like(model, inputs, 2, seed=13)
+    name = ids_name(inputs)
+    assert name is not None
+    width = long[name].shape[1]
+    kept = slice(PADS, None) if side == "left" else slice(None, width - PADS)
+    mask = torch.ones_like(long[name], dtype=torch.long)
+    mask[0] = 0
+    mask[0, kept] = 1
+    long = with_padding(model, with_room(long, name, mask), name, mask, numbered=side == "left")
+    alone = {
+        key: value[:1] if isinstance(value, torch.Tensor) and value.shape[:1] == (2,) else value for key, value in long.items()
+    }
+    for key, value in alone.items():
+        if is_per_token(value) and not is_decoder_side(key) and value.shape[1] == width:
+            alone[key] = value[:, kept]
+    return Padded(alone, long, slice(None) if has_two_sides(inputs) else kept)
+
+
+def with_room(batch: Inputs, name: str, mask: torch.Tensor) -> Inputs:
+    """Return the batch, its tokens rotated until none that stands for another input is padding by the mask, if they can be."""
+    padding = (mask == 0).any(0)
+    turns = (rotate_tokens(batch, places) for places in (0, PADS, -PADS))
+    return next((turn for turn in turns if not bool((placeholders(turn, name) & padding).any())), batch)
+
+
+def rotate_tokens(inputs: Inputs, places: int) -> dict[str, Any]:
+    """Return the inputs with their tokens that many places on, the last ones first."""
+    moved = {key for key, value in inputs.items() if is_per_token(value) and not is_numbering(value)}
+    return {key: value.roll(places, 1) if key in moved else value for key, value in inputs.items()}
+
+
+def share_padding(model: nn.Module, inputs: Inputs, alone: Inputs, side: str) -> Padded | None:
+    """Return the first of the sequences `alone` padded left, the second right, in a batch with the first of the longer `inputs`.
+
+    None where they cannot be: they are not `PADS` tokens shorter, those of an encoder and a decoder, or have padding of their own.
+    """
+    name = ids_name(inputs)
+    if name is None or not takes_padding(model, inputs) or has_two_sides(inputs):
+        return None
+    (rows, length), width = alone[name].shape, inputs[name].shape[1]
+    masks = [given["attention_mask"] for given in (alone, inputs) if "attention_mask" in given]
+    if rows < 2 or length != width - PADS or not all(bool(mask.all()) for mask in masks):
+        return None
+    batch = dict(inputs)
+    for key, value in inputs.items():
+        if not isinstance(value, torch.Tensor) or value.dim() == 0 or len(value) != len(inputs[name]):
+            continue
+        first, second = alone[key][0], alone[key][1]
+        if is_per_token(value) and value.shape[1] == width:
+            first, second = (nn.functional.pad(row, place) for row, place in ((first, (PADS, 0)), (second, (0, PADS))))
+        if first.shape != value.shape[1:]:
+            return None
+        batch[key] = torch.stack([first, second, value[0]])
+    mask = torch.ones_like(batch[name], dtype=torch.long)
+    mask[0, :PADS] = mask[1, -PADS:] = 0
+    kept, row = (slice(PADS, None), 0) if side == "left" else (slice(None, length), 1)
+    return Padded(dict(alone), with_padding(model, batch, name, mask, numbered=True), kept, row, (0, 2))
+
+
+def with_padding(model: nn.Module, batch: Inputs, name: str, mask: torch.Tensor, numbered: bool) -> dict[str, Any]:
+    """Return the batch with that mask and padding where it is zero.
+
+    If `numbered`, also with the positions that `generate` derives from the mask, where the model takes positions.
+    """
+    padded = {**batch, "attention_mask": mask, name: batch[name].masked_fill(mask == 0, filler_id(model))}
+    if numbered and not has_two_sides(batch) and accepts(model, "position_ids"):
+        padded["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    return padded
+
+
+def pad_both_sides(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
+    """Return a batch of three sequences of different lengths: padded on the left, on the right, and on both sides."""
+    batch = resized_like(model, inputs, 3, seed=19)
+    name = ids_name(inputs)
+    assert name is not None
+    mask = torch.ones_like(batch[name], dtype=torch.long)
+    mask[0, :PADS] = 0
+    mask[1, 1 - PADS :] = 0
+    mask[2, :1] = 0
+    mask[2, -PADS:] = 0
+    return with_padding(model, with_room(batch, name, mask), name, mask, numbered=True)
+
+
+# ── What is known of its making ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass
+class Context:
+    """What a check may know of the model under verification apart from its own measurements."""
+
+    subject: Subject
+    has_reference: bool  # whether there is a dense model to compare with
+    rewrites: tuple[Rewrite, ...] | None = None  # None where their account is lost
+    fates: dict[str, Fate] = dataclasses.field(default_factory=dict)  # of the dense parameters; empty without a reference
+    exact: bool = True  # whether the model is to compute the dense function
+    reads_ahead: bool = False  # whether later tokens change earlier outputs of the dense model, for every input of it
+    dense: nn.Module | None = None  # the dense model itself, where it is at hand
+    fresh: bool = False  # whether it has just been rewritten, so that nothing has moved from its start
+    calibration: Calibration | None = None  # the data that passes were fitted on
+    dense_parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of one just rewritten: the old values
+
+    @functools.cached_property
+    def new_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that no dense parameter became; shared ones once."""
+        parameters = self.subject.parameters
+        old = {id(parameters[fate.name]) for fate in self.fates.values() if fate.name in parameters}
+        return {name: parameter for name, parameter in self.subject.model.named_parameters() if id(parameter) not in old}
+
+    @property
+    def exact_limit(self) -> float:
+        """Return how far the outputs of an exact rewrite may lie from the dense model's in float64.
+
+        A weight that holds a multiple of a dense one is rounded in its own dtype, but for powers of two; also for the
+        fractions among these where the numbers of float16 end.
+        """
+        precision = torch.finfo(self.subject.arithmetic.stored)
+        scales = {fate.scale for fate in self.fates.values()}
+        if any(abs(math.frexp(scale)[0]) != 0.5 for scale in scales):
+            return 4 * precision.eps
+        if precision.bits == 16 and any(abs(scale) < 1 for scale in scales):
+            return max(LIMIT, 4 * precision.tiny * precision.eps)
+        return LIMIT
+
+    @property
+    def claimed(self) -> int:
+        """Return how many new elements the rewrites claim."""
+        return sum(rewrite.new_parameters - rewrite.superseded for rewrite in self.rewrites or ())
+
+    def site_of(self, name: str) -> str:
+        """Return the innermost rewritten site that a module or parameter lies in, for a message; "" where it lies in none."""
+        sites = [site for rewrite in self.rewrites or () for site in rewrite.sites if f"{name}.".startswith(f"{site.name}.")]
+        site = max(sites, key=lambda site: len(site.name), default=None)
+        return f" (in {site.name}: {site.what})" if site is not None else ""
+
+    def place(self, name: str) -> str:
+        """Return a name with the site it lies in."""
+        return name + self.site_of(name)

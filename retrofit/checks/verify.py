@@ -1,24 +1,40 @@
-"""`verify`: a report on a model, one check at a time; a check that raises has failed."""
+"""`verify`: the checks by name, what they measure on a dense model, and the report on a rewritten one.
+
+A check that raises has failed; none depends on another's result.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import fx, nn
 
-from retrofit.checks import onnx
-from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding, Raised, attempt, failed
-from retrofit.checks.parameter_matching import match_parameters
-from retrofit.checks.reference import Reference
-from retrofit.checks.registry import CHECKS, ON_REQUEST, named_checks, watches
-from retrofit.checks.report import CheckResult, Report
-from retrofit.checks.subject import Subject, other_shapes
+from retrofit.checks.cache import CacheMeasurement, judge_cache, measure_cache
+from retrofit.checks.function import FunctionMeasurement, judge_function, measure_function
+from retrofit.checks.gradients import GradientsMeasurement, judge_gradients, measure_gradients
+from retrofit.checks.graph import GraphMeasurement, judge_cost, judge_graph, measure_cost, measure_graph
+from retrofit.checks.invariances import (
+    CausalityMeasurement,
+    PaddingMeasurement,
+    judge_causality,
+    judge_padding,
+    measure_causality,
+    measure_padding,
+)
+from retrofit.checks.method import DenseMeasurement, judge_method, measure_method, watch_method
+from retrofit.checks.onnx import check_file, judge_onnx, measure_onnx
+from retrofit.checks.parameters import ParametersMeasurement, judge_parameters, match_parameters, measure_parameters
+from retrofit.checks.report import CheckResult, Finding, Raised, Report, attempt, failed
+from retrofit.checks.round_trip import RoundTripMeasurement, judge_round_trip, measure_round_trip
+from retrofit.checks.subject import Context, Subject, Watch, other_shapes
 from retrofit.emitted.graph_module import as_dense_graph_of
-from retrofit.errors import DoesNotFitError
+from retrofit.errors import DoesNotFitError, RetrofitError
 from retrofit.files.memory import release_freed_memory
 from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.example_inputs import named_inputs
@@ -36,8 +52,154 @@ from retrofit.inputs.usable_models import (
 from retrofit.passbase.protocol import Rewrite
 from retrofit.passbase.replaying import recipe, rewrites
 from retrofit.process import serialized
+from retrofit.program.cost import Cost
 from retrofit.program.program import Program
 from retrofit.surgery.edit import Fate
+
+
+@dataclasses.dataclass
+class Check:
+    """One way to find a defect in a rewritten model.
+
+    `measure(subject, before, context)` measures a model: the dense one, where there is neither `before` nor `context`, and the one
+    under verification, where `before` is what it measured on the dense model. It returns a small frozen dataclass, or None where
+    there is nothing to measure. `judge(now, before, context)` compares the two and runs the model only to locate the cause of a
+    failure. `watch(subject, context)` records the first forward on the inputs, which spares one.
+    """
+
+    measure: Callable[..., Any]
+    judge: Callable[[Any, Any, Context], Finding]
+    watch: Callable[[Subject, Context | None], contextlib.AbstractContextManager[Any]] | None = None
+
+
+CHECKS = {
+    "graph": Check(measure_graph, judge_graph),
+    "parameters": Check(measure_parameters, judge_parameters),
+    "function": Check(measure_function, judge_function),
+    "method": Check(measure_method, judge_method, watch_method),
+    "causality": Check(measure_causality, judge_causality),
+    "padding": Check(measure_padding, judge_padding),
+    "cache": Check(measure_cache, judge_cache),
+    "gradients": Check(measure_gradients, judge_gradients),
+    "round trip": Check(measure_round_trip, judge_round_trip),
+    "cost": Check(measure_cost, judge_cost),
+}
+ON_REQUEST = {"onnx": Check(measure_onnx, judge_onnx)}  # each costs more than all the others together
+QUICK = ("graph", "function", "round trip")  # what a rewrite that went wrong fails first
+SETS = {"all": tuple(CHECKS), "quick": QUICK}
+
+
+def named_checks(checks: str | Collection[str]) -> tuple[str, ...]:
+    """Return the names of a set of checks, of one check or of several; raise `RetrofitError` for one that does not exist."""
+    names = SETS.get(checks, (checks,)) if isinstance(checks, str) else tuple(checks)
+    for name in names:
+        if name not in CHECKS and name not in ON_REQUEST:
+            choices = ", ".join([*SETS, *CHECKS, *ON_REQUEST])
+            raise RetrofitError(f"there is no check called {name!r}", remedy=f"choose among {choices}", option="checks")
+    return names
+
+
+def watches(subject: Subject, context: Context | None = None, names: Collection[str] = tuple(CHECKS)) -> dict[str, Watch]:
+    """Return what each of the named checks records of the first forward on the inputs."""
+    watching = {name: check.watch for name, check in CHECKS.items() if name in names and check.watch is not None}
+    return {name: functools.partial(watch, subject, context) for name, watch in watching.items()}
+
+
+# ── The reference ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The measurements of a dense model, a few megabytes; its weights are not kept."""
+
+    shapes: tuple[dict[str, Any], ...]  # the inputs it was measured on, those of other shapes, those with optional arguments
+    is_large: bool | None = None
+    recipe: tuple[str, ...] = ()  # the passes that had rewritten it already
+    # By check; None where it was not made, or where the model cannot do what is measured.
+    graph: GraphMeasurement | None = None
+    parameters: ParametersMeasurement | None = None
+    function: FunctionMeasurement | None = None
+    method: DenseMeasurement | None = None
+    causality: CausalityMeasurement | None = None
+    padding: PaddingMeasurement | None = None
+    cache: CacheMeasurement | None = None
+    gradients: GradientsMeasurement | None = None
+    round_trip: RoundTripMeasurement | None = None
+    cost: Cost | None = None
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        example_inputs: Any = None,
+        program: Program | None = None,
+        *,
+        checks: Collection[str] = tuple(CHECKS),
+        optional: bool | None = None,
+    ) -> Reference:
+        """Return what the named checks measure on `model` now; `program` spares the capture.
+
+        With `optional`, if None where the example inputs are derived, also on inputs with the images, films and sound that the
+        model reads beside its text. Raises `RetrofitError` where the model does not run on the example inputs.
+        """
+        inputs = distinct_lengths(model, named_inputs(model, example_inputs))
+        more = with_optional(model, inputs) if (example_inputs is None if optional is None else optional) else ()
+        subject = runnable_subject(model, inputs, program, checks, more)
+        measurements: dict[str, Any] = {}
+        for name in (name for name in CHECKS if name in checks):
+            with preserve_state(model):
+                found = attempt(CHECKS[name].measure, subject)
+            if subject.is_large:
+                release_freed_memory()
+            if not isinstance(found, Raised):  # else the rewritten model need not do it either
+                measurements[field_of(name)] = found
+        passes = tuple(applied.spec() for applied in recipe(model) or ())
+        return Reference(subject.shapes, subject.is_large, passes, **measurements)
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return self.shapes[0]
+
+    @property
+    def optional(self) -> tuple[dict[str, Any], ...]:
+        """The inputs with arguments that the first leave out."""
+        return tuple(inputs for inputs in self.shapes if adds_arguments(inputs, self.inputs))
+
+    def measured_by(self, check: str) -> Any:
+        """Return what that check measured; None where it could not, and for a check that runs on request only."""
+        return getattr(self, field_of(check), None)
+
+
+def field_of(check: str) -> str:
+    """Return the field of `Reference` with what that check measured."""
+    return check.replace(" ", "_")
+
+
+def runnable_subject(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    program: Program | None,
+    checks: Collection[str] = tuple(CHECKS),
+    optional: Sequence[dict[str, Any]] = (),
+) -> Subject:
+    """Return the model with the shapes of inputs that it runs on; raise `RetrofitError` where it does not run on the first."""
+    subject = Subject(model, (inputs, *other_shapes(model, inputs), *optional), program)
+    subject.watches = watches(subject, names=checks)
+    with preserve_state(model):
+        runs = [attempt(subject.run, shape) for shape in range(len(subject.shapes))]
+    if isinstance(runs[0], Raised):
+        raise RetrofitError(
+            f"{type(model).__name__} does not run on {describe(inputs)}",
+            why=runs[0].error,
+            remedy="pass example_inputs= that its forward accepts",
+            code="does-not-run",
+        )
+    shapes = {shape: ran for shape, ran in enumerate(runs) if not isinstance(ran, Raised)}
+    chosen, made = tuple(subject.shapes[shape] for shape in shapes), dict(enumerate(shapes.values()))
+    return Subject(model, chosen, program, made, watched=subject.watched)
+
+
+# ── The report ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
 
 LOAD_FIRST = "load its weights first"
 
@@ -50,7 +212,7 @@ def verify(
     *,
     checks: str | Collection[str] = "all",
 ) -> Report:
-    """The report of the checks on `model`; `reference` is the model it was rewritten from, or what was measured on that.
+    """Return the report of the checks on `model`; `reference` is the model it was rewritten from, or what was measured on that.
 
     Without a reference the model is held to its own promises only; a measured one brings its own example inputs. The model is left
     as it was. `checks` are names, `"all"` or `"quick"` (graph, function and round trip); the check `onnx` runs only where it is
@@ -73,13 +235,13 @@ def verify(
         measured = {*checks, "parameters"}  # by which dense parameters are found again
         reference = Reference.of(dense, inputs, checks=measured, optional=example_inputs is None)
     accounts, passes = rewrites(model), recipe(model) or ()
-    if reference is not None and tuple(one.spec() for one in passes[: len(reference.recipe)]) == reference.recipe:
+    if reference is not None and tuple(applied.spec() for applied in passes[: len(reference.recipe)]) == reference.recipe:
         passes = passes[len(reference.recipe) :]  # only what was done since is held against it
         accounts = None if accounts is None else accounts[len(reference.recipe) :]
-    exact = all(one.exact for one in (accounts if accounts is not None else passes))
+    exact = all(rewrite.exact for rewrite in (accounts if accounts is not None else passes))
     if reference is None:
         inputs = distinct_lengths(model, named_inputs(model, example_inputs))
-        others = [one for one in other_shapes(model, inputs) if admits(model, one)]
+        others = [shape for shape in other_shapes(model, inputs) if admits(model, shape)]
         optional = with_optional(model, inputs) if example_inputs is None else ()
         subject = Subject(model, (inputs, *others, *optional))
         return run_checks(Context(subject, has_reference=False, rewrites=accounts, exact=exact), None, checks)
@@ -87,7 +249,7 @@ def verify(
         compared_subject(model, reference),
         has_reference=True,
         rewrites=accounts,
-        fates=match_parameters(reference["parameters"].prints, model),
+        fates=match_parameters(reference.parameters.prints, model) if reference.parameters is not None else {},
         exact=exact,
         dense=dense,
     )
@@ -96,11 +258,11 @@ def verify(
 
 @serialized
 def verify_onnx(path: str | Path, model: nn.Module, example_inputs: Any = None) -> Report:
-    """The report of the check `onnx` on an ONNX file: whether it computes what `model`, or a part of it, does."""
+    """Return the report of the check `onnx` on an ONNX file: whether it computes what `model`, or a part of it, does."""
     require_module(model)
     require_values(model, "verified", LOAD_FIRST)
     subject = Subject(model, (named_inputs(model, example_inputs),))
-    return Report((timed("onnx", model, lambda: onnx.check_file(Path(path), subject)),))
+    return Report((run_timed("onnx", model, lambda: check_file(Path(path), subject)),))
 
 
 def check_rewrite(
@@ -114,14 +276,14 @@ def check_rewrite(
     calibration: Calibration | None = None,
     dense_parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> Report:
-    """The report of the checks on a model just rewritten, its dense parameters being where `fates` says.
+    """Return the report of the checks on a model just rewritten, its dense parameters being where `fates` says.
 
     `calibration` is what its passes were fitted on, `dense_parameters` are those of the dense model by its names.
     A `program` captured since the rewriting spares a capture.
     """
     require_values(model, "verified", LOAD_FIRST)
     checks = named_checks(checks)
-    exact = all(one.exact for one in rewrites)
+    exact = all(rewrite.exact for rewrite in rewrites)
     subject = compared_subject(model, reference, program)
     known = dict(dense_parameters or {})
     context = Context(subject, True, rewrites, dict(fates), exact, fresh=True, calibration=calibration, dense_parameters=known)
@@ -129,7 +291,7 @@ def check_rewrite(
 
 
 def admits(model: nn.Module, inputs: dict[str, Any]) -> bool:
-    """Whether the model takes inputs of these sizes: False where it is a graph and says that one of them is fixed in it."""
+    """Return whether the model takes inputs of these sizes: not where it is a graph in which one of them is fixed."""
     if not isinstance(model, fx.GraphModule):
         return True
     try:
@@ -143,32 +305,32 @@ def admits(model: nn.Module, inputs: dict[str, Any]) -> bool:
 
 
 def compared_subject(model: nn.Module, reference: Reference, program: Program | None = None) -> Subject:
-    """The model with the inputs that the dense model was measured on."""
+    """Return the model with the inputs that the dense model was measured on."""
     return Subject(model, tuple(named_inputs(model, inputs) for inputs in reference.shapes), program, is_large=reference.is_large)
 
 
 def run_checks(context: Context, reference: Reference | None, checks: Collection[str]) -> Report:
-    """The results of the named checks; none depends on another's."""
-    if reference is not None and reference["causality"] is not None:
-        context.reads_ahead = reference["causality"].reads_ahead
+    """Return the results of the named checks; none depends on another's."""
+    if reference is not None and reference.causality is not None:
+        context.reads_ahead = reference.causality.reads_ahead
     context.subject.watches = watches(context.subject, context, checks)
 
     def run_check(name: str) -> Finding:
-        check, before = (CHECKS | ON_REQUEST)[name], reference[name] if reference is not None else None
+        check, before = (CHECKS | ON_REQUEST)[name], reference.measured_by(name) if reference is not None else None
         if context.subject.is_large:
             release_freed_memory()
         return check.judge(check.measure(context.subject, before, context), before, context)
 
     model, shapes = context.subject.model, context.subject.shapes
     with recording_arguments() as given:
-        results = tuple(timed(name, model, lambda name=name: run_check(name)) for name in CHECKS | ON_REQUEST if name in checks)  # type: ignore[misc]
+        results = tuple(run_timed(name, model, lambda name=name: run_check(name)) for name in CHECKS | ON_REQUEST if name in checks)  # type: ignore[misc]
     given.update(name for inputs in shapes for name in inputs)
-    described = (describe(one) for one in shapes if one is shapes[0] or adds_arguments(one, shapes[0]))
+    described = (describe(inputs) for inputs in shapes if inputs is shapes[0] or adds_arguments(inputs, shapes[0]))
     return Report(results, tuple(described), tuple(name for name in optional_tensors(model) if name not in given))
 
 
-def timed(name: str, model: nn.Module, check: Callable[[], Finding]) -> CheckResult:
-    """The result of one check on an undisturbed model; one that raises has failed with what it raised."""
+def run_timed(name: str, model: nn.Module, check: Callable[[], Finding]) -> CheckResult:
+    """Return the result of one check on an undisturbed model; one that raises has failed with what it raised."""
     start = time.perf_counter()
     with preserve_state(model):
         found = attempt(check)

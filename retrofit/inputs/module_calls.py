@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -67,16 +68,33 @@ def record_calls(model: nn.Module, calibration: Calibration, paths: Collection[s
         for batch in calibration.batches:
             inputs = named_inputs(model, batch)
             recorder = Recorder(tuple(real_tokens(model, inputs)), found, last)
-            handles = [model.get_submodule(path).register_forward_hook(recorder.hook(path), with_kwargs=True) for path in paths]
-            try:
+            with contextlib.suppress(Stop), watch_calls(model, paths, recorder.record):
                 run(model, {**inputs, **without_cache})
-            except Stop:
-                pass
-            finally:
-                for handle in handles:
-                    handle.remove()
             last = last or (recorder.made if all(found.values()) else None)
     return found
+
+
+@contextlib.contextmanager
+def watch_calls(
+    model: nn.Module, paths: Iterable[str], saw: Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
+) -> Iterator[None]:
+    """Within this context, `saw` gets the path, the arguments and the result of each call of the modules at `paths`."""
+
+    def hook(path: str) -> Callable[..., None]:
+        return lambda module, args, kwargs, output: saw(path, args, kwargs, output)
+
+    handles = [model.get_submodule(path).register_forward_hook(hook(path), with_kwargs=True) for path in paths]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def first_tensor(output: Any) -> Tensor | None:
+    """Return the floating-point tensor that a module returned, alone or first; None where there is none."""
+    value = output[0] if isinstance(output, (tuple, list)) and output else output
+    return value if isinstance(value, Tensor) and value.is_floating_point() else None
 
 
 def float_tensors(values: Any) -> list[Tensor]:
@@ -92,15 +110,12 @@ class Recorder:
         self.made = 0  # calls
         self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of tensors, by identity and version
 
-    def hook(self, path: str) -> Any:
-        def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            args, kwargs, output = pytree.tree_map(self.kept, (args, kwargs, output), is_leaf=is_cache)
-            self.found[path].append(RecordedCall(args, kwargs, output, self.masks))
-            self.made += 1
-            if self.made == self.last:
-                raise Stop
-
-        return record
+    def record(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        args, kwargs, output = pytree.tree_map(self.kept, (args, kwargs, output), is_leaf=is_cache)
+        self.found[path].append(RecordedCall(args, kwargs, output, self.masks))
+        self.made += 1
+        if self.made == self.last:
+            raise Stop
 
     def kept(self, value: Any) -> Any:
         """A copy of a tensor, since the model may change it in place; no cache."""

@@ -26,25 +26,35 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torc
 Batch = tuple[dict[str, object], Tensor]  # inputs, and the dense outputs
 
 
-def distance(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The largest difference relative to the largest magnitude of `other`; infinite where shapes differ or only one is a number."""
+def distance(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
+    """Return the largest difference relative to the largest magnitude of `other`, or to `least` where that is more.
+
+    It is infinite where shapes differ or only one of two elements is a number.
+    """
     if one.shape != other.shape:
         return float("inf")
     if one.numel() == 0:
         return 0.0
     left, right = one.detach().to("cpu", torch.float64), other.detach().to("cpu", torch.float64)
     difference = (left - right).abs().masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
-    return float("inf") if bool(difference.isnan().any()) else float(difference.max()) / scale_of(right)
+    return float("inf") if bool(difference.isnan().any()) else float(difference.max()) / scale_of(right, least)
 
 
-def scale_of(value: torch.Tensor) -> float:
-    """The largest finite magnitude, 1 where everything is zero."""
+def scale_of(value: torch.Tensor, least: float = 0.0) -> float:
+    """Return the largest finite magnitude, or `least` where that is more; 1 where both are zero."""
     magnitudes = value.detach().abs().float()
-    return float(magnitudes[magnitudes.isfinite()].max()) or 1.0 if bool(magnitudes.isfinite().any()) else 1.0
+    finite = magnitudes[magnitudes.isfinite()]
+    return max(float(finite.max()) if finite.numel() else 0.0, least) or 1.0
 
 
 def tolerance_of(value: torch.Tensor) -> float:
     return TOLERANCE.get(value.dtype, TOLERANCE[torch.float32])
+
+
+def kl_divergence(logits: Tensor, dense: Tensor) -> Tensor:
+    """Return the KL divergence from the dense distribution of each prediction, in nats."""
+    log_q, log_p = logits.float().log_softmax(-1), dense.float().log_softmax(-1)
+    return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
 
 
 def token_weights(y: Tensor, *others: Tensor) -> Tensor:
@@ -98,8 +108,7 @@ class DensePredictions:
         found = real_outputs(model, inputs)
         if not self.are_logits:
             return weighted_error(found, dense)
-        log_p, log_q = dense.float().log_softmax(-1), found.float().log_softmax(-1)
-        return F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1).mean()
+        return kl_divergence(found, dense).mean()
 
     @torch.enable_grad()
     def descend(self, model: nn.Module, parameters: Sequence[nn.Parameter], steps: int, rate: float) -> None:

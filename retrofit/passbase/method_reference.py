@@ -202,6 +202,24 @@ class ObservedSite:
     calls: list[RecordedCall] = dataclasses.field(default_factory=list)
 
 
+Rows = Mapping[str, tuple[Tensor, Tensor]]  # module path → some rows of x, and what the module made of them
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseModules:
+    """What is kept of a dense model's modules, by path.
+
+    `probes`, `products` and `features` are of the plain projections, which only multiply by one matrix and add a bias.
+    """
+
+    calls: Rows = dataclasses.field(default_factory=dict)  # the last rows received, and what was returned for them
+    probes: Rows = dataclasses.field(default_factory=dict)  # random rows, and their products with the matrix
+    products: Rows = dataclasses.field(default_factory=dict)  # the rows of `calls`, and their products with the matrix
+    features: Mapping[str, tuple[list[int], Tensor]] = dataclasses.field(default_factory=dict)  # input features, rows of the matrix
+    parameters: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # all of them, where they are at hand
+    fates: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the parameters; empty without a dense model
+
+
 @dataclasses.dataclass
 class Observed:
     """A rewritten model, for what a reference says of it as a whole."""
@@ -210,19 +228,17 @@ class Observed:
     options: Any  # the pass
     inputs: Mapping[str, Any]
     sites: list[ObservedSite]  # of this pass, in the order of their first calls
-    fates: Mapping[str, Any]  # of the dense parameters; empty where there is no dense model to compare with
-    dense_calls: Mapping[str, tuple[Tensor, Tensor]]  # of the dense model's modules: some rows of x, and of what it returned
-    dense_probes: Mapping[str, tuple[Tensor, Tensor]]  # of its plain projections: random rows, and their products with the weight
-    dense_products: Mapping[str, tuple[Tensor, Tensor]]  # of the same: rows that they received, and their products with the weight
-    dense_rows: Mapping[str, tuple[list[int], Tensor]]  # of the same: some input features, and their rows of the matrix
-    is_calibrated: bool  # whether calibration data was given
+    dense: DenseModules
     recipe: tuple[Any, ...]  # all the passes, in order
     training_loss: Callable[[], float | None]  # the model's own, in training mode, always on the same random numbers
     recorded_losses: Callable[[], float]  # the sum of the auxiliary ones that its modules record, on these numbers too
-    calibration: Calibration | None = None  # the data itself
-    dense_parameters: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # the dense model's own, where at hand
+    calibration: Calibration | None = None  # the data that passes were fitted on
     uncached: Collection[str] = ()  # sites that received no cache though the model decoded on one
     missing: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # sites that were not compared, and why
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self.calibration is not None
 
     def not_compared(self, path: str, why: str) -> None:
         """The report says that this site was not compared, and why."""

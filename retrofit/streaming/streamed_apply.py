@@ -24,11 +24,9 @@ import torch
 from torch import nn
 
 from retrofit import __version__
-from retrofit.checks.finite_weights import require_finite_weight
-from retrofit.checks.reference import Reference
-from retrofit.checks.registry import CHECKS
+from retrofit.checks.parameters import require_finite_weight
 from retrofit.checks.report import CheckResult, Report
-from retrofit.checks.verify import check_rewrite, verify
+from retrofit.checks.verify import CHECKS, Reference, check_rewrite, verify
 from retrofit.errors import CheckpointError, VerificationError
 from retrofit.files.atomic_writes import draft_folder, final_name
 from retrofit.files.model_folders import is_file_name

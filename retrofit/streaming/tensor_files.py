@@ -21,8 +21,7 @@ import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor, nn
 
-from retrofit.checks.fingerprint import chunks, is_finite
-from retrofit.checks.finite_weights import not_finite, require_finite_weight
+from retrofit.checks.parameters import chunks, is_finite, not_finite, require_finite_weight
 from retrofit.errors import CheckpointError
 from retrofit.files.resumable_directory import Unfinished
 from retrofit.files.safetensors_header import DTYPES, METADATA, Extent

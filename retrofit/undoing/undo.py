@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel, initialization
 
-from retrofit.checks.activations import Activations, record_activations
-from retrofit.checks.divergence import first_divergence
+from retrofit.checks.divergence import Activations, first_divergence, record_activations
 from retrofit.emitted.graph_module import dense_graph
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError, first_few
 from retrofit.inputs.example_inputs import named_inputs

@@ -12,7 +12,7 @@ from torch import nn
 
 import retrofit
 from retrofit import sdk
-from retrofit.checks.padded_inputs import PADS, with_room
+from retrofit.checks.subject import PADS, with_room
 from retrofit.errors import DoesNotFitError, VerificationError
 from retrofit.inputs.probes import placeholders, resized
 

@@ -12,8 +12,8 @@ import transformers
 from support.method_verdicts import verdict
 from support.tiny_models import VOCABULARY, bert, built, gpt2, llama, t5, vit
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from retrofit.checks.site_recording import map_tensors
 from retrofit.errors import DoesNotFitError
 from retrofit.passbase.method_reference import SiteCall
 from retrofit.passbase.protocol import parse_spec
@@ -397,13 +397,21 @@ fault("of many queries the other values in reverse", "merge-cross-attention", "o
     )
 )
 fault("a cross-attention that is gone adds something", "merge-cross-attention(attentions=1)", "and not zeros", t5)(
-    around(NoCrossAttention, "forward", lambda old, *args, **kwargs: map_tensors(old(*args, **kwargs), lambda one: one + 1))
+    around(
+        NoCrossAttention,
+        "forward",
+        lambda old, *args, **kwargs: tree_map_only(torch.Tensor, lambda value: value + 1, old(*args, **kwargs)),
+    )
 )
 
 
 def swap_ports(sites: Any, near_misses: Any) -> Any:
     """The feed-forwards with the arguments of their hidden functions in reverse order."""
     return [dataclasses.replace(site, ports=site.ports[::-1]) for site in sites], near_misses
+
+
+def plus_one(output: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda value: value + 1, output)
 
 
 def unfitted(controller: Any) -> Any:

@@ -11,6 +11,7 @@ from support.method_verdicts import verdict
 from support.tiny_models import bert, gpt2, llama
 
 import retrofit
+from retrofit.passbase.method_reference import DenseModules
 from retrofit.passes import multiplicative
 from retrofit.passes.sequence_altup.arguments import EvenAnchors
 from retrofit.passes.sparse_ffn import reference as sparse_ffn_reference
@@ -161,7 +162,7 @@ def test_what_the_dense_model_does_and_the_rewritten_one_cannot_is_a_fault(monke
 
 
 def test_a_start_without_a_dense_counterpart_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrofit.checks.method.dense_probes", lambda *_: ({}, {}))
+    monkeypatch.setattr("retrofit.checks.method.dense_modules", lambda *_: DenseModules())
     found = verdict(llama(), "sparse-loss(modules=4)")
     assert found.status == "passed", found.why
     assert "lm_head was not compared with the dense module at its start" in found.why

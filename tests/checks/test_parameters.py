@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import zlib
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.own_models import Own
 from support.tiny_models import Plain, bert, gpt2
 from torch import nn
 
 import retrofit
-from retrofit.checks.fingerprint import Fingerprint, checksum, fingerprints
-from retrofit.checks.parameter_matching import match_parameters
-from retrofit.checks.reference import Reference
-from retrofit.checks.verify import check_rewrite
+from retrofit.checks import parameters
+from retrofit.checks.parameters import Fingerprint, checksum, fingerprints, match_parameters, require_finite
+from retrofit.checks.verify import Reference, check_rewrite
+from retrofit.errors import RetrofitError
 from retrofit.passbase.protocol import Rewrite
 from retrofit.surgery.edit import Fate
 
@@ -55,7 +57,7 @@ def test_a_checksum_of_many_bytes_notices_whatever_moves(dtype: torch.dtype) -> 
 def test_a_checksum_reads_in_bounded_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.randn(50, 7)
     whole = checksum(value.mT)
-    monkeypatch.setattr("retrofit.checks.fingerprint.ROWS", 16)
+    monkeypatch.setattr("retrofit.checks.parameters.ROWS", 16)
     assert checksum(value.mT) == whole == checksum(value.mT.contiguous())
 
 
@@ -119,6 +121,57 @@ def test_what_is_dropped_needs_a_reason_and_an_approximate_rewrite(exact: bool, 
     model = Plain()
     reference = Reference.of(model)
     model.value.register_parameter("bias", None)
-    fates = {name: Fate("kept", name) for name in reference["parameters"].prints} | {"value.bias": Fate("dropped", "", why)}
+    fates = {name: Fate("kept", name) for name in reference.parameters.prints} | {"value.bias": Fate("dropped", "", why)}
     report = check_rewrite(model, reference, (Rewrite("test()", exact, ()),), fates, checks=("parameters",))
     assert report.ok is ok, str(report)
+
+
+# ── NaN and Inf ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+STORED = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_model_with_a_weight_that_is_no_number_is_not_rewritten(value, verify):
+    model = Own()
+    with torch.no_grad():
+        model.b[1].q.weight[3, 5] = value
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(RetrofitError) as error:
+        retrofit.apply(model, "sum()", verify=verify)
+    assert (error.value.code, error.value.site) == ("not-finite", "b.1.q.weight")
+    assert f"of its 1,152 values {int(math.isnan(value))} are NaN and {int(math.isinf(value))} infinite" in error.value.why
+    assert type(model) is Own
+    assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in model.state_dict().items())
+
+
+@given(data=st.data(), dtype=st.sampled_from(STORED))
+@settings(max_examples=60, deadline=None)
+def test_what_is_finite(data, dtype):
+    """The verdict is that of `isfinite` on the whole tensor, wherever in it the value is."""
+    size = data.draw(st.integers(1, 40))
+    values = torch.randn(size, 3, dtype=torch.float64)
+    for place in data.draw(st.lists(st.integers(0, 3 * size - 1), max_size=2)):
+        values.view(-1)[place] = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, 1.0]))
+    tensor = values.nan_to_num(0, 1, -1).to(dtype) if dtype is torch.int64 else values.to(dtype)
+    expected = bool(tensor.double().isfinite().all())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameters, "ROWS", 6)  # several chunks
+        assert parameters.read(tensor)[1] == expected
+        assert all(map(parameters.is_finite, parameters.chunks(tensor))) == expected
+
+
+def test_a_model_without_values_and_one_without_weights_pass():
+    require_finite(Own().to("meta"))
+    require_finite(nn.ReLU())
+
+
+def test_several_are_counted():
+    model = Own()
+    nn.init.constant_(model.c.weight, math.nan)
+    nn.init.constant_(model.a.weight, math.inf)
+    with pytest.raises(RetrofitError) as error:
+        require_finite(model)
+    assert error.value.site == "a.weight" and "1 more" in error.value.what

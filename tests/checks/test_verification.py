@@ -8,33 +8,22 @@ import random
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from support.own_models import Own
 from support.tiny_models import Plain, bert, gpt2, llama, t5, vit
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import retrofit
 from retrofit.anatomy.parts import Site
-from retrofit.checks.cache import own_failing
-from retrofit.checks.cost import newly_read
+from retrofit.checks.cache import Decoded, difference, own_failing
 from retrofit.checks.divergence import first_divergence
-from retrofit.checks.generation import Decoded, difference
-from retrofit.checks.reference import Reference
-from retrofit.checks.registry import CHECKS
-from retrofit.checks.verify import check_rewrite
-from retrofit.emitted.graph_module import from_exported, graph_module
+from retrofit.checks.verify import CHECKS, Reference, check_rewrite
+from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import RetrofitError
-from retrofit.inputs.example_inputs import named_inputs
-from retrofit.inputs.model_memory import without_weights
 from retrofit.passbase.protocol import Rewrite
-from retrofit.program.capture import capture
-from retrofit.program.cost import Cost, cost_of, flops_of_run
 from retrofit.rewriting import apply_reported
 from retrofit.surgery.edit import Fate
 
@@ -45,6 +34,7 @@ def _seeded() -> None:
 
 
 # ── Models that nothing is wrong with ────────────────────────────────────────────────────────────────────────────────────────────
+
 
 SKIPPED: dict[Callable[[], nn.Module], set[str]] = {
     gpt2: set(),
@@ -89,90 +79,6 @@ def test_a_frozen_model_has_no_gradients_to_check() -> None:
     assert report["gradients"].status == "skipped"
 
 
-def test_a_model_that_ignores_padding_is_held_to_what_it_gave_when_dense() -> None:
-    model = Plain(honest=False)
-    reference = Reference.of(model)
-    report = retrofit.verify(model, reference, checks=("padding",))
-    assert report.ok and "does not agree with itself" in report["padding"].why
-    model.value.weight.data += 0.1
-    assert not retrofit.verify(model, reference, checks=("padding",)).ok
-
-
-class Positioned(Plain):
-    """Learned positions that count from the first column, padding or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = nn.Embedding(16, 8)
-
-    def forward(self, ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        positions = self.positions(torch.arange(ids.shape[1]))
-        handle = self.embedding.register_forward_hook(lambda module, args, output: output + positions)
-        try:
-            return super().forward(ids, attention_mask)
-        finally:
-            handle.remove()
-
-
-def test_a_model_that_takes_no_positions_is_not_blamed_for_padding_on_the_left() -> None:
-    (check,) = retrofit.verify(Positioned(), checks=("padding",)).checks
-    assert check.status == "passed" and "left: it takes no positions" in check.why
-
-
-class WithoutPositions(nn.Module):
-    """A Llama that numbers tokens from the first column, padding or not, and may leave its mask unread."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.decoder = llama()
-        self.reads_mask = True
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-        mask = attention_mask if self.reads_mask else None
-        return self.decoder(input_ids=input_ids, attention_mask=mask, use_cache=False).logits
-
-
-class WithoutPositionsOfTwoSides(WithoutPositions):
-    """The same over the tokens of an encoder: what they hold on average is added to each of a decoder. It takes positions of which
-    side nobody knows."""
-
-    def forward(  # type: ignore[override]
-        self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, decoder_input_ids: Any = None
-    ) -> torch.Tensor:
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        found = super().forward(input_ids, mask)
-        mean = (found * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
-        return self.decoder.lm_head(self.decoder.model.embed_tokens(decoder_input_ids)) + mean  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("kind", [WithoutPositions, WithoutPositionsOfTwoSides])
-def test_an_approximation_of_shifted_positions_is_held_to_what_padding_may_not_do(kind: type[WithoutPositions]) -> None:
-    model, ids = kind(), torch.arange(5, 29).view(2, 12)
-    inputs = {"input_ids": ids} | ({"decoder_input_ids": ids[:, :6]} if kind is WithoutPositionsOfTwoSides else {})
-    reference = Reference.of(model, inputs)
-    retrofit.apply(model, "lsh-attention(rounds=2, buckets=4, chunk=4)", example_inputs=inputs, verify=False)
-    (check,) = retrofit.verify(model, reference, inputs, checks=("padding",)).checks
-    assert check.status == "passed" and "padding shifts them" in check.why
-    model.reads_mask = False
-    (check,) = retrofit.verify(model, reference, inputs, checks=("padding",)).checks
-    assert check.status == "failed" and "self_attn" in check.why
-
-
-def test_experts_that_are_chosen_anew_are_no_new_parameters() -> None:
-    experts = {f"experts.{one}": torch.zeros(4, 8) for one in range(3)} | {"head": torch.zeros(2, 4), "tail": torch.zeros(3, 4)}
-    fates = {name: Fate("kept", name) for name in experts}
-    context: Any = SimpleNamespace(subject=SimpleNamespace(parameters=experts), fates=fates)
-
-    def newly(did: set[str], does: set[str]) -> int:
-        before, now = (Cost(0, 0, 1, {}, frozenset(one)) for one in (did, does))
-        return newly_read(now, before, context)
-
-    rest = {"head", "tail"}
-    assert newly({"experts.0"} | rest, {"experts.1", "experts.2"} | rest) == 32
-    assert newly({"experts.0", "experts.1"} | rest, {"experts.2"} | rest) == -32
-    assert newly({"experts.0"} | rest, {"experts.0", "head"}) == 0  # the tail is not chosen, but lost
-
-
 class Lagging(nn.Module):
     """A layer that adds the token before, which it keeps beside the cache: beams do not move it, or (`forgets`) it is not kept."""
 
@@ -195,91 +101,15 @@ def test_what_a_dense_cache_gets_wrong_is_not_held_against_a_rewrite(forgets: bo
     model: Any = llama()
     model.model.layers[0] = Lagging(model.model.layers[0], forgets)
     reference = Reference.of(model)
-    assert reference["cache"].generated["greedy"].logits.agrees != forgets
-    assert f"the dense model does not agree with itself: {way}" in own_failing(reference["cache"], "beam", reads_ahead=False)
-    assert bool(own_failing(reference["cache"], "greedy", reads_ahead=False)) == forgets
+    assert reference.cache.generated["greedy"].logits.agrees != forgets
+    assert f"the dense model does not agree with itself: {way}" in own_failing(reference.cache, "beam", reads_ahead=False)
+    assert bool(own_failing(reference.cache, "greedy", reads_ahead=False)) == forgets
     retrofit.apply(model, "sparse-ffn(sparsity=8)", verify=False)
     report = retrofit.verify(model, reference, checks=("cache",))
     assert report.ok and f"{way}: the dense model does not agree with itself" in report["cache"].why
 
 
-class Rationed(Own):
-    """A causal layer, and one with room for five of those tokens of a batch that want it; `ahead` later ones are heard."""
-
-    def __init__(self, ahead: int = 0) -> None:
-        super().__init__(depth=1)
-        self.ahead, self.wants = ahead, nn.Linear(24, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y, block = self.a(x), self.b[0]
-        y = y + block.p(block.m(y).cumsum(1).roll(-self.ahead, 1))
-        wants = (self.wants(y) > 0).flatten()
-        has_room = (wants & (wants.cumsum(0) <= 5)).view(*x.shape, 1)
-        return self.c(y + has_room * block.r(torch.relu(block.q(block.n(y)))))
-
-
-def test_rows_that_take_room_from_each_other_are_causal_each_by_itself() -> None:
-    causality = retrofit.verify(Rationed())["causality"]
-    assert causality.status == "passed" and "rows of a batch depend on each other" in str(causality)
-    assert retrofit.verify(Rationed(ahead=1))["causality"].status == "failed"
-    rewritten = retrofit.apply(Rationed(), "sum")
-    assert retrofit.verify(rewritten, reference=Rationed())["causality"].status == "passed"
-
-
-class OfOneBatch(Own):
-    """A model that takes batches of `rows` alone, as programs exported with a static one do; with `ahead` it is not causal."""
-
-    def __init__(self, rows: int, ahead: int = 0) -> None:
-        super().__init__(depth=1)
-        self.rows, self.ahead = rows, ahead
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        assert len(x) == self.rows
-        y, block = self.a(x), self.b[0]
-        return self.c(y + block.p(block.m(y).cumsum(1).roll(-self.ahead, 1)))
-
-
-@pytest.mark.parametrize("rows", [1, 2, 3, 5])
-def test_a_model_of_one_batch_size_is_held_to_causality(rows: int) -> None:
-    ids = torch.arange(4, 4 + 11 * rows).remainder(30).view(rows, 11)
-    model = OfOneBatch(rows)
-    reference = Reference.of(model, ids, checks=["parameters", "causality"])
-    causality = retrofit.verify(model, reference, ids, checks=["causality"])["causality"]
-    assert causality.status == "passed" and "x: 0%" in causality.measured
-    model.ahead = 1
-    causality = retrofit.verify(model, reference, ids, checks=["causality"])["causality"]
-    assert causality.status == "failed" and "b.0.p is the first module" in causality.why
-
-
-def test_a_graph_of_one_batch_size_needs_no_dense_model_to_pass() -> None:
-    ids = torch.arange(4, 26).view(2, 11)
-    exported = torch.export.export(OfOneBatch(2).eval(), (ids,), dynamic_shapes={"x": {1: torch.export.Dim.AUTO}}, strict=False)
-    report = retrofit.verify(from_exported(exported), example_inputs={"x": ids}, checks=["graph", "causality"])
-    assert [check.status for check in report.checks] == ["passed", "passed"], str(report)
-
-
 # ── The report ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class Pairs(Own):
-    """Compares all rows with all, and takes its ids in a dictionary where it is told so."""
-
-    def __init__(self, nested: bool) -> None:
-        super().__init__()
-        self.nested = nested
-
-    def forward(self, x: Any) -> torch.Tensor:
-        rows = super().forward(x["ids"] if self.nested else x).mean(1)
-        return rows @ rows.T
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_outputs_that_compare_all_rows_with_all_grow_with_the_batch(nested: bool) -> None:
-    ids = torch.arange(22).reshape(2, 11)
-    report = retrofit.verify(Pairs(nested).eval(), example_inputs={"x": {"ids": ids} if nested else ids})
-    found = {check.name: check for check in report.checks}
-    assert found["graph"].status == "passed", found["graph"].why
-    assert (found["cache"].status, found["cache"].why) == ("skipped", "it keeps no cache and does not generate")
 
 
 class Broken(nn.Module):
@@ -301,8 +131,9 @@ def test_a_check_that_raises_has_failed_and_says_what_was_raised() -> None:
 
 
 def test_a_dense_model_that_does_not_run_cannot_be_a_reference() -> None:
-    with pytest.raises(RetrofitError, match="Broken does not run on ids 2×11"):
+    with pytest.raises(RetrofitError) as error:
         Reference.of(Broken())
+    assert error.value.code == "does-not-run" and "ids 2×11" in error.value.what
 
 
 def test_the_report_reads_and_serialises() -> None:
@@ -314,8 +145,9 @@ def test_the_report_reads_and_serialises() -> None:
 
 def test_only_the_named_checks_are_made() -> None:
     assert [check.name for check in retrofit.verify(llama(), checks=("cache", "function")).checks] == ["function", "cache"]
-    with pytest.raises(RetrofitError, match="no check called 'speed'"):
+    with pytest.raises(RetrofitError) as error:
         retrofit.verify(llama(), checks=("speed",))
+    assert error.value.option == "checks" and "speed" in error.value.what
 
 
 def test_quick_checks_see_another_function() -> None:
@@ -338,8 +170,9 @@ def test_a_rewrite_with_checks_that_do_not_exist_is_refused_before_any_work(chec
 def test_a_model_without_weights_is_refused() -> None:
     with torch.device("meta"):
         model = llama()
-    with pytest.raises(RetrofitError, match="cannot be verified"):
+    with pytest.raises(RetrofitError) as error:
         retrofit.verify(model)
+    assert error.value.code == "no-values"
 
 
 def test_the_model_is_left_as_it_was() -> None:
@@ -397,10 +230,10 @@ def test_an_approximate_rewrite_is_measured_and_not_failed() -> None:
     rewrite = Rewrite("scaled()", exact=False, sites=(Site("lm_head", "scaled"),))
     fates = {
         name: Fate("dropped", "", "scaled") if name == "lm_head.weight" else Fate("kept", name)
-        for name in reference["parameters"].prints
+        for name in reference.parameters.prints
     }
     report = check_rewrite(model, reference, (rewrite,), fates, checks=("function",))
-    logits = [one.flatten(0, 1).double() for one in reference["function"].logits]
+    logits = [one.flatten(0, 1).double() for one in reference.function.logits]
     terms = [(one.softmax(-1) * (one.log_softmax(-1) - (1.5 * one).log_softmax(-1))).sum(-1) for one in logits]  # KL(p ‖ q)
     assert report.ok
     assert report["function"].measured == f"KL {torch.cat(terms).mean():.2e} nats, top-1 agreement 100.0%"
@@ -435,47 +268,6 @@ def test_a_tie_may_be_broken_either_way(margin: float, differs: bool) -> None:
     assert bool(difference(cached, plain)) is differs
 
 
-# ── Cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("build", [gpt2, llama], ids=lambda build: build.__name__)
-def test_flops_are_those_that_torch_counts(build: Callable[..., Any]) -> None:
-    model = build(attn_implementation="eager").eval()
-    inputs = named_inputs(model)
-    with FlopCounterMode(display=False) as counter:
-        model(**inputs)
-    cost = cost_of(capture(model, inputs))
-    tokens = inputs["input_ids"].numel()
-    scalings = 0 if build is gpt2 else cost.flops - counter.get_total_flops()
-    assert cost.tokens == tokens and cost.flops - scalings == counter.get_total_flops()
-    assert cost.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert sum(cost.by_module.values()) == cost.flops
-
-
-class Products(nn.Module):
-    """One of every product that is written in its own way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 5, 7))
-        self.filter = nn.Conv1d(4, 6, 3, groups=2)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        parts = torch.einsum("...kp,kpd->...kd", x.unflatten(-1, (3, 5)), self.weight)  # (2, 4, 3, 7)
-        heads = nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])  # (2, 1, 4, 15)
-        return parts, heads, self.filter(x), torch.addcmul(x, x, x)
-
-
-def test_flops_of_each_kind_of_product() -> None:
-    model = Products()
-    cost = cost_of(capture(model, {"x": torch.randn(2, 4, 15)}))
-    einsum, attention = 2 * (2 * 4) * 3 * 5 * 7, 2 * 2 * 4 * 4 * (15 + 15)
-    convolution, multiply_add = 2 * (2 * 6 * 13) * (2 * 3), 2 * (2 * 4 * 15)
-    assert cost.flops == einsum + attention + convolution + multiply_add
-    assert cost.by_module == {"": einsum + attention + multiply_add, "filter": convolution}
-    assert flops_of_run(without_weights(model), {"x": torch.randn(2, 4, 15, device="meta")}) == cost.flops
-
-
 def test_a_model_with_another_attention_kernel_than_the_usual_one_comes_back_from_its_directory() -> None:
     retrofit.apply(gpt2(attn_implementation="eager"), "sum")  # raises where a check fails
 
@@ -483,3 +275,51 @@ def test_a_model_with_another_attention_kernel_than_the_usual_one_comes_back_fro
 def test_a_difference_between_models_without_common_modules_is_put_in_words() -> None:
     found = first_divergence({}, {"a.b": [torch.ones(2)]}, 1e-6, {})
     assert found.describe(str) == "no module of the dense model is found again, so none says where the difference arises"
+
+
+# ── Arithmetic ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+SETTLED = "in float64 (limit 1e-09)"
+
+
+EQUAL = "left 0.0e+00 in float32, right 0.0e+00 in float32"
+
+
+def loud_t5(seed: int) -> Any:
+    """A T5 whose matrices are three times their usual size: it rounds as trained ones with massive activations do."""
+    model = t5(num_layers=3, num_decoder_layers=3, d_model=48, d_kv=12, d_ff=64, num_heads=4, feed_forward_proj="gated-gelu")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(3 * parameter.std() * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_model_that_rounds_much_is_not_blamed(seed: int) -> None:
+    model = loud_t5(seed)
+    reference = Reference.of(model)
+    retrofit.apply(model, "sparse-ffn(sparsity=8)", verify=False)
+    report = retrofit.verify(model, reference, checks=["causality", "padding", "cache"])
+    assert report.ok, str(report)
+    assert SETTLED in report["cache"].measured
+    # Products of some processors are the same bits whatever stands beside a row.
+    assert SETTLED in report["padding"].measured or report["padding"].measured == EQUAL
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_keeps_its_dtype_and_is_measured_in_float32(dtype: torch.dtype) -> None:
+    model = llama().to(dtype)
+    reference = Reference.of(model)
+    retrofit.apply(model, "altup(k=2, init=lockstep)", verify=False)
+    checks = ["graph", "function", "causality", "padding", "cache"]
+    report = retrofit.verify(model, reference, checks=checks)
+    assert report.ok, str(report)
+    assert f"computed in float32: its weights are {str(dtype).removeprefix('torch.')}" in report["function"].why
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    model.model.layers[1].layer.mlp.register_forward_hook(lambda module, args, output: output * (1 + 1e-4))
+    assert [check.name for check in retrofit.verify(model, reference, checks=checks).failed] == ["graph", "function"]

@@ -18,8 +18,7 @@ from torch import nn
 
 import retrofit
 from retrofit.checks import onnx as check_onnx
-from retrofit.checks.registry import CHECKS
-from retrofit.checks.verify import verify_onnx
+from retrofit.checks.verify import CHECKS, verify_onnx
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.numerics.distances import distance

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.checks import onnx
-from retrofit.checks.context import Context
-from retrofit.checks.subject import Subject
+from retrofit.checks.subject import Context, Subject
 from retrofit.checks.verify import verify_onnx
 from retrofit.errors import CaptureError
 from retrofit.inputs.example_inputs import named_inputs
@@ -205,9 +204,9 @@ def test_a_cache_that_the_rewrite_lost_is_a_finding() -> None:
     model = llama()
     subject = Subject(model, (named_inputs(model),))
     lost = onnx.OnnxMeasurement(1, "1.0e-07 from torch", why_no_cache="the model's cache is more than its tensors")
-    alone = onnx.judge(lost, None, Context(subject, has_reference=False))
+    alone = onnx.judge_onnx(lost, None, Context(subject, has_reference=False))
     assert alone.status == "passed" and "without the cache that it has" in alone.measured and "more than its tensors" in alone.why
-    found = onnx.judge(lost, None, Context(subject, has_reference=True, dense=model))
+    found = onnx.judge_onnx(lost, None, Context(subject, has_reference=True, dense=model))
     assert found.status == "failed" and "the dense model is exported with its cache" in found.why
     kept = dataclasses.replace(lost, cached=True, why_no_cache="")
-    assert onnx.judge(kept, None, Context(subject, has_reference=True, dense=model)).measured.endswith("1 file with the cache")
+    assert onnx.judge_onnx(kept, None, Context(subject, has_reference=True, dense=model)).measured.endswith("1 file with the cache")

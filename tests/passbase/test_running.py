@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import retrofit
 from retrofit import rewriting
-from retrofit.checks.reference import Reference
+from retrofit.checks.verify import Reference
 from retrofit.errors import DoesNotFitError, RetrofitError, SpecError, TrainingError, first_few
 from retrofit.passbase.protocol import as_pass, load_pass, pass_names
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward

@@ -16,6 +16,7 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.passbase.method_reference import DenseModules
 from retrofit.passes import AltUp, SparseLoss, sparse_loss
 from retrofit.passes.multiplicative import Multiplicative, nearest_product
 from retrofit.passes.sparse_loss import MultiplicativeHead
@@ -205,8 +206,8 @@ def test_a_head_fitted_to_data_of_few_dimensions_is_held_to_these(fitted: bool) 
     random, data = torch.randn(16, 8), torch.zeros(16, 8)
     data[:, 0] = torch.randn(16)
     sites = [SimpleNamespace(path="head", dense_path="head", module=head)]
-    rows: dict[str, Any] = {"dense_probes": {"head": (random, random @ weight)}, "dense_products": {"head": (data, data @ weight)}}
-    observed: Any = SimpleNamespace(sites=sites, options=SparseLoss(modules=3), is_calibrated=True, **rows)
+    dense = DenseModules(probes={"head": (random, random @ weight)}, products={"head": (data, data @ weight)})
+    observed: Any = SimpleNamespace(sites=sites, options=SparseLoss(modules=3), is_calibrated=True, dense=dense)
     problems = list(sparse_loss.start(observed))
     assert (problems == []) == fitted, problems
     assert fitted or "it was not fitted" in problems[0][1]
@@ -227,9 +228,9 @@ def test_a_head_that_was_widened_is_held_to_what_the_dense_one_computes(
         with torch.no_grad():
             head.product.e[:8] = -head.product.e[:8] if is_calibrated else head.product.e[:8].flip(0)
     sites = [SimpleNamespace(path="head", dense_path="head", module=head)]
-    rows: dict[str, Any] = {"dense_rows": {"head": ([0, 3, 7], weight[[0, 3, 7]])}}
-    rows |= {name: {"head": (x, x @ weight)} for name in ("dense_probes", "dense_products")}
-    observed: Any = SimpleNamespace(sites=sites, options=SparseLoss(modules=3), is_calibrated=is_calibrated, **rows)
+    known = {"head": (x, x @ weight)}
+    dense = DenseModules(probes=known, products=known, features={"head": ([0, 3, 7], weight[[0, 3, 7]])})
+    observed: Any = SimpleNamespace(sites=sites, options=SparseLoss(modules=3), is_calibrated=is_calibrated, dense=dense)
     assert bool(list(sparse_loss.start(observed))) == wrong
 
 

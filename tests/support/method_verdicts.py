@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.checks import method
-from retrofit.checks.context import Context
-from retrofit.checks.finding import Finding
-from retrofit.checks.subject import Subject
+from retrofit.checks.method import judge_method, measure_method
+from retrofit.checks.report import Finding
+from retrofit.checks.subject import Context, Subject
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_state import preserve_state
 from retrofit.passbase.calibration import calibration_from
@@ -26,7 +25,7 @@ def verdict(model: nn.Module, *specs: str, nudge: bool = False, calibration: Any
     torch.manual_seed(0)
     inputs = named_inputs(model)
     with preserve_state(model):
-        before = method.measure(Subject(model, (inputs,)))
+        before = measure_method(Subject(model, (inputs,)))
     edit = Edit(model, None if calibration is None else calibration_from(model, calibration))
     accounts, _ = run_passes(model, tuple(map(parse_spec, specs)), inputs, edit, lambda stage: None)
     record_provenance(model, rewrites=(*(rewrites(model) or ()), *accounts))
@@ -38,4 +37,4 @@ def verdict(model: nn.Module, *specs: str, nudge: bool = False, calibration: Any
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
     with preserve_state(model):
-        return method.judge(method.measure(subject, before, context), before, context)
+        return judge_method(measure_method(subject, before, context), before, context)

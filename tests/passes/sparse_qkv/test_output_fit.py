@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from retrofit.anatomy.attention_parsing import find_attention_sites
 from retrofit.anatomy.attention_sites import weights_by_letter
 from retrofit.anatomy.inspection import inspect
+from retrofit.passbase.method_reference import DenseModules
 from retrofit.passes import SparseQKV
 from retrofit.passes.sparse_qkv.fitting import SecondMoments, dense_matrices, fit_to_data, scope_of
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
@@ -122,8 +123,7 @@ def problems(fitted: Tensor, dense: Tensor, *, calibrated: bool) -> list[Any]:
     activations[:, LOUD:] = 0
     observed: Any = SimpleNamespace(
         options=SimpleNamespace(kernel=1),
-        dense_probes={"q": (anywhere, anywhere @ dense)},
-        dense_products={"q": (activations, activations @ dense)},
+        dense=DenseModules(probes={"q": (anywhere, anywhere @ dense)}, products={"q": (activations, activations @ dense)}),
         is_calibrated=calibrated,
     )
     site: Any = SimpleNamespace(path="q", dense_path="q")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
-from retrofit.checks.site_recording import CacheMark, map_tensors
+from retrofit.checks.recording import CacheMark, map_leaves, tensors_of
+from retrofit.numerics.distances import distance
 from retrofit.numerics.precision import Widened
 from retrofit.passbase.method_reference import (
     Deviation,
@@ -46,7 +47,7 @@ BLOCK = 65521  # random numbers that are drawn for one tensor; a prime, so that 
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ReplayResult:
     """How far a module and its reference lie apart, and what is wrong: "" where nothing is; `stopped` where neither is known."""
 
     gap: float = 0.0
@@ -54,11 +55,21 @@ class Found:
     stopped: str = ""  # the error that stopped the comparison
 
 
-# ── Parameters that have moved ───────────────────────────────────────────────────────────────────────────────────────────────────
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How a call is made again."""
+
+    words: str
+    training: bool = False
+    gradients: bool = False
+    seed: int = 0
+
+
+# ── Perturbed parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclasses.dataclass
-class MovedParameters:
+class PerturbedParameters:
     """Copies of a module's own parameters and buffers in float64, moved a little; of large tables the rows in use alone."""
 
     leaves: dict[str, Tensor]  # by name
@@ -66,8 +77,8 @@ class MovedParameters:
     rows: dict[str, Tensor]  # of large tables: the rows in use
 
     @staticmethod
-    def of(module: nn.Module, reference: ModuleReference, calls: Sequence[RecordedCall]) -> MovedParameters:
-        """Those of a module for these calls; its given children and functions keep theirs."""
+    def of(module: nn.Module, reference: ModuleReference, calls: Sequence[RecordedCall]) -> PerturbedParameters:
+        """Return those of a module for these calls; its given children and functions keep theirs."""
         generator = torch.Generator().manual_seed(5)
         leaves: dict[str, Tensor] = {}
         places: list[tuple[dict[str, Any], str, Any, str]] = []
@@ -85,10 +96,10 @@ class MovedParameters:
                         is_table = value.numel() > LARGE and value.dim() > 1 and len(value) > TALL
                         if is_table:
                             rows[full] = used[used < len(value)]
-                        new = moved(value.detach(), rows.get(full), generator)
+                        new = perturbed(value.detach(), rows.get(full), generator)
                         leaves[full] = new.requires_grad_(registry is part._parameters)
                     places.append((registry, name, value, known))  # type: ignore[arg-type]
-        return MovedParameters(leaves, places, rows)
+        return PerturbedParameters(leaves, places, rows)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -116,20 +127,20 @@ class MovedParameters:
             for registry, values in zip(registries, before, strict=True):
                 registry.update(values)  # type: ignore[arg-type]
 
-    def reduced(self, name: str, gradient: Tensor) -> Tensor:
-        """A gradient's rows in use, of a large table."""
+    def rows_in_use(self, name: str, gradient: Tensor) -> Tensor:
+        """Return a gradient's rows in use, of a large table."""
         return gradient[self.rows[name]] if name in self.rows else gradient
 
 
 def own_modules(module: nn.Module, given: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """The module and those inside it, except its given children and what is inside them."""
+    """Return the module and those inside it, except its given children and what is inside them."""
     for path, part in module.named_modules(remove_duplicate=False):
         if path.partition(".")[0] not in given or not path:
             yield path, part
 
 
-def moved(value: Tensor, rows: Tensor | None, generator: torch.Generator) -> Tensor:
-    """A float64 copy, to which noise of a part of its own spread is added; zero but for `rows` where they are named."""
+def perturbed(value: Tensor, rows: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Return a float64 copy, to which noise of a part of its own spread is added; zero but for `rows` where they are named."""
     source = value if rows is None else value[rows]
     noise = repeated_noise(source.shape, generator).to(value.device)
     size = float(source.double().square().mean().sqrt()) if source.numel() else 0.0
@@ -140,23 +151,16 @@ def moved(value: Tensor, rows: Tensor | None, generator: torch.Generator) -> Ten
 
 
 def repeated_noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Standard normal numbers, which repeat in a large tensor: there drawing all would take longer than all the rest."""
+    """Return standard normal numbers, which repeat in a large tensor: there drawing all would take longer than all the rest."""
     count = shape.numel()
     block = torch.randn(min(count, BLOCK), generator=generator, dtype=torch.float64)
     return block.repeat(-(-count // max(1, len(block))))[:count].view(shape)
 
 
 def used_integers(calls: Sequence[RecordedCall]) -> Tensor:
-    """The integers among the arguments of some calls, each once: rows of a table that may be read."""
-    found = [torch.zeros(1, dtype=torch.long)]
-
-    def collect(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.dtype == torch.long:
-            found.append(value.detach().cpu().flatten())
-        return value
-
-    for call in calls:
-        map_tensors((call.args, call.kwargs), collect)
+    """Return the integers among the arguments of some calls, each once: rows of a table that may be read."""
+    tensors = tensors_of([(call.args, call.kwargs) for call in calls])
+    found = [torch.zeros(1, dtype=torch.long), *(tensor.cpu().flatten() for tensor in tensors if tensor.dtype == torch.long)]
     unique = torch.cat(found).unique()
     return unique[unique >= 0]
 
@@ -203,7 +207,7 @@ class GivenChild(nn.Module):
 
 
 def compare_argument(name: str, place: Place, expected: Expected, args: Any, kwargs: Any) -> Tensor:
-    """What is read of the argument at a place; raises `Deviation` unless it is what is expected there."""
+    """Return what is read of the argument at a place; raises `Deviation` unless it is what is expected there."""
     position, keyword = place
     missing = keyword not in kwargs and (position is None or position >= len(args))
     if missing:
@@ -216,7 +220,7 @@ def compare_argument(name: str, place: Place, expected: Expected, args: Any, kwa
 
 
 def compare_others(name: str, expected: Expected, call: SiteCall, args: Any, kwargs: Any) -> None:
-    """Raises `Deviation` where another argument is not the expected one or, where none is, what the module itself was given."""
+    """Raise `Deviation` where another argument is not the expected one or, without one, what the module itself was given."""
     if expected.others is None:
         return
     given = {**dict(enumerate(call.args)), **call.kwargs, **expected.others}
@@ -225,56 +229,30 @@ def compare_others(name: str, expected: Expected, call: SiteCall, args: Any, kwa
         if key in named or key not in given:
             continue
         wanted = given[key].values if isinstance(given[key], OneOf) else (given[key],)
-        problems = [first_difference(value, one) for one in wanted]
+        problems = [first_difference(value, option) for option in wanted]
         if all(problems):
             raise Deviation(f"what {name} receives as {key} is not the method's: {problems[-1]}")
 
 
 def first_difference(value: Any, other: Any) -> str:
-    """How the first two tensors inside differ that do, "" where none do."""
+    """Return how the first two tensors inside differ that do, "" where none do."""
     pairs = zip(tensors_of(value), tensors_of(other), strict=False)
     return next((problem for pair in pairs if (problem := difference(*pair))), "")
 
 
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors in lists, tuples and mappings."""
-    found: list[Tensor] = []
-
-    def collect(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            found.append(one)
-        return one
-
-    map_tensors(value, collect)
-    return found
-
-
-def difference(one: Any, other: Any) -> str:
-    """How two tensors differ by more than rounding, "" where they do not."""
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return "" if one is other else f"it is {type(one).__name__}"
-    if one.dim() == other.dim() and all(size in (1, own) for own, size in zip(one.shape, other.shape, strict=True)):
-        other = other.expand_as(one)  # one row for the whole batch
-    if one.shape != other.shape:
-        return f"it is {tuple(one.shape)}, and not {tuple(other.shape)}"
-    gap = gap_of(one, other)
+def difference(ours: Any, other: Any) -> str:
+    """Return how two tensors differ by more than rounding, "" where they do not."""
+    if not isinstance(ours, Tensor) or not isinstance(other, Tensor):
+        return "" if ours is other else f"it is {type(ours).__name__}"
+    if ours.dim() == other.dim() and all(size in (1, own) for own, size in zip(ours.shape, other.shape, strict=True)):
+        other = other.expand_as(ours)  # one row for the whole batch
+    if ours.shape != other.shape:
+        return f"it is {tuple(ours.shape)}, and not {tuple(other.shape)}"
+    gap = distance(ours, other)
     return f"{gap:.1e} of its scale apart" if gap > LIMIT else ""
 
 
-def gap_of(one: Tensor, other: Tensor, least: float = 0.0) -> float:
-    """The largest difference relative to the largest magnitude of `other`, or to `least` where that is more."""
-    if one.numel() == 0:
-        return 0.0
-    left, right = one.detach().double().cpu(), other.detach().double().cpu()
-    apart = (left - right).abs()
-    apart = apart.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
-    finite = right.abs()[right.isfinite()]
-    scale = float(finite.max()) if finite.numel() else 1.0
-    gap = float(apart.max()) / (max(scale, least) or 1.0)
-    return gap if gap == gap else float("inf")
-
-
-class Drawn(TorchDispatchMode):
+class RandomDraws(TorchDispatchMode):
     """Within this context the random numbers that are drawn are kept."""
 
     def __init__(self) -> None:
@@ -298,31 +276,28 @@ def replay(
     reference: ModuleReference,
     options: Any,
     calls: Sequence[RecordedCall],
-    parameters: MovedParameters,
-    *,
-    training: bool = False,
-    gradients: bool = False,
-    seed: int = 0,
-) -> Found:
-    """How far the module and its reference lie apart in calls that follow each other on one cache, or in a single one."""
+    parameters: PerturbedParameters,
+    mode: Mode,
+) -> ReplayResult:
+    """Return how far the module and its reference lie apart in calls that follow each other on one cache, or in a single one."""
     caches: dict[int, Any] = {}
     before: tuple[SiteCall, ...] = ()
-    found = Found()
-    with parameters.in_place(), modes(module, reference, training):
+    found = ReplayResult()
+    with parameters.in_place(), set_mode(module, reference, mode.training):
         for call in calls:
-            one = Replay(module, reference, options, call, parameters, before, caches)
+            replayed = Replay(module, reference, options, call, parameters, before, caches)
             try:
-                found = max(found, one.run(gradients, seed), key=lambda each: each.gap)
+                found = max(found, replayed.run(mode.gradients, mode.seed), key=lambda each: each.gap)
             except Deviation as error:
-                return Found(float("inf"), str(error))
+                return ReplayResult(float("inf"), str(error))
             if found.problem:
                 return found
-            before = (*before, one.site)
+            before = (*before, replayed.site)
     return found
 
 
 @contextlib.contextmanager
-def modes(module: nn.Module, reference: ModuleReference, training: bool) -> Iterator[None]:
+def set_mode(module: nn.Module, reference: ModuleReference, training: bool) -> Iterator[None]:
     """Within this context the module is in that mode; the model's own functions inside it (an activation, a dropout) evaluate."""
     before = {part: part.training for part in module.modules()}
     try:
@@ -347,7 +322,7 @@ class Replay:
         reference: ModuleReference,
         options: Any,
         call: RecordedCall,
-        parameters: MovedParameters,
+        parameters: PerturbedParameters,
         before: tuple[SiteCall, ...],
         caches: dict[int, Any],
     ) -> None:
@@ -369,25 +344,25 @@ class Replay:
             return self.memo.setdefault(id(value), value.double())
 
         def leaf(value: Any) -> Any:
-            wide = map_tensors(value, widen)
+            wide = map_leaves(value, widen)
             if isinstance(wide, Tensor) and wide.is_floating_point() and wide.dim() > 1 and not wide.requires_grad:
                 self.inputs.append(wide.requires_grad_())
             return wide
 
         self.args = tuple(map(leaf, call.args))
         self.kwargs = {name: leaf(value) for name, value in call.kwargs.items()}
-        self.results = {name: [map_tensors(returned, widen) for _, _, returned in made] for name, made in call.children.items()}
+        self.results = {name: [map_leaves(returned, widen) for _, _, returned in made] for name, made in call.children.items()}
         with torch.enable_grad():  # gradients go on from the CPU to the arguments
-            args, kwargs, inputs, results = map_tensors((self.args, self.kwargs, call.inputs, self.results), self.on_the_cpu)
+            args, kwargs, inputs, results = map_leaves((self.args, self.kwargs, call.inputs, self.results), self.on_the_cpu)
         staying = self.on_the_cpu(call.staying)
         self.site = SiteCall(module, options, args, kwargs, inputs, results, (), before, cached, staying)
 
     def on_the_cpu(self, value: Any) -> Any:
-        """A tensor there, always the same for the same one."""
+        """Return a tensor there, always the same for the same one."""
         return self.copies.setdefault(id(value), value.cpu()) if isinstance(value, Tensor) else value
 
-    def run(self, gradients: bool, seed: int) -> Found:
-        """Both computations, compared; raises `Deviation` where the module does something else altogether."""
+    def run(self, gradients: bool, seed: int) -> ReplayResult:
+        """Compare both computations; raise `Deviation` where the module does something else altogether."""
         drawn = self.module_draws(seed) if self.site.training else []
         self.site.draws = list(drawn)
         with torch.set_grad_enabled(gradients):
@@ -403,25 +378,25 @@ class Replay:
         found = self.compare_outputs(value, losses, expected)
         if found.problem or not gradients:
             return found
-        return max(found, self.compare_gradients(value, losses, expected, seed), key=lambda one: one.gap)
+        return max(found, self.compare_gradients(value, losses, expected, seed), key=lambda each: each.gap)
 
     def module_draws(self, seed: int) -> list[Draw]:
-        """The random numbers that the module draws; its caches stay as they are."""
-        args, kwargs = map_tensors((self.args, self.kwargs), lambda one: copy.deepcopy(one) if isinstance(one, Cache) else one)
+        """Return the random numbers that the module draws; its caches stay as they are."""
+        args, kwargs = map_leaves((self.args, self.kwargs), lambda leaf: copy.deepcopy(leaf) if isinstance(leaf, Cache) else leaf)
         torch.manual_seed(seed)
-        with torch.no_grad(), self.children(False), Widened(), Drawn() as drawn:
+        with torch.no_grad(), self.children(False), Widened(), RandomDraws() as drawn:
             self.module.forward(*args, **kwargs)  # its hooks ran when the call was recorded
         return drawn.draws
 
     def run_module(self, seed: int) -> tuple[Tensor, list[Tensor]]:
-        """The module's output and the auxiliary losses that it records, on the CPU."""
+        """Return the module's output and the auxiliary losses that it records, on the CPU."""
         torch.manual_seed(seed)
         with self.children(True) as stubs, Widened(), auxiliary_losses() as losses:
             returned = self.module.forward(*self.args, **self.kwargs)  # its hooks ran when the call was recorded
         for name, stub in stubs.items():
             if stub.expected is not None and stub.answered < len(stub.expected):
                 raise Deviation(f"it calls {name} {stub.answered} times, and the method calls it {len(stub.expected)} times")
-        return output_of(returned, self.module, self.reference).cpu(), [one.cpu() for one in losses]
+        return output_of(returned, self.module, self.reference).cpu(), [loss.cpu() for loss in losses]
 
     @contextlib.contextmanager
     def children(self, compares: bool) -> Iterator[dict[str, GivenChild]]:
@@ -438,78 +413,79 @@ class Replay:
         finally:
             registry.update(originals)
 
-    def compare_outputs(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor) -> Found:
+    def compare_outputs(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor) -> ReplayResult:
         if value.shape != expected.shape:
-            return Found(float("inf"), f"it returns {tuple(value.shape)}, and the method gives {tuple(expected.shape)}")
-        gap = gap_of(value, expected)
+            return ReplayResult(float("inf"), f"it returns {tuple(value.shape)}, and the method gives {tuple(expected.shape)}")
+        gap = distance(value, expected)
         if gap == float("inf"):
-            return Found(gap, f"only one of its output and the method's is finite{self.first_place(value, expected)}")
+            return ReplayResult(gap, f"only one of its output and the method's is finite{self.first_place(value, expected)}")
         if gap > LIMIT:
-            return Found(gap, f"its output is {gap:.1e} of its scale from the method's{self.first_place(value, expected)}")
+            return ReplayResult(gap, f"its output is {gap:.1e} of its scale from the method's{self.first_place(value, expected)}")
         if len(losses) != len(self.site.losses):
-            return Found(float("inf"), f"it records {len(losses)} auxiliary losses, and the method {len(self.site.losses)}")
-        for one, other in zip(losses, self.site.losses, strict=True):
-            if (loss_gap := gap_of(one, other)) > LIMIT:
-                return Found(loss_gap, f"its auxiliary loss is {float(one):.6g}, and the method's {float(other):.6g}")
-        return Found(gap)
+            return ReplayResult(float("inf"), f"it records {len(losses)} auxiliary losses, and the method {len(self.site.losses)}")
+        for ours, other in zip(losses, self.site.losses, strict=True):
+            if (loss_gap := distance(ours, other)) > LIMIT:
+                return ReplayResult(loss_gap, f"its auxiliary loss is {float(ours):.6g}, and the method's {float(other):.6g}")
+        return ReplayResult(gap)
 
     @staticmethod
     def first_place(value: Tensor, expected: Tensor) -> str:
-        """Where the outputs first differ, in words."""
+        """Return where the outputs first differ, in words."""
         if value.dim() < 2:
             return ""
         rows = (value - expected).detach().abs().flatten(0, -2).amax(-1)
         wrong = (~(rows <= LIMIT * float(expected.detach().abs().max()))).nonzero().flatten()
         return f", first at token {int(wrong[0])} of {len(rows)}, at {len(wrong)} in all" if len(wrong) else ""
 
-    def going_on(self, gradient: Tensor, leaf: Tensor) -> Tensor:
-        """The gradient of a leaf, zero where that is an argument's padding which the model has set to zero: none goes on there."""
+    def zero_at_padding(self, gradient: Tensor, leaf: Tensor) -> Tensor:
+        """Return the gradient of a leaf, zero at padding of an argument that the model has set to zero: none goes on there."""
         hidden = self.site.irrelevant
-        if hidden is None or leaf.shape[:-1] != hidden.shape or not any(leaf is one for one in self.inputs):
+        if hidden is None or leaf.shape[:-1] != hidden.shape or not any(leaf is argument for argument in self.inputs):
             return gradient
         return gradient.masked_fill((hidden.to(leaf.device) & (leaf == 0).all(-1)).unsqueeze(-1), 0.0)
 
-    def compare_gradients(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor, seed: int) -> Found:
-        """The gradients of a random linear function of the output, and of the losses, by both computations."""
+    def compare_gradients(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor, seed: int) -> ReplayResult:
+        """Compare the gradients of a random linear function of the output, and of the losses."""
         cotangent = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         leaves = {name: leaf for name, leaf in self.parameters.leaves.items() if leaf.requires_grad}
         names = [f"parameter {name}" for name in leaves] + [f"argument {number}" for number in range(len(self.inputs))]
         names += [f"what {name} returns" for name, made in self.site.expected.items() for _ in made]
         wanted = [*leaves.values(), *self.inputs]
-        wanted += [one.leaf for made in self.site.expected.values() for one in made]
+        wanted += [expected_call.leaf for made in self.site.expected.values() for expected_call in made]
         ours = gradients_of((value * cotangent).sum() + sum(losses), wanted)
         theirs = gradients_of((expected * cotangent).sum() + sum(self.site.losses), wanted)
-        floor = NEGLIGIBLE * max((float(one.abs().max()) for one in theirs if one is not None and one.numel()), default=0.0)
-        worst = Found()
-        for name, leaf, one, other in zip(names, wanted, ours, theirs, strict=True):
+        largest = (float(values.abs().max()) for values in theirs if values is not None and values.numel())
+        floor = NEGLIGIBLE * max(largest, default=0.0)
+        worst = ReplayResult()
+        for name, leaf, *both in zip(names, wanted, ours, theirs, strict=True):
             label = name.removeprefix("parameter ")
-            pair = [None if grad is None else self.going_on(grad, leaf) for grad in (one, other)]
-            left, right = (None if grad is None else self.parameters.reduced(label, grad) for grad in pair)
+            pair = [None if grad is None else self.zero_at_padding(grad, leaf) for grad in both]
+            left, right = (None if grad is None else self.parameters.rows_in_use(label, grad) for grad in pair)
             if left is None or right is None:
                 present = right if left is None else left
                 if present is not None and bool((present.abs() > floor).any()):
                     which = "none where the method gives one" if left is None else "one where the method gives none"
-                    return Found(float("inf"), f"the gradient of {name}: {which}")
+                    return ReplayResult(float("inf"), f"the gradient of {name}: {which}")
                 continue
-            gap = gap_of(left, right, floor)
+            gap = distance(left, right, floor)
             if gap == float("inf"):
-                return Found(gap, f"only one of the gradient of {name} and the method's is finite")
+                return ReplayResult(gap, f"only one of the gradient of {name} and the method's is finite")
             if gap > LIMIT:
-                return Found(gap, f"the gradient of {name} is {gap:.1e} of its scale from the method's")
-            worst = max(worst, Found(gap), key=lambda each: each.gap)
+                return ReplayResult(gap, f"the gradient of {name} is {gap:.1e} of its scale from the method's")
+            worst = max(worst, ReplayResult(gap), key=lambda each: each.gap)
         return worst
 
 
 def gradients_of(value: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradient of a number with respect to each tensor, None where it does not depend on it."""
+    """Return the gradient of a number with respect to each tensor, None where it does not depend on it."""
     if not value.requires_grad:
         return [None] * len(wanted)
     found = torch.autograd.grad(value, list(wanted), allow_unused=True)
-    return [one.to_dense() if one is not None and one.is_sparse else one for one in found]
+    return [gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient for gradient in found]
 
 
 def output_of(returned: Any, module: nn.Module, reference: ModuleReference) -> Tensor:
-    """The output in what a module returned."""
+    """Return the output in what a module returned."""
     if isinstance(returned, Tensor):
         return returned
     key = getattr(module, reference.key) if reference.key else None

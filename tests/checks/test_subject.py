@@ -9,11 +9,9 @@ import torch
 from support.tiny_models import gpt2, llama
 
 import retrofit
-from retrofit.checks import method
-from retrofit.checks.padded_inputs import PADS, share_padding
-from retrofit.checks.reference import Reference
-from retrofit.checks.registry import watches
-from retrofit.checks.subject import Subject, other_shapes
+from retrofit.checks.method import watch_method
+from retrofit.checks.subject import PADS, Subject, other_shapes, share_padding
+from retrofit.checks.verify import Reference, watches
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.probes import logits_of, run
 from retrofit.numerics import agreement
@@ -56,9 +54,9 @@ def test_what_was_watched_is_what_a_forward_of_its_own_shows() -> None:
     made: list[Any] = []
     model.register_forward_pre_hook(lambda *args: made.append(args))
     watched.run()
-    ours = watched.seen("method", lambda: method.watch(watched))
+    ours = watched.seen("method", lambda: watch_method(watched))
     assert len(made) == 1  # both together
-    theirs = alone.seen("method", lambda: method.watch(alone))
+    theirs = alone.seen("method", lambda: watch_method(alone))
     assert ours.keys() == theirs.keys() and ours
     for name, rows in ours.items():
         torch.testing.assert_close(rows, theirs[name], rtol=0, atol=0)

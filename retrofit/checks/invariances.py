@@ -1,7 +1,9 @@
-"""The causality check: changing later tokens never changes an earlier output of a causal model, nor one of another row.
+"""The causality and padding checks: what an output must not depend on.
 
-What a pass puts in often begins at zero, and then nothing leaks through it yet. So that is looked at once more with noise in
-its place, as training will have it.
+Causality: changing later tokens never changes an earlier output of a causal model, nor one of another row. Parameters that a pass
+adds often begin at zero, and then nothing leaks through them yet: these are checked again with noise in place of the zeros.
+
+Padding: a padded sequence gives what it gives alone, padded left and right.
 """
 
 from __future__ import annotations
@@ -12,23 +14,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
-from retrofit.checks.activations import at_positions, record_activations
-from retrofit.checks.context import Context
-from retrofit.checks.divergence import Divergence, first_divergence
-from retrofit.checks.finding import Finding, failed, passed, skipped
-from retrofit.checks.stepping import keeps_cache
-from retrofit.checks.subject import Subject
+from retrofit.checks.cache import keeps_cache
+from retrofit.checks.divergence import Activations, Divergence, activations_of, at_positions, first_divergence, judge_comparison
+from retrofit.checks.report import Finding, Raised, attempt, failed, merge, passed, skipped
+from retrofit.checks.subject import Context, Padded, Subject, takes_padding
 from retrofit.inputs.packed_weights import is_packed_tensor
 from retrofit.inputs.probes import (
+    ids_name,
     is_floating,
     is_numbering,
     is_per_token,
     is_token_ids,
     ordinary_ids,
+    output_ids_name,
     placeholders,
     resized_like,
-    run,
 )
 from retrofit.numerics.agreement import Comparison
 from retrofit.numerics.distances import scale_of
@@ -62,28 +64,28 @@ class CausalityMeasurement:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether later tokens change earlier outputs, whichever the input."""
+        """Return whether later tokens change earlier outputs, whichever the input."""
         return bool(self.leaks) and not self.causal
 
 
-def measure(
+def measure_causality(
     subject: Subject, before: CausalityMeasurement | None = None, context: Context | None = None
 ) -> CausalityMeasurement | None:
-    """The leaks; None where the dense model does not run on other tokens."""
+    """Return the leaks; None where the dense model does not run on other tokens."""
     if context is not None and context.has_reference and before is None:
         return None
     leaks = find_leaks(subject)
     if context is None:
         return CausalityMeasurement(leaks)
     if context.has_reference:
-        return CausalityMeasurement(leaks, moved={} if subject.is_large else leaks_once_moved(subject, context))
+        return CausalityMeasurement(leaks, moved={} if subject.is_large else leaks_with_noise(subject, context))
     bidirectional = [name for name, leak in leaks.items() if leak.share >= BIDIRECTIONAL]
     return CausalityMeasurement(
         leaks, frozenset(name for name in bidirectional if keeps_cache(subject.model, subject.inputs, name))
     )
 
 
-def judge(now: CausalityMeasurement | None, before: CausalityMeasurement | None, context: Context) -> Finding:
+def judge_causality(now: CausalityMeasurement | None, before: CausalityMeasurement | None, context: Context) -> Finding:
     if now is None:
         return skipped("the dense model does not run on other tokens")
     if not now.leaks:
@@ -108,7 +110,7 @@ def judge(now: CausalityMeasurement | None, before: CausalityMeasurement | None,
 
 
 def why_none(subject: Subject) -> str:
-    """Why no input was found whose tokens the outputs belong to."""
+    """Return why no input was found whose tokens the outputs belong to."""
     outputs = subject.run().logits
     if outputs.dim() == 3 and not any(map(is_floating, subject.inputs.values())):
         for name, value in subject.inputs.items():
@@ -119,7 +121,7 @@ def why_none(subject: Subject) -> str:
 
 
 def hidden_leak(now: CausalityMeasurement, before: CausalityMeasurement | None, causal: list[str]) -> str:
-    """A leak between rows that the dense model has not, or one of the `causal` inputs through what begins at zero; "" without."""
+    """Return a leak between rows that the dense model has not, or one of the `causal` inputs through zeros; "" without one."""
     for leaks, words in ((now.leaks, ""), (now.moved, "once what begins at zero has moved, ")):
         for name, leak in leaks.items():
             if leak.mixes and before is not None and name in before.leaks and not before.leaks[name].mixes:
@@ -130,14 +132,14 @@ def hidden_leak(now: CausalityMeasurement, before: CausalityMeasurement | None, 
 
 
 def must_be_causal(name: str, leak: Leak, now: CausalityMeasurement, before: CausalityMeasurement | None) -> bool:
-    """Whether the dense model is causal in that input; without one, whether this one is meant to be."""
+    """Return whether the dense model is causal in that input; without one, whether this one is meant to be."""
     if before is not None:
         return name in before.causal
     return leak.share < BIDIRECTIONAL or name in now.cached
 
 
 def find_leaks(subject: Subject) -> dict[str, Leak]:
-    """What changing later tokens did to earlier outputs, for each input of token ids with one output a token."""
+    """Return what changing later tokens did to earlier outputs, for each input of token ids with one output a token."""
     outputs = subject.run().logits
     if outputs.dim() != 3 or outputs.shape[1] < 2:
         return {}
@@ -145,33 +147,33 @@ def find_leaks(subject: Subject) -> dict[str, Leak]:
     return {name: leak_of(subject, name) for name in names}
 
 
-def leaks_once_moved(subject: Subject, context: Context) -> dict[str, Leak]:
-    """The same with noise in place of the new parameters that are zero; nothing where there are none."""
-    plain = [one for one in context.new_parameters.values() if one.is_floating_point() and not is_packed_tensor(one)]
-    zero = [one for one in plain if not bool(one.any())]
+def leaks_with_noise(subject: Subject, context: Context) -> dict[str, Leak]:
+    """Return the leaks with noise in place of the new parameters that are zero; nothing where there are none."""
+    new = context.new_parameters.values()
+    zero = [value for value in new if value.is_floating_point() and not is_packed_tensor(value) and not bool(value.any())]
     if not zero:
         return {}
-    with noise_in(zero):
+    with replace_by_noise(zero):
         return find_leaks(dataclasses.replace(subject, runs={}, watches={}, watched={}, wide_runs={}))
 
 
 @contextlib.contextmanager
-def noise_in(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
+def replace_by_noise(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
     """Within this context these parameters, which are zero, are noise."""
     generator = torch.Generator().manual_seed(17)
     with torch.no_grad():
-        for one in parameters:
-            one.copy_(NOISE * torch.randn(one.shape, generator=generator))
+        for parameter in parameters:
+            parameter.copy_(NOISE * torch.randn(parameter.shape, generator=generator))
     try:
         yield
     finally:
         with torch.no_grad():
-            for one in parameters:
-                one.zero_()
+            for parameter in parameters:
+                parameter.zero_()
 
 
 def leak_of(subject: Subject, name: str) -> Leak:
-    """What moved in a batch; where that may come from other rows, as experts of limited capacity have it, in each row by itself."""
+    """Return what moved in a batch; where that may come from other rows, as in experts of limited capacity, in each row alone."""
     futures = with_changed_futures(subject, name)
     leak = leak_between(subject, name, by_batches(subject, name, batch_size(subject, name)), *futures)
     if not leak.share or (leak.share >= BIDIRECTIONAL and not leak.mixes):
@@ -184,31 +186,31 @@ def leak_of(subject: Subject, name: str) -> Leak:
 
 
 def batch_size(subject: Subject, name: str) -> int:
-    """How many rows the model takes at once, where it runs on batches of one size alone; else 0."""
+    """Return how many rows the model takes at once, where it runs on batches of one size alone; else 0."""
     sizes = {len(inputs[name]) for inputs in subject.shapes}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
 def by_batches(subject: Subject, name: str, size: int) -> Callable[[dict[str, Any]], torch.Tensor]:
-    """The logits of inputs, computed in batches of that size."""
+    """Return the logits of inputs, computed in batches of that size."""
 
     def logits(inputs: dict[str, Any]) -> torch.Tensor:
         rows = len(inputs[name])
         if size in (0, rows):
             return subject.arithmetic.logits(inputs)
-        return torch.cat([subject.arithmetic.logits(rows_of(inputs, name, one)) for one in batches(rows, size)])[:rows]
+        return torch.cat([subject.arithmetic.logits(rows_of(inputs, name, batch)) for batch in batches(rows, size)])[:rows]
 
     return logits
 
 
 def batches(rows: int, size: int) -> list[list[int]]:
-    """The rows in batches of that size, 0 for all; the last one is filled up with the first rows."""
+    """Return the rows in batches of that size, 0 for all; the last one is filled up with the first rows."""
     size = size or rows
     return [[row % rows for row in range(start, start + size)] for start in range(0, rows, size)]
 
 
 def rows_of(inputs: dict[str, Any], name: str, rows: list[int]) -> dict[str, Any]:
-    """Some rows of a batch, as a batch."""
+    """Return some rows of a batch, as a batch."""
     batch = len(inputs[name])
     per_row = {key for key, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim() and len(value) == batch}
     return {key: value[rows] if key in per_row else value for key, value in inputs.items()}
@@ -245,7 +247,7 @@ def leak_between(
 
 
 def with_changed_futures(subject: Subject, name: str) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
-    """Sequences, the same with their later tokens changed, each from another position on, and which positions are earlier.
+    """Return sequences, the same with their later tokens changed, each from another position on, and which positions are earlier.
 
     In the last row nothing changes. Those of a large model are of its second shape, which it has been run on anyway, without one.
     """
@@ -263,22 +265,143 @@ def with_changed_futures(subject: Subject, name: str) -> tuple[dict[str, Any], d
 
 
 def places_to_change(ids: torch.Tensor) -> list[int]:
-    """The positions from which on tokens are changed, each in a row of its own."""
+    """Return the positions from which on tokens are changed, each in a row of its own."""
     length = ids.shape[1]
     return sorted({1, length // 2, length - 1} - {0})
 
 
 def locate_leak(subject: Subject, name: str, limit: float) -> Divergence:
-    """The first module whose earlier outputs move by more than that when later tokens change."""
+    """Return the first module whose earlier outputs move by more than that when later tokens change."""
     model = subject.model
     base, changed, early = with_changed_futures(subject, name)
     divergence = Divergence("", "", "")
     for rows in batches(len(early), batch_size(subject, name)):
-        with record_activations(model) as before:
-            run(model, rows_of(base, name, rows))
-        with record_activations(model) as after:
-            run(model, rows_of(changed, name, rows))
+        before, after = (activations_of(model, rows_of(inputs, name, rows)) for inputs in (base, changed))
         divergence = first_divergence(at_positions(after, early[rows]), at_positions(before, early[rows]), limit)
         if divergence.path:
             break
     return divergence
+
+
+# ── Padding ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+SIDES = ("left", "right")
+
+
+@dataclasses.dataclass(frozen=True)
+class PaddingMeasurement:
+    """For each side a padded sequence against the same alone; no side where the model takes no padding."""
+
+    sides: dict[str, Comparison | Raised]
+    contents: Comparison | Raised | None = None  # left padding of two kinds, where it shifts positions and the sequences differ
+
+
+def measure_padding(
+    subject: Subject, before: PaddingMeasurement | None = None, context: Context | None = None
+) -> PaddingMeasurement:
+    """Return how padding acts on the sides on which the dense model can be padded."""
+    sides = [side for side in SIDES if before is None or isinstance(before.sides.get(side), Comparison)]
+    if not takes_padding(subject.model, subject.inputs):
+        return PaddingMeasurement({})
+    found = {side: attempt(compare_padded, subject, side) for side in sides}
+    left = found.get("left")
+    shifts = isinstance(left, Comparison) and not left.agrees and not is_numbered(subject)
+    return PaddingMeasurement(found, attempt(compare_contents, subject) if shifts else None)
+
+
+def judge_padding(now: PaddingMeasurement, before: PaddingMeasurement | None, context: Context) -> Finding:
+    if not takes_padding(context.subject.model, context.subject.inputs):
+        return skipped("it takes no attention mask, or no token ids to pad")
+    return merge({side: judge_side(side, now, before, context) for side in SIDES})
+
+
+def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | None, context: Context) -> Finding:
+    ours, dense = now.sides.get(side), before.sides.get(side) if before is not None else None
+    if ours is None:
+        return skipped("the dense model does not run when padded")
+    if isinstance(ours, Raised):
+        return failed("", ours.error)
+    model = context.subject.model
+    if not ours.agrees and before is None and side == "left" and not is_numbered(context.subject):
+        return skipped("it takes no positions, so padding on the left may shift them", ours.measured)
+    if not context.exact and isinstance(now.contents, Comparison) and side == "left":
+        reads = before.contents if before is not None and isinstance(before.contents, Comparison) else None
+        found = judge_comparison(
+            now.contents, reads, context, lambda limit: locate_contents(model, context.subject.padded(side), limit)
+        )
+        shifted = f"it takes no positions: padding shifts them, and changes the approximation ({ours.measured})"
+        return dataclasses.replace(found, why=found.why or shifted)
+    dense = dense if isinstance(dense, Comparison) else None
+    return judge_comparison(ours, dense, context, lambda limit: locate_padding(model, context.subject.padded(side), limit))
+
+
+def is_numbered(subject: Subject) -> bool:
+    """Return whether the model is told the positions of the tokens that it is given with padding; of two sides none are."""
+    return "position_ids" in subject.padded("left").batch
+
+
+def compare_padded(subject: Subject, side: str) -> Comparison:
+    """Compare a sequence padded in a batch with the same sequence alone."""
+    arithmetic, padded = subject.arithmetic, subject.padded(side)
+
+    def ways() -> tuple[torch.Tensor, torch.Tensor]:
+        outputs, alone = arithmetic.logits(padded.batch), arithmetic.logits(padded.alone)
+        row = row_of(outputs, padded)
+        return row[:, padded.kept] if output_ids_name(padded.batch, outputs) else row, row_of(alone, padded)
+
+    return arithmetic.compare(ways)
+
+
+def compare_contents(subject: Subject) -> Comparison:
+    """Compare a sequence padded on the left with the same with other tokens in the padding."""
+    arithmetic, padded = subject.arithmetic, subject.padded("left")
+
+    def ways() -> tuple[torch.Tensor, torch.Tensor]:
+        plain, refilled = (arithmetic.logits(batch) for batch in (padded.batch, refill_padding(padded)))
+        kept = padded.kept if output_ids_name(padded.batch, plain) else slice(None)
+        return row_of(plain, padded)[:, kept], row_of(refilled, padded)[:, kept]
+
+    return arithmetic.compare(ways)
+
+
+def refill_padding(padded: Padded) -> dict[str, Any]:
+    """Return the batch with tokens of the sequences themselves where there was padding."""
+    name = ids_name(padded.batch)
+    assert name is not None
+    ids = padded.batch[name]
+    return {**padded.batch, name: torch.where(padded.batch["attention_mask"] == 0, ids.flip(-1), ids)}
+
+
+def locate_contents(model: nn.Module, padded: Padded, limit: float) -> Divergence:
+    """Return the first module whose output for a sequence depends on what stands in its padding."""
+    mask = padded.batch["attention_mask"]
+    real = row_of(mask, padded)[0].bool()
+
+    def kept(found: Activations) -> Activations:
+        sizes = {path: [value for value in values if value.shape[:2] == mask.shape] for path, values in found.items()}
+        return {path: [row_of(value, padded)[:, real] for value in values] for path, values in sizes.items()}
+
+    before, now = (kept(activations_of(model, batch)) for batch in (padded.batch, refill_padding(padded)))
+    return first_divergence(now, before, limit)
+
+
+def row_of(values: torch.Tensor, padded: Padded) -> torch.Tensor:
+    """Return the padded sequence's row, or the only one, as a batch of one."""
+    return values[padded.row : padded.row + 1] if len(values) > 1 else values
+
+
+def locate_padding(model: nn.Module, padded: Padded, limit: float) -> Divergence:
+    """Return the first module whose output for a sequence depends on its padding."""
+    plain, among = activations_of(model, padded.alone), activations_of(model, padded.batch)
+    rows = next(len(value) for value in padded.alone.values() if isinstance(value, torch.Tensor))
+    now: Activations = {}
+    before: Activations = {}
+    for path, values in plain.items():
+        for value, others in zip(values, among.get(path, []), strict=False):
+            by_itself, other = row_of(value, padded), row_of(others, padded)
+            row = other if other.shape[1:] == by_itself.shape[1:] else other[:, padded.kept]
+            if len(value) in (1, rows) and row.shape == by_itself.shape:
+                before.setdefault(path, []).append(by_itself)
+                now.setdefault(path, []).append(row)
+    return first_divergence(now, before, limit)

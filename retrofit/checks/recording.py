@@ -1,0 +1,276 @@
+"""The calls of the modules that passes installed, recorded in forwards of the model: arguments, results, and those of children.
+
+The model runs on a few tokens, on many, padded, and on a cache. A way that cannot be recorded is reported with its reason, unless
+no model of the kind has it: one that keeps no cache, or takes no mask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+
+from retrofit.checks.cache import PADDED, PLAIN, section, step_batch, ways_to_step
+from retrofit.checks.subject import pad_both_sides, takes_padding, without_mask
+from retrofit.errors import RetrofitError, first_line
+from retrofit.inputs.model_state import same_bits
+from retrofit.inputs.module_calls import is_cache
+from retrofit.inputs.probes import Inputs, accepts, extent_of, is_per_token, output_ids_name, resized, run
+from retrofit.passbase.method_reference import ModuleReference, RecordedCall
+
+MOST = 2  # calls of a module that are kept of one forward: one that several depths share has many
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheMark:
+    """Where an argument was a cache: what it is when the call is made again."""
+
+    two_sided: bool
+
+    def empty(self) -> Cache:
+        return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.two_sided else DynamicCache()
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with `change` applied to everything in its lists, tuples and mappings; a cache is not taken apart."""
+    return pytree.tree_map(change, value, is_leaf=is_cache)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in lists, tuples and mappings."""
+    return [leaf for leaf in pytree.tree_leaves(value, is_leaf=is_cache) if isinstance(leaf, Tensor)]
+
+
+def same_calls(*both: Sequence[RecordedCall]) -> bool:
+    """Return whether the tensors that two lists of calls received and returned are the same bits."""
+    ours, theirs = (tensors_of([(call.args, call.kwargs, call.returned) for call in calls]) for calls in both)
+    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+
+
+def has_cache(call: RecordedCall) -> bool:
+    """Return whether the call received a cache."""
+    return any(isinstance(leaf, CacheMark) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
+
+
+def copied(value: Any) -> Any:
+    """Return a copy that no later operation changes; a cache is only marked."""
+
+    def copy(leaf: Any) -> Any:
+        if is_cache(leaf):
+            return CacheMark(isinstance(leaf, EncoderDecoderCache))
+        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(value, copy)
+
+
+@dataclasses.dataclass
+class OpenCall:
+    """A call that has begun."""
+
+    number: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    children: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], Any]]]
+
+
+class CallRecorder:
+    """Records the calls of some modules, by path, while its hooks are in place."""
+
+    def __init__(self, model: nn.Module, references: Mapping[str, ModuleReference], most: int = MOST) -> None:
+        self.model, self.references, self.most = model, references, most
+        self.calls: dict[str, list[RecordedCall]] = {path: [] for path in references}
+        self.open: dict[str, list[OpenCall]] = {path: [] for path in references}
+        self.begun = 0
+        self.inputs: Mapping[str, Any] = {}  # of the model, in the forward under way
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[dict[str, list[RecordedCall]]]:
+        """Within this context the calls are recorded, the first `most` of each module."""
+        handles = [handle for path, reference in self.references.items() for handle in self.watch(path, reference)]
+        try:
+            yield self.calls
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def watch(self, path: str, reference: ModuleReference) -> Iterator[Any]:
+        module = self.model.get_submodule(path)
+        opened = self.open[path]
+
+        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
+            opened.append(OpenCall(self.begun, copied(tuple(args)), copied(dict(kwargs)), {}))
+            self.begun += 1
+
+        def end(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            call = opened.pop()
+            if len(self.calls[path]) < self.most:
+                children = {name: tuple(calls) for name, calls in call.children.items()}
+                self.calls[path].append(RecordedCall(call.number, call.args, call.kwargs, copied(output), self.inputs, children))
+
+        yield module.register_forward_pre_hook(begin, with_kwargs=True)
+        yield module.register_forward_hook(end, with_kwargs=True, prepend=True)
+        for name in reference.given:
+            child = module._modules.get(name)
+            if child is not None:
+                yield child.register_forward_hook(self.child_hook(name, opened), with_kwargs=True)
+
+    @staticmethod
+    def child_hook(name: str, opened: list[OpenCall]) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if opened:
+                opened[-1].children.setdefault(name, []).append((copied(tuple(args)), copied(dict(kwargs)), copied(output)))
+
+        return hook
+
+
+# ── Ways to run the model ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+STEPS = 5  # tokens decoded one at a time: of a few in a row some are anchors and some are not
+CHUNKS = (2, 3)  # tokens decoded at a time
+Calls = dict[str, list[RecordedCall]]
+References = Mapping[str, ModuleReference]
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to run the model: the words for it, the calls of each site; those on a cache follow each other."""
+
+    words: str
+    record: Callable[[], Calls]
+    on_cache: bool = False
+    trains: bool = False  # whether its calls are also made again in training mode
+    spared: bool = False  # whether a large model is not run so
+    matters: bool = True  # whether any site has a call to compare then
+
+
+def record_sites(model: nn.Module, references: References, inputs: Inputs, most: int = MOST) -> Calls:
+    """Return the calls of the sites in a forward on these inputs, at most so many of each."""
+    recorder = CallRecorder(model, references, most)
+    recorder.inputs = inputs
+    with recorder.recording() as calls:
+        run(model, inputs)
+    return calls
+
+
+class SiteWays:
+    """The ways in which the calls of some sites of a model are recorded, but for the plain one."""
+
+    def __init__(self, model: nn.Module, references: References, inputs: Inputs, logits: Tensor, *, is_large: bool = False) -> None:
+        """Prepare the ways; of a large model, whose every forward reads all its weights, without padding and chunks.
+
+        Nor are steps where no site keeps anything in the cache.
+        """
+        self.is_large = is_large
+        self.model, self.references, self.inputs, self.logits = model, references, inputs, logits
+        self.missing: list[tuple[str, str]] = []  # what was not recorded, and why
+        self.raised: dict[str, str] = {}  # by the words of a way: the error that the model's own code raised
+        self.uncached: set[str] = set()  # sites that received no cache though the model decoded on one
+
+    def ways(self) -> Iterator[Way]:
+        batch, length = extent_of(self.inputs)
+        if length > 1:
+            yield Way(" on one token", lambda: self.plain(resized(self.model, self.inputs, 1, 1, seed=11)))
+        pads = takes_padding(self.model, self.inputs)
+        if pads:
+            yield Way(" where sequences are padded", self.padded, trains=True, spared=True)
+        if length > 1 and accepts(self.model, "use_cache"):
+            plans = {"step by step on a cache": (PLAIN, (1,) * STEPS), "in chunks on a cache": (PLAIN, CHUNKS)}
+            if PADDED in ways_to_step(self.model, self.inputs):
+                plans["in chunks on a cache of padded sequences"] = (PADDED, CHUNKS)
+            for words, plan in plans.items():
+                calls = functools.partial(self.on_cache, words, *plan)
+                idle = not any(reference.cached for reference in self.references.values())
+                yield Way(f" {words}", calls, on_cache=True, spared=idle or plan[1] == CHUNKS, matters=not idle)
+        most = max((reference.tokens for reference in self.references.values()), default=0)
+        if length > 1 and most > batch * length:
+            rows = -(-(most + 1) // length)
+            large = self.references_where(lambda reference: reference.tokens > batch * length)
+            many = lambda: record_sites(self.model, large, resized(self.model, self.inputs, rows, length, 13))  # noqa: E731
+            yield Way(f" on {rows * length} tokens", many, trains=True)
+        shortest = shortest_of(self.inputs)
+        for_longer = self.references_where(lambda reference: reference.length >= shortest > 1)
+        if for_longer:
+            total = length + 1 + max(reference.length for reference in for_longer.values()) - shortest
+            long = lambda: record_sites(self.model, for_longer, resized(self.model, self.inputs, 1, total, 19))  # noqa: E731
+            yield Way(f" on {total} tokens", long, trains=True)
+
+    def calls(self) -> Iterator[tuple[Way, Calls]]:
+        """Return what was recorded in each way; what stopped one is kept in `missing`."""
+        for way in self.ways():
+            if self.is_large and way.spared:
+                if way.matters:
+                    self.missing.append((f"no module was compared{way.words}", "the model is large, so it is run in fewer ways"))
+                continue
+            try:
+                found = way.record()
+            except Exception as error:  # what a model's own code raises; the other checks say so where it should run
+                self.missing.append((f"no module was compared{way.words}", first_line(error)))
+                if not isinstance(error, RetrofitError):  # that would be a refusal
+                    self.raised[way.words] = first_line(error)
+                continue
+            yield way, {path: calls if way.on_cache else calls[:1] for path, calls in found.items() if calls}
+
+    def references_where(self, matter: Callable[[ModuleReference], bool]) -> References:
+        """Return the references that matter, and those of modules that run others on fewer tokens; nothing where none matters."""
+        if not any(map(matter, self.references.values())):
+            return {}
+        return {path: reference for path, reference in self.references.items() if matter(reference) or reference.inside is not None}
+
+    def plain(self, inputs: Inputs) -> Calls:
+        return record_sites(self.model, self.references, inputs)
+
+    def padded(self) -> Calls:
+        """Return the calls with padded sequences; for a module that is not shown the padding, those with no token masked."""
+        inputs = pad_both_sides(self.model, self.inputs)
+        masked, unmasked = (self.plain(given) for given in (inputs, without_mask(inputs)))
+        return {path: unmasked[path] if same_calls(calls, unmasked[path]) else calls for path, calls in masked.items()}
+
+    def on_cache(self, words: str, kind: str, lengths: tuple[int, ...]) -> Calls:
+        """Return the calls of a batch whose last tokens are decoded so many at a time; none where the model keeps no cache."""
+        whole = step_batch(self.model, self.inputs, kind).whole
+        name = output_ids_name(whole, self.logits)
+        if name is None:
+            return {}
+        total = whole[name].shape[1]
+        if total <= sum(lengths) + 1:
+            self.missing.append((f"no module was compared {words}", f"the inputs are {total} tokens long"))
+            return {}
+        cached = {path: reference for path, reference in self.references.items() if reference.cached}
+        recorder, cache, count = CallRecorder(self.model, cached, len(lengths) + 2), None, len(lengths) + 1
+        with recorder.recording() as calls:
+            for start, stop in itertools.pairwise((0, *itertools.accumulate((total - sum(lengths), *lengths)))):
+                recorder.inputs = chunk = {**section(whole, name, start, stop), "use_cache": True}
+                output = run(self.model, chunk, past_key_values=cache) if cache is not None else run(self.model, chunk)
+                cache = getattr(output, "past_key_values", None)
+                if cache is None:
+                    return {}
+        return {path: found for path, found in calls.items() if self.is_decoding(path, found, count, words)}
+
+    def is_decoding(self, path: str, calls: list[RecordedCall], count: int, words: str) -> bool:
+        """Return whether these are the calls of one sequence on one cache; one whose inputs do not grow (an encoder) has none.
+
+        Inside a strided layer there are fewer: a step without an anchor does not call it.
+        """
+        strided = any(reference.inside is not None and path.startswith(f"{outer}.") for outer, reference in self.references.items())
+        if (len(calls) == count or (strided and 0 < len(calls) < count)) and all(map(has_cache, calls)):
+            return True
+        shapes = [[tensor.shape for tensor in tensors_of((call.args, call.kwargs))[:1]] for call in (*calls[:1], *calls[-1:])]
+        if calls and shapes[0] != shapes[-1]:
+            is_shared = len(calls) > count
+            why = "several depths share it" if is_shared else "it receives no cache"
+            self.uncached |= set() if is_shared else {path}
+            self.missing.append((f"{path} was not compared {words}", why))
+        return False
+
+
+def shortest_of(inputs: Inputs) -> int:
+    """Return the length of the shortest side of the inputs; 0 where none has tokens."""
+    return min((value.shape[1] for value in inputs.values() if is_per_token(value)), default=0)
