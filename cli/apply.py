@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 TOKENS = 16_384  # that passes are fitted on: benchmarks/sparse_ffn_real.py --tokens shows what more or fewer are worth
 
 EXAMPLES = """\
-An option after --pass belongs to that pass. What passes there are and what options they have: retrofit passes [NAME]
+An option after --pass belongs to that pass. List passes and their options: retrofit passes [NAME]
 
   retrofit apply --pass altup --k 2 model.pt                 writes model.altup.pt
   retrofit apply --pass altup --k 2 --pass sum hf_dir/       writes hf_dir.altup.sum/
   retrofit apply --pass altup --k 2 model.gguf               writes model.altup/, with the tokenizer
-  retrofit apply --recipe passes.txt hf_dir/                 the passes in passes.txt, one a line: altup(k=2)
-  retrofit apply --stream --pass altup --k 2 hf_dir/         the same for a model larger than memory
+  retrofit apply --recipe passes.txt hf_dir/                 the passes in passes.txt, one per line
+  retrofit apply --stream --pass altup --k 2 hf_dir/         a model larger than memory
 """
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
-        "apply", help="rewrite a model with one pass or several", description="Rewrite a model.", epilog=EXAMPLES
+        "apply", help="rewrite a model with one or more passes", description="Rewrite a model.", epilog=EXAMPLES
     )
     add_pass_arguments(parser)
     add_model_arguments(parser)
-    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
-    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="output path (default: next to MODEL)")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing output")
     parser.add_argument(
         "--calibrate",
         metavar="FILE",
@@ -55,18 +55,18 @@ def add_parser(subparsers: Subparsers) -> None:
         action="append",
         help="calibration text for approximate passes (repeatable)",
     )
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer for --calibrate lies, if not in MODEL")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory for --calibrate (default: MODEL)")
     parser.add_argument(
-        "--tokens", metavar="N", type=int, help=f"tokens of the text that are fitted on, spread over it (default: {TOKENS})"
+        "--tokens", metavar="N", type=int, help=f"calibration tokens, sampled evenly from the text (default: {TOKENS})"
     )
     parser.add_argument(
-        "--stream", action="store_true", help="process the model out of core: for safetensors directories larger than memory"
+        "--stream", action="store_true", help="process the model out of core (safetensors directories larger than memory)"
     )
-    parser.add_argument("--dequantize", action="store_true", help="unpack the weights of a quantized model first")
+    parser.add_argument("--dequantize", action="store_true", help="dequantize a quantized model first")
     add_checks_argument(parser)
-    parser.add_argument("--dry-run", action="store_true", help="print what would be rewritten, and write nothing")
-    parser.add_argument("--no-verify", action="store_true", help="skip the checks of the rewritten model")
-    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="seed of whatever starts at random (default: 0)")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
+    parser.add_argument("--no-verify", action="store_true", help="skip all checks")
+    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="random seed (default: 0)")
     parser.set_defaults(run=run, json=False)
 
 
@@ -74,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Rewrite the model, save it, and print a table of what happened."""
     passes = named_passes(arguments)
     if not passes:
-        raise UsageError("no pass to apply", remedy="name one with --pass, or several in a file with --recipe; see retrofit passes")
+        raise UsageError("no pass to apply", remedy="add --pass NAME or --recipe FILE; retrofit passes lists them")
     from retrofit.passbase.running import require_consistent
 
     require_consistent(passes)
@@ -83,13 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
         require_calibration(arguments.calibrate, passes)
     elif arguments.tokenizer is not None or arguments.tokens is not None:
         option = "--tokens" if arguments.tokenizer is None else "--tokenizer"
-        raise UsageError(f"{option} without --calibrate", why="no text is read", remedy="leave it out, or name a text")
+        raise UsageError(f"{option} without --calibrate", why="no text is read", remedy="drop it, or add --calibrate FILE")
     if arguments.tokens is not None and arguments.tokens < 1:
-        raise UsageError(f"--tokens {arguments.tokens}", why="passes are fitted on at least one", remedy="give a number above zero")
+        raise UsageError(f"--tokens {arguments.tokens}", why="must be at least 1", remedy="use an integer ≥ 1")
     if arguments.checks != "all" and (arguments.no_verify or arguments.stream):
         other = "--no-verify" if arguments.no_verify else "--stream"
-        why = "nothing is checked" if arguments.no_verify else "a stream makes the checks that it can"
-        raise UsageError(f"--checks {arguments.checks} does not go with {other}", why=why, remedy="leave one of them out")
+        why = "nothing is checked" if arguments.no_verify else "--stream chooses its own checks"
+        raise UsageError(f"--checks {arguments.checks} cannot be combined with {other}", why=why, remedy="drop one of them")
     if arguments.dry_run:
         from retrofit.cli.inspect import print_plan
 
@@ -152,9 +152,9 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
     """Return the same, with one site of the model in memory at a time."""
     if arguments.config is not None or arguments.allow_pickle or arguments.dequantize:
         raise UsageError(
-            "--config, --allow-pickle and --dequantize do not go with --stream",
+            "--config, --allow-pickle and --dequantize cannot be combined with --stream",
             why=STREAMS,
-            remedy="leave them out",
+            remedy="drop them",
         )
     from retrofit.storage.directories import transformer_folder
     from retrofit.streaming.source_directory import model_without_weights, require_directory
@@ -185,10 +185,10 @@ def require_calibration(files: list[Path], passes: Recipe) -> None:
     """Raises `UsageError`, before any work, where a text is not there or no pass reads it."""
     if not any(one.calibrates for one in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
-        raise UsageError("--calibrate: none of the passes uses it", why=f"data is used by {fitted}", remedy="leave it out")
+        raise UsageError("--calibrate: none of the passes needs calibration", why=f"passes that do: {fitted}", remedy="drop it")
     for file in files:
         if not file.exists():
-            raise UsageError(f"--calibrate {file}: there is no such file or directory", remedy="check the path")
+            raise UsageError(f"--calibrate {file}: no such file or directory", remedy="check the path")
 
 
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[torch.Tensor, Any, str]:
@@ -226,7 +226,7 @@ def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
     rows.extend(("not verified", f"{check.name}: {check.why}") for check in checks if check.status != "passed")
     made = {check.name for check in checks}
     if made and (others := [name for name in CHECKS if name not in made]):
-        rows.append(("not verified", f"{', '.join(others)}: left out by --checks"))
+        rows.append(("not verified", f"{', '.join(others)}: not run (--checks)"))
     if applied.report is not None and applied.report.inputs:
         rows.append(("verified on", applied.report.coverage))
     if dropped := left_out(applied.model):
@@ -256,7 +256,7 @@ def advice(model: Path, output: Path, applied: Applied, verdict: Verdict | None)
 
 
 UNDO_EXAMPLES = """\
-  retrofit undo model.altup/                    writes model.altup.dense/, where that is the same function
+  retrofit undo model.altup/                    writes model.altup.dense/
   retrofit undo model.altup.pt -o dense.pt
 """
 
@@ -264,13 +264,13 @@ UNDO_EXAMPLES = """\
 def add_undo_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "undo",
-        help="take the passes off a model, where the dense model computes the same",
-        description="Write the dense model that computes what a retrofitted model does; refused where none does.",
+        help="recover the dense model, where it computes the same function",
+        description="Write the dense model of a retrofitted one. Fails where the two compute different functions.",
         epilog=UNDO_EXAMPLES,
     )
     add_model_arguments(parser)
-    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="where the result goes (default: next to MODEL)")
-    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="output path (default: next to MODEL)")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing output")
     parser.set_defaults(run=run_undo)
 
 
@@ -306,9 +306,9 @@ def run_undo(arguments: argparse.Namespace) -> int:
 
 
 MERGE_EXAMPLES = """\
-ADAPTER is a directory that PEFT's save_pretrained wrote.
+ADAPTER is a directory written by PEFT's save_pretrained.
 
-  retrofit merge adapter/                       into the model that adapter_config.json names; writes adapter.merged/
+  retrofit merge adapter/                       into the base of adapter_config.json; writes adapter.merged/
   retrofit merge adapter/ --base model.altup/ -o model.altup.tuned/
 """
 
@@ -316,14 +316,14 @@ ADAPTER is a directory that PEFT's save_pretrained wrote.
 def add_merge_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "merge",
-        help="merge a LoRA adapter into the model that it was trained on",
-        description="Merge an adapter of PEFT into the model that it was trained on.",
+        help="merge a LoRA adapter into its base model",
+        description="Merge a PEFT adapter into its base model.",
         epilog=MERGE_EXAMPLES,
     )
-    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="the directory of the adapter")
-    parser.add_argument("--base", metavar="MODEL", type=Path, help=f"where the model that it was trained on is now: {MODEL}")
-    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="where the result goes (default: next to ADAPTER)")
-    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="adapter directory")
+    parser.add_argument("--base", metavar="MODEL", type=Path, help=f"base model, if moved: {MODEL}")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="output path (default: next to ADAPTER)")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing output")
     parser.set_defaults(run=run_merge)
 
 
@@ -364,7 +364,7 @@ def require_base(named: Any) -> Path:
     if named and isinstance(named, (str, Path)) and Path(named).exists():
         return Path(named)
     raise UsageError(
-        f"the model that the adapter was trained on is not at {named}" if named else "the adapter names no model",
+        f"the adapter's base model is not at {named}" if named else "the adapter names no base model",
         why="models are read from disk only, never downloaded",
-        remedy="name the directory where it is now with --base",
+        remedy="name its directory with --base",
     )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = """\
-TEXT is to be text that no model was trained on. The first MODEL is the dense one; all others are compared with it.
+TEXT should be text that no model was trained on. MODEL is the dense model.
 
   retrofit compare model/ model.sparse-ffn/ model.sparse-ffn.trained/ --data held_out.txt
   retrofit compare model/ model.sparse-ffn/ --data held_out.txt --picture compared.png
@@ -33,22 +33,24 @@ TEXT is to be text that no model was trained on. The first MODEL is the dense on
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "compare",
-        help="compare models with their dense original: predictions, size, speed",
-        description="Compare models with their dense original.",
+        help="compare loss, size and speed with the dense model",
+        description="Compare rewritten models with their dense model on held-out text.",
         epilog=EXAMPLES,
     )
     add_model_arguments(parser)
-    parser.add_argument("others", metavar="OTHER", type=Path, nargs="+", help="models rewritten from it")
+    parser.add_argument("others", metavar="OTHER", type=Path, nargs="+", help="models rewritten from MODEL")
     parser.add_argument("--data", metavar="TEXT", type=Path, nargs="+", action="extend", required=True, help="text files")
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
-    parser.add_argument("--length", metavar="N", type=int, default=256, help="tokens a window (default: 256)")
-    parser.add_argument("--windows", metavar="N", type=int, default=32, help="windows at most, spread over the text (default: 32)")
-    parser.add_argument("--lm-eval", metavar="TASK", nargs="+", default=(), help="also try these tasks of lm-evaluation-harness")
-    parser.add_argument("--lm-eval-tasks", metavar="DIR", type=Path, help="a folder with descriptions of tasks")
-    parser.add_argument("--lm-eval-limit", metavar="N", type=int, help="examples of a task at most")
-    parser.add_argument("--picture", metavar="FILE", type=Path, help="also draw loss against speed, as a PNG")
-    parser.add_argument("--force", action="store_true", help="replace a picture that exists")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
+    parser.add_argument("--length", metavar="N", type=int, default=256, help="tokens per window (default: 256)")
+    parser.add_argument(
+        "--windows", metavar="N", type=int, default=32, help="maximum windows, sampled evenly from the text (default: 32)"
+    )
+    parser.add_argument("--lm-eval", metavar="TASK", nargs="+", default=(), help="also run these tasks of lm-evaluation-harness")
+    parser.add_argument("--lm-eval-tasks", metavar="DIR", type=Path, help="directory of task descriptions")
+    parser.add_argument("--lm-eval-limit", metavar="N", type=int, help="maximum examples per task")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="also plot loss against speed (PNG)")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing picture")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     for path in paths:
         require_path(path)
         if paths.count(path) > 1:
-            raise UsageError(f"{path} is given twice", why="each model has one column", remedy="give it once")
+            raise UsageError(f"{path} is given twice", why="each model has one column", remedy="name it once")
     if not arguments.lm_eval and (arguments.lm_eval_tasks is not None or arguments.lm_eval_limit is not None):
         raise UsageError("--lm-eval-tasks and --lm-eval-limit without --lm-eval", remedy="name the tasks with --lm-eval TASK")
     if arguments.picture is not None:
@@ -140,7 +142,7 @@ def timing(seconds: float, first: float) -> str:
 
 
 GENERATE_EXAMPLES = """\
-Text is read through the tokenizer in MODEL or --tokenizer, else as bytes. The likeliest token is taken, or one is drawn.
+Text is tokenized with the tokenizer of MODEL or --tokenizer, else as bytes.
 
   retrofit generate model.altup/ "The sea is"
   retrofit generate model.gguf "The sea is" --tokens 50 --temperature 0.8
@@ -152,29 +154,27 @@ Text is read through the tokenizer in MODEL or --tokenizer, else as bytes. The l
 def add_generate_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "generate",
-        help="let a model go on from a text",
-        description="Print how a model goes on from a text.",
+        help="generate text",
+        description="Generate text with a model.",
         epilog=GENERATE_EXAMPLES,
     )
     add_model_arguments(parser)
-    parser.add_argument("text", metavar="TEXT", help="what it goes on from; what an encoder reads")
-    parser.add_argument("--tokens", metavar="N", type=int, default=32, help="tokens at most (default: 32)")
-    parser.add_argument(
-        "--temperature", metavar="X", type=float, default=0.0, help="draw tokens at this temperature (default: 0, the likeliest)"
-    )
-    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="seed of the draws (default: 0)")
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
+    parser.add_argument("text", metavar="TEXT", help="prompt; for an encoder-decoder, the input of the encoder")
+    parser.add_argument("--tokens", metavar="N", type=int, default=32, help="maximum new tokens (default: 32)")
+    parser.add_argument("--temperature", metavar="X", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
+    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="random seed (default: 0)")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
     parser.set_defaults(run=run_generate)
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Print the text with its continuation, and below it how it was generated."""
     if arguments.tokens < 1:
-        raise UsageError(f"--tokens {arguments.tokens} is below 1", remedy="give at least 1")
+        raise UsageError(f"--tokens {arguments.tokens}: must be at least 1", remedy="use an integer ≥ 1")
     if not 0 <= arguments.temperature < math.inf:
-        raise UsageError(f"--temperature {arguments.temperature:g} is no temperature", remedy="give 0 or more")
+        raise UsageError(f"--temperature {arguments.temperature:g}: must be finite and ≥ 0", remedy="use a number ≥ 0")
     if not arguments.text:
-        raise UsageError("TEXT is empty", remedy="give a text to go on from")
+        raise UsageError("TEXT is empty", remedy="give a prompt")
     path = arguments.model
     if path.suffix != ".onnx" or not path.with_name(f"decoder_{path.name}").is_file():  # the files of an encoder-decoder
         require_path(path)

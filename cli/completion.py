@@ -202,8 +202,8 @@ def add_parser(subparsers: Subparsers, whole: Parser) -> None:
     """`whole` is the parser of the command line, to which the subparsers belong."""
     parser = subparsers.add_parser(
         "completion",
-        help="print a shell's script that completes this command line",
-        description="Print the script by which a shell completes this command line, passes and their options among it.",
+        help="print a shell completion script",
+        description="Print a completion script for commands, passes and their options.",
         epilog=EXAMPLES,
     )
     parser.gather = lambda given, own: take_line(given)

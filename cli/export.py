@@ -17,8 +17,8 @@ from retrofit.passbase.report_text import listed
 EXAMPLES = """\
   retrofit export model.pt                      writes model.onnx
   retrofit export t5_dir/ -o t5.onnx            writes encoder_t5.onnx, decoder_t5.onnx, decoder_with_past_t5.onnx
-  retrofit export model.pt --weights int8       a quarter of the size, faster where reading weights takes the time
-  retrofit export model.shared-moe/ --native    writes model.shared-moe.native/: a Mixtral, say, without any recipe
+  retrofit export model.pt --weights int8       a quarter of the size; faster where memory bandwidth limits
+  retrofit export model.shared-moe/ --native    writes model.shared-moe.native/, a Mixtral for example
 """
 CHOSEN = "the nearest"  # of `--native` without an architecture
 
@@ -26,33 +26,33 @@ CHOSEN = "the nearest"  # of `--native` without an architecture
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "export",
-        help="write a model as ONNX, or as an architecture of transformers",
-        description="Write a model as ONNX files; with --native as an architecture of transformers that computes the same.",
+        help="export to ONNX, or to a transformers architecture",
+        description="Export a model to ONNX, or with --native to a transformers architecture that computes the same function.",
         epilog=EXAMPLES,
     )
     add_model_arguments(parser)
     parser.add_argument(
-        "-o", "--output", metavar="OUT", type=Path, help="a .onnx file; for --native a directory (default: next to MODEL)"
+        "-o", "--output", metavar="OUT", type=Path, help="a .onnx file, or with --native a directory (default: next to MODEL)"
     )
-    parser.add_argument("--force", action="store_true", help="replace files that exist")
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
     parser.add_argument(
         "--cache",
         choices=("auto", "past", "none"),
         default="auto",
-        help="whether a decoder takes and returns its keys and values (default: auto, where the model has them)",
+        help="key-value cache as inputs and outputs of a decoder (default: auto, if the model has one)",
     )
-    parser.add_argument("--no-fuse", action="store_true", help="plain ONNX operators only, none of ONNX Runtime's own")
+    parser.add_argument("--no-fuse", action="store_true", help="standard ONNX operators only, no fused ones of ONNX Runtime")
     parser.add_argument(
         "--weights",
         choices=("int8", "int4"),
-        help="pack the weight matrices in so many bits (default: as they are in the model)",
+        help="quantize the weight matrices (default: no)",
     )
     parser.add_argument(
         "--native",
         metavar="ARCHITECTURE",
         nargs="?",
         const=CHOSEN,
-        help="no ONNX: a directory of an architecture with mixtures (mixtral, qwen2_moe, …; default: the nearest that fits)",
+        help="write a mixture-of-experts architecture of transformers (mixtral, qwen2_moe, …; default: the best fit)",
     )
     parser.set_defaults(run=run)
 
@@ -104,11 +104,13 @@ def run_native(arguments: argparse.Namespace, model: Path) -> int:
     """Write the model as an architecture of transformers, and print a report of it."""
     if arguments.cache != "auto" or arguments.no_fuse or arguments.weights is not None:
         raise UsageError(
-            "--cache, --no-fuse and --weights do not go with --native", why="they are about ONNX files", remedy="leave them out"
+            "--cache, --no-fuse and --weights cannot be combined with --native", why="they apply to ONNX files", remedy="drop them"
         )
     output = check_model_output(arguments.output or beside(model, "native"), arguments.force)
     if is_file_name(output):
-        raise UsageError(f"{output} cannot hold a native form", why="that is a directory", remedy="name a directory with -o")
+        raise UsageError(
+            f"{output} cannot hold a native form", why="it is written as a directory", remedy="name a directory with -o"
+        )
 
     from retrofit.native.native_form import native_form
     from retrofit.storage.checkpoint import load
@@ -135,18 +137,18 @@ def run_native(arguments: argparse.Namespace, model: Path) -> int:
 
 
 CONVERT_EXAMPLES = """\
-  retrofit convert model.gguf -o model/         config, weights as floating-point numbers, tokenizer
-  retrofit convert quantized/ -o model/         the same of a directory that a quantizer packed
+  retrofit convert model.gguf -o model/         config, dequantized weights, tokenizer
+  retrofit convert quantized/ -o model/         dequantizes a quantized directory
   retrofit convert model.pt -o model/
-  retrofit convert model.onnx -o model.pt2      a graph, which trains; a directory cannot hold one
+  retrofit convert model.onnx -o model.pt2      a trainable graph
 """
 
 
 def add_convert_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "convert",
-        help="write a model in another form: a GGUF file as a directory",
-        description="Write a model as a Hugging Face directory, or in the form that OUT names, its weights unpacked.",
+        help="convert between model formats",
+        description="Convert a model to a Hugging Face directory, or to the format that OUT names, with dequantized weights.",
         epilog=CONVERT_EXAMPLES,
     )
     add_model_arguments(parser)
@@ -157,7 +159,7 @@ def add_convert_parser(subparsers: Subparsers) -> None:
         type=Path,
         help="a directory, a .pt, .pt2 or .onnx file (default: next to MODEL)",
     )
-    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing output")
     parser.set_defaults(run=run_convert)
 
 
@@ -168,7 +170,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     output = arguments.output or (default_output(source, ["converted"]) if graph else beside(source, "converted"))
     check_model_output(output, arguments.force, source)
     if output.exists() and output.resolve() == source.resolve():
-        raise UsageError(f"{output} is MODEL itself", why="it would be replaced while it is read", remedy="name another -o")
+        raise UsageError(f"{output} is MODEL itself", why="it would be overwritten while it is read", remedy="choose another -o")
 
     import torch
 
@@ -215,13 +217,13 @@ WAYS = {
 def add_bundle_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "bundle",
-        help="write a retrofitted model with its own code, for where retrofit is not installed",
-        description="Write a retrofitted model with its own modelling code, which needs torch and transformers alone.",
+        help="write a retrofitted model with its own code, to load without retrofit",
+        description="Write a retrofitted model with its own modelling code. Loading it needs torch and transformers only.",
         epilog=BUNDLE_EXAMPLES,
     )
-    parser.add_argument("model", metavar="DIR", type=Path, help="the directory of a retrofitted transformers model")
-    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="where the bundle goes (default: next to DIR)")
-    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.add_argument("model", metavar="DIR", type=Path, help="directory of a retrofitted transformers model")
+    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="output path (default: next to DIR)")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing output")
     parser.set_defaults(run=run_bundle)
 
 
@@ -230,8 +232,8 @@ def run_bundle(arguments: argparse.Namespace) -> int:
     model = require_path(arguments.model)
     if not model.is_dir():
         raise UsageError(
-            f"{model} is no directory",
-            why="a bundle is made of the Hugging Face directory of a retrofitted transformers model",
+            f"{model} is not a directory",
+            why="a bundle is made from the directory of a retrofitted transformers model",
             remedy=WAYS.get(model.suffix, "from Python: retrofit.bundle(retrofit.load(path), directory)"),
         )
     output = check_model_output(arguments.output or default_output(model, ["bundle"]), arguments.force)

@@ -72,9 +72,7 @@ def as_retrofit_error(error: BaseException) -> RetrofitError:
         )
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
         return RetrofitError("out of memory", why=first_line(error), remedy="use a machine with more memory, or a smaller model")
-    return RetrofitError(
-        f"{type(error).__name__}: {error}", why="this failure was not foreseen", remedy="--debug shows where it happened"
-    )
+    return RetrofitError(f"{type(error).__name__}: {error}", why="unexpected error", remedy="--debug shows where it happened")
 
 
 def exit_code(error: BaseException) -> int:
@@ -172,7 +170,7 @@ def refuse_several(command: str) -> None:
     """Raises `UsageError` where several processes run a command that works in one."""
     if started() > 1:
         raise UsageError(
-            f"retrofit {command} runs in one process, and {started()} were started",
+            f"retrofit {command} runs in one process; {started()} were started",
             why="each would write the same result",
             remedy="run it without torchrun or accelerate launch; retrofit train runs in several",
         )

@@ -24,26 +24,26 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = """\
-An option after --pass belongs to that pass. A plan does nothing to the model; the exit code is 2 where a pass fits nowhere.
+An option after --pass belongs to that pass. The model is not changed. Exit code 2: a pass finds no site.
 
-  retrofit inspect model.pt                                  its stacks, layers, attentions, feed-forwards, head
-  retrofit inspect model.pt --pass altup --k 2               what that pass would rewrite, leave alone and cost
+  retrofit inspect model.pt                                  stacks, layers, attentions, feed-forwards, head
+  retrofit inspect model.pt --pass altup --k 2               what the pass would rewrite, skip and cost
 """
 
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "inspect",
-        help="show the anatomy of a model, or what a pass would do to it",
-        description="Show the anatomy of a model, or with --pass what passes would do to it.",
+        help="show a model's anatomy, or the plan of a pass",
+        description="Show a model's anatomy, or with --pass what the passes would rewrite.",
         epilog=EXAMPLES,
     )
     add_pass_arguments(parser)
     add_model_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print the anatomy, or the plan, as JSON")
-    parser.add_argument("--stream", action="store_true", help="without the weights of a directory: for models larger than memory")
-    parser.add_argument("--svg", metavar="FILE", type=Path, help="draw the anatomy into FILE")
-    parser.add_argument("--force", action="store_true", help="replace a drawing that exists")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--stream", action="store_true", help="do not load weights (models larger than memory)")
+    parser.add_argument("--svg", metavar="FILE", type=Path, help="draw the anatomy to FILE")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing drawing")
     parser.set_defaults(run=run)
 
 
@@ -53,11 +53,11 @@ def run(arguments: argparse.Namespace) -> int:
     if passes and arguments.svg is not None:
         raise UsageError(
             "--svg with --pass or --recipe",
-            why="a drawing shows a model as it is, a plan what it would become",
-            remedy="leave out the passes to draw the model, or apply them and draw the result",
+            why="--svg draws the model as it is",
+            remedy="drop the passes, or apply them first and draw the result",
         )
     if arguments.force and arguments.svg is None:
-        raise UsageError("--force has no effect without --svg", why="nothing is written", remedy="leave it out, or name a drawing")
+        raise UsageError("--force has no effect without --svg", why="nothing is written", remedy="drop it, or add --svg FILE")
     require_path(arguments.model)
     return print_plan(arguments, passes) if passes else print_anatomy(arguments)
 
@@ -96,7 +96,7 @@ def read_model(arguments: argparse.Namespace) -> nn.Module:
 
     require_directory(arguments.model)
     if arguments.config is not None or arguments.allow_pickle:
-        raise UsageError("--config and --allow-pickle do not go with --stream", why=STREAMS, remedy="leave them out")
+        raise UsageError("--config and --allow-pickle cannot be combined with --stream", why=STREAMS, remedy="drop them")
     model: nn.Module = model_without_weights(arguments.model)
     return model
 
@@ -123,16 +123,16 @@ def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
 
 
 PASSES_EXAMPLES = """\
-  retrofit passes                               all that are installed
-  retrofit passes sparse-ffn                    what it does, the paper, its options
+  retrofit passes                               all installed passes
+  retrofit passes sparse-ffn                    description, paper, options
 """
 
 
 def add_passes_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
-        "passes", help="list the passes, or the options of one", description="List the passes.", epilog=PASSES_EXAMPLES
+        "passes", help="list the passes, or one pass's options", description="List the passes.", epilog=PASSES_EXAMPLES
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", help="a pass: show its options, their ranges and defaults")
+    parser.add_argument("name", metavar="NAME", nargs="?", help="show this pass's options, ranges and defaults")
     parser.set_defaults(run=list_passes)
 
 

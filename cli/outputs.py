@@ -42,7 +42,7 @@ def with_a_name(model: Path) -> Path:
 def check_output(output: Path, force: bool, suffix: str = "") -> Path:
     """`output`, where a file may be written there; raises an error before any work where it may not, or has another suffix."""
     if suffix and output.suffix.lower() != suffix:
-        raise UsageError(f"{output} is no name of a file in {suffix[1:].upper()}", remedy=f"call it {output.name}{suffix}")
+        raise UsageError(f"{output} is not a {suffix} file", remedy=f"call it {output.name}{suffix}")
     final_name(output, force=force, directory=False)
     return output
 
@@ -52,8 +52,8 @@ def check_model_output(output: Path, force: bool, source: Path | None = None) ->
     require_writable_kind(output)
     if source is not None and source.suffix in GRAPHS and output.suffix not in GRAPHS:
         raise UsageError(
-            f"{output} cannot hold what becomes of {source}",
-            why="it is a graph, which no class could build again",
+            f"{output} cannot hold the result of {source}",
+            why="it is a graph; no model class could rebuild it",
             remedy=f"name a {' or '.join(GRAPHS)} file with -o",
         )
     final_name(output, force=force, directory=not is_file_name(output))

@@ -13,7 +13,7 @@ from retrofit.errors import CheckpointError
 
 MODEL = "a .pt checkpoint, a Hugging Face or sentence-transformers directory, a .gguf, .pt2 or .onnx file"
 
-STREAMS = "a stream reads a directory of safetensors, which says itself how it is built"
+STREAMS = "--stream reads a safetensors directory with its own config"
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[Parser]"
 
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kwargs)
-        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show the traceback of an error")
+        self.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         gathered: dict[str, Any] = {}
@@ -48,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         """Return an unknown argument is an error that says which was probably meant, or what was read in its place."""
         if argument.startswith("-"):
             name = argument.partition("=")[0]
-            raise UsageError(f"there is no option {name}", remedy=suggest(name, self._option_string_actions, self.see()))
+            raise UsageError(f"unknown option {name}", remedy=suggest(name, self._option_string_actions, self.see()))
         taken = ", ".join(
             f"{action.metavar} is {getattr(parsed, action.dest)}"
             for action in self._actions
@@ -60,7 +60,7 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             what = action.option_strings[0] if action.option_strings else action.metavar or action.dest
             raise UsageError(
-                f"{what}: there is no {value!r}",
+                f"{what}: unknown value {value!r}",
                 remedy=suggest(str(value), map(str, action.choices), f"choose one of {', '.join(map(str, action.choices))}"),
             )
 
@@ -68,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         if "MODEL" not in message:
             raise UsageError(message, remedy=self.see())
         greedy = " and ".join(one for one, action in self._option_string_actions.items() if action.nargs in ("+", "?"))
-        order = f", before {greedy}, which would take it for a value" if greedy else ""
+        order = f"; put it before options that accept several values ({greedy})" if greedy else ""
         raise UsageError(message, remedy=f"MODEL is {MODEL}{order}; {self.see()}")
 
     def see(self) -> str:
@@ -84,9 +84,9 @@ def suggest(word: str, known: Iterable[str], otherwise: str) -> str:
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and the options for loading it to the parser."""
     parser.add_argument("model", metavar="MODEL", type=Path, help=MODEL)
-    parser.add_argument("--config", metavar="DIR", type=config_place, help="where the config of a bare state dict is")
+    parser.add_argument("--config", metavar="DIR", type=config_place, help="directory of the config, for a bare state dict")
     parser.add_argument(
-        "--allow-pickle", action="store_true", help="load a pickled module, which can run any code: only from those you trust"
+        "--allow-pickle", action="store_true", help="unpickle MODEL, which can run any code: only for files you trust"
     )
 
 
@@ -96,7 +96,7 @@ def add_checks_argument(parser: argparse.ArgumentParser) -> None:
         "--checks",
         choices=("all", "quick"),
         default="all",
-        help="quick: only graph, function and round trip, in half the time (default: all)",
+        help="checks to run; quick: graph, function and round trip, in half the time (default: all)",
     )
 
 
@@ -104,7 +104,7 @@ def config_place(text: str) -> Path:
     """Return the directory of a config, or the file where it has another name than config.json."""
     path = Path(text)
     if not path.exists():
-        raise UsageError(f"--config {text}: there is no such file or directory", remedy="name the directory of a config.json")
+        raise UsageError(f"--config {text}: no such file or directory", remedy="name the directory of a config.json")
     return path.parent if path.name == "config.json" else path
 
 
@@ -130,7 +130,7 @@ def require_path(path: Path) -> Path:
     """`path`, where something is there; raises `CheckpointError` where nothing is."""
     if not path.exists():
         raise CheckpointError(
-            f"{path}: there is no such file or directory",
+            f"{path}: no such file or directory",
             why="models are read from disk only, never downloaded",
             remedy=f"check the path: MODEL is {MODEL}",
             code="missing",

@@ -86,10 +86,10 @@ def refuse(option: str, own: Collection[str], passes: Requested, declared: Decla
     """Raise `UsageError` for an option that neither the pass nor the command has, with the one that was probably meant."""
     if not passes:
         near = suggest(option, own, "an option of a pass follows the --pass it belongs to")
-        raise UsageError(f"there is no option {option}", remedy=near)
+        raise UsageError(f"unknown option {option}", remedy=near)
     if isinstance(passes[-1], Path):
         near = suggest(option, own, f"options of its passes are in the file {passes[-1]}")
-        raise UsageError(f"there is no option {option} of a recipe", remedy=near)
+        raise UsageError(f"unknown option {option} after --recipe", remedy=near)
     name = passes[-1][0]
     if others := [other for other in pass_names() if field_name(option) in declared(other)]:
         remedy = f"it belongs to {' and '.join(others)}: write it after --pass {others[0]}"
@@ -107,7 +107,7 @@ def find_pass(name: str) -> type[Pass]:
     """Return the class of the installed pass `name`; an unknown name is a `UsageError` that says which was probably meant."""
     names = pass_names()
     if name not in names:
-        raise UsageError(f"there is no pass called {name!r}", remedy=suggest(name, names, f"choose one of {', '.join(names)}"))
+        raise UsageError(f"unknown pass {name!r}", remedy=suggest(name, names, f"choose one of {', '.join(names)}"))
     return load_pass(name)
 
 
@@ -128,8 +128,10 @@ def gather_passes(arguments: list[str], own: Sequence[str]) -> tuple[list[str], 
 def add_pass_arguments(parser: Parser) -> None:
     """Add --pass, with the options that follow it, and --recipe to the parser."""
     parser.gather = gather_passes
-    parser.add_argument("--pass", metavar="NAME", help="a pass, its options after it or as altup(k=2); several run in order")
-    parser.add_argument("--recipe", metavar="FILE", help="passes with their options, in a file: one altup(k=2) a line")
+    parser.add_argument(
+        "--pass", metavar="NAME", help="pass to apply, followed by its options, or as altup(k=2) (repeatable, in order)"
+    )
+    parser.add_argument("--recipe", metavar="FILE", help="file of passes, one per line: altup(k=2)")
 
 
 def named_passes(arguments: argparse.Namespace) -> Recipe:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 EXAMPLES = """\
 A target is "decode 1.5x" (or prefill: times the dense model's speed), "memory 0.7x" (or train: times what the dense model takes),
 "loss +0.05" (nats a token), or several at once, "decode 1.3x, memory 0.9x". Without --pass all passes that propose settings are
-tried; a pass without options stands for the settings that it proposes. An interrupted command, given again, goes on.
+tried; a pass without options stands for the settings that it proposes. An interrupted command
+continues when it is run again.
 
   retrofit plan model/ --calibrate text.txt --target "decode 1.5x"                  writes model.plan.json and model.plan.png
   retrofit plan model/ --calibrate text.txt --target "loss +0.05" --pass sparse-ffn
@@ -38,29 +39,27 @@ tried; a pass without options stands for the settings that it proposes. An inter
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "plan",
-        help="choose passes, their settings and layers for a target, by measuring",
-        description="Choose passes, their settings and layers for what a model is to reach.",
+        help="search for passes, settings and layers that meet a target",
+        description="Measure candidates on this machine and choose passes, settings and layers that meet a target.",
         epilog=EXAMPLES,
     )
     parser.gather = gather_passes
-    parser.add_argument(
-        "--pass", metavar="NAME", help="a candidate, its options after it or as altup(k=2); may be given several times"
-    )
+    parser.add_argument("--pass", metavar="NAME", help="candidate pass, followed by its options, or as altup(k=2) (repeatable)")
     add_model_arguments(parser)
     parser.add_argument("--calibrate", metavar="TEXT", type=Path, nargs="+", action="extend", required=True, help="text files")
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
     parser.add_argument(
-        "--target", metavar="TARGET", action="append", required=True, help="what is to be reached; several: a plan each"
+        "--target", metavar="TARGET", action="append", required=True, help="target, see below (repeatable: one plan each)"
     )
-    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="the recipe file (default: next to MODEL)")
-    parser.add_argument("--force", action="store_true", help="replace outputs that exist, and measurements of something else")
-    parser.add_argument("--tokens", metavar="N", type=int, help="tokens that passes are fitted on (default: 16384, or 8192)")
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="recipe file (default: next to MODEL)")
+    parser.add_argument("--force", action="store_true", help="overwrite existing outputs and measurements of another model or text")
+    parser.add_argument("--tokens", metavar="N", type=int, help="calibration tokens (default: 16384; 8192 from 20M parameters on)")
     parser.add_argument(
-        "--minutes", metavar="M", type=float, help="the plan is the best that is known after so many (default: all are tried)"
+        "--minutes", metavar="M", type=float, help="time limit; the best plan found by then is written (default: none)"
     )
-    parser.add_argument("--no-measure", action="store_true", help="do not rewrite the model by the recipe and measure it")
-    parser.add_argument("--json", action="store_true", help="print the plans as JSON")
-    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="seed of whatever starts at random (default: 0)")
+    parser.add_argument("--no-measure", action="store_true", help="do not apply and measure the chosen recipe")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="random seed (default: 0)")
     parser.set_defaults(run=run)
 
 
@@ -72,20 +71,18 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     for text in arguments.calibrate:
         if not text.exists():
-            raise UsageError(f"--calibrate {text}: there is no such file or directory", remedy="check the path")
+            raise UsageError(f"--calibrate {text}: no such file or directory", remedy="check the path")
     if arguments.minutes is not None and not arguments.minutes > 0:
-        raise UsageError(
-            f"--minutes {arguments.minutes:g}", why="no time is left to try anything", remedy="give a number above zero"
-        )
+        raise UsageError(f"--minutes {arguments.minutes:g}", why="must be positive", remedy="use a number > 0")
     if arguments.tokens is not None and arguments.tokens < 1:
-        raise UsageError(f"--tokens {arguments.tokens}", why="passes are fitted on at least one", remedy="give a number above zero")
+        raise UsageError(f"--tokens {arguments.tokens}", why="must be at least 1", remedy="use an integer ≥ 1")
     targets = parse_targets(arguments.target)
     candidates = named_candidates(arguments)
     output: Path = arguments.output or beside(arguments.model, "plan.json")
     files = output_files(output, targets)
     picture = output.with_suffix(".png")
     if output.suffix in (".png", ".measured"):
-        raise UsageError(f"-o {output}", why="that is the name of what is written beside the recipe", remedy="name a .json file")
+        raise UsageError(f"-o {output}", why="that name is taken by another output", remedy="name a .json file")
     for file in (*files, picture):
         check_output(file, arguments.force)
     folder = output.with_suffix(".measured")
@@ -121,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
             read = reading(text_codec(model, tokenizer), calibration_windows(model, texts, tokenizer))
     except KeyboardInterrupt as interruption:
-        print(printable(f"retrofit: interrupted: the same command goes on from what is in {folder}"), file=sys.stderr)
+        print(printable(f"retrofit: interrupted: run the same command again to continue from {folder}"), file=sys.stderr)
         return exit_code(interruption)
     written = dict(zip(targets, files, strict=True))
     for one in found.planned:
@@ -147,7 +144,7 @@ def named_candidates(arguments: argparse.Namespace) -> list[AnyPass | str] | Non
     found: list[AnyPass | str] = []
     for one in arguments.passes:
         if not isinstance(one, tuple):
-            raise UsageError("--recipe with plan", why="a plan writes a recipe", remedy="name candidates with --pass")
+            raise UsageError("plan takes no --recipe", why="it writes one", remedy="name candidates with --pass")
         name, options = one
         found.append(make_pass(name, options) if options else name)
     return found or None

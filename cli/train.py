@@ -18,9 +18,9 @@ from retrofit.errors import TrainingError
 from retrofit.training.settings import Settings, flag
 
 EXAMPLES = """\
-The objective is the model's own: span corruption where it has an encoder and a decoder, the next token where its outputs never
-depend on later tokens, masked tokens otherwise. A sentence-transformers directory is trained as a whole, by telling texts apart.
-Text is read through the tokenizer in MODEL or --tokenizer; as bytes where a model has none and at most 1,024 ids.
+The objective follows from the model: span corruption for an encoder-decoder, next-token prediction for a causal model, masked
+tokens otherwise, a contrastive loss for a sentence-transformers directory. Text is tokenized with the tokenizer of MODEL or
+--tokenizer; as bytes if there is none and the model has at most 1,024 ids.
 
   retrofit train model.pt --data text.txt --steps 200        writes model.trained.pt, its curve and numbers in model.trained.run/
   retrofit train hf_dir/ --data docs/ --steps 1000 --bf16    writes hf_dir.trained/
@@ -33,7 +33,7 @@ Text is read through the tokenizer in MODEL or --tokenizer; as bytes where a mod
 def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
-        help="train a model on text, with its own objective",
+        help="continue pretraining on text",
         description="Continue a model's pretraining.",
         epilog=EXAMPLES,
     )
@@ -45,19 +45,19 @@ def add_parser(subparsers: Subparsers) -> None:
         nargs="+",
         action="extend",
         required=True,
-        help="text files, or directories of .txt, .py and .md",
+        help="text files, or directories with .txt, .py and .md files",
     )
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
     parser.add_argument(
         "--teacher",
         metavar="DENSE",
         type=Path,
-        help="the dense model that MODEL was made from, to learn from, or its predictions for TEXT, as retrofit teach writes them",
+        help="dense model to distil from, or its predictions written by retrofit teach",
     )
-    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="where the result goes (default: next to MODEL)")
-    parser.add_argument("--force", action="store_true", help="replace an output that exists, and its run once this one is finished")
-    parser.add_argument("--float32", action="store_true", help="hold the weights in float32, whatever MODEL holds them in")
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint of the run that writes this output")
+    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="output path (default: next to MODEL)")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing output, and its run once this one is finished")
+    parser.add_argument("--float32", action="store_true", help="train and save float32 weights")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of this output")
     for field in dataclasses.fields(Settings):
         add_setting(parser, field)
     parser.set_defaults(run=run, several=True)
@@ -137,8 +137,8 @@ def refuse_what_needs_a_teacher(given: Mapping[str, Any]) -> None:
         if given.get(name):
             raise TrainingError(
                 f"--{name.replace('_', '-')} {given[name]} needs a teacher",
-                why="without one the model learns from its own loss alone",
-                remedy="name the dense model with --teacher, or leave the option out",
+                why="without one there is nothing to distil from",
+                remedy="add --teacher DENSE, or drop the option",
                 option=name,
             )
 
@@ -150,7 +150,7 @@ def refuse_what_has_no_effect(given: Mapping[str, Any]) -> None:
             value = given[name] if isinstance(given[name], str) else f"{given[name]:g}"
             zero = f"--{other.replace('_', '-')} 0"
             raise TrainingError(
-                f"--{name.replace('_', '-')} {value} has no effect with {zero}", remedy="leave one of them out", option=name
+                f"--{name.replace('_', '-')} {value} has no effect with {zero}", remedy="drop one of them", option=name
             )
 
 
@@ -188,7 +188,7 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     if theirs is not None and tokenizer is not None and theirs.get_vocab() != tokenizer.get_vocab():
         raise TrainingError(
             f"{arguments.teacher} has another tokenizer than {arguments.model}",
-            why="the same text would be other tokens",
+            why="they would tokenize the text differently",
             remedy="name the dense model that MODEL was made from",
             option="teacher",
         )
@@ -215,14 +215,14 @@ def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:
         return exit_code(interruption)
     folder = folder_of(output)
     checkpoint = last_checkpoint(folder) or last_checkpoint(folder / ALIGNMENT)
-    left = "nothing was written" if checkpoint is None else f"{checkpoint} is whole, the same command with --resume goes on from it"
+    left = "nothing was written" if checkpoint is None else f"{checkpoint} is complete; add --resume to continue from it"
     print(printable(f"retrofit: interrupted: {left}"), file=sys.stderr)
     return exit_code(interruption)
 
 
 TEACH_EXAMPLES = """\
-Kept of each token are the K most probable ids, their probabilities and the sum of the others. TEXT and --length are those of the
-runs that learn from them. An interrupted command, given again, goes on where it stopped.
+For each token the K most probable ids are kept, with their probabilities and the sum of the rest. Use the TEXT and --length of the
+training runs. An interrupted command continues where it stopped when it is run again.
 
   retrofit teach model/ --data text.txt -o logits/
   retrofit train model.sparse-ffn/ --teacher logits/ --data text.txt --steps 1000
@@ -232,22 +232,24 @@ runs that learn from them. An interrupted command, given again, goes on where it
 def add_teach_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "teach",
-        help="write a dense model's predictions for a text, for others to learn from",
-        description="Write a dense model's predictions for a text.",
+        help="cache a dense model's predictions for distillation",
+        description="Compute a dense model's predictions for a text once, for any number of training runs.",
         epilog=TEACH_EXAMPLES,
     )
     add_model_arguments(parser)
     parser.add_argument("--data", metavar="TEXT", type=Path, nargs="+", action="extend", required=True, help="text files")
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="where the tokenizer lies, if not in MODEL")
-    parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="where they go (default: next to MODEL)")
-    parser.add_argument("--force", action="store_true", help="replace predictions of something else that are there")
-    parser.add_argument("--length", metavar="N", type=int, default=256, help="tokens a window (default: 256)")
-    parser.add_argument("--top", metavar="K", type=int, default=64, help="most probable ids kept of each token (default: 64)")
-    parser.add_argument("--temperature", metavar="T", type=float, default=1.0, help="that of the runs (default: 1)")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="what is hidden in the windows (default: 0)")
-    parser.add_argument("--batch-size", metavar="N", type=int, default=8, help="windows computed at a time (default: 8)")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="output directory (default: next to MODEL)")
+    parser.add_argument("--force", action="store_true", help="overwrite predictions of another model or text")
+    parser.add_argument("--length", metavar="N", type=int, default=256, help="tokens per window (default: 256)")
+    parser.add_argument("--top", metavar="K", type=int, default=64, help="ids kept per token, most probable first (default: 64)")
+    parser.add_argument(
+        "--temperature", metavar="T", type=float, default=1.0, help="distillation temperature of the training runs (default: 1)"
+    )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="random seed of masked tokens (default: 0)")
+    parser.add_argument("--batch-size", metavar="N", type=int, default=8, help="windows per forward (default: 8)")
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="device (default: auto)")
     parser.set_defaults(run=run_teach)
 
 
@@ -281,7 +283,7 @@ def run_teach(arguments: argparse.Namespace) -> int:
                 progress=progress,
             )
     except KeyboardInterrupt as interruption:
-        print(printable(f"retrofit: interrupted: the same command goes on from what is in {output}"), file=sys.stderr)
+        print(printable(f"retrofit: interrupted: run the same command again to continue from {output}"), file=sys.stderr)
         return exit_code(interruption)
     facts, read = kept.facts, text_codec(model, tokenizer).name
     print_table(

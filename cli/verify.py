@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 EXAMPLES = """\
-Exit code 0: every check held; 1: one failed.
+Exit code 0: all checks passed; 1: one failed.
 
-  retrofit verify model.altup/                               is it what its passes promise?
-  retrofit verify model.altup/ --against model/              the two functions compared, too
-  retrofit verify model.onnx --against model/                an export, against what it was exported from
+  retrofit verify model.altup/                               check it against its own recipe
+  retrofit verify model.altup/ --against model/              and against the dense model
+  retrofit verify model.onnx --against model/                an ONNX file against the model it was exported from
 """
 
 
@@ -41,12 +41,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "verify", help="check a retrofitted model", description="Check a retrofitted model.", epilog=EXAMPLES
     )
     add_model_arguments(parser)
-    parser.add_argument("--against", metavar="DENSE", type=Path, help="the model it was rewritten from: compare the two functions")
+    parser.add_argument("--against", metavar="DENSE", type=Path, help="also compare with the dense model")
     add_checks_argument(parser)
-    parser.add_argument("--onnx", action="store_true", help="also export to ONNX and compare; takes longer than all other checks")
-    parser.add_argument(
-        "--stream", action="store_true", help="with a part of both models in memory at a time, by the checks that can"
-    )
+    parser.add_argument("--onnx", action="store_true", help="also export to ONNX and compare (slow)")
+    parser.add_argument("--stream", action="store_true", help="process both models out of core, with the checks that allow it")
     parser.set_defaults(run=run)
 
 
@@ -59,17 +57,15 @@ def run(arguments: argparse.Namespace) -> int:
     is_onnx = arguments.model.suffix == ".onnx"
     if is_onnx and arguments.against is None:
         raise UsageError(
-            "an ONNX file is verified against a model", why="it makes no promises itself", remedy="name the model with --against"
+            "an ONNX file needs --against", why="it is compared with the model it was exported from", remedy="add --against MODEL"
         )
 
     if is_onnx and arguments.onnx:
-        raise UsageError("--onnx with an ONNX file", why="it is the export that is checked", remedy="leave --onnx out")
+        raise UsageError("--onnx with an ONNX file", why="it is an export already", remedy="drop --onnx")
 
     if arguments.checks != "all" and (is_onnx or arguments.stream):
-        why = "an ONNX file has one check" if is_onnx else "a stream makes the checks that it can"
-        raise UsageError(
-            f"--checks {arguments.checks} with {'an ONNX file' if is_onnx else '--stream'}", why=why, remedy="leave it out"
-        )
+        why = "an ONNX file has one check" if is_onnx else "--stream chooses its own checks"
+        raise UsageError(f"--checks {arguments.checks} with {'an ONNX file' if is_onnx else '--stream'}", why=why, remedy="drop it")
 
     if arguments.stream:
         return report_on_stream(arguments)
@@ -101,9 +97,9 @@ def report_on_stream(arguments: argparse.Namespace) -> int:
     """Return the same, of directories that are larger than memory."""
     if arguments.onnx or arguments.config is not None or arguments.allow_pickle:
         raise UsageError(
-            "--onnx, --config and --allow-pickle do not go with --stream",
-            why="a stream reads directories of safetensors, and an export needs a whole model in memory",
-            remedy="leave them out",
+            "--onnx, --config and --allow-pickle cannot be combined with --stream",
+            why="--stream reads safetensors directories; an ONNX export needs the whole model in memory",
+            remedy="drop them",
         )
     from retrofit.streaming.streamed_apply import verify_directory
 
@@ -131,8 +127,8 @@ def check_rows(check: CheckResult) -> Iterator[tuple[str, ...]]:
 
 
 DIFF_EXAMPLES = """\
-  retrofit diff model/ model.altup/                         what the pass added, and what of the dense model moved
-  retrofit diff model.altup/ model.altup.trained/           which parameters training changed, and by how much
+  retrofit diff model/ model.altup/                         what the pass added and moved
+  retrofit diff model.altup/ model.altup.trained/           what training changed, and by how much
   retrofit diff model.altup/ other.altup/ --json
 """
 MOST = 12  # rows of one kind; --json has all
@@ -141,14 +137,14 @@ MOST = 12  # rows of one kind; --json has all
 def add_diff_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "diff",
-        help="which sites, parameters and recipes differ between two models",
-        description="Show what differs between two models.",
+        help="compare the sites, parameters and recipes of two models",
+        description="Show the differences between two models.",
         epilog=DIFF_EXAMPLES,
     )
     add_model_arguments(parser)
     parser.add_argument("other", metavar="OTHER", type=Path, help=MODEL)
     parser.add_argument("--json", action="store_true", help="print all differences as JSON")
-    parser.add_argument("--exit-code", action="store_true", help="exit with 1 where anything differs")
+    parser.add_argument("--exit-code", action="store_true", help="exit with 1 if anything differs")
     parser.set_defaults(run=run_diff)
 
 

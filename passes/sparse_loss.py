@@ -280,9 +280,9 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     inside = [inner for inner, owner in program.owner.items() if call.encloses(owner) and inner in flow.depends]
     if sparse := [inner.path for inner in call.chain if isinstance(anatomy.model.get_submodule(inner.path), MultiplicativeHead)]:
         raise DoesNotFitError(
-            f"sparse-loss: the head {sparse[0]} is sparse already",
+            f"sparse-loss: the head {sparse[0]} is already sparse",
             why="another modules= needs the dense head",
-            remedy="apply sparse-loss once, to a model that was not rewritten so",
+            remedy="apply sparse-loss once, to the dense model",
             in_any_form=True,
             code="rewritten",
         )
@@ -291,8 +291,8 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
         parts = sorted(anatomy.flow.parameters_of([part for part in node.all_input_nodes if part not in flow.depends]))
         raise DoesNotFitError(
             f"sparse-loss: the weight of the head {call.path or 'in the code of the model'} is computed in every forward",
-            why=f"from {' and '.join(parts)}; a weight that is stored is replaced, and this may be a sparse head already",
-            remedy="apply sparse-loss once, to a model whose head is a module such as nn.Linear",
+            why=f"from {' and '.join(parts)}; only stored weights can be replaced; this may be a sparse head already",
+            remedy="apply sparse-loss to a model whose head is a module such as nn.Linear",
             in_any_form=True,
         )
     parameter_adds = [
@@ -308,8 +308,8 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     if not call.path or other_work or fitting not in ([], [True]):
         raise DoesNotFitError(
             f"sparse-loss: the head {head.parameter} is applied in the code of {call.path or 'the model'}",
-            why="no module does only what the head does",
-            remedy="give the head a module of its own, such as nn.Linear",
+            why="no module computes the head alone",
+            remedy="make the head a module, such as nn.Linear",
         )
     return OutputHead(
         module=head.name,
@@ -348,7 +348,7 @@ class SparseLoss(Pass[SparseLossPlan]):
     """Replace the output head with a multiplicative layer of S modules: d·(S + ⌈V/S⌉) parameters instead of d·V."""
 
     name: ClassVar[str] = "sparse-loss"
-    summary: ClassVar[str] = "replace the output layer with a multiplicative one, which reads far fewer weights a token"
+    summary: ClassVar[str] = "replace the output layer with a multiplicative one that reads far fewer weights per token"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.3"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "output head"
@@ -357,15 +357,15 @@ class SparseLoss(Pass[SparseLossPlan]):
     candidates: ClassVar[tuple[str, ...]] = ("modules=16", "modules=64")
     reference: ClassVar[MethodReference] = MethodReference({MultiplicativeHead: ModuleReference(multiplicative_head)}, start=start)
 
-    modules: int = option(16, "S, the number of modules the vocabulary is divided into", minimum=1, weights="within")
+    modules: int = option(16, "S, modules of the vocabulary", minimum=1, weights="within")
 
     def plan(self, anatomy: Anatomy) -> SparseLossPlan:
         head = find_output_head(anatomy)
         if self.modules > head.vocabulary:
             raise DoesNotFitError(
-                f"sparse-loss: modules={self.modules} is more than the head's {head.vocabulary} outputs",
-                why="the outputs are divided among the modules, and some would have none",
-                remedy=f"choose modules near the square root of the vocabulary, {round(head.vocabulary**0.5)}",
+                f"sparse-loss: modules={self.modules} exceeds the head's {head.vocabulary} outputs",
+                why="some modules would have no output",
+                remedy=f"use about the square root of the vocabulary, {round(head.vocabulary**0.5)}",
                 in_any_form=True,
                 option="modules",
             )

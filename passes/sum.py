@@ -105,9 +105,9 @@ class SummedTable(SummedEmbedding, nn.Embedding):
         extra = self.extra.weight
         if not extra.is_meta and bool(extra.any()):
             raise DoesNotFitError(
-                "PEFT cannot train single tokens (trainable_token_indices) of a table with an extra embedding that is not zero",
-                why="it looks them up in the table itself, without what the extra embedding adds",
-                remedy='adapt the whole table instead: target_modules=["embed_tokens"] or modules_to_save=["embed_tokens"]',
+                "PEFT cannot train single tokens (trainable_token_indices) of a table with a non-zero extra embedding",
+                why="it reads the table without the extra embedding",
+                remedy='adapt the whole table: target_modules=["embed_tokens"] or modules_to_save=["embed_tokens"]',
             )
 
     def extra_repr(self) -> str:
@@ -175,7 +175,7 @@ class SumEmbedding(Pass[SumPlan]):
 
     def plan(self, anatomy: Anatomy) -> SumPlan:
         if anatomy.embedding is None:
-            return SumPlan((), (NearMiss("", "it looks up no token embedding: its inputs are no token ids", in_any_form=True),))
+            return SumPlan((), (NearMiss("", "it looks up no token embedding: its inputs are not token ids", in_any_form=True),))
         model, table = anatomy.model, anatomy.embedding.parameter
         parts = [part for part in anatomy.embeddings if part.parameter == table]
         width = int((shape(anatomy.node(parts[0].node)) or (0,))[-1])

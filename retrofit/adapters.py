@@ -42,8 +42,8 @@ def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module
     if merge is None or inside is None:
         raise CheckpointError(
             f"{type(model).__name__} holds no adapters",
-            why="it is no model of PEFT whose adapters can be merged",
-            remedy="give what peft.get_peft_model or PeftModel.from_pretrained returned",
+            why="it is not a PEFT model with mergeable adapters",
+            remedy="pass the result of peft.get_peft_model or PeftModel.from_pretrained",
             code="no-adapters",
         )
     model.eval()
@@ -59,8 +59,8 @@ def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module
         found = arithmetic.compare(ways)
     if not found.agrees:
         raise VerificationError(
-            "the adapters cannot be merged: the merged model would compute something else",
-            why=f"{found.measured} apart; a module that an adapter wraps is read and not called, or its weight is used twice",
+            "the adapters cannot be merged: the merged model computes another function",
+            why=f"{found.measured} apart; an adapted module is read instead of called, or its weight is shared",
             remedy=ELSEWHERE,
             code="differs",
         )
@@ -92,7 +92,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} holds no adapter",
             why=f"there is no {CONFIG} in it",
-            remedy="give a directory that save_pretrained of PEFT wrote",
+            remedy="use a directory written by PEFT's save_pretrained",
             code="no-adapters",
         )
     if not (folder / WEIGHTS).is_file():
@@ -101,7 +101,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         imports = config.get(IMPORTS)
     except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} is no config of an adapter", why=first_line(error)) from error
+        raise CheckpointError(f"{file} is not an adapter config", why=first_line(error)) from error
     if imports:
         raise CheckpointError(
             f"{file} names a module to import", why=f"{IMPORTS} has PEFT do so", remedy="remove that entry", code="untrusted"
@@ -110,7 +110,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def other_base(folder: Path, base: Path, why: str, remedy: str) -> CheckpointError:
-    return CheckpointError(f"the adapter in {folder} is of another model than {base}", why=why, remedy=remedy, code="other-model")
+    return CheckpointError(
+        f"the adapter in {folder} belongs to another model than {base}", why=why, remedy=remedy, code="other-model"
+    )
 
 
 def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
@@ -138,14 +140,14 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
     if adapted.active_peft_config.is_prompt_learning:
         raise CheckpointError(
             f"the adapter in {folder} cannot be merged",
-            why=f"{adapted.peft_type.value} puts tokens of its own before the model's, and changes no weight",
-            remedy="use it with the model: PeftModel.from_pretrained(model, DIR)",
+            why=f"{adapted.peft_type.value} adds virtual tokens and changes no weight",
+            remedy="load it with the model: PeftModel.from_pretrained(model, DIR)",
             code="prompt",
         )
     added = {name for name, one in adapted.named_parameters() if id(one) not in base}
     if left := [*found.unexpected_keys, *sorted(added.intersection(found.missing_keys))]:
         raise CheckpointError(
-            f"the adapter in {folder} is of another model than this {type(model).__name__}",
+            f"the adapter in {folder} belongs to another model than this {type(model).__name__}",
             why=f"not both in the adapter and in the model: {first_few(left, 1)}",
             remedy=TRAINED_ON,
             code="other-model",

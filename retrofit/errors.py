@@ -103,7 +103,7 @@ class FirstProcessError(RetrofitError):
     """The first of several processes failed, and says why."""
 
     def __init__(self) -> None:
-        super().__init__("the first of the processes failed", remedy="it says why, and the fix")
+        super().__init__("the first process failed", remedy="see its message")
 
 
 class PlanningError(RetrofitError):

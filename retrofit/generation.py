@@ -106,7 +106,7 @@ def continue_text(
             raise CaptureError(
                 f"{path} does not run on {tokens.shape[1]} tokens",
                 why=first_line(error),
-                remedy="export it again with a dynamic length, or give a shorter text and fewer --tokens",
+                remedy="export it again with a dynamic length, or use a shorter prompt and fewer --tokens",
                 code="does-not-run",
             ) from error
 
@@ -123,9 +123,7 @@ def codec_of(vocabulary: int, tokenizer: Any, special: dict[str, int], path: Pat
 
 
 def no_text(path: Path, why: str) -> RetrofitError:
-    return RetrofitError(
-        f"{path} does not go on from a text", why=why, remedy="give a model that predicts the next token of a text"
-    )
+    return RetrofitError(f"{path} cannot generate text", why=why, remedy="use a language model")
 
 
 def encode(prompt: str, tokenizer: Any, codec: Codec, *, whole: bool) -> Tensor:
@@ -134,7 +132,7 @@ def encode(prompt: str, tokenizer: Any, codec: Codec, *, whole: bool) -> Tensor:
     if not whole and len(ids) and int(ids[-1]) == codec.end:
         ids = ids[:-1]
     if not len(ids):
-        raise RetrofitError("the text holds no token", remedy="give a text to go on from")
+        raise RetrofitError("the prompt has no tokens", remedy="use a non-empty prompt")
     return ids[None]
 
 
@@ -323,8 +321,8 @@ def start_of(special: Mapping[str, int], path: Path) -> Tensor:
     start = next((special[name] for name in STARTS if name in special), None)
     if start is None:
         raise RetrofitError(
-            f"{path} does not say which token its decoder begins with",
-            why="files of graphs have no config",
-            remedy="name the directory of the model that it was made from with --tokenizer: its config.json says it",
+            f"{path} has no decoder start token",
+            why="graph files have no config",
+            remedy="name the directory of the original model with --tokenizer: its config.json has it",
         )
     return torch.tensor([[start]])

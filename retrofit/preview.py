@@ -35,8 +35,8 @@ from retrofit.program.program import Program
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
 
-BECOMES_GRAPH = "the modules of the model cannot hold this, so the result is a graph module on the same parameters, saved as .pt2"
-SEE_EVERYTHING = "pass example_inputs= with all that the model is to read, an image at the places of its tokens say"
+BECOMES_GRAPH = "its modules cannot express this rewrite, so the result is a graph module on the same parameters, saved as .pt2"
+SEE_EVERYTHING = "pass example_inputs= with everything the model should read, for example images"
 GRAPH_FIX = Remedy("rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')", "graph")
 
 
@@ -257,7 +257,7 @@ def count_parameters(model: nn.Module) -> int:
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
     """The passes, from passes or their specs; raises `SpecError` where there is none."""
     if not passes:
-        raise SpecError("no pass given", remedy="name at least one, e.g. retrofit.apply(model, AltUp(k=2))", option="passes")
+        raise SpecError("no pass given", remedy="pass at least one, e.g. retrofit.apply(model, AltUp(k=2))", option="passes")
     return tuple(as_pass(one) for one in passes)
 
 
@@ -284,8 +284,8 @@ def has_layers_in_code(model: nn.Module, program: Program) -> bool:
 def unseen_refusal(one: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
     """The refusal of a pass that may be wrong for arguments that the derived inputs leave out."""
     return DoesNotFitError(
-        f"{one.name}: the inputs derived from the model leave out {', '.join(unseen)}",
-        why="features computed of what is left out may join the stream, and the graph of the example inputs does not show where",
+        f"{one.name}: the derived example inputs lack {', '.join(unseen)}",
+        why="features computed from them may join the stream, which the captured graph does not show",
         remedy=(one.way_around, SEE_EVERYTHING),
         in_any_form=True,
     )

@@ -110,10 +110,8 @@ def require_use(calibration: Any, passes: Recipe) -> None:
     """Where there is calibration data a pass uses it, else `SpecError`."""
     if calibration is not None and not any(one.calibrates for one in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
-        why = f"data is used by {fitted}"
-        raise SpecError(
-            "calibration= was given, but none of the passes uses it", why=why, remedy="leave it out", option="calibration"
-        )
+        why = f"passes that use it: {fitted}"
+        raise SpecError("none of the passes uses calibration=", why=why, remedy="drop it", option="calibration")
 
 
 @serialized
@@ -142,7 +140,7 @@ def apply_reported(
     require_in_memory(model, "rewritten")
     refuse_packed(model, "rewritten")
     if verify:
-        require_values(model, "verified", "load its weights first, or rewrite it unverified: verify=False")
+        require_values(model, "verified", "load its weights first, or use verify=False")
     require_use(calibration, chosen)
     run_checks = named_checks(checks) if verify else ()
     refuse_early(model, chosen)
@@ -280,7 +278,7 @@ def rewrite_once(
                     f"the rewritten model failed: {failed}",
                     report=report,
                     why=str(report),
-                    remedy="the model was left as it was; this is a defect of retrofit if the dense model passes the same checks",
+                    remedy="the model was left as it was; this is a bug in retrofit if the dense model passes the same checks",
                 )
         if isinstance(model, fx.GraphModule):
             propagate_shapes(model, inputs)
@@ -323,7 +321,7 @@ def run_with_optional(model: nn.Module, inputs: dict[str, Any], passes: Recipe) 
 
 
 def not_running(why: str, passes: Recipe) -> DoesNotFitError:
-    one_by_one = "apply the passes one after the other: the one that it cannot bear is refused"
+    one_by_one = "apply the passes one at a time to find the one that does not fit"
     fix = passes[0].way_around if len(passes) == 1 else one_by_one
     return DoesNotFitError("the rewritten model does not run", why=why, remedy=f"the model was left as it was; {fix}")
 

@@ -211,7 +211,7 @@ def test_a_pass_that_fits_nowhere_says_why_and_apply_refuses_it(build: Callable[
     (planned,) = plan.passes
     assert not plan.fits and planned.plan.sites == ()
     assert planned.plan.near_misses and all(miss.why for miss in planned.plan.near_misses)
-    assert "nothing: apply would refuse it" in str(plan) and planned.plan.near_misses[0].why in str(plan)
+    assert "no site: apply would refuse it" in str(plan) and planned.plan.near_misses[0].why in str(plan)
     assert plan.parameters_after == plan.parameters_before and plan.flops_after == plan.flops_before
     with pytest.raises(DoesNotFitError):
         retrofit.apply(model, spec)

@@ -308,11 +308,11 @@ def test_what_no_form_of_a_model_fits_is_not_tried_as_a_graph(monkeypatch: pytes
     model, spec = zoo.build(zoo.entry("causal/mixtral")).eval(), "sparse-ffn(sparsity=4)"
     with pytest.raises(DoesNotFitError, match="no feed-forward of the model") as as_graph:
         retrofit.apply(model, spec, emit="graph", verify=False)
-    assert "mixture of experts already" in as_graph.value.why
+    assert "already a mixture of experts" in as_graph.value.why
     monkeypatch.setattr(rewriting, "fits_as_graph", lambda *known: pytest.fail("tried as a graph"))
     with pytest.raises(DoesNotFitError, match="no feed-forward of the model") as refused:
         retrofit.apply(model, spec, verify=False)
-    assert refused.value.in_any_form and "mixture of experts already" in refused.value.why
+    assert refused.value.in_any_form and "already a mixture of experts" in refused.value.why
     forms = []
     once = preview.plan_once
     monkeypatch.setattr(preview, "plan_once", lambda *known: forms.append(known[3]) or once(*known))

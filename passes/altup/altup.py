@@ -48,7 +48,7 @@ class AltUp(Pass[AltUpPlan]):
     """Widen the residual stream to K·d while every layer stays d wide: predict, compute one block, correct all of them."""
 
     name: ClassVar[str] = "altup"
-    summary: ClassVar[str] = "widen the residual stream K times; each layer works on one block of it and corrects the others"
+    summary: ClassVar[str] = "widen the residual stream K times; each layer computes one block and corrects the others"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, Alg. 1"
     rewrites: ClassVar[str] = "stack"
     exact = True
@@ -68,9 +68,9 @@ class AltUp(Pass[AltUpPlan]):
         method_reference.start,
     )
 
-    k: int = option(2, "K, the number of d-wide blocks in the stream", minimum=2)
+    k: int = option(2, "K, d-wide blocks of the stream", minimum=2)
     selection: str = option(
-        "alternating", "the block a layer works on: depth mod K, or the first (SameUp)", choices=("alternating", "same")
+        "alternating", "block that a layer computes: depth mod K, or the first (SameUp)", choices=("alternating", "same")
     )
     embedding: str = option(
         "wide", "a K·d-wide token table, or the d-wide look-up K times (Recycled-AltUp)", choices=("wide", "recycled")
@@ -82,7 +82,7 @@ class AltUp(Pass[AltUpPlan]):
         "scalar", "p and g are scalars, matrices, or depend on the token (Gemma 3n)", choices=tuple(COEFFICIENTS)
     )
     extra: int = option(0, "extra embedding width e, divided by K−1 and projected to d (0: (K−1)·d, no projection)", minimum=0)
-    layers: str = option("all", "depths that get coefficients of their own, e.g. 0-5+8; the others keep their start", depths=True)
+    layers: str = option("all", "depths with their own coefficients, e.g. 0-5+8; the others keep their initial ones", depths=True)
     stacks: str = option("all", "stacks to widen", choices=("all", "encoder", "decoder"))
 
     def __post_init__(self) -> None:
@@ -96,8 +96,8 @@ class AltUp(Pass[AltUpPlan]):
         if self.extra and (self.init != "hop" or self.embedding != "wide"):
             raise SpecError(
                 f"altup: extra={self.extra} needs init=hop and embedding=wide",
-                why="a block projected up from fewer columns cannot equal the dense embedding, as lockstep would have it",
-                remedy="leave init and embedding out: these are their defaults",
+                why="a block projected from fewer columns cannot equal the dense embedding, as lockstep requires",
+                remedy="leave init and embedding at their defaults",
                 option="extra",
             )
 
@@ -175,7 +175,7 @@ class AltUp(Pass[AltUpPlan]):
             if not head.path and (tied or self.extra):
                 raise DoesNotFitError(
                     f"altup: the head ({name}) is applied in the model's own code",
-                    why="the blocks must be weighed or projected before it, and no module takes them as an argument there",
+                    why="the blocks must be combined before it, and no module takes them as an argument there",
                     remedy="use embedding=recycled",
                 )
             width = model.get_parameter(name).shape[head.dim]
@@ -210,7 +210,7 @@ class AltUp(Pass[AltUpPlan]):
         if shared and not (starts_wide and ends_wide):
             raise DoesNotFitError(
                 f"altup: the layers of {stack.name or 'the model'} share their weights across depth",
-                why="one module runs at every depth, so the stream has to be wide before the first and after the last",
+                why="one module runs at every depth, so the stream must be wide before the first layer and after the last",
                 remedy="use embedding=wide on a model with a per-token head",
             )
         last = len(stack.layers) - 1
@@ -389,7 +389,7 @@ def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
             except DoesNotFitError as error:
                 raise DoesNotFitError(
                     f"altup: layer {layer.name or layer.exit} of the {stack.kind} {stack.name or 'stack'} cannot be wrapped",
-                    why=error.why if attends else f"{error.why}; no layer attends, so this may be no transformer at all",
+                    why=error.why if attends else f"{error.why}; no layer attends: this may not be a transformer",
                     remedy=error.remedies,
                 ) from None
 
@@ -401,8 +401,8 @@ def require_own_layers(stacks: list[Stack]) -> None:
     if twice is not None:
         raise DoesNotFitError(
             f"altup: the layer {twice} runs in several stacks",
-            why="the model calls the module that holds it on several inputs, and what widens one stream would widen them all",
-            remedy="rewrite that module by itself, with example_inputs= of its own: it stays where it is in the model",
+            why="its module runs on several inputs, and widening one stream would widen them all",
+            remedy="rewrite that module by itself, with its own example_inputs=",
             in_any_form=True,
         )
 
@@ -413,9 +413,9 @@ def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFi
         return DoesNotFitError("the stream is wide", why=AltUp.already, remedy="apply altup once")
     return DoesNotFitError(
         "the stream has another layout",
-        why=f"what enters it is {'×'.join(map(str, entering))}, and not tokens of width {width}",
-        remedy="altup widens tokens, (batch, tokens, width), from the first layer of a stack to the last; "
-        "passes that rewrite layers one by one may fit",
+        why=f"its input is {'×'.join(map(str, entering))}, not tokens of width {width}",
+        remedy="altup needs (batch, tokens, width) from the first layer of a stack to the last; "
+        "passes that rewrite single layers may fit",
     )
 
 

@@ -190,10 +190,10 @@ def start_coefficients(init: str, k: int, j: int, n: int) -> tuple[Tensor, Tenso
 
 def layers_left_out(why: str) -> DoesNotFitError:
     return DoesNotFitError(
-        "layers of the stack that AltUp has rewritten were left out",
+        "layers of a stack rewritten by AltUp were skipped",
         why=why,
-        remedy="run the stack to its end: without assistant_early_exit and with num_hidden_layers as it was; "
-        "or rewrite with init=lockstep and embedding=wide, where every block holds the dense stream",
+        remedy="run all layers (no assistant_early_exit, the original num_hidden_layers), "
+        "or rewrite with init=lockstep and embedding=wide",
     )
 
 
@@ -265,10 +265,10 @@ class AltUpLayer(Wrapper):
         if x.shape[-1] != width:
             raise DoesNotFitError(
                 f"a layer received a stream {x.shape[-1]} wide, where AltUp's is {width}",
-                why="it was embedded elsewhere: by the dense model's table, or by one that replaced the widened one; or the layer "
-                "that widens it was left out, as LayerDrop does in training",
-                remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled: it takes them as before; "
-                "where layers are left out at random, switch that off (layerdrop = 0 in the config)",
+                why="it was embedded by another table than the widened one, or the layer that widens it was skipped, as LayerDrop "
+                "does in training",
+                remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled; turn LayerDrop off "
+                "(layerdrop = 0 in the config)",
             )
 
     def block(self, x: Tensor, i: int) -> Tensor:

@@ -218,8 +218,8 @@ class InterceptedAttention(Wrapper):
             result = children["layer"](*args, **kwargs)
         if not torch.compiler.is_compiling() and not calls:
             raise RetrofitError(
-                f"the attention {self.attention.name} does not call torch's scaled_dot_product_attention any more",
+                f"the attention {self.attention.name} no longer calls torch's scaled_dot_product_attention",
                 why="attention in buckets replaces that call",
-                remedy="choose attn_implementation='sdpa', as when the model was rewritten",
+                remedy="use attn_implementation='sdpa', as when the model was rewritten",
             )
         return result

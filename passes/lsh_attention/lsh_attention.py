@@ -75,7 +75,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
     """Self-attention within buckets of locality-sensitive hashes."""
 
     name: ClassVar[str] = "lsh-attention"
-    summary: ClassVar[str] = "let every token attend within buckets of locality-sensitive hashes, so that length costs no square"
+    summary: ClassVar[str] = "attend within buckets of locality-sensitive hashes instead of over all pairs of tokens"
     paper: ClassVar[str] = "Reformer: The Efficient Transformer, §2; Sparse is Enough in Scaling Transformers, §4"
     rewrites: ClassVar[str] = "self-attention"
     places_by: ClassVar[tuple[str, ...]] = ("layers", "stacks")
@@ -86,23 +86,21 @@ class LSHAttention(Pass[LSHAttentionPlan]):
         start=method_reference.start,
     )
 
-    rounds: int = option(2, "rounds of hashes", minimum=1)
-    buckets: int = option(64, "buckets of a round, an even number; about as many as a long sequence has chunks", minimum=2)
-    share: str = option(
-        "none", "which vectors are hashed: queries and keys, or queries alone, which are the keys too", choices=SHARES
-    )
-    chunk: int = option(64, "C, tokens that attend at once; sequences up to one chunk run the dense attention", minimum=2)
-    seed: int = option(0, "of the random rotations", minimum=0)
-    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8", depths=True)
-    stacks: str = option("all", "which stacks are rewritten", choices=("all", "encoder", "decoder"))
+    rounds: int = option(2, "hash rounds", minimum=1)
+    buckets: int = option(64, "buckets per round, even; about as many as a long sequence has chunks", minimum=2)
+    share: str = option("none", "vectors to hash: queries and keys, or queries, which then are the keys too", choices=SHARES)
+    chunk: int = option(64, "C, tokens per chunk; sequences up to one chunk run the dense attention", minimum=2)
+    seed: int = option(0, "seed of the random rotations", minimum=0)
+    layers: str = option("all", "depths to rewrite, e.g. 0-5+8", depths=True)
+    stacks: str = option("all", "stacks to rewrite", choices=("all", "encoder", "decoder"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.buckets % 2:
             raise SpecError(
                 f"{self.name}: option buckets={self.buckets} is not even",
-                why="a rotated vector and its opposite are a bucket each",
-                remedy=f"buckets={self.buckets + 1}",
+                why="a rotated vector and its opposite each get a bucket",
+                remedy=f"use buckets={self.buckets + 1}",
                 option="buckets",
             )
 
@@ -255,7 +253,7 @@ class SiteFinder:
         steps = path.split(".")
         above = (self.anatomy.model.get_submodule(".".join(steps[:count])) for count in range(1, len(steps) + 1))
         if any(isinstance(outer, InterceptedAttention) for outer in above):
-            raise unfit(path, LSHAttention.already, "other options need a model that was not rewritten so")
+            raise unfit(path, LSHAttention.already, "start from the dense model to use other options")
 
 
 def names_in_code(module: torch.nn.Module) -> tuple[str, ...]:

@@ -123,10 +123,10 @@ class TokenIdMemory(ExternalMemory):
     def look_up(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         if ids is None or ids.numel() != x.numel() // x.shape[-1]:
             raise DoesNotFitError(
-                "a memory that is looked up by token ids was called with "
+                "a token-id memory was called with "
                 + ("no ids" if ids is None else f"ids {tuple(ids.shape)} and a stream {tuple(x.shape)}"),
                 why="each position of the stream needs the id of its input token",
-                remedy="call the model with input_ids, one for each position, or use lookup=softmax",
+                remedy="pass input_ids for every position, or use lookup=softmax",
             )
         ids = ids.reshape(x.shape[:-1])
         return ids.clamp(max=self.buckets - 1), ids < self.buckets

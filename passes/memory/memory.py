@@ -91,7 +91,7 @@ class TablePlaces:
 
 
 def no_place(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError:
-    return DoesNotFitError(f"memory: {name} can have no table", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(f"memory: {name} cannot have a table", why=why, remedy=remedy, site=name)
 
 
 SAME_ENTRY = "the stream is all zeros there, and every token would look the same entry up"
@@ -135,7 +135,7 @@ class Memory(Pass[MemoryPlan]):
     """Tables of partial experts for layers or FFNs, in which each token looks one up."""
 
     name: ClassVar[str] = "memory"
-    summary: ClassVar[str] = "add external memory: a table for each layer, in which every token looks up one small expert"
+    summary: ClassVar[str] = "add external memory: a table per layer, in which each token looks up a small expert"
     paper: ClassVar[str] = "The Power of External Memory in Increasing Predictive Model Capacity, §3"
     rewrites: ClassVar[str] = "layer or feed-forward"
     exact = True
@@ -144,13 +144,13 @@ class Memory(Pass[MemoryPlan]):
         start=method_reference.start,
     )
 
-    lookup: str = option("token-id", "what a token's entry is found by", choices=("token-id", "softmax", "lsh"))
-    buckets: int = option(128, "n, entries in a table; by token-id it has one for each token of the vocabulary", minimum=1)
+    lookup: str = option("token-id", "how a token's entry is looked up", choices=("token-id", "softmax", "lsh"))
+    buckets: int = option(128, "n, entries per table; token-id has one per token of the vocabulary", minimum=1)
     rank: int = option(0, "r, hidden units of an entry; 0: an entry is a constant", minimum=0)
-    beside: str = option("layers", "what gets a table: each layer, or each FFN", choices=("layers", "ffns"))
+    beside: str = option("layers", "one table per layer, or per FFN", choices=("layers", "ffns"))
     layers: str = option("all", "depths that get a table, e.g. 0-5+8", depths=True)
-    jitter: float = option(0.01, "ε of the noise on what the softmax lookup reads, in training", minimum=0)
-    sparse: bool = option(False, "by token-id: gradients are sparse tensors, for optimizers that take them (SGD, SparseAdam)")
+    jitter: float = option(0.01, "ε, relative noise on the input of the softmax lookup in training", minimum=0)
+    sparse: bool = option(False, "token-id: sparse gradients, for optimizers that support them (SGD, SparseAdam)")
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         idle = {"token-id": ("buckets", "jitter"), "softmax": ("sparse",), "lsh": ("jitter", "sparse")}

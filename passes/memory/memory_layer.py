@@ -76,8 +76,8 @@ class TokenIdReader:
         if ids is None:
             raise DoesNotFitError(
                 f"the model was called without {keyword or 'token ids'}",
-                why="its layers look their memory up by token id, and embeddings have none",
-                remedy="call it with ids instead of inputs_embeds, or rewrite with memory(lookup=softmax)",
+                why="its layers look up their memory by token id",
+                remedy="pass ids instead of inputs_embeds, or rewrite with memory(lookup=softmax)",
             )
         return {TOKEN_IDS: ids}
 
@@ -173,7 +173,7 @@ def present_injection(module: nn.Module, source: TokenIdSource) -> tuple[Forward
         return outer, injecting
     raise DoesNotFitError(
         f"memory: the token ids do not reach the layers inside {source.path or 'the model'}",
-        why="its code does not forward them, and its forward has been replaced already",
+        why="its code does not pass them through, and its forward is already replaced",
         remedy="apply memory before other tools change the model, or with lookup=softmax",
     )
 

@@ -63,7 +63,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     """Self-attention over the encoder's tokens and the decoder's, once or twice a layer, in place of cross-attention."""
 
     name: ClassVar[str] = "merge-cross-attention"
-    summary: ClassVar[str] = "let a decoder attend to the encoder's tokens and its own in one softmax, without cross-attention"
+    summary: ClassVar[str] = "merge a decoder's self-attention and cross-attention into one softmax over both sequences"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §4.1"
     rewrites: ClassVar[str] = "decoder layer"
     places_by: ClassVar[tuple[str, ...]] = ("layers", "attentions", "positions")
@@ -80,25 +80,25 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
 
     attentions: int = option(
         2,
-        "how many follow each other: the second is at the place of the cross-attention, with its weights",
+        "attentions per layer; the second replaces the cross-attention and has its weights",
         minimum=1,
         maximum=2,
     )
-    weight: float = option(
-        1.0, "w, with which the keys count that an attention did not have; below 1 it is trained, one a head", minimum=0, maximum=1
-    )
+    weight: float = option(1.0, "w, weight of the added keys; below 1 it is trained, one per head", minimum=0, maximum=1)
     positions: str = option(
-        "none", "between a decoder's and an encoder's token: none, or as to the decoder's first token", choices=(NONE, FIRST)
+        "none",
+        "relative position of an encoder token to a decoder token: none, or that of the first decoder token",
+        choices=(NONE, FIRST),
     )
-    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8", depths=True)
+    layers: str = option("all", "depths to rewrite, e.g. 0-5+8", depths=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weight <= 0:
             raise SpecError(
                 f"{self.name}: option weight={self.weight:g} leaves the model as it is",
-                why="keys of weight 0 are not seen, and no training changes that",
-                remedy="weight=0.01 begins near the dense model; retrofit train --dial own begins at it",
+                why="keys of weight 0 have no effect and no gradient",
+                remedy="use weight=0.01 to start near the dense model; retrofit train --dial own starts at it",
                 option="weight",
             )
 
@@ -120,14 +120,14 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
             raise DoesNotFitError(
                 "merge-cross-attention: the model has no cross-attention left",
                 why=self.already,
-                remedy="other options need a model that was not rewritten so",
+                remedy="start from the dense model to use other options",
                 in_any_form=True,
             )
         if not chosen:
             raise DoesNotFitError(
                 "merge-cross-attention: no stack of the model has cross-attention",
                 why="no attention reads the result of another stack",
-                remedy="it is for encoder-decoders; a decoder by itself has nothing to merge",
+                remedy="use it on encoder-decoders",
                 in_any_form=True,
             )
         finder, near_misses, found = (

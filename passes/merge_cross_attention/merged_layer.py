@@ -217,8 +217,8 @@ class Nothing(nn.Module):
 def required(merged: dict[str, Any] | None) -> dict[str, Any]:
     if merged is None:
         raise RetrofitError(
-            "a merged attention was called by itself",
-            why="its layer forwards the encoder's states to it",
+            "a merged attention was called outside its layer",
+            why="its layer passes the encoder's states to it",
             remedy="call the layer, or the model",
         )
     return merged
@@ -234,9 +234,9 @@ def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None
         result = layer(*args, **kwargs)
     if not calls or other == {}:
         raise RetrofitError(
-            f"an attention does not call {attention.replaces} any more",
+            f"an attention no longer calls {attention.replaces}",
             why="merged attention replaces that call",
-            remedy="choose the attn_implementation with which the model was rewritten",
+            remedy="use the attn_implementation with which the model was rewritten",
         )
     return result
 

@@ -161,7 +161,7 @@ class SiteFinder:
         steps = path.split(".")
         above = (self.anatomy.model.get_submodule(".".join(steps[:count])) for count in range(1, len(steps) + 1))
         if any(isinstance(outer, MergedLayer) for outer in above):
-            raise unfit(name, "its attentions are merged already", "other options need a model that was not rewritten so")
+            raise unfit(name, "its attentions are merged already", "start from the dense model to use other options")
 
     def check_shapes(self, own: FoundAttention, cross: FoundAttention) -> None:
         """Raises `DoesNotFitError` unless each attention could compute with the other's projections."""

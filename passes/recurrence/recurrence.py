@@ -73,7 +73,7 @@ class Recurrence(Pass[RecurrencePlan]):
     """A simple recurrent unit of low rank beside each feed-forward."""
 
     name: ClassVar[str] = "recurrence"
-    summary: ClassVar[str] = "add a low-rank recurrent unit beside every feed-forward, which passes information on in time"
+    summary: ClassVar[str] = "add a low-rank recurrent unit in parallel to every feed-forward"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §4.3"
     rewrites: ClassVar[str] = "feed-forward"
     exact = True
@@ -86,7 +86,7 @@ class Recurrence(Pass[RecurrencePlan]):
     )
 
     rank: int = option(32, "r, width of the recurrent unit", minimum=1)
-    bidirectional: bool = option(False, "in stacks that are not causal, a second unit reads from the last token to the first")
+    bidirectional: bool = option(False, "add a second unit, from the last token to the first, in stacks that are not causal")
     layers: str = option("all", "depths that get a recurrence, e.g. 0-5+8", depths=True)
 
     # What would be rewritten.
@@ -102,9 +102,9 @@ class Recurrence(Pass[RecurrencePlan]):
             refuse_state_inputs(anatomy.program, self.name)
         if self.bidirectional and found and not any(site.bidirectional for site in found):
             raise DoesNotFitError(
-                "recurrence: no stack can be read in both directions",
-                why="every one that would be rewritten is causal: a token may not learn of later ones",
-                remedy="bidirectional=false",
+                "recurrence: no stack is bidirectional",
+                why="all selected stacks are causal",
+                remedy="use bidirectional=false",
             )
         sizes = collections.Counter((site.width, 1 + site.bidirectional) for site in found)
         total = sum(count * RecurrentUnit.count(width, self.rank, directions) for (width, directions), count in sizes.items())
@@ -191,7 +191,7 @@ class SiteFinder:
         self.paths: dict[str, tuple[LayerCall, list[str]]] = {}  # by the path of the layer's module
 
     def add(self, branch: Branch, stack: Stack, call: LayerCall, bidirectional: bool) -> None:
-        """The site of one feed-forward; raises `DoesNotFitError` where it can have no recurrence."""
+        """The site of one feed-forward; raises `DoesNotFitError` where it cannot have a recurrence."""
         place = self.modules.feed_forward(branch, stack.width)
         module = self.anatomy.model.get_submodule(place.path)
         name = self.name_in_layer(module, call, place)
@@ -234,7 +234,7 @@ class SiteFinder:
 
 
 def unfit(name: str, why: str, remedy: str | Sequence[str] = "") -> DoesNotFitError:
-    return DoesNotFitError(f"recurrence: {name} can have no recurrence", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(f"recurrence: {name} cannot have a recurrence", why=why, remedy=remedy, site=name)
 
 
 __all__ = ["Recurrence"]

@@ -93,8 +93,8 @@ class Branches:
         if self.clamped is None:
             if not torch.equal(result, self.stream):
                 raise RetrofitError(
-                    "reversible: the code of a layer clamps a number of its stream, which cannot be computed backwards",
-                    why=f"the number is beyond the range of {self.stream.dtype}, or none",
+                    "reversible: the code of a layer clamps a value of its stream, which cannot be inverted",
+                    why=f"the value is out of range for {self.stream.dtype}, or NaN",
                     remedy="train in bfloat16 or float32",
                     code="clamped",
                 )
@@ -132,8 +132,8 @@ def call_intercepted(call: Callable[[], Any], branches: Branches) -> Any:
     if branches.ended != len(branches.sums):
         raise RetrofitError(
             f"reversible: {branches.ended} of the {len(branches.sums)} branches of a layer were added to its stream",
-            why="its code takes another way than when it was rewritten",
-            remedy="call it with the arguments it had then, in that precision; layers= leaves it out",
+            why="its code takes another branch than when it was rewritten",
+            remedy="call it with the same arguments and precision, or exclude it with layers=",
             code="other-path",
         )
     return output

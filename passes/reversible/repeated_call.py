@@ -130,9 +130,9 @@ class RepeatedCall:
         tensors = [*(leaf for leaf in self.leaves if isinstance(leaf, Tensor)), *self.values]
         if [tensor._version for tensor in tensors] != self.versions:
             raise RetrofitError(
-                "reversible: an argument of a layer was changed in place between its forward and its backward pass",
-                why="the layer is computed again from it",
-                remedy="change a copy, or leave the layer out with layers=…",
+                "reversible: an argument of a layer was modified in place between forward and backward",
+                why="the layer is recomputed from it",
+                remedy="modify a copy, or exclude the layer with layers=",
                 code="changed-in-place",
             )
 
@@ -193,9 +193,9 @@ def forget(saved: Tensor) -> None:
 
 def forgotten(kept: None) -> Tensor:
     raise RetrofitError(
-        "reversible: a gradient is wanted of a value from inside a layer",
-        why="the layer is computed again in the backward pass, and nothing is kept of its first run",
-        remedy="take the gradient of what the layer returns, or leave the layer out with layers=…",
+        "reversible: a gradient of a value inside a layer was requested",
+        why="the layer is recomputed in the backward pass and keeps no activations",
+        remedy="use the gradient of the layer's output, or exclude the layer with layers=",
         code="inner-gradient",
     )
 

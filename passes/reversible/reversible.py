@@ -77,7 +77,7 @@ class Reversible(Pass[ReversiblePlan]):
     """Layers that are computed again in the backward pass, from a stream that is reversed bit for bit."""
 
     name: ClassVar[str] = "reversible"
-    summary: ClassVar[str] = "train in memory that does not grow with depth: layers are computed again, from a reversible stream"
+    summary: ClassVar[str] = "recompute layers from a reversible stream: activation memory does not grow with depth"
     paper: ClassVar[str] = "On Exact Bit-level Reversible Transformers Without Changing Architectures"
     rewrites: ClassVar[str] = "layer"
     places_by: ClassVar[tuple[str, ...]] = ("layers", "scheme")
@@ -92,8 +92,8 @@ class Reversible(Pass[ReversiblePlan]):
     recovery: ClassVar[Recovery] = Recovery(align=0.0, anneal=0.5, dial=SecondStream())
 
     scheme: str = option("exact", "exact: the dense function, trained with noise; terraformer: two streams", choices=SCHEMES)
-    bits: int = option(4, "of scheme=exact: n bits of each number are kept a layer, γ = ±2⁻ⁿ", minimum=1, maximum=MOST_BITS)
-    layers: str = option("all", "depths that become reversible, e.g. 0-5+8", depths=True)
+    bits: int = option(4, "n, bits stored per number and layer in scheme=exact, γ = ±2⁻ⁿ", minimum=1, maximum=MOST_BITS)
+    layers: str = option("all", "depths to make reversible, e.g. 0-5+8", depths=True)
 
     @property
     def exact(self) -> bool:
@@ -127,7 +127,7 @@ class Reversible(Pass[ReversiblePlan]):
                         notes.append(f"{layer.name}: the model changes the stream before it, so it begins a chain of its own")
                 previous = layer if found else None
         if notes and not links:
-            raise DoesNotFitError("reversible: no two layers follow each other", why=notes[0], remedy="gradient checkpointing")
+            raise DoesNotFitError("reversible: no two layers follow each other", why=notes[0], remedy="use gradient checkpointing")
         written = written_arguments(anatomy.model, anatomy.program.examples, finder.sites)
         steps = tuple(dataclasses.replace(step, written=written.get(path, ())) for path, step in finder.sites.items())
         notes += [f"{path}: the model writes to its argument {keys[0]}, and a copy is kept" for path, keys in written.items()]
@@ -156,7 +156,7 @@ class Reversible(Pass[ReversiblePlan]):
                 if found is not None:
                     goes_on = previous is not None and finder.leads_to(previous, layer)
                     if previous is not None and not goes_on:
-                        notes.append(f"{layer.name}: the stream before it is read or changed by others, so two streams begin anew")
+                        notes.append(f"{layer.name}: the stream before it is read or changed by others, so two streams start again")
                     chains = chains if goes_on else [*chains, []]
                     chains[-1].append(found)
                 previous = layer if found else None

@@ -253,18 +253,18 @@ class Chain:
 
 def used_up() -> RetrofitError:
     return RetrofitError(
-        "reversible: backward through the same forward pass a second time",
-        why="the first time consumed what the layers are reversed from",
-        remedy="run the forward pass again, or add the losses and run backward once",
+        "reversible: second backward through the same forward",
+        why="the first one consumed the saved states",
+        remedy="run forward again, or sum the losses and run backward once",
         code="second-backward",
     )
 
 
 def not_reproduced() -> RetrofitError:
     return RetrofitError(
-        "reversible: a layer did not compute the same in its backward pass, so the gradients are wrong",
-        why="since the forward pass a weight or a mode was changed, or an operation gives other results for the same numbers",
-        remedy="update weights and call eval() after backward; torch.use_deterministic_algorithms(True); compile no single layers",
+        "reversible: a layer computed another result in the backward pass, so the gradients are wrong",
+        why="a weight or mode changed since the forward pass, or an operation is not deterministic",
+        remedy="call step() and eval() after backward; torch.use_deterministic_algorithms(True); do not compile single layers",
         code="not-reproduced",
     )
 

@@ -287,7 +287,7 @@ class TwoStreamLayer(Wrapper):
         if x.shape[-1] not in (swaps.width, 2 * swaps.width):
             raise DoesNotFitError(
                 f"a layer received a stream {x.shape[-1]} wide, where one of two streams is {swaps.width}",
-                why="something else changes the stream between its layers",
+                why="something changes the stream between layers",
                 remedy="apply reversible last",
             )
         if self.training and torch.is_grad_enabled() and self.share == 1 and not is_exporting():

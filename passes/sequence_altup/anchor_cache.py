@@ -70,7 +70,7 @@ class AnchorKeys(CacheLayerMixin):
         if isinstance(layer, AnchorKeys) or int(layer.get_seq_length()):
             raise DoesNotFitError(
                 f"the strided layer {self.name} received a cache with tokens in it",
-                why="another layer put them there, which saw every token",
+                why="another layer filled it with every token",
                 remedy="start from an empty cache",
             )
         self.counter = copy.copy(layer)
@@ -161,7 +161,7 @@ class SecondaryAnchorKeys(AnchorKeys):
             raise DoesNotFitError(
                 f"the strided layer {self.name} has several attentions, one of which keeps more than keys and values",
                 why="a strided layer can keep recurrent states or indexer keys for one attention only",
-                remedy="leave the layer out with layers=…",
+                remedy="exclude the layer with layers=",
             )
         super().replace(layer)
 
@@ -208,7 +208,7 @@ class AnchorLayer(AnchorKeys):
                 raise DoesNotFitError(
                     f"the strided layer {self.name} has attentions with different windows",
                     why="the anchors of one strided layer leave the cache together",
-                    remedy="leave the layer out with layers=…",
+                    remedy="exclude the layer with layers=",
                 )
             self.secondary.append(own)
         return own

@@ -53,7 +53,7 @@ def match_rows(value: Tensor, rows: Tensor, batch: int | None) -> tuple[Tensor, 
         if value.shape[0] != 1:
             raise DoesNotFitError(
                 f"a strided layer received a table of shape {tuple(value.shape)} for a batch with padding",
-                why="its rows keep tokens at different positions, and the table has no batch dimension",
+                why="its rows stride at different positions, and the table has no batch dimension",
                 remedy="run sequences of one length without padding",
             )
     if value.shape[batch] == 1:
@@ -290,7 +290,7 @@ def tensors_in(value: Any, path: ArgumentPath) -> Iterator[tuple[ArgumentPath, T
     elif not is_without_tokens(value):
         raise DoesNotFitError(
             f"a strided layer received {path[0]}, a {type(value).__name__}",
-            why="what it holds of each token is unknown, and the layer sees one token in k only",
+            why="its content per token is unknown, and the layer sees every k-th token only",
             remedy="use attn_implementation='sdpa' or 'eager', and a cache of transformers.Cache",
         )
 
@@ -448,8 +448,8 @@ class LayerCall:
             if path[0] in names or path in token_dims or tensor.is_floating_point() or tensor.shape[:2] != x.shape[:2]:
                 raise DoesNotFitError(
                     f"a strided layer received {path[0]} of shape {tuple(tensor.shape)}",
-                    why="it received none when the model was rewritten, so how it follows the tokens is unknown",
-                    remedy="rewrite with example_inputs= that lead to the same arguments",
+                    why="it received none when the model was rewritten, so its relation to the tokens is unknown",
+                    remedy="rewrite with example_inputs= that produce the same arguments",
                 )
             found[path] = tensor, TokenDims(tensor.dim(), (1,), 0)
         return LayerCall(tuple(args), kwargs, names, stream, x, found)

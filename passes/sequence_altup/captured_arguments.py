@@ -142,8 +142,8 @@ class ArgumentCaptures:
                 why = error.why or error.what
         raise DoesNotFitError(
             "the model does not run on a larger batch of longer inputs",
-            why=f"how a layer's arguments follow the tokens is inferred from such a run, which fails with {why}",
-            remedy="pass example_inputs= in which every extent that follows the number of tokens is that number",
+            why=f"the relation of arguments to tokens is inferred from such a run, which fails with {why}",
+            remedy="pass example_inputs= in which every dimension that varies with the tokens equals their number",
         )
 
     @functools.cached_property
@@ -262,9 +262,9 @@ class ArgumentCaptures:
         batches = [int(value.shape[0]) for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
         if not batches:
             raise DoesNotFitError(
-                f"sequence-altup: {type(self.model).__name__} takes its tokens in no argument of their own",
-                why=f"how a layer's arguments follow the tokens is inferred from longer ones, and {', '.join(inputs)} is no tensor",
-                remedy="wrap the model in a module that takes tensors, and rewrite that",
+                f"sequence-altup: {type(self.model).__name__} does not take its tokens as tensor arguments",
+                why=f"it is inferred from longer inputs how arguments follow the tokens; {', '.join(inputs)} is not a tensor",
+                remedy="wrap the model in a module that takes tensors",
             )
         return CapturedArguments(program, Dataflow(program), batches[0], length_of(inputs), mask_inputs, tensors, objects)
 

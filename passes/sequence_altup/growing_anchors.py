@@ -313,8 +313,8 @@ class GrowingAnchorLayer(AnchorLayer):
 
     def cropped_too_far(self) -> RetrofitError:
         return RetrofitError(
-            "the cache was cropped by more tokens than it can take back",
-            why=f"strided layers keep the corrections of the last {self.kept} anchors, and no more of what has left a window",
+            "the cache was cropped by too many tokens",
+            why=f"strided layers keep the corrections of the last {self.kept} anchors only",
             remedy=f"crop by at most {SLACK} tokens at a time, or start from an empty cache",
         )
 

@@ -46,16 +46,14 @@ def is_inside_strided(model: nn.Module, path: str) -> bool:
 
 def require_unstrided(model: nn.Module, path: str) -> None:
     if is_inside_strided(model, path) or any(isinstance(part, StridedLayer) for part in model.get_submodule(path).modules()):
-        raise unfit("it is strided already", "other options need a model that was not rewritten so; layers= names other depths")
+        raise unfit("it is strided already", "start from the dense model to use other options; layers= names other depths")
 
 
 def require_all_calls(stack: Stack, layer: Layer, depths: set[int]) -> None:
     """Where the module runs at several depths, all of them are to be strided, and nothing is stored for decoding."""
     own = [depth for depth, other in enumerate(stack.layers) if other.name == layer.name]
     if not depths.issuperset(own):
-        raise unfit(
-            "its module runs at other depths too, which are not to be strided", remedy="layers=all strides the module everywhere"
-        )
+        raise unfit("its module also runs at depths that are not selected", remedy="use layers=all to stride the module everywhere")
     if stack.causal and len(own) > 1:
         raise unfit("its module runs at several depths, and what these store when decoding would be mixed up")
 
@@ -258,7 +256,7 @@ def require_entries_for_single_tokens(candidate: Candidate, shapes: tuple[Shapes
     for path in paths:
         extents = zip(shapes[0][path], shapes[1][path], strict=False)
         if any(is_other_count(candidate, *pair) for pair in extents):
-            raise unfit(f"it receives {path[0]}, which has no single entry for each token", "leave its depth out with layers=…")
+            raise unfit(f"it receives {path[0]}, which has no single entry for each token", "exclude its depth with layers=")
 
 
 def has_other_tokens(candidate: Candidate) -> bool:

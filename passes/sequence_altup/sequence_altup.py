@@ -106,7 +106,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     """Layers compute every k-th token; predict and correct spread what they find over the tokens between."""
 
     name: ClassVar[str] = "sequence-altup"
-    summary: ClassVar[str] = "layers compute every k-th token only; the tokens between get its correction"
+    summary: ClassVar[str] = "compute every k-th token only; the others get its correction"
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, §4.2 and supplement Alg. 2"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "layer"
@@ -125,12 +125,12 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     recovery: ClassVar[Recovery] = Recovery(dial=ComputedTokens())
     remedy: ClassVar[str] = "name layers that are modules of their own with layers=, or use another pass"
 
-    k: int = option(4, "the stride: one token in k is computed", minimum=1)
+    k: int = option(4, "stride: one token in k is computed", minimum=1)
     method: str = option(
         "sequence-altup", "what the other tokens get: the anchor's correction, nothing, the window's output", choices=tuple(METHODS)
     )
     layers: str = option("inner", "depths to stride, e.g. 1-3+5; inner: all but the first and the last; or all", depths=True)
-    stacks: str = option("all", "stacks whose layers are strided", choices=("all", "encoder", "decoder"))
+    stacks: str = option("all", "stacks to stride", choices=("all", "encoder", "decoder"))
 
     @property
     def exact(self) -> bool:
@@ -194,8 +194,8 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         if self.method == "average-pooling" and stack.causal and self.k > 1:
             raise DoesNotFitError(
                 f"sequence-altup: average-pooling does not fit the {stack.kind} {stack.name}",
-                why="it is causal, and the mean over a window looks ahead",
-                remedy="use method=sequence-altup, or stacks=encoder where that is not causal",
+                why="it is causal, and a window's mean sees later tokens",
+                remedy="use method=sequence-altup, or stacks=encoder if the encoder is not causal",
                 in_any_form=True,
             )
         count, inner = len(stack.layers), self.layers == "inner"
@@ -285,9 +285,9 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             missing = next((f"; {miss.name}: {miss.why}" for miss in near_misses if miss.name), "")
             alone = "layers= with depths at which each of its stacks can be strided, or another pass where there are none"
             raise DoesNotFitError(
-                f"{self.name}: the stacks of the model can be strided at different depths",
-                why=f"when it is loaded nothing tells them apart: its recipe names the same depths for all stacks{missing}",
-                remedy="apply it once with stacks=encoder and once with stacks=decoder" if len(found) > 1 else alone,
+                f"{self.name}: the stacks can be strided at different depths only",
+                why=f"a recipe names the same depths for all stacks{missing}",
+                remedy="apply it twice: stacks=encoder, then stacks=decoder" if len(found) > 1 else alone,
             )
         stacks = self.stacks if len(kinds) == len(found) else next(iter(kinds))
         return dataclasses.replace(self, layers="+".join(map(str, *all_depths)), stacks=stacks)

@@ -121,9 +121,9 @@ class StridedLayer(Wrapper):
         """Return the layer's output with a cache: the layer runs where there are anchors among the new tokens."""
         if self.dense_share:
             raise DoesNotFitError(
-                "a strided layer that is being annealed was called with a cache",
-                why="which tokens it computes changes with every step",
-                remedy="call the model with use_cache=False until the annealing is over",
+                "a strided layer was called with a cache during annealing",
+                why="the tokens it computes change with every step",
+                remedy="use use_cache=False until annealing is done",
             )
         x, stored = call.x, find_anchor_layer(cache, self.name) or GrowingAnchorLayer(self.name, self.k, self.mask_argument)
         offset = stored.offset(x.shape[1])
@@ -173,9 +173,9 @@ class StridedLayer(Wrapper):
             return None
         if anchors.count > 1 and not bool(anchors.valid.all()):
             raise DoesNotFitError(
-                "a strided recurrent layer received several tokens at once, of which rows have different numbers of anchors",
+                "a strided recurrent layer received several tokens at once, with different numbers of anchors per row",
                 why="its states would advance by the anchors of other rows",
-                remedy="after the prompt, go on one token at a time",
+                remedy="after the prompt, decode one token at a time",
             )
         return anchors.valid.any(1)
 
@@ -187,8 +187,8 @@ class StridedLayer(Wrapper):
             return
         if stored.mask is None:
             raise DoesNotFitError(
-                "a strided layer received no mask for a batch whose rows differ in length",
-                why="the entries that shorter rows do not have must be hidden",
+                "a strided layer received no mask for rows of different length",
+                why="the padding of shorter rows must be masked",
                 remedy="pass attention_mask with every step, or use attn_implementation='sdpa'",
             )
         path, dtype = stored.mask

@@ -276,7 +276,7 @@ def expert_load(model: nn.Module, data: Any) -> Load:
     """
     counters = {path: RoutingCounter(module) for path, module in model.named_modules() if isinstance(module, MoEBlock)}
     if not counters:
-        raise DoesNotFitError("the model has no experts whose load could be counted", remedy="rewrite it with shared-moe first")
+        raise DoesNotFitError("the model has no experts to count the load of", remedy="rewrite it with shared-moe first")
     calibration_from(model, data).observe(model, counters)
     return Load(
         {path: counter.shares() for path, counter in counters.items()}, max(counter.tokens for counter in counters.values())

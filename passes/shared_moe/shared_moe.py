@@ -52,7 +52,7 @@ from retrofit.sdk.data import sample_calibration
 from retrofit.sdk.modules import ForwardWithAuxiliaryLosses, install_feed_forward, number_is_loss, own_forward
 
 SPREAD = "spread"
-SOURCES_REMEDY = "name as many layers as there are experts for each group of several layers, or leave sources out"
+SOURCES_REMEDY = "name one layer per expert for each group of several layers, or drop sources"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,33 +70,31 @@ class SharedMoE(Pass[SharedMoEPlan]):
     """Replace the feed-forwards of a group of layers by one mixture of experts."""
 
     name: ClassVar[str] = "shared-moe"
-    summary: ClassVar[str] = "replace the FFNs of groups of layers by one mixture of experts each (WideNet); norms stay their own"
+    summary: ClassVar[str] = "replace the FFNs of each group of layers by one mixture of experts (WideNet); layers keep their norms"
     paper: ClassVar[str] = "Go Wider Instead of Deeper, eq. 1 to 8"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
     places_by: ClassVar[tuple[str, ...]] = ("layers", "groups", "experts", "share_attention")
-    already: ClassVar[str] = "it is a mixture of experts already"
+    already: ClassVar[str] = "it is already a mixture of experts"
     reference: ClassVar[MethodReference] = MethodReference(
         {MoEBlock: ModuleReference(method_reference.moe_block, functions=("hidden", "tail"))},
         method_reference.wiring,
         method_reference.start,
     )
 
-    experts: int = option(4, "E, the experts of a mixture", minimum=1)
-    k: int = option(2, "K, the experts a token is sent to", minimum=1)
-    groups: int = option(1, "mixtures in each stack: 1 is WideNet; 0, one a layer, is sparse upcycling", minimum=0)
-    share_attention: bool = option(False, "the layers of a group have one attention, too")
-    renormalize: bool = option(True, "the K gates of a token sum to one; the paper leaves them as they are")
+    experts: int = option(4, "E, experts per mixture", minimum=1)
+    k: int = option(2, "K, experts per token", minimum=1)
+    groups: int = option(1, "mixtures per stack: 1 is WideNet; 0, one per layer, is sparse upcycling", minimum=0)
+    share_attention: bool = option(False, "share one attention in each group too")
+    renormalize: bool = option(True, "normalize the K gates of a token to sum to one (not in the paper)")
     capacity: float | None = option(
-        1.2, "C: in training an expert keeps ⌈C·K·tokens/E⌉ tokens of a batch (none: all of them)", minimum=0
+        1.2, "C, capacity in training: ⌈C·K·tokens/E⌉ tokens per expert and batch (none: no limit)", minimum=0
     )
     balance: float = option(0.01, "λ, the weight of the balance loss", minimum=0)
     noise: float | None = option(None, "standard deviation of the noise on the router's logits in training (none: 1/E)", minimum=0)
-    reinit: float = option(0.0, "part of the hidden units of a copied expert that is re-initialised", minimum=0, maximum=1)
-    layers: str = option("all", "depths whose FFNs are replaced, e.g. 0-5+8", depths=True)
-    sources: str = option(
-        SPREAD, "of each group's layers, counted from 0, those that experts are taken from, e.g. 0+2+5+9, groups apart by /"
-    )
+    reinit: float = option(0.0, "fraction of the hidden units of a copied expert to re-initialize", minimum=0, maximum=1)
+    layers: str = option("all", "depths whose FFNs to replace, e.g. 0-5+8", depths=True)
+    sources: str = option(SPREAD, "layers of each group to copy experts from, counted from 0, e.g. 0+2+5+9; groups separated by /")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -104,19 +102,19 @@ class SharedMoE(Pass[SharedMoEPlan]):
         if self.k > self.experts:
             raise SpecError(
                 f"shared-moe: k={self.k} experts for each token of experts={self.experts}",
-                remedy="choose k up to experts",
+                remedy="use k ≤ experts",
                 option="k",
             )
         if self.k == 1 and self.renormalize and not self.balance:
             raise SpecError(
-                "shared-moe: with k=1, gates that sum to one and no balance loss the router learns nothing",
-                why="the one gate is 1 whatever the logits of the router are",
-                remedy="give balance > 0, or renormalize=false",
+                "shared-moe: k=1 with normalized gates and no balance loss: the router gets no gradient",
+                why="the one gate is always 1",
+                remedy="use balance > 0 or renormalize=false",
                 option="balance",
             )
         if self.capacity == 0:
             raise SpecError(
-                "shared-moe: with capacity=0 no expert keeps a token", remedy="give 1 or more, or none", option="capacity"
+                "shared-moe: capacity=0 leaves no token to any expert", remedy="use 1 or more, or none", option="capacity"
             )
 
     @property
@@ -152,8 +150,8 @@ class SharedMoE(Pass[SharedMoEPlan]):
                     attentions += shared
         if groups and self.groups > max(len(stack.layers) for stack in anatomy.stacks):
             raise DoesNotFitError(
-                f"shared-moe: groups={self.groups}, and no stack has as many layers",
-                remedy="groups=0 gives every layer a mixture of its own",
+                f"shared-moe: groups={self.groups} is more than any stack has layers",
+                remedy="use groups=0 for one mixture per layer",
                 in_any_form=True,
                 option="groups",
             )
@@ -231,9 +229,9 @@ class SharedMoE(Pass[SharedMoEPlan]):
             return super().rewrite(anatomy, edit)
         if edit.keep is not None and self.sources == SPREAD:
             raise DoesNotFitError(
-                f"{self.name}: which layers become experts would be chosen on calibration data",
-                why="in a stream every tensor of the result has its place before any data is seen",
-                remedy="name the layers with sources=, leave the data out, or calibrate a model that fits in memory",
+                f"{self.name}: the layers that become experts depend on calibration data",
+                why="--stream fixes the layout of the result before any data is read",
+                remedy="name the layers with sources=, drop the data, or drop --stream",
                 in_any_form=True,
                 option="sources",
             )
@@ -317,13 +315,13 @@ def parse_sources(text: str, experts: int) -> list[tuple[int, ...]]:
     groups = [group.split("+") for group in text.split("/")]
     if not all(part.isdecimal() for group in groups for part in group):
         raise SpecError(
-            f"shared-moe: sources={text} is no list of layers",
-            remedy="write them as in 0+2+5+9, groups apart by /",
+            f"shared-moe: sources={text} is not a list of layers",
+            remedy="write it as 0+2+5+9, groups separated by /",
             option="sources",
         )
     if any(len(group) != experts for group in groups):
         raise SpecError(
-            f"shared-moe: sources={text} does not name a layer for each of {experts} experts",
+            f"shared-moe: sources={text} does not name {experts} layers, one per expert",
             remedy=SOURCES_REMEDY,
             option="sources",
         )

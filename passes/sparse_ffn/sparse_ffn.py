@@ -67,12 +67,12 @@ class SparseFFN(Pass[SparseFFNPlan]):
     """Feed-forwards of which a controller activates k hidden units in N."""
 
     name: ClassVar[str] = "sparse-ffn"
-    summary: ClassVar[str] = "activate k hidden units in N of every feed-forward, chosen by a low-rank controller or by the gate"
+    summary: ClassVar[str] = "activate k of N hidden units in every feed-forward, selected by a low-rank controller or the gate"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.1"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "feed-forward"
     places_by: ClassVar[tuple[str, ...]] = ("layers", "sparsity", "rank", "controller")
-    already: ClassVar[str] = "another pass has replaced it already"
+    already: ClassVar[str] = "another pass has already replaced it"
     candidates: ClassVar[tuple[str, ...]] = (
         "sparsity=8, active=1",
         "sparsity=8, active=2, controller=gate",
@@ -96,29 +96,31 @@ class SparseFFN(Pass[SparseFFNPlan]):
     active: int = option(1, "k, active hidden units of each block, up to N; N is the dense function", minimum=1)
     controller: str = option(
         "low-rank",
-        "what selects the active units: a low-rank map of x, or the gate of a gated feed-forward, computed whole",
+        "what selects the active units: a low-rank map of x, or the full gate of a gated feed-forward",
         choices=("low-rank", "gate"),
     )
     rank: int | None = option(None, "r, width of the controller's bottleneck; none: d/N", minimum=1, weights="within")
-    layers: str = option("all", "depths whose feed-forwards become sparse, e.g. 0-5+8", depths=True)
-    multiply_by_controller: bool = option(False, "multiply an active unit by the probability the controller gives it")
-    scale: bool = option(False, "multiply the output weights by √(N/k), for the units that are left out")
-    temperature: float = option(0.1, "τ of training: what its noise counts, or what the logits are divided by", minimum=1e-6)
-    hard: float = option(0.3, "how often training uses the k units selected, and not the softmax", minimum=0, maximum=1)
+    layers: str = option("all", "depths to make sparse, e.g. 0-5+8", depths=True)
+    multiply_by_controller: bool = option(False, "multiply active units by their probability under the controller")
+    scale: bool = option(False, "scale the output weights by √(N/k), for the inactive units")
+    temperature: float = option(
+        0.1, "τ in training: scale of the noise, or temperature of the softmax (noise=both, controller=gate)", minimum=1e-6
+    )
+    hard: float = option(0.3, "probability of using the k selected units, not the softmax, in training", minimum=0, maximum=1)
     noise: str = option(
         "choice",
-        "what has Gumbel noise in training: the choice of units alone, or the softmax too",
+        "where training adds Gumbel noise: the choice of units alone, or the softmax too",
         choices=("choice", "both"),
     )
-    fit_output: bool = option(True, "with calibration data, fit the output matrix to the units that are active")
+    fit_output: bool = option(True, "with calibration data, fit the output matrix to the active units")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.active > self.sparsity:
             raise SpecError(
                 f"sparse-ffn: option active={self.active} is above sparsity={self.sparsity}",
-                why="a block has no more units",
-                remedy=f"give at most {self.sparsity}, which is the dense function",
+                why="a block has only so many units",
+                remedy=f"use at most {self.sparsity}, the dense function",
                 option="active",
             )
 
@@ -173,7 +175,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         """Raise `DoesNotFitError` where a feed-forward cannot be made sparse; `remedy` is for a d_ff that N does not divide."""
         what = f"the feed-forward {site.name} cannot be made sparse"
         if site.units % self.sparsity:
-            why = f"its d_ff = {site.units} is no multiple of N = {self.sparsity}; {self.divisors([site])} would do"
+            why = f"its d_ff = {site.units} is not a multiple of N = {self.sparsity}; {self.divisors([site])} would do"
             raise DoesNotFitError(what, why=why, remedy=remedy, in_any_form=True)
         if self.predicts and self.rank_for(site.width) > site.width:
             why = f"the controller's rank {self.rank} exceeds its width d = {site.width}"

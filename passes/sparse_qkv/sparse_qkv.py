@@ -67,7 +67,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
     """Queries, keys and values from a multiplicative layer of S modules and an F × F convolution each; no output layer."""
 
     name: ClassVar[str] = "sparse-qkv"
-    summary: ClassVar[str] = "replace the attention's four dense layers with a multiplicative one and three convolutions over heads"
+    summary: ClassVar[str] = "replace the four attention projections with a multiplicative layer and convolutions over heads"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §3.2"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "attention"
@@ -90,14 +90,12 @@ class SparseQKV(Pass[SparseQKVPlan]):
         "leave it out by layers=, or use another pass"
     )
 
-    modules: int | None = option(
-        None, "S, modules that a projection is divided into; none: as many as query heads", minimum=1, weights="divides"
-    )
-    kernel: int = option(3, "F, modules and tokens that a filter sees", minimum=1)
-    variant: str = option("mult-conv", "what queries, keys and values come from", choices=VARIANTS)
-    output: str = option("none", "what becomes of the output layer", choices=("none", "keep", *VARIANTS))
-    layers: str = option("all", "depths that are rewritten, e.g. 0-5+8", depths=True)
-    stacks: str = option("all", "which stacks are rewritten", choices=("all", "encoder", "decoder"))
+    modules: int | None = option(None, "S, modules per projection; none: the number of query heads", minimum=1, weights="divides")
+    kernel: int = option(3, "F, filter size in modules and tokens", minimum=1)
+    variant: str = option("mult-conv", "layers that make queries, keys and values", choices=VARIANTS)
+    output: str = option("none", "replacement of the output layer", choices=("none", "keep", *VARIANTS))
+    layers: str = option("all", "depths to rewrite, e.g. 0-5+8", depths=True)
+    stacks: str = option("all", "stacks to rewrite", choices=("all", "encoder", "decoder"))
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         convolves = "conv" in self.variant or "conv" in self.output
@@ -196,7 +194,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
     def stride(self, site: AttentionSite, letter: str, count: int, columns: int, modules: int) -> int:
         """Return how many modules of the queries there are for each module of a letter with `count` columns."""
         if columns % modules:
-            why = f"its {columns} columns are no multiple of modules={modules}"
+            why = f"its {columns} columns are not a multiple of modules={modules}"
             raise self.unfit(site, why, self.divisions(site, columns), in_any_form=True)
         if columns % count or modules % (columns // count):
             size = columns // modules
@@ -221,7 +219,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         self, site: AttentionSite, variant: str, width: int, modules: int, size: int, strides: dict[str, int]
     ) -> ModularShape:
         if variant == "conv" and width % modules:
-            raise self.unfit(site, f"the width {width} is no multiple of modules={modules}", in_any_form=True)
+            raise self.unfit(site, f"the width {width} is not a multiple of modules={modules}", in_any_form=True)
         return ModularShape(variant, width, modules, size, strides, self.kernel)
 
     def output_shape(self, site: AttentionSite, modules: int) -> ModularShape | None:
@@ -321,7 +319,7 @@ def has_columns(model: nn.Module, path: str) -> bool:
 
 
 def sparse_already(miss: NearMiss) -> NearMiss:
-    remedy = "other options need a model that was not rewritten so; layers= and stacks= name others"
+    remedy = "start from the dense model to use other options; layers= and stacks= name others"
     return dataclasses.replace(miss, why=SparseQKV.already, remedies=remedy)
 
 

@@ -86,7 +86,7 @@ class AttentionParser:
         reuses = [node for product in products for node in self.reuses(product, owner)]
         projections = tuple(self.projection(product, core) for product in products)
         if sum(REST in projection.letters for projection in projections) > 1:
-            raise self.unfit("more than one of its projections has columns that are no query, key or value")
+            raise self.unfit("more than one of its projections has columns other than queries, keys and values")
         cross = self.branch.role == "cross-attention"
         of_x = [
             product for product, projection in zip(products, projections, strict=True) if not cross or "q" in projection.letters
@@ -248,7 +248,7 @@ class AttentionParser:
         if len(size) != 3 or len(source_size) != 3 or (tokens_first and not is_batch_first((size[1], size[0], size[2]), query)):
             raise self.unfit(f"what it projects is {size}, and not laid out (batch, length, width)")
         if source_size[0 if tokens_first else 1] == 1:
-            raise self.unfit("with the example inputs it attends to one token only: give larger example_inputs=")
+            raise self.unfit("with the example inputs it attends to one token only: use larger example_inputs=")
         return tokens_first
 
     def other_readers(self, x: fx.Node, owner: Call, products: list[WeightProduct]) -> tuple[StreamReader, ...]:

@@ -174,8 +174,8 @@ def index_tensors(node: fx.Node, flow: Dataflow) -> dict[fx.Node, Tensor]:
         value = None if part in flow.depends else mask_value(part, flow)
         if value is None or not has_constant_values(part, flow):
             raise DoesNotFitError(
-                "the columns of a projection cannot be told apart",
-                why=f"which columns are queries depends on a tensor of indices that is not known ({node.name})",
+                "the columns of a projection cannot be separated",
+                why=f"which columns are queries depends on an unknown index tensor ({node.name})",
             )
         found[part] = value
     return found

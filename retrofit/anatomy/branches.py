@@ -233,7 +233,7 @@ def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataf
 
 
 ON_TWO_STREAMS = "it reads the stream behind another branch, and is added to the stream before that one: these are two streams"
-BEFORE_TWO_STREAMS = "a pass that puts a model on two streams goes last"
+BEFORE_TWO_STREAMS = "apply passes that make two streams last"
 
 
 def is_on_two_streams(branch: Branch, stacks: Iterable[Stack], flow: Dataflow) -> bool:
@@ -245,8 +245,8 @@ def is_on_two_streams(branch: Branch, stacks: Iterable[Stack], flow: Dataflow) -
     return any(node.name in sums for node in flow.between(flow.node(branch.source), flow.node(branch.output)))
 
 
-LAYER_WITHIN = "it is a layer within a layer: one branch of the stream adds branches of its own"
-BEFORE_THE_OUTER = "rewrite the feed-forwards before what wraps their layers"
+LAYER_WITHIN = "it is a nested layer: a branch with branches of its own"
+BEFORE_THE_OUTER = "rewrite the feed-forwards before their layers are wrapped"
 
 
 def holds_sums(branch: Branch, flow: Dataflow) -> bool:

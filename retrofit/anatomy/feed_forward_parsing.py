@@ -318,7 +318,7 @@ def nodes_of(call: Call, flow: Dataflow) -> list[fx.Node]:
     return [node for node in flow.computations if call.encloses(flow.call_of(node))]
 
 
-REPLACED = "a feed-forward is replaced once; layers= divides the depths between passes"
+REPLACED = "a feed-forward can be replaced once; use layers= to give depths to different passes"
 
 
 def feed_forwards(anatomy: Findings, layers: Iterable[int] | None = None) -> tuple[list[FeedForward], list[NearMiss]]:
@@ -358,9 +358,9 @@ def hidden_feed_forwards(layer: Layer, anatomy: Findings) -> Iterator[NearMiss]:
 def parse_feed_forward(branch: Branch, model: nn.Module, flow: Dataflow) -> FeedForward:
     """Return the feed-forward that `branch` computes; raises `DoesNotFitError` with the reason where it is not of that form."""
     if branch.role != "ffn":
-        raise no_feed_forward(branch, "it is a mixture of experts already", REPLACED, in_any_form=True)
+        raise no_feed_forward(branch, "it is already a mixture of experts", REPLACED, in_any_form=True)
     if branch.name and isinstance(model.get_submodule(branch.name), FeedForwardBlock):
-        raise no_feed_forward(branch, "another pass has replaced it already", REPLACED)
+        raise no_feed_forward(branch, "another pass has already replaced it", REPLACED)
     region = flow.between(flow.node(branch.source), flow.node(branch.output))
     out, into = products_of(branch, region, flow)
     chains = [operand_chain(product, flow) for product in into]

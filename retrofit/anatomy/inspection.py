@@ -99,12 +99,12 @@ def without_pictures(
     if pictures and len(pictures) == len(streams):
         size = "×".join(map(str, shape(pictures[0].chain[0].add) or ()))
         raise NoTransformerError(
-            f"{type(model).__name__} has residual streams, of pictures and not of tokens",
+            f"{type(model).__name__} has residual streams, of images, not of tokens",
             why=f"the residual sums are {size}, with the channels on the second axis",
-            remedy="retrofit rewrites streams of tokens, whose last axis is the one that layers project",
+            remedy="retrofit rewrites token streams, with the channels on the last axis",
         )
     if pictures:
-        notes.append(f"{len(pictures)} residual stream(s) of pictures, with the channels on the second axis")
+        notes.append(f"{len(pictures)} residual stream(s) of images, with the channels on the second axis")
     return [stream for stream in streams if stream not in pictures]
 
 

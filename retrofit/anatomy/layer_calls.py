@@ -62,7 +62,7 @@ class LayerCalls:
         if len(size) != 3:
             raise unfit(layer, f"its stream is {size}, and not laid out (batch, length, width)")
         if not all(size):
-            raise unfit(layer, "how many tokens it gets depends on what tokens hold, so that a cache does not count them")
+            raise unfit(layer, "the number of tokens it gets depends on their content, so a cache cannot count them")
         masked = self.calls.get((call.path, call.index), call)
         stream = masked.inputs.get(key, node)
         inside = [core for core in self.cores if masked.encloses(self.masked.call_of(core.result))]
@@ -118,7 +118,7 @@ class LayerCalls:
         if key is not None:
             return MaskArgument(key, true_hides(call.inputs[key], cores, flow))
         if hidden:
-            raise unfit(layer, "the model takes a padding mask, and no argument of the layer shows it")
+            raise unfit(layer, "the model takes a padding mask, but no argument of the layer carries it")
         return None
 
     def token_mask(self, call: Call, tokens_first: bool) -> Key:
@@ -160,5 +160,5 @@ def has_room(module: nn.Module, given: int) -> bool:
 
 def unfit(layer: Layer, why: str) -> DoesNotFitError:
     return DoesNotFitError(
-        f"the call of layer {layer.name or layer.exit} does not show its stream and its padding", why=why, site=layer.name
+        f"the call of layer {layer.name or layer.exit} does not expose its stream and padding", why=why, site=layer.name
     )

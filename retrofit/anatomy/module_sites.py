@@ -223,7 +223,7 @@ class BranchOwners:
 
 Refusal = Callable[[str, str, str | Sequence[str]], DoesNotFitError]  # of the name of a place, why, the fix
 
-NO_MODULE = "the layers have to be modules that take the stream and return it"
+NO_MODULE = "layers must be modules that take the stream and return it"
 
 
 class WithLastProduct(Wrapper):
@@ -298,7 +298,7 @@ class WrappedModules:
             leaves = [key for key, node in call.outputs.items() if width_of(node) == stack.width and self.depends_on(node, results)]
             if enters and leaves and enters[0] is not None:
                 return WrappedModule(call.path, enters[0], leaves[0])
-        raise self.refuse(layer.name, f"no module in it takes the stream {stack.width} wide and returns it so", NO_MODULE)
+        raise self.refuse(layer.name, f"no module in it takes and returns the stream of width {stack.width}", NO_MODULE)
 
     def on_one_stream(self, node: fx.Node, other: fx.Node) -> bool:
         return node in self.flow.carried_chain(other) or other in self.flow.carried_chain(node)
@@ -316,7 +316,7 @@ class WrappedModules:
         except DoesNotFitError:
             return self.gathered(branch)
         if width_of(owner.x) != width or width_of(owner.y) != width:
-            why = f"its module does not take and return tensors {width} wide"
+            why = f"its module does not take and return tensors of width {width}"
             raise self.refuse(branch.name or branch.output, why, self.no_feed_forward)
         return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out)
 
@@ -352,7 +352,7 @@ class WrappedModules:
 
 Use = tuple[tuple[int, int], WrappedModule]  # stack and depth, the module that owns what is computed there
 
-NO_OWNER = Remedy("emit='graph' makes modules of what is code", "graph")
+NO_OWNER = Remedy("emit='graph' makes modules of such code", "graph")
 MIXTURE = "it is a mixture of experts"
 
 
@@ -360,7 +360,7 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
     """Find the modules that own parts of these kinds; `Anatomy.sites` says how."""
     if unknown := [kind for kind in kinds if kind not in KINDS] or [""] * (not kinds):
         why = f"the kinds are {', '.join(KINDS)}"
-        raise SpecError(f"there are no sites called {unknown[0]!r}", why=why, remedy="name one of these, or several")
+        raise SpecError(f"unknown kind of site {unknown[0]!r}", why=why, remedy="name one of these, or several")
     modules, chosen = WrappedModules(anatomy, no_site, NO_OWNER), None if layers is None else set(layers)
     uses: dict[str, list[Use]] = {}
     near_misses: list[NearMiss] = []
@@ -416,7 +416,7 @@ def require_each_call(found: list[Use], chosen: set[int] | None, modules: Wrappe
     _, place = found[0]
     calls = modules.owners.calls.get(place.path, [])
     if len(calls) != len(found):
-        why = f"of {len(calls)} calls of the module {len(calls) - len(found)} are no part of that kind"
+        why = f"of {len(calls)} calls of the module {len(calls) - len(found)} are not parts of that kind"
         raise no_site(place.path, why, NO_OWNER)
     if left := sorted({depth for (_, depth), _ in found if chosen is not None and depth not in chosen}):
         why = f"the module also runs at {', '.join(map(str, left))}, which is not among the chosen depths"
@@ -426,7 +426,7 @@ def require_each_call(found: list[Use], chosen: set[int] | None, modules: Wrappe
 
 
 def no_site(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError:
-    return DoesNotFitError(f"{name or 'the model'} is no site", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(f"{name or 'the model'} is not a site", why=why, remedy=remedy, site=name)
 
 
 KINDS = ("layer", "attention", *get_args(Role))

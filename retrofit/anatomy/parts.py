@@ -117,7 +117,7 @@ class Part:
         return self.name
 
 
-WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it by comparison or choice alone"  # of what is not trained
+WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it through comparisons only"  # of what is not trained
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, forc
         raise CheckpointError(
             f"{type(model).__name__} cannot be bundled",
             why=f"it is {what}",
-            remedy="give a transformers model that retrofit has rewritten",
+            remedy="use a transformers model rewritten by retrofit",
             code="not-rewritten",
         )
     with tempfile.TemporaryDirectory(prefix="retrofit-bundle-") as folder:
@@ -113,24 +113,22 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
 def read_config(source: Path) -> dict[str, Any]:
     """Return the directory's config; raises `CheckpointError` where it is not that of a retrofitted transformers model."""
     if not source.exists():
-        raise CheckpointError(f"{source} does not exist", remedy="give the directory of a retrofitted model", code="missing")
+        raise CheckpointError(f"{source} does not exist", remedy="use the directory of a retrofitted model", code="missing")
     if not source.is_dir():
         raise CheckpointError(
-            f"{source} is no directory",
+            f"{source} is not a directory",
             why="a bundle is made of a Hugging Face directory",
             remedy="retrofit.load it, and bundle the model",
         )
     if is_pipeline(source):
         raise CheckpointError(
             f"{source} is a directory of sentence-transformers",
-            why="it loads its transformer by code of its own, which trusts no other",
-            remedy="bundle the folder of its transformer alone",
+            why="it loads its transformer without trust_remote_code",
+            remedy="bundle the directory of its transformer",
         )
     file = source / CONFIG
     if not file.is_file():
-        raise CheckpointError(
-            f"there is no {CONFIG} in {source}", remedy="give a directory that save_pretrained wrote", code="missing"
-        )
+        raise CheckpointError(f"{source} has no {CONFIG}", remedy="use a directory written by save_pretrained", code="missing")
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -148,14 +146,14 @@ def read_config(source: Path) -> dict[str, Any]:
     if stored_quantization(entry) is not None:
         raise CheckpointError(
             f"{source} is quantized, and a bundle is not",
-            why="what packs its weights would be replayed by retrofit, which a bundle does without",
+            why="its quantization would need retrofit when the bundle is loaded",
             remedy="bundle the directory that it was quantized from, or retrofit.dequantize the model and save it",
             code="quantized",
         )
     if "auto_map" in config:
         raise CheckpointError(
-            f"{source} has modelling code of its own",
-            why="a bundle is transformers' code and retrofit's, in one file",
+            f"{source} has its own modelling code",
+            why="a bundle combines the code of transformers and retrofit",
             remedy=MEANWHILE,
         )
     return config
@@ -170,7 +168,7 @@ def classes_named(config: dict[str, Any], source: Path) -> tuple[type[PreTrained
         if kind is None or not kind.__module__.startswith("transformers."):
             raise CheckpointError(
                 f"{source}: {name} cannot be bundled",
-                why="transformers does not have this class, so a bundle could not",
+                why="transformers does not have this class",
                 remedy=MEANWHILE,
             )
         found.append(kind)
@@ -240,7 +238,7 @@ def require_equal(file: Path, written: ModellingFile, name: str, config: Any, mo
     wrong = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
     if wrong:
         raise CheckpointError(
-            "the bundle is not the model that it was made of: a defect of retrofit",
+            "the bundle differs from its model: a bug in retrofit",
             why=first_few((f"{key}: {ours.get(key)} where it was {theirs.get(key)}" for key in wrong), 3, "; "),
             remedy=f"report it; {MEANWHILE}",
             code="defect",
@@ -261,7 +259,7 @@ def require_closed(text: str, module: Any) -> None:
                 assigned.add(str(get_instruction.argval))  # also where a package is missing that a part of the code needs
     if wanted - assigned:
         raise CheckpointError(
-            "the bundle's code is not whole: a defect of retrofit",
+            "the bundle's code is incomplete: a bug in retrofit",
             why=f"not there: {', '.join(sorted(wanted - assigned))}",
             remedy=f"report it; {MEANWHILE}",
             code="defect",

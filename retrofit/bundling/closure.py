@@ -55,7 +55,7 @@ class SourceFile:
         if path is None or not path.endswith(".py"):
             raise CheckpointError(
                 f"{module} has no source file",
-                why="a bundle holds the source of its layers",
+                why="a bundle contains the source of its layers",
                 remedy="install it as plain Python files",
             )
         self.text = Path(path).read_text(encoding="utf-8")

@@ -151,8 +151,8 @@ class SourceText:
                 elif isinstance(target, Definition) and self.names[target] != reference.name:
                     if reference.in_text and sys.version_info < (3, 12):
                         raise CheckpointError(
-                            f"{target.name} of {target.module} has the name of something else in this bundle",
-                            why="it is read in an f-string, where Python before 3.12 does not say where names stand",
+                            f"{target.name} of {target.module} clashes with another name in this bundle",
+                            why="it is used in an f-string, whose names Python before 3.12 does not locate",
                             remedy="bundle with Python 3.12 or later",
                         )
                     yield (*place(reference.node), self.names[target])
@@ -161,7 +161,7 @@ class SourceText:
                 if found.package in self.closure.ours and found.name != found.attribute:
                     raise CheckpointError(
                         f"{one.definition.module} imports {found.attribute} as {found.name} within a function",
-                        why="a bundle has one name for it",
+                        why="a bundle needs one name for it",
                         remedy="import it by its own name",
                     )
             for annotation in strays:

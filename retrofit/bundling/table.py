@@ -233,7 +233,7 @@ class TableText:
             return str(name)
         raise CheckpointError(
             f"the model cannot be bundled: one of its modules keeps {value!r}",
-            why="it cannot be imported by a name",
+            why="it cannot be imported by name",
             remedy="give it one",
         )
 
@@ -524,5 +524,5 @@ def refused(where: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"the model cannot be bundled: {where}",
         why=why,
-        remedy="give its attributes names and plain values; or install retrofit-transformers where the model is loaded",
+        remedy="use plain values for its attributes, or install retrofit-transformers where the model is loaded",
     )

@@ -30,7 +30,7 @@ class Divergence:
     def describe(self, place: Callable[[str], str]) -> str:
         """Return the divergence in words; `place` adds to a module's name the site it lies in."""
         if not self.path and not self.before:
-            return "no module of the dense model is found again, so none says where the difference arises"
+            return "no module of the dense model can be matched, so the difference cannot be located"
         if not self.path:
             return f"every module returns the same, {place(self.before)} the last; the difference arises after or between them"
         found = f"{place(self.path)} is the first module that {self.what}"

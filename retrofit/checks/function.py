@@ -94,12 +94,12 @@ def judge_function(now: FunctionMeasurement, before: FunctionMeasurement | None,
     if now.noise is not None and not now.noise.agrees:
         return failed(
             f"{now.noise.measured} between two runs",
-            "the same inputs give different outputs, and the model is in evaluation mode",
+            "the same inputs give different outputs in evaluation mode",
         )
     if before is None:
         finite = bool(torch.isfinite(now.logits[0]).all())
         nothing = "; ".join(filter(None, ("no dense model", note)))
-        return passed("finite, the same twice", nothing) if finite else failed("", "some outputs are infinite or not numbers")
+        return passed("finite and deterministic", nothing) if finite else failed("", "some outputs are NaN or Inf")
     if not context.exact:
         return judge_approximate(list(zip(now.logits, before.logits, strict=True)), note)
     return judge_exact(now, before, context)
@@ -145,7 +145,7 @@ def compare_shape(shape: int, now: FunctionMeasurement, before: FunctionMeasurem
 def judge_approximate(pairs: Pairs, note: str) -> Finding:
     """Report how far the outputs moved; an approximate rewrite fails where they contain NaN or Inf."""
     if any(ours.shape != theirs.shape or bool((~ours.isfinite() & theirs.isfinite()).any()) for ours, theirs in pairs):
-        return failed("", "some outputs are infinite or not numbers, or of another shape, where the dense model's are not")
+        return failed("", "some outputs are NaN or Inf or have another shape, unlike the dense model's")
     divergence = float(torch.cat([kl_divergence(*pair).flatten() for pair in pairs]).mean())  # nats a prediction
     agreement = float(torch.cat([(ours.argmax(-1) == theirs.argmax(-1)).flatten() for ours, theirs in pairs]).float().mean())
     return passed(f"KL {divergence:.2e} nats, top-1 agreement {agreement:.1%}", note)

@@ -89,7 +89,7 @@ def judge_gradients(now: GradientsMeasurement | None, before: GradientsMeasureme
     loss = "the model's own loss" if now.own_loss else "the outputs' cross-entropy"
     measured = f"{now.trainable - len(now.zero)} of {now.trainable} parameters receive one from {loss}"
     if frozen := newly_frozen(now, before, context):
-        return failed(measured, f"trained before, or new, and frozen: {first_few(map(context.place, frozen))}")
+        return failed(measured, f"frozen, but trainable before or new: {first_few(map(context.place, frozen))}")
     if not now.trainable:
         return skipped("no parameter is trainable")
     if broken := now.broken - broken_before(before, context):
@@ -101,11 +101,11 @@ def judge_gradients(now: GradientsMeasurement | None, before: GradientsMeasureme
     if why := other_loss(now, before, context):
         return failed(measured, why)
     if now.never:
-        return failed(measured, f"zero even when the others have moved: {first_few(map(context.place, sorted(now.never)))}")
+        return failed(measured, f"still zero after the others moved: {first_few(map(context.place, sorted(now.never)))}")
     if waiting := now.zero & late:
         measured += f", {len(waiting)} from the second step on"
     if now.zero & unreached:
-        measured += f", {len(now.zero & unreached)} with nothing to decide"
+        measured += f", {len(now.zero & unreached)} without effect"
     excused = now.zero & idle - unreached
     return passed(measured, f"unused in the dense model too: {first_few(sorted(excused))}" if excused else "")
 

@@ -89,7 +89,7 @@ def judge_graph(now: GraphMeasurement, before: GraphMeasurement | None, context:
     if before is not None and context.rewrites is not None and not other_branches:
         changed = changed_modules(before.hashes, now.hashes, context.fates, context.rewrites)
         if changed:
-            return failed(nodes, f"not announced, and yet another graph than the dense model's: {first_few(changed)}")
+            return failed(nodes, f"changed, but not declared by the edit: {first_few(changed)}")
     return passed(f"{nodes}, {len(shapes)} shapes of inputs")
 
 
@@ -239,7 +239,7 @@ def measure_cost(subject: Subject, before: Cost | None = None, context: Context 
 def judge_cost(now: Cost, before: Cost | None, context: Context) -> Finding:
     if before is None:
         measured = f"{now.parameters:,} parameters, {now.flops_per_token:,} FLOPs per {now.unit}"
-        return passed(measured, "no dense model") if now.flops else failed(measured, "no product was found in the graph")
+        return passed(measured, "no dense model") if now.flops else failed(measured, "the graph has no matrix product")
     parameters = f"parameters {before.parameters:,} → {now.parameters:,}"
     measured = f"{parameters}, FLOPs per {now.unit} {before.flops_per_token:,} → {now.flops_per_token:,}"
     whole = all(fate.kind != "dropped" for fate in context.fates.values())
@@ -249,7 +249,7 @@ def judge_cost(now: Cost, before: Cost | None, context: Context) -> Finding:
     if context.rewrites is not None and whole and unclaimed:
         return failed(measured, f"claimed are {context.claimed:,} new parameters; never read: {unread_parameters(context)}")
     if context.exact and (missing := omitted_work(now, before, context)):
-        return failed(measured, f"an exact rewrite leaves out no work: {first_few(missing)}")
+        return failed(measured, f"an exact rewrite must not drop work: {first_few(missing)}")
     return passed(measured)
 
 

@@ -104,7 +104,7 @@ def judge_causality(now: CausalityMeasurement | None, before: CausalityMeasureme
     if why := hidden_leak(now, before, causal):
         return failed(measured, why)
     if not causal:
-        return skipped("the dense model is not causal" if before is not None else "it reads both ways, and keeps no cache")
+        return skipped("the dense model is not causal" if before is not None else "it is bidirectional and keeps no cache")
     mixed = next((now.leaks[name].mixes for name in causal if now.leaks[name].mixes), "")
     return passed(measured, f"each row by itself; rows of a batch depend on each other: {mixed}" if mixed else "")
 
@@ -117,7 +117,7 @@ def why_none(subject: Subject) -> str:
             if is_per_token(value) and value.shape[1] == outputs.shape[1] > 1 and value.dtype != torch.bool:
                 kind = "counts up" if is_numbering(value) else "holds no ids that differ"
                 return f"{name} {kind} in the example inputs, so no token could be changed"
-    return "its outputs do not belong to tokens one by one"
+    return "it does not return one output per token"
 
 
 def hidden_leak(now: CausalityMeasurement, before: CausalityMeasurement | None, causal: list[str]) -> str:
@@ -234,7 +234,7 @@ def leak_between(
     distances = (moves.outputs - moves.others).abs().amax(-1).nan_to_num(float("inf")) / scale_of(moves.others)  # (rows, length)
     leaking, early = distances > moves.limit, early.cpu()
     if not bool(leaking.any()):  # what moved is NaN or Inf
-        return Leak(moves, 1.0, f"changing {name} changed which of the earlier outputs are numbers")
+        return Leak(moves, 1.0, f"changing {name} changed which of the earlier outputs are NaN")
     same = early.all(1)  # rows in which nothing changed
     mixed = leaking[same].nonzero().tolist()
     mixes = f"changing {name} in other rows moved the output at position {mixed[0][1]}" if mixed else ""

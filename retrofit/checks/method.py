@@ -43,8 +43,8 @@ ELEMENTS = 40_000_000  # parameters of sites that are computed again; of larger 
 NAMED = 3  # problems that the report names
 PROBES = 24  # random rows that its projections are tried on
 ROWS = 2  # of what each dense module receives and returns
-ADAPTED = "it computes with adapters, which its formula has not; merge them (retrofit.merge_adapters), and verify the result"
-NO_REFERENCE = "no MethodReference says what its modules compute"
+ADAPTED = "its adapters are not part of the formula; merge them (retrofit.merge_adapters), then verify"
+NO_REFERENCE = "no MethodReference for its modules"
 Groups = Mapping[str, list[tuple[Way, list[RecordedCall]]]]  # site → its calls in each way
 FEATURES, SMALL = 4, 64  # input features of which rows of a dense matrix are kept; all, of a matrix with so few
 
@@ -99,7 +99,7 @@ def judge_method(now: MethodMeasurement, before: Any, context: Context) -> Findi
         return failed(describe(now), "\n".join([*named, *([f"and {more} more"] if more else []), *missing]))
     if not now.compared or not now.calls:
         gone = bool(passes_of(context.subject.model, context)) and not now.sites
-        none = "the model's modules are not those that its passes made" if gone else "no pass has rewritten the model"
+        none = "the model's modules do not match its passes" if gone else "no pass has rewritten the model"
         return skipped("\n".join(missing) or none)
     return passed(describe(now), "\n".join(missing))
 

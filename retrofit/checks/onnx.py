@@ -106,7 +106,7 @@ def check_file(path: Path, subject: Subject) -> Finding:
     measured = f"{parity.measured} on inputs of {len(other_sizes(part))} shapes, as {part.name}"
     if parity.agrees:
         return passed(measured)
-    why = f"the outputs of {path.name} lie further from torch's than rounding explains"
+    why = f"the outputs of {path.name} differ from torch's by more than rounding"
     if packed := packed_products(path):
         why += (
             f"\nit computes with packed weights ({', '.join(packed)}), and was held against the model's own: how far packing moves"
@@ -145,7 +145,7 @@ def part_like(running: OnnxSession, subject: Subject) -> ExportPart:
                 found.append(part)
     if not found:
         raise RetrofitError(
-            f"the file is no part of {type(subject.model).__name__}",
+            f"the file was not exported from this {type(subject.model).__name__}",
             why=f"it takes {first_few(running.inputs, 4)} and returns {first_few(running.outputs, 3)}",
             remedy="name the model that it was exported from",
         )

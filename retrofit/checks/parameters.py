@@ -66,7 +66,7 @@ def fingerprint_at(subject: Subject, fate: Fate, storage: int) -> Fingerprint:
 
 def judge_parameters(now: ParametersMeasurement, before: ParametersMeasurement | None, context: Context) -> Finding:
     if before is None:
-        return skipped("there is no dense model to compare with")
+        return skipped("no dense model to compare with")
     kinds = [
         "fitted" if name in now.fitted else context.fates[name].kind if name in context.fates else "lost" for name in before.prints
     ]
@@ -93,7 +93,7 @@ def what_is_wrong(name: str, now: Fingerprint | None, before: Fingerprint, conte
     if fate.kind == "dropped":
         return f"an exact rewrite dropped it: {fate.why}" if context.exact else "" if fate.why else "dropped without a reason"
     if now is None:
-        return f"it is said to be {fate.name or 'nameless'} now, and there is no such parameter"
+        return f"it should be {fate.name or 'unnamed'} now, and there is no such parameter"
     site = context.site_of(fate.name)
     if fitted and context.exact:
         return f"an exact rewrite fitted it to data{site}"
@@ -268,7 +268,7 @@ def match_parameters(dense: Mapping[str, Fingerprint], model: nn.Module) -> dict
         elif elsewhere is not None:
             fates[name] = Fate("moved", elsewhere, "found by its content")
         else:
-            fates[name] = Fate("dropped", "", "no parameter holds what it held")
+            fates[name] = Fate("dropped", "", "no parameter has its values")
     return fates
 
 
@@ -355,7 +355,7 @@ def not_finite(name: str, weight: Tensor, others: int = 0) -> RetrofitError:
     return RetrofitError(
         f"{name}{more} {'contain' if more else 'contains'} NaN or Inf",
         why=f"of its {weight.numel():,} values {nan:,} are NaN and {infinite:,} infinite",
-        remedy="give a checkpoint from before the training that made them",
+        remedy="use an earlier checkpoint",
         code="not-finite",
         site=name,
     )

@@ -84,7 +84,7 @@ def take_trip(context: Context, folder: Path, before: RoundTripMeasurement | Non
     """
     subject = context.subject
     if holds_adapters(subject.model):
-        return Trip(omitted="PEFT saves adapters without their model; merge them (retrofit.merge_adapters), and verify the result")
+        return Trip(omitted="PEFT saves adapters without their model; merge them (retrofit.merge_adapters), then verify")
     through_directory = is_transformers(subject.model)
     sampled: Trip | Raised = Raised("not tried")
     if through_directory and (large := sum(is_large(parameter) for parameter in subject.model.parameters())):
@@ -235,9 +235,7 @@ def find_culprit(context: Context, loaded: nn.Module) -> str:
     theirs = dict(loaded.named_modules())
     modules = [(path, module) for path, module in model.named_modules() if not is_transformers(module)]
     settings = [f"{path}.{key}" for path, module in modules for key in differing_values(module, theirs.get(path))]
-    return (
-        f"every saved tensor came back; not saved: {first_few(map(context.place, settings)) or 'something that it computes with'}"
-    )
+    return f"all saved tensors match; not saved: {first_few(map(context.place, settings)) or 'something that it computes with'}"
 
 
 def differing_values(module: nn.Module, other: nn.Module | None) -> list[str]:
@@ -275,7 +273,7 @@ def save_weights(subject: Subject, path: Path) -> Trip:
     ours = logits_of(run(subject.model, subject.inputs))
     if same_bits(ours, theirs):
         return Trip(STATE_DICT)
-    return Trip(STATE_DICT, distance(theirs, ours), culprit="its own weights, read back, give something else")
+    return Trip(STATE_DICT, distance(theirs, ours), culprit="the reloaded weights compute something else")
 
 
 def one_name_each(model: nn.Module, names: Iterable[str]) -> list[str]:

@@ -80,8 +80,8 @@ def inline_nested_graphs(module: fx.GraphModule) -> None:
     holder = next((user for node in module.graph.nodes if node.op == "get_attr" for user in node.users), None)
     if holder is not None:
         raise CaptureError(
-            "the program cannot be made a graph of modules",
-            why=f"{op(holder)} runs a part of it as a graph of its own",
+            "the program cannot be converted to a graph module",
+            why=f"{op(holder)} runs part of it as a subgraph",
             remedy="export the model without that operation",
         )
     module.recompile()
@@ -113,16 +113,16 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
     nested = next((name for name, value in inputs.items() if not isinstance(value, Tensor) and contains_tensor(value)), None)
     if nested is not None:
         raise CaptureError(
-            f"{type(model).__name__} cannot be made a graph module",
-            why=f"its argument {nested} is no tensor, but {kind_of(inputs[nested])}",
+            f"{type(model).__name__} cannot be converted to a graph module",
+            why=f"its argument {nested} is {kind_of(inputs[nested])}, not a tensor",
             remedy=("wrap it in a module that takes tensors", AS_MODULES),
         )
     program = capture_dynamic(model, inputs)
     holder = next((user for node in program.graph.nodes if node.op == "get_attr" for user in node.users), None)
     if holder is not None:
         raise CaptureError(
-            f"{type(model).__name__} cannot be made a graph module",
-            why=f"{op(holder)} runs a part of its code as a graph of its own",
+            f"{type(model).__name__} cannot be converted to a graph module",
+            why=f"{op(holder)} runs part of it as a subgraph",
             remedy=AS_MODULES,
         )
     graph = emit_graph_module(model, program)
@@ -132,8 +132,8 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
     custom = custom_backwards(program)
     if custom and not have_same_gradients(model, graph, inputs):
         raise CaptureError(
-            f"{type(model).__name__} cannot be made a graph that learns as it does",
-            why=f"{custom[0]} has a backward of its own, and that is not the derivative of its operations",
+            f"{type(model).__name__} cannot be converted to a graph with the same gradients",
+            why=f"{custom[0]} has a custom backward, which is not the derivative of its operations",
             remedy=AS_MODULES,
         )
     record_provenance(graph, examples={name: value for name, value in inputs.items() if isinstance(value, Tensor)})

@@ -71,8 +71,8 @@ def check_sizes(value: Tensor, name: str, sizes: tuple[int | None, ...], largest
         if size is not None and value.shape[dim] != size:
             raise DoesNotFitError(
                 f"{name} has {value.shape[dim]} as its dimension {dim}",
-                why=f"this graph takes {size} there: the model's code fixed it when it was captured",
-                remedy="give inputs of that size, or capture the model again: with dynamic sizes, or example_inputs= of that size",
+                why=f"the graph was captured with a fixed size of {size}",
+                remedy="use that size, or capture the model again with dynamic shapes or with example_inputs= of that size",
                 code="size",
                 site=name,
             )
@@ -80,8 +80,8 @@ def check_sizes(value: Tensor, name: str, sizes: tuple[int | None, ...], largest
         if size is not None and value.shape[dim] > size:
             raise DoesNotFitError(
                 f"{name} has {value.shape[dim]} as its dimension {dim}",
-                why=f"this graph takes at most {size} there, as what it was made from does",
-                remedy="give a smaller input",
+                why=f"the graph takes at most {size}, like the model it was made from",
+                remedy="use a smaller input",
                 code="size",
                 site=name,
             )

@@ -141,9 +141,9 @@ def put_away(previous: Path, path: Path, *, replaced: bool) -> None:
         carry_over(previous, path) if replaced else previous.rename(path)
     except OSError as error:
         raise CheckpointError(
-            f"not all that {path} held before is there",
+            f"{path} was not fully restored",
             why=str(error),
-            remedy=f"it is in {previous}: move it yourself",
+            remedy=f"its previous content is in {previous}: move it back by hand",
             code="incomplete",
         ) from error
 
@@ -153,24 +153,20 @@ def final_name(path: Path, *, force: bool, directory: bool) -> Path:
     if path.exists():
         if path.is_dir() != directory:
             kinds = ("a directory", "a file") if path.is_dir() else ("a file", "a directory")
-            raise CheckpointError(
-                f"{path} is {kinds[0]}; {kinds[1]} was to be written there", remedy="choose another name", code="name"
-            )
+            raise CheckpointError(f"{path} is {kinds[0]}, not {kinds[1]}", remedy="choose another name", code="name")
         if directory:
             require_replaceable(path)
         if not force:
             raise exists_already(path)
     elif not path.resolve().parent.is_dir():
         raise CheckpointError(
-            f"{path} cannot be written", why=f"there is no directory {path.parent}", remedy="create it first", code="missing"
+            f"{path} cannot be written", why=f"no directory {path.parent}", remedy="create it first", code="missing"
         )
     return path.resolve()
 
 
 def exists_already(path: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{path} exists already", remedy="choose another name, or force=True (--force) to replace it", code="exists"
-    )
+    return CheckpointError(f"{path} exists already", remedy="choose another name, or use force=True (--force)", code="exists")
 
 
 @contextlib.contextmanager

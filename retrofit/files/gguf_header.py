@@ -58,8 +58,8 @@ def read_header(path: Path) -> Header:
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise CheckpointError(
-                f"{path} is no GGUF file",
-                why="it does not begin with the letters GGUF",
+                f"{path} is not a GGUF file",
+                why="it does not start with GGUF",
                 remedy=f"{AGAIN}, or check its name",
                 code="unreadable",
             )
@@ -91,8 +91,8 @@ class Cursor:
             version = self.number("I")
         if version not in VERSIONS:
             raise CheckpointError(
-                f"version {version} of GGUF is not read",
-                why=f"versions {' and '.join(map(str, VERSIONS))} are",
+                f"unsupported GGUF version {version}",
+                why=f"supported: {' and '.join(map(str, VERSIONS))}",
                 remedy="convert it with the tools of llama.cpp",
             )
         tensors, entries = self.number("Q"), self.number("Q")

@@ -45,7 +45,7 @@ def require_memory(needed: int, what: str, *, remedy: str = "") -> None:
     if needed > limit:
         raise CheckpointError(
             f"{what} does not fit in memory",
-            why=f"{in_gigabytes(needed)} are needed, and there are {in_gigabytes(limit)} at most",
+            why=f"{in_gigabytes(needed)} needed, {in_gigabytes(limit)} available",
             remedy=remedy or "use a machine with more memory; if the file is small, it is damaged or made to harm",
             code="memory",
         )

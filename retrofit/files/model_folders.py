@@ -40,7 +40,7 @@ def require_replaceable(path: Path) -> None:
         if Path.cwd().resolve().is_relative_to(path.resolve()):
             raise CheckpointError(
                 f"{path} cannot be replaced",
-                why="it is the current directory, or holds it",
+                why="it is or contains the current directory",
                 remedy="choose another name",
                 code="occupied",
             )
@@ -48,7 +48,7 @@ def require_replaceable(path: Path) -> None:
     if names and not is_model_folder(path):
         raise CheckpointError(
             f"{path} exists and is not the directory of a model",
-            why=f"it holds {first_few(names, SHOWN)}, and no config.json of a model; only a model is replaced by another",
+            why=f"it holds {first_few(names, SHOWN)}, and no config.json of a model; only a model may be overwritten",
             remedy="choose another name",
             code="occupied",
         )
@@ -92,7 +92,7 @@ def as_path(given: object) -> Path:
     if isinstance(given, (str, os.PathLike)):
         return Path(given)
     raise CheckpointError(
-        f"{str(given)[:80]} is no path", why=f"it is {kind_of(given)}", remedy="give a path as text, or a pathlib.Path", code="name"
+        f"{str(given)[:80]} is not a path", why=f"it is {kind_of(given)}", remedy="pass a str or pathlib.Path", code="name"
     )
 
 

@@ -98,7 +98,7 @@ def resumable_directory(path: Path, identity: Mapping[str, Any], *, force: bool 
             raise CheckpointError(
                 f"{path} cannot be written",
                 why=error.strerror or str(error),
-                remedy=f"check the free space and the permissions of {path.parent}; the same command goes on from where it stopped",
+                remedy=f"check the free space and the permissions of {path.parent}; run the same command again to continue",
                 code="unwritable",
             ) from error
         except BaseException as error:

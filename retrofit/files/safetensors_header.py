@@ -73,12 +73,15 @@ def extents_in(file: Path) -> dict[str, Extent]:
             raise ValueError(f"its tensors end at byte {end:,}, the file at {whole:,}")
     except OSError as error:
         raise CheckpointError(
-            f"{file} cannot be read", why=error.strerror or str(error), remedy="give a file that can be read", code="unreadable"
+            f"{file} cannot be read",
+            why=error.strerror or str(error),
+            remedy="check the path and its permissions",
+            code="unreadable",
         ) from error
     except (ValueError, RecursionError) as error:
         why = "its header is nested too deep" if isinstance(error, RecursionError) else str(error)
         raise CheckpointError(
-            f"{file} cannot be read as safetensors", why=why, remedy="fetch it again, or save the model again", code="unreadable"
+            f"{file} cannot be read as safetensors", why=why, remedy="download it again, or save the model again", code="unreadable"
         ) from error
     return found
 
@@ -86,7 +89,7 @@ def extents_in(file: Path) -> dict[str, Extent]:
 def read_header(file: Path) -> tuple[dict[str, Any], int, int]:
     """The header, the byte at which the tensors begin, and the size of the file; raises `ValueError` where there is none."""
     if not stat.S_ISREG(os.stat(file).st_mode):
-        raise ValueError("it is no regular file")
+        raise ValueError("it is not a regular file")
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         whole = os.fstat(opened.fileno()).st_size

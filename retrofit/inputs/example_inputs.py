@@ -67,7 +67,7 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
     size = vocabulary_of(model)
     if size < 1:
         raise CaptureError(
-            f"{type(model).__name__}: the number of token ids it takes is unknown",
+            f"{type(model).__name__}: unknown vocabulary size",
             why="it has neither config.vocab_size nor an nn.Embedding",
             remedy=GIVE_INPUTS,
             option="example_inputs",
@@ -301,7 +301,7 @@ def by_name(model: nn.Module, parameters: Mapping[str, inspect.Parameter], value
     names = [name for name, parameter in parameters.items() if is_named(parameter)]
     if len(values) > len(names):
         raise CaptureError(
-            f"{type(model).__name__}: {len(values)} example inputs are given, and its forward names {len(names) or 'no'} arguments",
+            f"{type(model).__name__}: {len(values)} example inputs for a forward with {len(names) or 'no'} arguments",
             why=f"forward({', '.join(map(as_written, parameters.values()))})",
             remedy="pass them by name: example_inputs={'argument': tensor, …}",
             option="example_inputs",
@@ -324,9 +324,9 @@ def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
     else:
         if not isinstance(given, (torch.Tensor, Iterable)):
             raise CaptureError(
-                f"example_inputs={str(given)[:80]} are no inputs",
+                f"invalid example_inputs={str(given)[:80]}",
                 why=f"it is {kind_of(given)}",
-                remedy="give a tensor, or {'argument': tensor, …}",
+                remedy="pass a tensor, or {'argument': tensor, …}",
                 option="example_inputs",
             )
         values = [given] if isinstance(given, torch.Tensor) else list(given)

@@ -22,15 +22,15 @@ def require_module(model: Any) -> None:
     if isinstance(model, torch.jit.ScriptModule):
         raise RetrofitError(
             f"{type(model).__name__} is compiled by TorchScript",
-            why="its code is no longer Python, which a capture runs",
-            remedy="give the module it was made from",
+            why="its code is not Python any more, so it cannot be captured",
+            remedy="pass the original module",
             code="compiled",
         )
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise RetrofitError(
-            f"{type(model).__name__} only runs a model on several devices",
-            why="what is rewritten, checked and saved is the model inside",
-            remedy="give that, as its .module, and wrap the result",
+            f"{type(model).__name__} is a data-parallel wrapper",
+            why="the model inside is what can be rewritten",
+            remedy="pass its .module and wrap the result",
             code="wrapped",
         )
     try:
@@ -39,8 +39,8 @@ def require_module(model: Any) -> None:
     except NotImplementedError:
         raise RetrofitError(
             f"{type(model).__name__} is the module of an exported program",
-            why="it has no training and evaluation modes, between which a model is rewritten, checked and trained",
-            remedy='write the program with torch.export.save(program, "model.pt2"), and give retrofit.load("model.pt2")',
+            why="it has no train() and eval() modes",
+            remedy='torch.export.save(program, "model.pt2"), then retrofit.load("model.pt2")',
             code="wrapped",
         ) from None
 
@@ -49,9 +49,9 @@ def require_torch_module(model: Any, name: str = "") -> None:
     """`model`, given as the argument `name`, is a module of whatever kind, else `RetrofitError`."""
     if not isinstance(model, nn.Module):
         raise RetrofitError(
-            f"{f'{name}=' if name else ''}{str(model)[:80]!r} is no model",
+            f"{f'{name}=' if name else ''}{str(model)[:80]!r} is not a model",
             why=f"it is {kind_of(model)} and not a torch.nn.Module",
-            remedy="give the model itself; one on disk is read with retrofit.load(path)",
+            remedy="pass the model; retrofit.load(path) reads one from disk",
             code="no-model",
         )
 
@@ -62,7 +62,7 @@ def require_uncompiled(model: nn.Module) -> None:
         if module._compiled_call_impl is not None or (path and "_orig_mod" in module._modules):
             raise RetrofitError(
                 f"{path or type(model).__name__} is compiled",
-                why="it would go on running the code that torch.compile made of the dense model",
+                why="it would keep running the compiled dense model",
                 remedy="rewrite the model first and compile the result",
                 code="compiled",
             )
@@ -72,9 +72,9 @@ def require_no_prompt(model: Any) -> None:
     """PEFT puts no tokens or states of its own before the model's, else `RetrofitError`."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise RetrofitError(
-            f"{type(model).__name__} is a model behind a prompt",
-            why=f"{model.peft_type.value} puts tokens of its own before the model's, and changes no weight",
-            remedy="take the model inside, .get_base_model(), and put PeftModel.from_pretrained(model, DIR) around the result",
+            f"{type(model).__name__} is a prompt-tuned model",
+            why=f"{model.peft_type.value} adds virtual tokens and changes no weight",
+            remedy="rewrite .get_base_model(), then wrap the result with PeftModel.from_pretrained(model, DIR)",
             code="prompt",
         )
 
@@ -85,8 +85,8 @@ def require_trainable(model: nn.Module) -> None:
     if name is not None:
         raise RetrofitError(
             f"{type(model).__name__} was made under torch.inference_mode()",
-            why=f"{name} can never get a gradient, nor be changed outside of it",
-            remedy="load or build the model outside of it; torch.no_grad() does no harm",
+            why=f"{name} is an inference tensor: it has no gradient and cannot be changed",
+            remedy="load or build the model outside it; torch.no_grad() is fine",
             code="inference-mode",
         )
 
@@ -103,7 +103,7 @@ def require_values(model: nn.Module, what: str, remedy: str) -> None:
     if empty is not None:
         raise RetrofitError(
             f"{type(model).__name__} cannot be {what}",
-            why=f"{empty} has no values: it is on the meta device",
+            why=f"{empty} has no values (meta device)",
             remedy=remedy,
             code="no-values",
             site=empty,

@@ -162,14 +162,14 @@ def require_mixtures(model: Any) -> PreTrainedModel:
         raise CheckpointError(
             f"{type(part).__name__} has no native form",
             why=f"it is {what}",
-            remedy="give a transformers model that a pass rewrote",
+            remedy="use a transformers model rewritten by a pass",
             code="not-rewritten",
         )
     if not installed_mixtures(part):
         raise DoesNotFitError(
             f"{type(part).__name__} with {', '.join(recipe_storage.stored_recipe(part))} has no native form",
-            why="no pass made a mixture of experts of its feed-forwards, and transformers has nothing else that passes make",
-            remedy="retrofit bundle writes a directory that loads where retrofit is not installed",
+            why="only mixtures of experts have a native form, and no pass made one",
+            remedy="use retrofit bundle: it loads without retrofit",
             code="no-mixture",
         )
     return part  # type: ignore[no-any-return]
@@ -185,7 +185,7 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
     if rounded := rounded_buffer(part):
         return DoesNotFitError(
             f"{type(part).__name__} has no native form",
-            why=f"{rounded} was rounded to {str(part.dtype).removeprefix('torch.')}, and loading a model makes it in float32",
+            why=f"{rounded} was rounded to {str(part.dtype).removeprefix('torch.')}, and loading computes it in float32",
             remedy="save the model in that dtype and load it again, or load it with dtype= instead of .to(dtype)",
             site=rounded,
         )
@@ -427,7 +427,7 @@ def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[s
     worst = max(found, key=lambda one: (not one.agrees, one.gap))
     if not worst.agrees:
         raise VerificationError(
-            f"{type(native).__name__} does not compute what the model does, though every part does: a defect of retrofit",
+            f"{type(native).__name__} computes another function than the model, though every part agrees: a bug in retrofit",
             why=worst.measured,
             remedy=WAY_OUT,
             code="defect",

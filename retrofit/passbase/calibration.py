@@ -43,7 +43,7 @@ def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | N
         for batch in as_batches(model, given, inputs)
     )
     if not batches:
-        raise SpecError("calibration= holds nothing", why="no batch came out of it", remedy=REMEDY, option="calibration")
+        raise SpecError("calibration= is empty", why="it yielded no batch", remedy=REMEDY, option="calibration")
     for batch in batches:
         require_all_arguments(model, batch)
     return Calibration(batches)
@@ -55,9 +55,7 @@ def readable_calibration(model: nn.Module, given: Any) -> Any:
     Nothing is captured, and no batch of a dataloader is read.
     """
     if isinstance(given, Sized) and not isinstance(given, Tensor) and not len(given):
-        raise SpecError(
-            "calibration= holds nothing", why=f"it is {kind_of(given)} of length 0", remedy=REMEDY, option="calibration"
-        )
+        raise SpecError("calibration= is empty", why=f"it is {kind_of(given)} of length 0", remedy=REMEDY, option="calibration")
     return tokenize_texts(model, texts_of(given)) if texts_of(given) else given
 
 
@@ -75,12 +73,12 @@ def require_all_arguments(model: nn.Module, batch: Mapping[str, Any]) -> None:
         raise SpecError(
             f"a batch of calibration= has no {' and no '.join(missing)}",
             why=f"forward of {type(model).__name__} needs it",
-            remedy=f"give batches by argument name: [{{'{next(iter(batch))}': …, '{missing[0]}': …}}, …]",
+            remedy=f"pass batches by argument name: [{{'{next(iter(batch))}': …, '{missing[0]}': …}}, …]",
             option="calibration",
         )
 
 
-REMEDY = "give texts, token ids of shape (windows, length), or a dataloader of what the model's forward takes"
+REMEDY = "use texts, token ids of shape (windows, length), or a dataloader of forward's arguments"
 
 
 def as_batches(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
@@ -123,7 +121,7 @@ def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | Non
         raise SpecError(
             f"calibration= holds numbers of {value.dtype}".replace("torch.", ""),
             why=f"{name} takes token ids, which are integers",
-            remedy="give them as integers: ids.long()",
+            remedy="pass integers: ids.long()",
             option="calibration",
         )
     batch = {name: value}
@@ -146,7 +144,7 @@ def require_token_ids(model: nn.Module, ids: Tensor) -> None:
     if ids.dim() != 2 or not ids.numel():
         raise SpecError(
             f"calibration= holds token ids of shape {tuple(ids.shape)}",
-            why="windows of tokens have the shape (windows, length), and none is empty",
+            why="expected (windows, length), neither 0",
             remedy="cut one long text into windows: ids[: len(ids) // 128 * 128].view(-1, 128)",
             option="calibration",
         )
@@ -154,8 +152,8 @@ def require_token_ids(model: nn.Module, ids: Tensor) -> None:
     if least < 0 or (size and most >= size):
         raise SpecError(
             f"calibration= holds the token id {least if least < 0 else most}",
-            why=f"the model has {size} ids" if least >= 0 else "ids are numbered from 0: this marks what is no token, in labels",
-            remedy="use the model's own tokenizer" if least >= 0 else "give the ids that the model reads, not its labels",
+            why=f"the model has {size} ids" if least >= 0 else "negative ids mark ignored positions of labels, not tokens",
+            remedy="use the model's tokenizer" if least >= 0 else "pass the input ids, not the labels",
             option="calibration",
         )
 
@@ -189,7 +187,7 @@ def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) 
     found = windows_of(texts, text_codec(model, tokenizer), length)
     if not len(found):
         raise SpecError(
-            f"the calibration text does not fill one window of {length} tokens", remedy="give more text", option="calibration"
+            f"the calibration text does not fill one window of {length} tokens", remedy="use more text", option="calibration"
         )
     return found
 

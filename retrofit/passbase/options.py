@@ -43,9 +43,9 @@ def format_value(value: Any) -> str:
 def require_options(owner: type[Any], given: Sequence[Any], named: Mapping[str, Any]) -> None:
     """Every option that is given, some by their places, is one of the pass and given once, else `SpecError`."""
     known = [field.name for field in dataclasses.fields(owner)]
-    remedy = f"its options are {', '.join(known)} (see: retrofit passes {owner.name})" if known else "leave it out: it has none"
+    remedy = f"options: {', '.join(known)} (see: retrofit passes {owner.name})" if known else "drop it: the pass has no options"
     if len(given) > len(known):
-        raise SpecError(f"{owner.name}: there is no option {len(known) + 1}, given as {given[len(known)]!r}", remedy=remedy)
+        raise SpecError(f"{owner.name}: {given[len(known)]!r} is one value too many", remedy=remedy)
     unknown = next((name for name in named if name not in known), None)
     if unknown is not None:
         raise SpecError(f"{owner.name}: unknown option {unknown!r}", remedy=remedy, option=unknown)
@@ -73,7 +73,7 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
     else:
         raise SpecError(
             f"{owner.name}: option {field.name}={value!r} is not {describe(accepted)}",
-            remedy=f"give {in_range(accepted, field)}: {field.metadata.get('doc', '')}",
+            remedy=f"use {in_range(accepted, field)}: {field.metadata.get('doc', '')}",
             option=field.name,
         )
     choices = field.metadata.get("choices") or ()
@@ -86,24 +86,24 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
     minimum = field.metadata.get("minimum")
     if minimum is not None and isinstance(value, (int, float)) and value < minimum:
         raise SpecError(
-            f"{owner.name}: option {field.name}={value} is below {minimum}", remedy=f"give at least {minimum}", option=field.name
+            f"{owner.name}: option {field.name}={value} is below {minimum}", remedy=f"use at least {minimum}", option=field.name
         )
     maximum = field.metadata.get("maximum")
     if maximum is not None and isinstance(value, (int, float)) and value > maximum:
         raise SpecError(
-            f"{owner.name}: option {field.name}={value:g} is above {maximum}", remedy=f"give at most {maximum}", option=field.name
+            f"{owner.name}: option {field.name}={value:g} is above {maximum}", remedy=f"use at most {maximum}", option=field.name
         )
     return value
 
 
 def describe(kinds: list[Any]) -> str:
-    """The kinds of value in words."""
-    words = {int: "an integer", float: "a number", bool: "true or false", str: "a word", tuple: "a list a+b+c"}
+    """Return the kinds of value in words."""
+    words = {int: "an integer", float: "a number", bool: "true or false", str: "text", tuple: "a list a+b+c"}
     return " or ".join(words.get(kind, str(kind)) for kind in kinds)
 
 
 def in_range(kinds: list[Any], field: dataclasses.Field[Any]) -> str:
-    """The kinds of value in words, and the least and the greatest that there may be."""
+    """Return the kinds of value in words, with their range."""
     minimum, maximum = field.metadata.get("minimum"), field.metadata.get("maximum")
     if maximum is not None:
         return f"{describe(kinds)} from {minimum or 0:g} to {maximum:g}"
@@ -164,12 +164,12 @@ def selected_depths(text: str, count: int, owner: str, deepest: int = 0) -> set[
             raise SpecError(
                 f"{owner}: layers={text} names depth {max(first, last)}",
                 why=f"the {'deepest ' if there > count else ''}stack has depths 0 to {there - 1}",
-                remedy="name depths that it has",
+                remedy="use depths in that range",
                 option="layers",
             )
         if last < first:
             raise SpecError(
-                f"{owner}: layers={text} names no depth with {first}-{last}", remedy=f"write it {last}-{first}", option="layers"
+                f"{owner}: layers={text} has the empty range {first}-{last}", remedy=f"write {last}-{first}", option="layers"
             )
         chosen.update(range(first, min(last + 1, count)))
     return chosen
@@ -182,7 +182,7 @@ def depth_ranges(text: str, owner: str) -> list[tuple[int, int]]:
         named = DEPTHS.fullmatch(part)
         if named is None:
             raise SpecError(
-                f"{owner}: cannot read layers={text}", remedy="name depths and ranges joined by +, e.g. 0-5+8", option="layers"
+                f"{owner}: cannot read layers={text}", remedy="use depths and ranges joined by +, e.g. 0-5+8", option="layers"
             )
         found.append((int(named[1]), int(named[2] or named[1])))
     return found

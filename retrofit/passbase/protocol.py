@@ -109,14 +109,14 @@ class Pass(abc.ABC, Generic[SomePlan]):
     places_by: ClassVar[tuple[str, ...] | None] = (
         None  # options by which it finds its places, each rewritten once; None: repeatable
     )
-    already: ClassVar[str] = "it is rewritten already"  # of such a place, after which the pass finds it no more
+    already: ClassVar[str] = "it is already rewritten"  # of such a place, after which the pass finds it no more
     rewrites: ClassVar[str] = "site"  # what a site is, for the refusal: "feed-forward", "attention", …
     reference: ClassVar[Any] = None  # a `MethodReference`: how else what it installs is computed, for the check `method`
     recovery: ClassVar[Recovery] = Recovery()
     candidates: ClassVar[tuple[str, ...]] = ()  # settings that `retrofit plan` tries: options of a spec, "active=4, rank=16"
     remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one
     # Where the rewritten model does not run:
-    way_around: ClassVar[str] = "its own code may reach into what is rewritten: leave that out, or use another pass"
+    way_around: ClassVar[str] = "its code may depend on what is rewritten: exclude that, or use another pass"
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
@@ -194,7 +194,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         if needed > limit:
             raise DoesNotFitError(
                 f"{self.name}: {plan.new_parameters:,} new parameters do not fit in memory",
-                why=f"they take {in_gigabytes(needed)}, and there are {in_gigabytes(limit)} at most",
+                why=f"they need {in_gigabytes(needed)}, {in_gigabytes(limit)} available",
                 remedy="choose smaller settings",
                 in_any_form=True,
                 code="memory",
@@ -225,7 +225,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         reasons = dict.fromkeys(f"{miss.name or 'the model'}: {miss.why}" for miss in plan.near_misses)
         return DoesNotFitError(
             f"{self.name}: no {self.rewrites} of the model can be rewritten",
-            why=first_few(reasons, MAX_REASONS, "; ") or "the chosen layers hold none",
+            why=first_few(reasons, MAX_REASONS, "; ") or "the chosen layers have none",
             remedy=next((miss.remedies for miss in plan.near_misses if miss.remedies), self.remedy),
             in_any_form=plan.fits_no_form,
         )
@@ -251,7 +251,7 @@ GROUP = "retrofit.passes"
 def parse_spec(text: str) -> AnyPass:
     """The pass that `text` names, `altup` or `altup(k=2, init=hop)`."""
     if not isinstance(text, str):
-        raise SpecError(f"{text!r} is no pass", remedy="give a pass, or its spec: altup(k=2)")
+        raise SpecError(f"{text!r} is not a pass", remedy="use a Pass, or its spec: altup(k=2)")
     return make_pass(*split_spec(text))
 
 
@@ -265,7 +265,7 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
     for item in filter(str.strip, inside.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
-            remedy = "name one pass at a time, on a line of its own" if ")" in inside else "write options as option=value"
+            remedy = "name one pass per line" if ")" in inside else "write options as option=value"
             raise SpecError(f"{name}: cannot read {item.strip()!r}", remedy=remedy)
         if key.strip() in options:
             raise SpecError(f"{name}: option {key.strip()} is given twice", remedy="give it once", option=key.strip())
@@ -298,7 +298,7 @@ def load_pass(name: str) -> type[AnyPass]:
     imported = next((kind for kind in subclasses(Pass) if getattr(kind, "name", None) == name), None)
     if imported is not None:
         return imported
-    raise SpecError(f"there is no pass called {name!r}", remedy=f"choose one of {', '.join(pass_names())}")
+    raise SpecError(f"unknown pass {name!r}", remedy=f"choose one of {', '.join(pass_names())}")
 
 
 def subclasses(kind: type[Any]) -> Iterator[type[Any]]:

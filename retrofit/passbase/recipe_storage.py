@@ -201,7 +201,7 @@ def require_own_recipe(model: Any) -> None:
     entry = entry_of(model.config) if stored_recipe(model) else {}
     if entry.get("part"):
         raise CheckpointError(
-            f"{type(model).__name__} is rewritten no further",
+            f"{type(model).__name__} cannot be rewritten further",
             why=f"it was saved as {entry['part']} of a rewritten {entry['architecture']}, on which its recipe is replayed",
             remedy=f"apply the passes to the {entry['architecture']}, and save {entry['part']} of that",
         )
@@ -224,9 +224,9 @@ def refuse_bundle(config: Mapping[str, Any], what: str) -> None:
     """Raises `CheckpointError` where a config is that of a bundle, whose modules no recipe makes."""
     if BUNDLE in config:
         raise CheckpointError(
-            f"{what} is a bundle, which is retrofitted no further nor read back",
-            why="it has modelling code of its own, made for where retrofit is not installed",
-            remedy="take the directory that it was bundled from",
+            f"{what} is a bundle, which retrofit cannot load",
+            why="it has its own modelling code and does not use retrofit",
+            remedy="use the directory that it was bundled from",
             code="bundle",
         )
 
@@ -257,7 +257,7 @@ class AppliedTo:
             return cls(tuple(map(str, data["sites"])), tuple(tuple(map(str, names)) for names in data["ties"]), stacks)
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
-                "the record of what the recipe was applied to cannot be read",
+                "the recorded model of the recipe is malformed",
                 why=f"{type(error).__name__}: {error}",
                 remedy="save the model again with retrofit.save",
             ) from error

@@ -70,7 +70,7 @@ def replayed_inputs(model: nn.Module, descriptions: Mapping[str, Any]) -> dict[s
         inputs = {name: input_from_description(one, device_of(model)) for name, one in descriptions.items()}
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            "the inputs that the recipe was applied with are not told as they should be",
+            "the recorded inputs of the recipe are malformed",
             why=f"{type(error).__name__}: {error}",
             remedy="save the model again with retrofit.save",
         ) from error
@@ -173,14 +173,14 @@ def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
     specs = recipe_storage.stored_recipe(model)
     if not specs:
         raise TrainingError(
-            "the model is a dense one",
+            "the model is dense",
             why="no pass has rewritten it",
-            remedy="rewrite it with retrofit apply, or leave out the teacher",
+            remedy="rewrite it with retrofit apply, or drop the teacher",
             code="not-rewritten",
         )
     if recipe_storage.stored_recipe(dense):
         raise TrainingError(
-            "the teacher is a retrofitted model itself",
+            "the teacher is itself retrofitted",
             why=f"its recipe is {', '.join(recipe_storage.stored_recipe(dense))}",
             remedy="name the dense model that was rewritten",
             code="rewritten",
@@ -236,7 +236,7 @@ def described(shape: tuple[int, ...] | None) -> str:
 
 def other_architecture(why: str) -> TrainingError:
     return TrainingError(
-        "the teacher is not the dense model that the model was made from",
+        "the model was not made from this teacher",
         why=why,
         remedy="name the dense model that was rewritten",
         code="other-model",

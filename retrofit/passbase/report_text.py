@@ -34,7 +34,7 @@ def rewrite_rows(rewrite: Rewrite) -> list[Cells]:
 def plan_rows(spec: str, exact: bool, plan: Plan) -> list[Cells]:
     """What one pass would do."""
     fits = bool(plan.sites)
-    would = f"{plural(len(plan.sites), 'site')}, {promise(exact)}" if fits else "nothing: apply would refuse it"
+    would = f"{plural(len(plan.sites), 'site')}, {promise(exact)}" if fits else "no site: apply would refuse it"
     rows = [
         ("recipe", spec),
         ("would rewrite", would),

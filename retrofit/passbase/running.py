@@ -139,8 +139,8 @@ def require_consistent(passes: Recipe) -> None:
                 depth_ranges(text, one.name)
         if any(leaves_nothing(earlier, one) for earlier in passes[:number]):
             raise DoesNotFitError(
-                f"{one.name}: it is given twice",
-                why=f"{one.already} when its second turn comes, with the same places{chosen_by(one)}",
+                f"{one.name}: given twice",
+                why=f"{one.already} the second time, at the same sites{chosen_by(one)}",
                 remedy="give it once",
                 in_any_form=True,
             )

@@ -41,20 +41,23 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
     files = [file for path in paths for file in text_files(path)]
     texts = [read_text(file) for file in files]
     if not any(text.strip() for text in texts):
-        raise TrainingError(f"no text in {', '.join(map(str, files))}", why="the files are empty", remedy="give a file with text")
+        raise TrainingError(f"no text in {', '.join(map(str, files))}", why="the files are empty", remedy="use a file with text")
     return texts
 
 
 def text_files(path: Path) -> list[Path]:
     """The file itself, or the text files of a directory."""
     if not path.exists():
-        raise TrainingError(f"{path}: there is no such file or directory", remedy="check the path", code="missing")
+        raise TrainingError(f"{path}: no such file or directory", remedy="check the path", code="missing")
     if not path.is_dir():
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     if not files:
         raise TrainingError(
-            f"{path} holds no text", why=f"no file in it ends in {', '.join(SUFFIXES)}", remedy="name the files", code="missing"
+            f"{path} holds no text",
+            why=f"no file in it ends in {', '.join(SUFFIXES)}",
+            remedy="name the files directly",
+            code="missing",
         )
     return files
 
@@ -65,7 +68,7 @@ def read_text(file: Path) -> str:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise TrainingError(
-            f"{file} is not UTF-8 text", why=str(error), remedy="convert it, or leave it out", code="unreadable"
+            f"{file} is not UTF-8 text", why=str(error), remedy="convert it to UTF-8, or drop it", code="unreadable"
         ) from error
 
 
@@ -112,7 +115,7 @@ def pretrained_tokenizer(path: Path, folder: Path, **where: str) -> Any:
         raise TrainingError(
             f"the tokenizer in {path} cannot be read",
             why=first_line(error),
-            remedy="name the directory of another with --tokenizer",
+            remedy="name another directory with --tokenizer",
             code="unreadable",
             option="tokenizer",
         ) from error
@@ -136,7 +139,7 @@ def require_readable(name: str, size: int, tokenizer: Any) -> None:
     if tokenizer is None and size > MOST_FOR_BYTES:
         raise TrainingError(
             f"{name} has {size:,} ids and comes without a tokenizer",
-            why=f"text would be read as bytes, {BYTES} of these ids, which such a model was hardly trained on",
+            why="text would be read as bytes, which such a model was hardly trained on",
             remedy="name the directory of its tokenizer with --tokenizer, or tokenizer=; data may also be given as token ids",
             option="tokenizer",
         )
@@ -146,8 +149,8 @@ def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
     """Byte b is id `start + b`: the first 256 ids in a row that hold no special one, or the first 256 of all."""
     if vocabulary < BYTES:
         raise TrainingError(
-            f"a vocabulary of {vocabulary} ids cannot spell bytes",
-            why="the model comes without a tokenizer, so its text would be read as bytes, which takes 256 ids",
+            f"a vocabulary of {vocabulary} ids is too small for bytes",
+            why="without a tokenizer, text is read as bytes, which needs 256 ids",
             remedy="name the directory of its tokenizer with --tokenizer",
             option="tokenizer",
         )
@@ -177,8 +180,8 @@ def tokenizer_codec(tokenizer: Any, vocabulary: int, special: dict[str, int]) ->
     if not words or max(words.values()) >= vocabulary:
         raise TrainingError(
             f"the tokenizer has {max(words.values(), default=-1) + 1} ids, the model {vocabulary}",
-            why="the two do not belong together, or the model's embedding was not resized",
-            remedy="give the tokenizer the model was trained with",
+            why="they do not match, or the embedding was not resized",
+            remedy="use the tokenizer that the model was trained with",
             code="other-model",
             option="tokenizer",
         )
@@ -227,8 +230,8 @@ def vocabulary_size(model: nn.Module) -> int:
         return embedding.shape[0]
     raise TrainingError(
         f"{type(model).__name__} has no vocabulary",
-        why="it has neither a config with vocab_size nor a table that is looked up by token ids",
-        remedy="give a language model: text is read as token ids",
+        why="it has neither config.vocab_size nor a token embedding",
+        remedy="use a language model",
         code="no-vocabulary",
     )
 

@@ -48,7 +48,10 @@ class KeptMeasurements:
         record = folder / RECORD
         if folder.exists() and not (folder.is_dir() and (record.is_file() or not any(folder.iterdir()))):
             raise PlanningError(
-                f"{folder} is in the way", why="it holds no measurements of a plan", remedy="name another -o", code="occupied"
+                f"{folder} exists already",
+                why="it does not hold measurements of retrofit plan",
+                remedy="choose another -o",
+                code="occupied",
             )
         if not record.is_file():
             folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +62,7 @@ class KeptMeasurements:
             known = kept["format"] == FORMAT
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise PlanningError(
-                f"{record} cannot be read", why=str(error), remedy="remove the folder, or name another -o", code="unreadable"
+                f"{record} cannot be read", why=str(error), remedy="remove the directory, or choose another -o", code="unreadable"
             ) from error
         if known and facts == self.facts:
             self.values = values
@@ -69,7 +72,7 @@ class KeptMeasurements:
             raise PlanningError(
                 f"{folder} holds the measurements of another plan",
                 why=f"it differs in {' and '.join(apart)}",
-                remedy="name another -o, or start over with --force",
+                remedy="choose another -o, or start over with --force",
                 code="exists",
             )
         for file in (*folder.glob("*.safetensors"), record):

@@ -44,7 +44,7 @@ Progress = Callable[[str], None]
 NOISE = 0.01  # of a time
 SAME = 1e-3  # of a distance that is measured again
 SAMPLE = 4  # sites that a candidate is fitted in first, where the time is limited
-NOT_TRIED = "not tried: the time given was over"
+NOT_TRIED = "not tried: time limit"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ class Measurements:
         found, (measured, count) = self.sites_of(number), self.sampled(number)
         self.left_out.pop(name, None)
         if measured < count:
-            self.left_out[name] = f"{count - measured} of its {count} sites were not measured: they are taken to be like the others"
+            self.left_out[name] = f"{count - measured} of its {count} sites were not measured: assumed to be like the others"
         elif len(found) < count:
             self.left_out[name] = f"at {count - len(found)} of its {count} sites its outputs contain NaN or Inf"
         self.sites += found

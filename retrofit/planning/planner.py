@@ -87,9 +87,9 @@ def plan(
     part = transformer_inside(model, example_inputs)
     if recipe_storage.stored_recipe(part):
         raise PlanningError(
-            "the model was rewritten already",
+            "the model is already rewritten",
             why=f"its recipe is {', '.join(recipe_storage.stored_recipe(part))}",
-            remedy="plan for the dense model; the recipe may name the same passes",
+            remedy="plan for the dense model",
             code="rewritten",
         )
     with evaluation_mode(part):
@@ -129,7 +129,7 @@ def plan(
                 )
         except OutOfTime:
             raise PlanningError(
-                "the time given was over before the dense model was measured", remedy="give more minutes, or less text"
+                "the time limit ended before the dense model was measured", remedy="raise --minutes, or use less text"
             ) from None
         require_quality(measurements, wanted)
         kept.put("tokens", list(dataclasses.astuple(counts)))
@@ -168,8 +168,8 @@ def require_quality(measurements: Measurements, targets: Sequence[Target]) -> No
         limit = target.quality
         if limit is not None and limit.quantity == "loss" and measurements.windows.dense_loss is None:
             logits = measurements.windows.are_logits
-            why = measurements.data.no_loss if logits else "its outputs are no logits of a vocabulary"
-            remedy = "give text or token ids that the model computes a loss of, or limit a cost"
+            why = measurements.data.no_loss if logits else "its outputs are not logits of a vocabulary"
+            remedy = "use text or token ids that the model has a loss for, or limit a cost"
             if not logits:
                 remedy = 'limit the error of the outputs, as in "error +0.1"'
             raise PlanningError(f"the target {str(target)!r}: the model has no loss here", why=why, remedy=remedy, code="no-loss")
@@ -187,12 +187,12 @@ class Planner:
         if not self.sites:
             reasons = "; ".join(f"{name}: {why}" for name, why in measurements.left_out.items())
             if any(why.startswith(NOT_TRIED) for why in measurements.left_out.values()):
-                remedy = "give more minutes: what was measured is kept, where there is a folder; or name fewer passes"
-                raise PlanningError("no candidate could be measured in the time given", why=reasons, remedy=remedy)
+                remedy = "raise --minutes (measurements are kept), or use fewer candidates"
+                raise PlanningError("no candidate could be measured within the time limit", why=reasons, remedy=remedy)
             raise PlanningError(
-                "no candidate fits the model and saves what is asked for",
+                "no candidate fits the model and meets the target",
                 why=reasons,
-                remedy="name other passes or settings",
+                remedy="choose other passes or settings with --pass",
                 code="no-candidate",
             )
         self.cosines = self.pairs = measurements.joint_error()
@@ -338,15 +338,15 @@ class Planner:
         least = choose(self.problem(), limits)
         if target.quality is not None and least is not None:
             name, lost = target.quality.quantity, self.lost(target, least)
-            why = f"what keeps the other limits adds {name} +{lost:.2g}"
+            why = f"meeting the other limits adds {name} +{lost:.2g}"
             return PlanningError(
                 f"the target {str(target)!r} cannot be reached", why=why, remedy=f'allow "{name} +{lost:.2g}", or name other passes'
             )
         pairs = "; ".join(" and ".join(sorted(pair)) for pair in self.apart)
         return PlanningError(
             f"the target {str(target)!r} cannot be reached",
-            why=f"the passes that would reach it cannot be in one recipe: {pairs}",
-            remedy="ask for less, or name other passes or settings",
+            why=f"the passes that reach it cannot be combined: {pairs}",
+            remedy="relax the target, or add other passes or settings",
         )
 
     def best_without(self, target: Target, without: frozenset[str]) -> frozenset[int] | None:
@@ -452,7 +452,7 @@ class Planner:
             raise PlanningError(
                 f"the target {str(target)!r} cannot be reached",
                 why=f"with {'; '.join(one.spec() for one in self.recipe(chosen))} the outputs contain NaN or Inf",
-                remedy="ask for less, name other passes with --pass, or plan for the model in float32",
+                remedy="relax the target, choose other passes with --pass, or plan in float32",
             )
 
     def learn_time(self, name: str, chosen: frozenset[int]) -> None:
@@ -469,9 +469,9 @@ class Planner:
             return self.unreachable(target, self.main(target), 1.0)
         least = min(useful.values())
         return PlanningError(
-            f"the target {str(target)!r} leaves room for nothing",
-            why=f"the site that loses least costs {target.quality.quantity} +{least:.2g} by itself",
-            remedy="allow more, or name milder settings with --pass",
+            f"the target {str(target)!r} cannot be met by any site",
+            why=f"the cheapest site costs {target.quality.quantity} +{least:.2g} by itself",
+            remedy="allow more, or add milder settings with --pass",
         )
 
     # Which passes can be in one recipe.
@@ -539,7 +539,7 @@ class Planner:
                 raise PlanningError(
                     f"the recipe does not fit the model: {error.what}",
                     why=error.why,
-                    remedy="leave out one of its passes with --pass",
+                    remedy="drop one of its passes with --pass",
                 ) from error
             model.eval()
             self.say("measuring the rewritten model")

@@ -121,9 +121,9 @@ def split(count: int, measured: int, held_out: int, fitted: int) -> tuple[list[i
     """The numbers of the windows to fit on, to measure on and to hold out, each at even distances."""
     if count < FEWEST:
         raise PlanningError(
-            f"the text fills {count} windows, too few to plan on",
-            why="some are fitted on, others are measured on, and others are held out for the report",
-            remedy=f"give text for {FEWEST} windows, better for a few hundred",
+            f"the text fills only {count} windows",
+            why="windows are needed for calibration, for measuring and for the report",
+            remedy=f"use text for at least {FEWEST} windows, better a few hundred",
         )
     most = max(1, count // PART)
     numbers = list(range(count))

@@ -112,8 +112,8 @@ class MeasuredWindows:
                     outputs, _ = outputs_of(model, batch.inputs)
                 if outputs.shape != batch.dense.shape:
                     raise PlanningError(
-                        f"a rewritten model returns {tuple(outputs.shape)}, the dense one {tuple(batch.dense.shape)}",
-                        remedy="leave out the pass that changes the shape of the outputs",
+                        f"the rewritten model returns {tuple(outputs.shape)}, the dense one {tuple(batch.dense.shape)}",
+                        remedy="drop the pass that changes the output shape",
                     )
                 if self.are_logits:
                     found = outputs.float().log_softmax(-1)
@@ -319,7 +319,7 @@ class Verdict:
         """What to do about it."""
         if self.needs_training:
             return "train it before use"
-        return "within noise" if self.within_noise else "usable as it is, training gets some of it back"
+        return "within noise" if self.within_noise else "usable as it is; training recovers part of the loss"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,7 +344,7 @@ class DenseOutputs:
                 break
             found.append(measured)
         if not found:
-            raise RetrofitError("no window of text was held back", remedy="give more text")
+            raise RetrofitError("the text is too short to hold out a window", remedy="use more text")
         whole = dataclasses.replace(found[0], batches=tuple(one.batches[0] for one in found))
         return cls(text, whole)
 

@@ -16,7 +16,7 @@ Kind = Literal["speed", "share", "added"]
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """What can be limited: a speed or a share, in times the dense model's, or an amount that is added to it."""
+    """What can be limited: a speed or a share, in times the dense model's, or an added amount to it."""
 
     name: str
     kind: Kind
@@ -32,7 +32,7 @@ QUANTITIES = {
         Quantity("train", "share", "the time of a training step", "train 0.8x"),
         Quantity("memory", "share", "the bytes of the weights", "memory 0.7x"),
         Quantity("loss", "added", "the loss, in nats a token", "loss +0.05"),
-        Quantity("error", "added", "the relative error of the outputs, where they are no logits", "error +0.1"),
+        Quantity("error", "added", "the relative error of outputs that are not logits", "error +0.1"),
     )
 }
 COSTS = ("decode", "prefill", "train", "memory")  # the others are qualities
@@ -83,10 +83,10 @@ def parse_target(text: str) -> Target:
     names = [one.quantity for one in limits]
     for name in names:
         if names.count(name) > 1:
-            raise PlanningError(f"the target {text!r} limits {name} twice", remedy="limit it once, or give two targets")
+            raise PlanningError(f"the target {text!r} limits {name} twice", remedy="limit it once, or use two --target")
     if len({"loss", "error"} & set(names)) > 1:
         raise PlanningError(
-            f"the target {text!r} limits both loss and error", remedy="limit one: error is for outputs that are no logits"
+            f"the target {text!r} limits both loss and error", remedy="limit one: error is for outputs that are not logits"
         )
     return Target(tuple(limits))
 
@@ -100,10 +100,10 @@ def parse_limit(part: str, text: str) -> Limit:
     if name not in QUANTITIES:
         near = difflib.get_close_matches(name, QUANTITIES, n=1)
         remedy = f"did you mean {near[0]}? otherwise {READABLE}" if near else READABLE
-        raise PlanningError(f"the target {text!r}: there is no quantity {match[1]!r}", remedy=remedy)
+        raise PlanningError(f"the target {text!r}: unknown quantity {match[1]!r}", remedy=remedy)
     quantity, value = QUANTITIES[name], float(sign + number)
     if bool(times) != (quantity.kind != "added"):
-        unit = "an amount that is added" if quantity.kind == "added" else "in times the dense model's"
+        unit = "an added amount" if quantity.kind == "added" else "in times the dense model's"
         raise PlanningError(f"cannot read the target {text!r}", why=f"{name} is {unit}", remedy=f'write it as "{quantity.example}"')
     if not (math.isfinite(value) and value > 0):
         raise PlanningError(
@@ -114,7 +114,7 @@ def parse_limit(part: str, text: str) -> Limit:
     if (quantity.kind == "speed" and value <= 1) or (quantity.kind == "share" and value >= 1):
         which = "above 1x" if quantity.kind == "speed" else "below 1x"
         raise PlanningError(
-            f"the target {text!r} asks for nothing",
+            f"the target {text!r} changes nothing",
             why="the dense model has 1x",
             remedy=f'give {which}, as in "{quantity.example}"',
         )

@@ -49,7 +49,7 @@ def candidates_of(given: AnyPass | str | Sequence[AnyPass | str] | None) -> tupl
         found |= {one.spec(): one for one in several if one is not None and one.spec() not in found}
     if not found:
         raise PlanningError(
-            "no pass to choose from", why="none was named, or none proposes settings", remedy="name one with its options"
+            "no candidate passes", why="none was named, or none proposes settings", remedy="add --pass NAME with its options"
         )
     return tuple(found.values())
 
@@ -182,8 +182,8 @@ def require_same_arguments(dense: nn.Module, rewritten: nn.Module, data: Calibra
     if gone:
         raise DoesNotFitError(
             f"the rewritten model takes no {' and no '.join(gone)}, which the batches hold",
-            why="it is a graph, which holds what such arguments led to when it was captured",
-            remedy="leave them out of the batches, where they are what the model is captured with",
+            why="it is a graph, captured with fixed values of them",
+            remedy="remove them from the batches",
         )
 
 

@@ -101,7 +101,7 @@ def load(
     if not path.exists():
         raise CheckpointError(
             f"{path} does not exist",
-            remedy="give a .pt checkpoint, a Hugging Face directory, a .gguf, .pt2 or .onnx file",
+            remedy="use a .pt checkpoint, a Hugging Face directory, a .gguf, .pt2 or .onnx file",
             code="missing",
         )
     if path.is_dir():
@@ -123,8 +123,8 @@ def load(
     if path.suffix in (*OTHER_FORMATS, ".json"):
         folder = f", {path.parent}" if (path.parent / "config.json").is_file() else ""
         raise CheckpointError(
-            f"{path}: a {path.suffix} file alone is no model that retrofit reads",
-            remedy=f"give the Hugging Face directory{folder}, or a .pt checkpoint",
+            f"{path}: a {path.suffix} file alone is not a model that retrofit reads",
+            remedy=f"use the Hugging Face directory{folder}, or a .pt checkpoint",
         )
     content = read_checkpoint(path, allow_pickle=allow_pickle)
     with name_file_in_errors(path):
@@ -135,12 +135,12 @@ def require_no_description(path: Path, kind: str, config: object, build: object 
     """Raises `CheckpointError` where a file or directory that describes its model comes with another description of it."""
     given = [name for name, value in (("config= (--config)", config), ("build=", build)) if value is not None]
     if given:
-        raise CheckpointError(f"{path} is {kind} and says itself how it is built", remedy=f"leave out {' and '.join(given)}")
+        raise CheckpointError(f"{path} is {kind} with its own config", remedy=f"drop {' and '.join(given)}")
 
 
 def as_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype, also from its name."""
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
     if given is not None and not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{given!r} is no dtype", remedy="say float32, bfloat16 or float16")
+        raise CheckpointError(f"{given!r} is not a dtype", remedy="use float32, bfloat16 or float16")
     return dtype

@@ -54,7 +54,7 @@ def transformer_folder(path: Path) -> Path:
         raise CheckpointError(
             f"{path} holds no transformer",
             why=f"no module that {MODULES} names has a {CONFIG} of a transformers model",
-            remedy="give a directory of sentence-transformers whose modules begin with a transformer, or a Hugging Face directory",
+            remedy="use a sentence-transformers directory that starts with a transformer, or a Hugging Face directory",
         )
     raise CheckpointError(
         f"{path} holds {len(folders)} transformers",
@@ -81,7 +81,7 @@ def load_pipeline(path: Path) -> Any:
         raise CheckpointError(
             f"{path} is a model of sentence-transformers",
             why=first_line(error),
-            remedy="pip install sentence-transformers, or give the folder of its transformer alone",
+            remedy="pip install sentence-transformers, or use the directory of its transformer",
             code="not-installed",
         ) from error
     with quiet(progress_bars=True):
@@ -196,10 +196,10 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
             raise CheckpointError(
                 f"{path}: the weights do not fit the model",
                 why="some of them have other shapes than config.json describes",
-                remedy="give the config they were saved with",
+                remedy="use the config they were saved with",
                 code="mismatch",
             ) from error
-        remedy = "fetch it again, or correct its config.json" if path.is_dir() else "fetch it again"
+        remedy = "download it again, or correct its config.json" if path.is_dir() else "download it again"
         raise CheckpointError(f"{path} cannot be loaded", why=first_line(error), remedy=remedy, code="unreadable") from error
 
 
@@ -277,9 +277,9 @@ def directory_class(path: Path) -> type[PreTrainedModel]:
     if not file.is_file():
         adapter = (path / "adapter_config.json").is_file()
         raise CheckpointError(
-            f"there is no config.json in {path}",
+            f"{path} has no config.json",
             why="it holds a PEFT adapter, which is not a whole model" if adapter else "",
-            remedy="merge the adapter into its model and save that" if adapter else "give a directory that save_pretrained wrote",
+            remedy="merge the adapter into its model and save that" if adapter else "use a directory written by save_pretrained",
             code="missing",
         )
     named = read_config(file)
@@ -294,7 +294,7 @@ def directory_class(path: Path) -> type[PreTrainedModel]:
         return kind
     known = named.get("model_type") in transformers.CONFIG_MAPPING
     raise CheckpointError(
-        f"{file}: there is no model class {architectures[0]!r}",
+        f"{file}: unknown model class {architectures[0]!r}",
         why=f"transformers {transformers.__version__} does not have it"
         + ("" if known else f", and has no model_type {named.get('model_type')!r}"),
         remedy="install the version it was saved with, or import the package that defines it first",

@@ -384,7 +384,7 @@ def load_exported(path: Path, *, allow_pickle: bool = False) -> fx.GraphModule:
         raise CheckpointError(
             f"{path} cannot be read as an exported program",
             why=first_line(error),
-            remedy="give a whole file that torch.export.save wrote, of torch 2.8 or later",
+            remedy="use a complete file written by torch.export.save of torch 2.8 or later",
             code="unreadable",
         ) from error
     return model.eval()

@@ -46,9 +46,7 @@ def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
     """Return the architecture and config to build the model's dense form from; raises `CheckpointError` where nothing could."""
     kind = type(model)
     if isinstance(model, fx.GraphModule):
-        raise CheckpointError(
-            "a graph has no class that could build it again", why="its code is in the graph", remedy="save it as a .pt2 file"
-        )
+        raise CheckpointError("a graph has no model class", why="its code is the graph", remedy="save it as a .pt2 file")
     if isinstance(model, PreTrainedModel):
         known = getattr(transformers, kind.__name__, None) is kind
         return kind.__name__ if known else importable_name(kind, "model"), transformers_config(model)
@@ -61,8 +59,8 @@ def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
         fields = dict(config)
     else:
         raise CheckpointError(
-            f"{kind.__qualname__} does not say how it was built",
-            why="it is no transformers model and has no attribute `config` that is a dict or a dataclass",
+            f"{kind.__qualname__} has no config",
+            why="it is not a transformers model and has no dict or dataclass attribute `config`",
             remedy=BUILD,
             code="no-config",
         )
@@ -87,7 +85,7 @@ def transformers_config(model: PreTrainedModel) -> dict[str, Any]:
     if is_quantized(model):
         raise CheckpointError(
             f"{type(model).__name__} is quantized, which a .pt checkpoint does not hold",
-            remedy="save it to a directory, or load it unpacked (dequantize=True in its quantization config)",
+            remedy="save it to a directory, or load it dequantized (dequantize=True in its quantization config)",
             code="quantized",
         )
     with recipe_storage.as_ordinary_model(model):
@@ -103,7 +101,7 @@ def importable_name(kind: type, what: str) -> str:
     """`package.module:Class`; raises for a class that has no such name."""
     if "<locals>" in kind.__qualname__:
         raise CheckpointError(
-            f"the {what} class {kind.__qualname__} cannot be found again",
+            f"the {what} class {kind.__qualname__} cannot be imported again",
             why="it is defined inside a function",
             remedy=f"define it at the top of a module; or {BUILD}",
             code="no-config",
@@ -142,8 +140,8 @@ def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], ty
             raise CheckpointError(f"{match['config']} is not a dataclass")
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise CheckpointError(
-            f"there is no model class {architecture!r}",
-            why=f"transformers {transformers.__version__} does not have it" if match is None else "that name is no nn.Module",
+            f"unknown model class {architecture!r}",
+            why=f"transformers {transformers.__version__} does not have it" if match is None else "that name is not an nn.Module",
             remedy="install the version it was saved with, or build it yourself: load(path, build=…)",
         )
     return kind, config_kind
@@ -175,7 +173,7 @@ def resolve(name: str, *, imports: bool) -> Any:
     for part in path.split("."):
         found = getattr(found, part, None)
     if found is None:
-        raise CheckpointError(f"there is no class {name}", remedy="install the package that defines it")
+        raise CheckpointError(f"unknown class {name}", remedy="install the package that defines it")
     return found
 
 
@@ -248,9 +246,9 @@ def no_larger_than(tensors: int, *, in_memory: bool = True) -> Iterator[None]:
 
 def too_large(why: str) -> CheckpointError:
     return CheckpointError(
-        "the config describes a larger model than can be",
+        "the config describes an impossibly large model",
         why=why,
-        remedy="correct the config (the number of layers, the size of the vocabulary), or fetch it again",
+        remedy="correct the config (number of layers, vocabulary size), or download it again",
         code="memory",
     )
 
@@ -265,7 +263,7 @@ def read_config(file: Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError(f"it holds {kind_of(config)} and no table")
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not a config", why=first_line(error), remedy="fetch it again") from error
+        raise CheckpointError(f"{file} is not a config", why=first_line(error), remedy="download it again") from error
     refuse_foreign_code(config, str(file))
     return config
 
@@ -276,8 +274,8 @@ def refuse_foreign_code(config: dict[str, Any], place: str) -> None:
         if "/" in name:
             raise CheckpointError(
                 f"{place} chooses the attention {name}",
-                why="that is a repository of compiled code, which would be fetched and run",
-                remedy='leave the entry out of the config, or say "sdpa"',
+                why="that names a repository of compiled code to download and run",
+                remedy='remove the entry from the config, or use "sdpa"',
                 code="untrusted",
             )
 
@@ -295,7 +293,7 @@ def chosen_attentions(value: Any, key: str = "") -> Iterator[str]:
 
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-AGAIN = "fetch it again"
+AGAIN = "download it again"
 LARGER = "rewrite it on disk, with --stream, or use a machine with more memory"
 
 
@@ -317,7 +315,7 @@ def weight_map(folder: Path) -> dict[str, str]:
     try:
         named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise ValueError("its weight_map is no table of file names")
+            raise ValueError("its weight_map is not a table of file names")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index} cannot be read", why=first_line(error), remedy=AGAIN, code="unreadable") from error
     for name in sorted(set(named.values())):
@@ -331,7 +329,7 @@ def weight_map(folder: Path) -> dict[str, str]:
             )
         if not (folder / name).is_file():
             raise CheckpointError(
-                f"{folder} is not whole: {name} is missing", why=f"{INDEX} names it", remedy=AGAIN, code="incomplete"
+                f"{folder} is incomplete: {name} is missing", why=f"{INDEX} names it", remedy=AGAIN, code="incomplete"
             )
     return dict(named)
 
@@ -435,9 +433,7 @@ def fill_transformers(
 
 def config_class(kind: type[PreTrainedModel]) -> type[PreTrainedConfig]:
     if kind.config_class is None:
-        raise CheckpointError(
-            f"{kind.__name__} does not say which config it takes", remedy="build it yourself: load(path, build=…)"
-        )
+        raise CheckpointError(f"{kind.__name__} does not name its config class", remedy="build it yourself: load(path, build=…)")
     return kind.config_class
 
 
@@ -477,7 +473,7 @@ def require_match(missing: Iterable[str], unexpected: Iterable[str], mismatched:
         raise CheckpointError(
             "the weights do not fit the model",
             why=first_few(problems, between="; "),
-            remedy="give the config they were saved with",
+            remedy="use the config they were saved with",
             code="mismatch",
         )
 

@@ -82,9 +82,9 @@ def take(config: Any, names: tuple[str, ...], value: float) -> bool:
 
 def another_function(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"transformers would make another model of {path} than it holds",
+        f"transformers reads {path} as a different model",
         why=why,
-        remedy="give the Hugging Face directory that the file was made from",
+        remedy="use the Hugging Face directory that the file was made from",
     )
 
 
@@ -169,13 +169,13 @@ def require_divided(config: Any, layer_type: dict[str, str], rope: dict[str, Any
 
 def unknown(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{path} stretches rotary positions in a way that is not known here",
+        f"{path} uses an unknown rotary scaling",
         why=why,
-        remedy="give the Hugging Face directory that the file was made from",
+        remedy="use the Hugging Face directory that the file was made from",
     )
 
 
-DIRECTORY = "give the Hugging Face directory that the file was made from"
+DIRECTORY = "use the Hugging Face directory that the file was made from"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # ggml's types that are not packed, by name
 
 
@@ -213,14 +213,14 @@ def require_whole(path: Path, header: Header) -> None:
     if parts not in (0, 1):
         raise CheckpointError(
             f"{path} is one of {parts} parts of a model",
-            why="parts of GGUF files are not read",
+            why="split GGUF files are not supported",
             remedy=f"merge them first: llama-gguf-split --merge {path.name} whole.gguf",
         )
     if not header.tensors or not header.architecture:
         raise CheckpointError(
             f"{path} holds no model",
             why="it has no tensors" if not header.tensors else "it does not say of which architecture it is",
-            remedy="give a file with weights: one with a vocabulary or settings only cannot be rewritten",
+            remedy="use a file with weights, not one with a vocabulary or settings only",
             code="missing",
         )
     known = {int(one) for one in GGMLQuantizationType}
@@ -228,8 +228,8 @@ def require_whole(path: Path, header: Header) -> None:
         if tensor.type not in known:
             raise CheckpointError(
                 f"{path}: the tensor {tensor.name} is of type {tensor.type}, which the package gguf does not know",
-                why="the file is damaged, or packed in a newer way",
-                remedy="pip install --upgrade gguf; or give the model in another quantization",
+                why="the file is damaged, or uses a newer quantization",
+                remedy="pip install --upgrade gguf; or use the model in another quantization",
             )
         elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
         end = header.data + tensor.offset + tensor.elements // elements * size
@@ -307,7 +307,7 @@ def require_all_read(model: PreTrainedModel, header: Header) -> None:
     ]
     if dropped:
         raise CheckpointError(
-            f"transformers {transformers.__version__} does not read all of its tensors",
+            f"transformers {transformers.__version__} does not read all tensors of the file",
             why=f"{type(model).__name__} has no place for {first_few(dropped)}",
         )
 

@@ -52,7 +52,7 @@ def recorded_skeleton(kind: type[Any], record: Mapping[str, Any], like: Any) -> 
         model = kind(config)
     except Exception as error:  # whatever transformers and the class make of a damaged config
         raise CheckpointError(
-            f"the {kind.__name__} that the recipe was applied to cannot be built again",
+            f"the {kind.__name__} that the recipe was applied to cannot be rebuilt",
             why=f"{type(error).__name__}: {error}",
             remedy="load it with the version of transformers it was saved with",
         ) from error
@@ -110,7 +110,7 @@ def require_equal_rewrite(model: Any, dense: Mapping[str, nn.Module], whole: Any
             "tied in one of them": [" and ".join(sorted(names)) for names in ties],
         }
         raise CheckpointError(
-            f"the recipe was applied to another {type(model).__name__}, and rewrites this one otherwise",
+            f"the recipe was applied to another {type(model).__name__} and rewrites this one differently",
             why="; ".join([*config_differences(whole, model), *(f"{k}: {first_few(sorted(v))}" for k, v in problems.items() if v)]),
             remedy="load it with the config it was saved with, and change the model afterwards",
         )

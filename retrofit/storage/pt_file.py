@@ -49,8 +49,8 @@ def architecture_in_file(model: nn.Module) -> tuple[str, dict[str, Any]]:
     """Return what a `.pt` file says of how to build the model; raises `CheckpointError` where that would be another one."""
     if holds_adapters(model):
         raise CheckpointError(
-            f"{type(model).__name__} has adapters, which a .pt file does not hold",
-            why="the model would be built again without them",
+            f"{type(model).__name__} has adapters, which a .pt file cannot hold",
+            why="the model would be rebuilt without them",
             remedy="save it to a directory, which then holds the adapters alone, or merge them into the model first",
             code="adapters",
         )
@@ -68,7 +68,7 @@ def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
             )
         if tensor.is_meta:
             raise CheckpointError(
-                f"{name} has no value here",
+                f"{name} has no value",
                 why="it is on the meta device, or offloaded to disk",
                 remedy="load the weights first",
                 code="no-values",
@@ -101,7 +101,10 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
         raise
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read", why=error.strerror or str(error), remedy="give a file that can be read", code="unreadable"
+            f"{path} cannot be read",
+            why=error.strerror or str(error),
+            remedy="check the path and its permissions",
+            code="unreadable",
         ) from error
     except Exception as error:
         foreign = re.search(r"GLOBAL ([\w.]+)|Unsupported class ([\w.]+)|Trying to \w+ (\S+)", str(error))
@@ -115,7 +118,7 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
         raise CheckpointError(
             f"{path} cannot be read as a checkpoint",
             why=f"it is cut short, damaged, or of another kind ({type(error).__name__})",
-            remedy="copy or download it again, or give a file that retrofit.save or torch.save wrote",
+            remedy="copy or download it again, or use a file written by retrofit.save or torch.save",
             code="unreadable",
         ) from error
 
@@ -223,14 +226,14 @@ def rebuild_model(
         raise CheckpointError(
             f"{path} is not a checkpoint",
             why=f"it holds {describe_content(content)}",
-            remedy="give a file that retrofit.save wrote, or a state dict",
+            remedy="use a file written by retrofit.save, or a state dict",
             code="unreadable",
         )
     if build is not None:
         return fill_unwrapped(lambda state: fill_model(build(), (), state, dtype), content)
     if config is None:
         raise CheckpointError(
-            f"{path} holds weights and not the model they belong to",
+            f"{path} holds weights only, not a model",
             remedy="name the directory of its config.json: config=DIR (--config DIR), or load(path, build=…)",
             code="missing",
             option="config",
@@ -261,13 +264,13 @@ def is_checkpoint(content: Any) -> bool:
     if not isinstance(content, dict) or not str(content.get("format", "")).startswith("retrofit/"):
         return False
     if content["format"] != FORMAT:
-        raise CheckpointError(f"the format {content['format']} is not known", remedy="install a later retrofit-transformers")
+        raise CheckpointError(f"the format {content['format']} is unknown", remedy="install a later retrofit-transformers")
     kinds = {"architecture": str, "config": dict, "recipe": list, "state_dict": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
     wrong += [name for name in ("inputs", "applied_to") if not isinstance(content.get(name, {}), dict)]
     if wrong or not is_state_dict(content["state_dict"]):
         raise CheckpointError(
-            "the checkpoint is incomplete", why=f"not as they should be: {', '.join(wrong) or 'state_dict'}", remedy=SAVE_AGAIN
+            "the checkpoint is incomplete", why=f"malformed: {', '.join(wrong) or 'state_dict'}", remedy=SAVE_AGAIN
         )
     return True
 

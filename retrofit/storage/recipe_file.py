@@ -94,9 +94,7 @@ def read_text(file: Path) -> str:
         with file.open("rb") as stream:
             content = stream.read(LARGEST + 1)
     except OSError as error:
-        why = (
-            "there is no such file or directory" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
-        )
+        why = "no such file or directory" if isinstance(error, FileNotFoundError) else (error.strerror or str(error)).lower()
         raise SpecError(f"the recipe {file} cannot be read", why=why, remedy="check the path", code="unreadable") from error
     if len(content) > LARGEST:
         raise SpecError(f"{file} is not a recipe", why=f"it is larger than {LARGEST >> 20} MiB", remedy=READABLE, code="no-recipe")
@@ -204,6 +202,6 @@ def numbered(file: Path, found: Any) -> Iterator[tuple[str, str | Mapping[str, A
         place = f"{file}, pass {number}"
         if not isinstance(spec, (str, dict)):
             raise SpecError(
-                f"{place}: {json.dumps(spec)[:SHOWN]} is no pass", remedy='write "altup(k=2)" or {"pass": "altup", "k": 2}'
+                f"{place}: {json.dumps(spec)[:SHOWN]} is not a pass", remedy='write "altup(k=2)" or {"pass": "altup", "k": 2}'
             )
         yield place, spec

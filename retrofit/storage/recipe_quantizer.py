@@ -46,7 +46,7 @@ class RecipeConfig(QuantizationConfigMixin):
         """Raises `CheckpointError` where somebody wrote a recipe that is no list."""
         if not isinstance(self.recipe, list):
             raise CheckpointError(
-                f"the recipe {self.recipe!r} is no list",
+                f"the recipe {self.recipe!r} is not a list",
                 why='that is what config.json says in "quantization_config"',
                 remedy='write a list of passes: ["altup(k=2)"]',
                 code="no-recipe",
@@ -425,9 +425,9 @@ def wrong_weights(model: Any, what: str, names: list[str]) -> CheckpointError:
     named = str(model.config.name_or_path)  # "None" of weights that were in memory
     place = f"{named}: " if Path(named).exists() else ""
     return CheckpointError(
-        f"{place}the weights are not those of its recipe {recipe}",
+        f"{place}the weights do not match the recipe {recipe}",
         why=f"{what}: {first_few(names)}",
-        remedy='if they are dense weights, the recipe is not theirs: remove it ("quantization_config" in a config.json)',
+        remedy='if they are dense weights, remove the recipe ("quantization_config" in a config.json)',
         code="mismatch",
     )
 
@@ -465,7 +465,7 @@ def rebuild_buffers(model: nn.Module, dense: set[nn.Module]) -> None:
             raise CheckpointError(
                 f"{path} ({type(module).__name__}) has buffers that are neither saved nor rebuilt",
                 why=f"{', '.join(sorted(module._non_persistent_buffers_set))}: registered with persistent=False",
-                remedy="register them persistent, or give the module a method rebuild_buffers()",
+                remedy="register them persistent, or add a method rebuild_buffers() to the module",
                 site=path,
             )
         with torch.no_grad():

@@ -28,7 +28,7 @@ from retrofit.storage.filling import (
 from retrofit.streaming.tensor_files import TensorFiles, is_worth_moving
 from retrofit.surgery.transformers_bookkeeping import leave_weights_mapped, tie
 
-SAVE_ONCE = "save it once as one, where it fits in memory: retrofit.save(retrofit.load(path), 'directory/')"
+SAVE_ONCE = "save it as one first, if it fits in memory: retrofit.save(retrofit.load(path), 'directory/')"
 
 Place = Callable[[str, nn.Parameter], None]  # of a parameter that is not in a file, by its name in the model
 
@@ -36,7 +36,7 @@ Place = Callable[[str, nn.Parameter], None]  # of a parameter that is not in a f
 def require_directory(source: Path) -> None:
     """A stream reads a directory, else `CheckpointError`."""
     if not source.is_dir():
-        raise CheckpointError(f"{source} cannot be streamed", why="a stream reads a directory of safetensors", remedy=SAVE_ONCE)
+        raise CheckpointError(f"{source} cannot be streamed", why="--stream reads a directory of safetensors", remedy=SAVE_ONCE)
 
 
 def source_extents(folder: Path) -> dict[str, Extent]:
@@ -45,7 +45,7 @@ def source_extents(folder: Path) -> dict[str, Extent]:
     if not found:
         raise CheckpointError(
             f"{folder} holds no safetensors",
-            why=f"a stream reads {WEIGHTS}, or the shards that {INDEX} names",
+            why=f"--stream reads {WEIGHTS}, or the shards that {INDEX} names",
             remedy=SAVE_ONCE,
         )
     return found

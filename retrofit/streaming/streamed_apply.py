@@ -73,7 +73,7 @@ from retrofit.streaming.tensor_files import (
 from retrofit.surgery.edit import Edit
 
 STREAMED = ("graph", "parameters", "function", "cost")  # each reads all weights a few times
-ELSEWHERE = "it reads the weights many times over, or needs a gradient for each: retrofit verify, where the model fits in memory"
+ELSEWHERE = "it needs the whole model in memory: use retrofit verify without --stream"
 
 
 @serialized
@@ -94,7 +94,7 @@ def verify_directory(model: Path, dense: Path | None, progress: Progress | None 
         raise CheckpointError(
             f"{model} cannot be verified here",
             why=f"weights merged on loading take {computed / 1e9:.2f} GB on the disk, and {free / 1e9:.2f} GB are free",
-            remedy=f"make room in {model.resolve().parent}",
+            remedy=f"free space in {model.resolve().parent}",
             code="disk-space",
         )
     files = TensorFiles()
@@ -131,7 +131,7 @@ def verify_streamed(
             f"the rewritten model failed: {', '.join(check.name for check in report.failed)}",
             report=report,
             why=str(report),
-            remedy="nothing was written; this is a defect of retrofit if the dense model passes the same checks",
+            remedy="nothing was written; this is a bug in retrofit if the dense model passes the same checks",
         )
     return report
 
@@ -230,7 +230,7 @@ def require_directories(source: Path, output: Path) -> None:
     require_directory(source)
     if is_file_name(output):
         raise CheckpointError(
-            f"{output} cannot be written by a stream",
+            f"{output} cannot be written by --stream",
             why="it writes a directory of safetensors",
             remedy="name a directory",
             code="name",
@@ -307,8 +307,8 @@ def require_room(output: Path, layouts: Layouts, verify: bool) -> None:
         on_the_way = f", {aside / 1e9:.2f} GB of them on the way" if aside else ""
         raise CheckpointError(
             f"{output} does not fit on the disk",
-            why=f"{needed / 1e9:.2f} GB are needed{on_the_way}, and {free / 1e9:.2f} GB are free",
-            remedy=f"make room in {output.parent}, or name an output on another disk",
+            why=f"{needed / 1e9:.2f} GB are needed{on_the_way}, {free / 1e9:.2f} GB are free",
+            remedy=f"free space in {output.parent}, or choose an output on another disk",
             code="disk-space",
         )
 
@@ -413,7 +413,7 @@ def saved_by_layout(model: nn.Module, layout: ModelLayout) -> dict[str, torch.Te
     tensors = model.state_dict()
     for name, extent in layout.extents.items():
         if name not in tensors or (tuple(tensors[name].shape), tensors[name].dtype) != (extent.shape, extent.dtype):
-            raise differs(f"{name} is not the same with weights and without")
+            raise differs(f"{name} differs with and without weights")
     return tensors
 
 
@@ -426,7 +426,7 @@ def require_same(accounts: Sequence[Rewrite], planned: Sequence[Rewrite]) -> Non
 
 def differs(why: str) -> CheckpointError:
     return CheckpointError(
-        "the model cannot be rewritten in a stream", why=why, remedy="rewrite it without --stream, where it fits in memory"
+        "the model cannot be rewritten out of core", why=why, remedy="rewrite it without --stream, if it fits in memory"
     )
 
 

@@ -166,7 +166,7 @@ def read_at(descriptor: int, start: int, into: memoryview) -> None:
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], start + done)
         if not count:
-            raise EOFError("the file has become shorter while it was read")
+            raise EOFError("the file shrank while it was read")
         done += count
 
 
@@ -330,9 +330,9 @@ class Expected:
         found = tuple(parameter.shape), parameter.dtype
         if found != (self.shape, self.dtype):
             raise CheckpointError(
-                "the model cannot be rewritten in a stream",
+                "the model cannot be rewritten out of core",
                 why=f"with weights {self.name or 'a parameter'} is {found}, without them {(self.shape, self.dtype)}",
-                remedy="rewrite it without --stream, where it fits in memory",
+                remedy="rewrite it without --stream, if it fits in memory",
             )
 
 

@@ -48,7 +48,7 @@ class TokenHistory:
         """Return the last `length` values: (batch, length, …)."""
         if self.missing > self.slack:
             raise RetrofitError(
-                f"the cache was cropped by {self.missing} tokens more than it can take back",
+                f"the cache was cropped by {self.missing} tokens too many",
                 why=f"the rewritten layers store {self.length + self.slack} tokens in addition to the keys and values",
                 remedy=f"crop by at most {self.slack} tokens at a time, or start from an empty cache",
                 code="cropped",
@@ -265,7 +265,7 @@ def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
         if is_paged(value):
             raise RetrofitError(
                 "a rewritten layer cannot be called with the paged cache of continuous batching",
-                why="it has several sequences in a row and keeps their keys and values alone: the layer needs more of their tokens",
+                why="it packs sequences and keeps only their keys and values; the layer needs more",
                 remedy="call generate, not generate_batch",
                 code="paged-cache",
             )

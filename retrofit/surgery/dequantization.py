@@ -144,7 +144,7 @@ def unpack_layers(model: nn.Module) -> None:
     for path, layer in layers.items():
         before = product(layer, torch.float32)
         if before is None:
-            raise unpackable(model, f"{path} is no linear layer that takes floating-point numbers")
+            raise unpackable(model, f"{path} is not a linear layer of floating-point inputs")
         if id(layer) not in linear:
             linear[id(layer)] = unpacked_linear(layer)
             require_same_products(nn.ModuleDict({"layer": linear[id(layer)]}), {"layer": before}, torch.float32)
@@ -177,10 +177,10 @@ def require_same_products(model: nn.Module, products: Mapping[str, Tensor | None
         off = float((found - expected).norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
         if not off < ROUNDING:
             raise CheckpointError(
-                f"{path} of {type(model).__name__} was unpacked to other weights than it has computed with",
+                f"{path} of {type(model).__name__} was dequantized to other weights than it computed with",
                 why=f"on random numbers the results differ by {off:.0%}; bitsandbytes 0.50 does so on some processors, with 4 bits "
                 "and after a forward pass",
-                remedy="load the model again and unpack it before it computes anything (for bitsandbytes, or load it with "
+                remedy="load the model again and dequantize it before its first forward (for bitsandbytes, or load it with "
                 "bnb_4bit_use_double_quant=True)",
                 code="differs",
                 site=path,
@@ -193,9 +193,9 @@ def plain_parameter(weight: Tensor) -> nn.Parameter:
 
 def unpackable(model: Any, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{type(model).__name__} cannot be unpacked",
+        f"{type(model).__name__} cannot be dequantized",
         why=why,
-        remedy="take the model that it was quantized from, where there is one",
+        remedy="use the model that it was quantized from",
         code="packed",
     )
 
@@ -231,7 +231,7 @@ def refuse_packed(model: Any, done: str) -> None:
         method = present.get("quant_method") if isinstance(present, dict) else getattr(present, "quant_method", present)
         raise CheckpointError(
             f"{type(model).__name__} is quantized ({getattr(method, 'value', method)}) and cannot be {done}",
-            why="its weights are packed, and new ones are computed from what they stand for",
-            remedy="unpack it first: retrofit.dequantize(model), or `retrofit apply --dequantize` (docs/quantization.md)",
+            why="its weights are packed; new ones are computed from the dequantized values",
+            remedy="dequantize it first: retrofit.dequantize(model), or `retrofit apply --dequantize` (docs/quantization.md)",
             code="quantized",
         )

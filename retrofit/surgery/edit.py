@@ -217,15 +217,15 @@ class Edit:
         old = self.model.get_submodule(path)
         if self.pass_name is not None and id(old) in self.exchanged:
             raise DoesNotFitError(
-                f"{self.pass_name or 'the pass'}: {path} is replaced a second time",
-                why="the pass has replaced it already: a module that runs at several depths, or holds several parts, is one place",
-                remedy="plan each module once: anatomy.sites(…) gives the modules that own a part, each with all its depths",
+                f"{self.pass_name or 'the pass'}: {path} is replaced twice",
+                why="a module that runs at several depths, or holds several parts, is one site",
+                remedy="plan each module once: anatomy.sites(…) returns each owner with all its depths",
                 in_any_form=True,
             )
         if getattr(old, "stays_outermost", False) and any(part is old for part in module.modules()):
             raise DoesNotFitError(
-                f"{type(old).__name__} at {path} cannot be inside {type(module).__name__}",
-                why="what it wraps has to be the whole layer, whatever other passes add to it",
+                f"{type(old).__name__} at {path} cannot be nested inside {type(module).__name__}",
+                why="it has to wrap the whole layer, with all that other passes add",
                 remedy="apply the pass that put it there last",
             )
         module.train(old.training)

@@ -40,7 +40,7 @@ def find_argument(place: ArgumentPlace, args: list[Any], kwargs: dict[str, Any])
     if position is not None and position < len(args):
         return args, position
     raise DoesNotFitError(
-        f"argument {keyword or position} was left out of a call",
+        f"argument {keyword or position} is missing in a call",
         why="the rewritten module reads it",
         remedy="call the module with the arguments it had when the model was rewritten",
     )

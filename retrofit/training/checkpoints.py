@@ -85,7 +85,7 @@ def require_whole_checkpoint(folder: Path, model: nn.Module) -> None:
         if name not in saved:
             raise not_whole(folder, f"{WEIGHTS_NAME} lacks {name}")
         if not isinstance(saved[name], torch.Tensor):
-            raise not_whole(folder, f"{name} in {WEIGHTS_NAME} is no tensor")
+            raise not_whole(folder, f"{name} in {WEIGHTS_NAME} is not a tensor")
         if saved[name].shape != weight.shape:
             raise not_whole(folder, f"in {WEIGHTS_NAME} {name} is {list(saved[name].shape)}, the model's {list(weight.shape)}")
 
@@ -130,9 +130,9 @@ def read_json(file: Path) -> Any:
 
 def not_whole(folder: Path, why: str) -> TrainingError:
     return TrainingError(
-        f"{folder} is not a whole checkpoint",
+        f"{folder} is not a complete checkpoint",
         why=why,
-        remedy="remove it, and --resume goes on from the one before if there is one; or start over with --force",
+        remedy="remove it and --resume from the previous one, if there is one; or start over with --force",
         code="incomplete",
     )
 

@@ -100,16 +100,16 @@ def continue_pretraining(
     objective: Objective = same_text(tokenizer, settings) if pipeline else objective_for(learner, codec, train[0].long())
     if pipeline and isinstance(teacher, (str, Path)):
         raise TrainingError(
-            "a sentence-transformers model does not learn from predictions on disk",
-            why="they are of tokens, and it makes one vector of a text",
-            remedy="name the dense sentence-transformers model itself",
+            "a sentence-transformers model cannot learn from cached predictions",
+            why="they are token probabilities; it returns one vector per text",
+            remedy="use the dense sentence-transformers model",
             option="teacher",
         )
     if settings.fsdp and pipeline:
         raise TrainingError(
-            "--fsdp with a sentence-transformers model is not possible",
-            why="only a model that predicts tokens is divided among the processes",
-            remedy="leave --fsdp out: every process then holds the whole model",
+            "--fsdp does not support sentence-transformers models",
+            why="only models that predict tokens are sharded",
+            remedy="drop --fsdp",
             option="fsdp",
         )
     guide: Teacher | KeptTeacher | None = None
@@ -227,7 +227,7 @@ def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:
     found = added_parameters(model)
     if not found:
         known = "no pass has rewritten it, or its file does not say what is new" if found is None else "its passes added none"
-        raise TrainingError(f"--lr-new {rate:g}: the model has no new parameter", why=known, remedy="leave it out", option="lr_new")
+        raise TrainingError(f"--lr-new {rate:g}: the model has no new parameter", why=known, remedy="drop it", option="lr_new")
     return found
 
 
@@ -255,8 +255,8 @@ def require_trainable(model: nn.Module) -> None:
     if is_quantized(model) and not adapted and not getattr(getattr(model, "hf_quantizer", None), "is_qat_trainable", False):
         raise TrainingError(
             f"{type(model).__name__} is quantized and cannot be trained",
-            why="its weights are packed, and have no gradient",
-            remedy="load it unpacked (dequantize=True in its quantization config), or train adapters on it with PEFT",
+            why="packed weights have no gradient",
+            remedy="load it dequantized (dequantize=True in its quantization config), or train adapters with PEFT",
             code="quantized",
         )
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -264,15 +264,15 @@ def require_trainable(model: nn.Module) -> None:
         raise TrainingError(
             f"{type(model).__name__} has nothing to train",
             why="no parameter requires a gradient",
-            remedy="call model.requires_grad_(), or parameter.requires_grad_() for what is to be trained",
+            remedy="call model.requires_grad_(), or parameter.requires_grad_() on the parameters to train",
             code="frozen",
         )
     half = next((name for name, parameter in trained if parameter.dtype == torch.float16), None)
     if half is not None:
         raise TrainingError(
             f"{type(model).__name__} is in float16 and cannot be trained",
-            why=f"in it the mean squares of small gradients are zero, and AdamW's steps far too long ({half})",
-            remedy="hold them in float32: model.float(), --float32 on the command line",
+            why=f"small squared gradients underflow to zero and AdamW's steps become far too large ({half})",
+            remedy="cast to float32: model.float(), or --float32",
             code="float16",
         )
 
@@ -293,7 +293,7 @@ def activation_checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
         raise TrainingError(
             f"{type(model).__name__} cannot be trained with --gradient-checkpointing",
             why=str(error),
-            remedy="leave it out",
+            remedy="drop it",
             option="gradient_checkpointing",
         ) from error
     try:

@@ -226,9 +226,9 @@ class HiddenStates:
         pairs = tuple(pair for pair in found.values() if pair.rewritten)
         if not pairs:
             raise TrainingError(
-                "--distil-hidden: the model has no layer that corresponds to one of the teacher",
+                "--distil-hidden: no layer of the model corresponds to one of the teacher",
                 why="no module of the dense model takes its residual stream and returns it, or none is left",
-                remedy="leave out --distil-hidden",
+                remedy="drop --distil-hidden",
                 option="distil_hidden",
             )
         return HiddenStates(dense, pairs)
@@ -279,8 +279,8 @@ class RecordedStreams:
         if not comparable:
             raise TrainingError(
                 "--distil-hidden: no layer returns a stream of the shape that the teacher's has",
-                why="the streams are wider or shorter, and no dense layer is left inside",
-                remedy="leave out --distil-hidden",
+                why="the streams have another width or length, and no dense layer is left inside",
+                remedy="drop --distil-hidden",
                 option="distil_hidden",
             )
         return torch.stack(comparable).mean()
@@ -314,8 +314,8 @@ def with_gradient(stream: Tensor, around: Tensor) -> Tensor:
     if found is None:
         raise TrainingError(
             "--distil-hidden: the stream after a layer has no gradient",
-            why="the layer is computed again in the backward pass, and what is around it returns another stream",
-            remedy="leave out --distil-hidden",
+            why="the layer is recomputed in the backward pass, and its wrapper returns another stream",
+            remedy="drop --distil-hidden",
             option="distil_hidden",
         )
     return found

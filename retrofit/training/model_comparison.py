@@ -43,7 +43,7 @@ from retrofit.training.windows import ordered_windows, require_windows
 ROUNDS = 5  # of timed calls; the models take turns in each
 DECODED = 16  # tokens that are decoded for a time
 BATCH = 4  # windows
-ONE_ORIGIN = "compare models that were made from the same dense model, and give --length where they read fewer tokens"
+ONE_ORIGIN = "compare models of the same dense model; use --length if they read fewer tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +151,7 @@ def require_comparable(models: Mapping[str, nn.Module], batch: Example) -> None:
                 shapes[name] = token_logits(learner(**inputs)).shape
         except Exception as error:  # whatever the model's own code raises
             raise TrainingError(
-                f"{name} cannot read what the first model reads", why=first_line(error), remedy=ONE_ORIGIN, code="does-not-run"
+                f"{name} cannot read the inputs of the first model", why=first_line(error), remedy=ONE_ORIGIN, code="does-not-run"
             ) from error
     first, expected = next(iter(shapes.items()))
     for name, shape in shapes.items():
@@ -286,13 +286,13 @@ def task_scores(
     require_package()
     for name, model in models.items():
         if not is_transformers(model):
-            why = f"{name} is {kind_of(model)}, and the harness runs models of transformers"
-            raise TrainingError("no task can be tried", why=why, remedy="leave --lm-eval out", option="lm_eval")
+            why = f"{name} is {kind_of(model)}, and the harness runs transformers models"
+            raise TrainingError("no task can be run", why=why, remedy="drop --lm-eval", option="lm_eval")
     if tokenizer is None:
         raise TrainingError(
-            "no task can be tried",
-            why="its texts have to become tokens",
-            remedy="name a tokenizer: --tokenizer DIR",
+            "no task can be run",
+            why="it has no tokenizer",
+            remedy="add --tokenizer DIR",
             option="tokenizer",
         )
     from lm_eval.evaluator import simple_evaluate
@@ -303,9 +303,9 @@ def task_scores(
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
         where = f"in {folder} or " if folder is not None else ""
-        remedy = "`lm_eval ls tasks` lists those of the package; --lm-eval-tasks DIR names a folder with others"
+        remedy = "`lm_eval ls tasks` lists those of the package; --lm-eval-tasks DIR names a directory with others"
         raise TrainingError(
-            f"there is no task {unknown[0]!r}",
+            f"unknown task {unknown[0]!r}",
             why=f"none of that name is {where}in the package lm-eval",
             remedy=remedy,
             code="missing",
@@ -323,7 +323,7 @@ def task_scores(
             except Exception as error:  # whatever a task's own code or its data raises
                 remedy = "tasks run on data of this machine: name local files in the task, or keep its data set in the cache"
                 raise TrainingError(
-                    f"the tasks {', '.join(tasks)} cannot be tried",
+                    f"the tasks {', '.join(tasks)} cannot be run",
                     why=first_line(error),
                     remedy=remedy,
                     code="does-not-run",

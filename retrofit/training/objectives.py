@@ -141,7 +141,7 @@ class SameText:
     before: tuple[int, ...]
     after: tuple[int, ...]
     shift: int = 0
-    name: str = "texts told apart (SimCSE)"
+    name: str = "contrastive loss (SimCSE)"
 
     def example(self, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         whole = torch.cat([ids.new_tensor(self.before), ids, ids.new_tensor(self.after)])
@@ -174,8 +174,8 @@ def embedding_distance(found: Tensor, expected: Tensor) -> Tensor:
     if found.shape != expected.shape:
         raise TrainingError(
             f"the teacher's embeddings have {expected.shape[-1]} numbers, the model's {found.shape[-1]}",
-            why="the modules after the transformer are others",
-            remedy="name the dense sentence-transformers model that was rewritten",
+            why="the modules after the transformer differ",
+            remedy="use the dense sentence-transformers model that was rewritten",
             code="other-model",
             option="teacher",
         )
@@ -190,8 +190,8 @@ def same_text(tokenizer: Any, settings: Settings) -> SameText:
     if settings.batch_size < 2:
         raise TrainingError(
             f"--batch-size {settings.batch_size} is too small for sentence embeddings",
-            why="a text is told from the others of its batch",
-            remedy="give 2 or more",
+            why="texts are contrasted within a batch",
+            remedy="use at least 2",
             option="batch_size",
         )
     plain, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
@@ -314,7 +314,7 @@ def corrupt_spans(
     if len(hidden) > len(sentinels):
         raise TrainingError(
             f"a window of {len(ids)} tokens hides {len(hidden)} spans, the vocabulary has {len(sentinels)} sentinels for them",
-            remedy="give a shorter --length",
+            remedy="use a shorter --length",
             option="length",
         )
     inputs: list[torch.Tensor] = []
@@ -458,6 +458,6 @@ def run(model: nn.Module, inputs: Example) -> Any:
         raise TrainingError(
             f"{class_of(model)} cannot {'compute a loss for' if labelled else 'read'} {inputs['input_ids'].shape[-1]} tokens",
             why=first_line(error),
-            remedy="train a model with a language-modelling head" if labelled else "give a shorter --length",
+            remedy="train a model with a language-modelling head" if labelled else "use a shorter --length",
             code="no-loss" if labelled else "too-long",
         ) from error

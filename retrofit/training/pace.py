@@ -186,7 +186,7 @@ class StepMonitor(TrainerCallback):
                 raise TrainingError(
                     f"the loss is {value} after step {state.global_step}",
                     why="training has diverged",
-                    remedy="lower --lr, or give a longer --warmup",
+                    remedy="lower --lr, or raise --warmup",
                     code="diverged",
                 )
             setattr(self, "loss" if key == "loss" else "held_out", f"  {text} {value:.4f}")

@@ -98,9 +98,9 @@ def shared_batch(windows: int) -> int:
     """Return the windows of a step that this process works on; raises `TrainingError` where they cannot be shared evenly."""
     if windows % count():
         raise TrainingError(
-            f"--batch-size {windows} cannot be shared by {count()} processes",
-            why="each works on as many windows of a step as the others",
-            remedy=f"give a multiple of {count()}",
+            f"--batch-size {windows} is not a multiple of {count()} processes",
+            why="each process gets the same number of windows",
+            remedy=f"use a multiple of {count()}",
             option="batch_size",
         )
     return windows // count()

@@ -86,12 +86,12 @@ class Stages:
                 name = flag(asked[0])
                 needs, remedy = "a teacher", "name the dense model with --teacher"
                 if isinstance(teacher, Teacher):
-                    needs, remedy = "the dense modules whole, in every process", f"leave out {name}, or --fsdp"
+                    needs, remedy = "the dense modules whole, in every process", f"drop {name} or --fsdp"
                 elif teacher is not None:
-                    needs, remedy = "the dense model, not its predictions alone", f"{remedy}, or leave out {name}"
+                    needs, remedy = "the dense model, not its predictions alone", f"{remedy}, or drop {name}"
                 raise TrainingError(
                     f"{name} {getattr(settings, asked[0].name)} needs {needs}",
-                    why="what is rewritten learns from the modules of the dense model",
+                    why="rewritten sites learn from the dense modules",
                     remedy=remedy,
                     option=asked[0].name,
                 )
@@ -108,9 +108,9 @@ class Stages:
         )
         if found.align and not learns:
             raise TrainingError(
-                f"--align {found.align}: no site has anything to learn",
+                f"--align {found.align}: no site has trainable parameters",
                 why="none of their parameters requires a gradient",
-                remedy="leave out --align, or call requires_grad_() on what is to be trained",
+                remedy="drop --align, or call requires_grad_() on the parameters to train",
                 option="align",
             )
         if found.align or found.anneal:
@@ -128,8 +128,8 @@ def require_one_dtype(teacher: Teacher) -> None:
         names = [str(one).removeprefix("torch.") for one in (theirs, ours)]
         raise TrainingError(
             f"the teacher is in {names[0]}, the model in {names[1]}",
-            why="sites that are aligned or annealed are computed dense and rewritten, of the same activations",
-            remedy=f"load the teacher in {names[1]} (--float32: both in float32), or give --align 0 --anneal 0",
+            why="aligned and annealed sites run dense and rewritten modules on the same activations",
+            remedy=f"load the teacher in {names[1]} (--float32: both in float32), or use --align 0 --anneal 0",
             code="dtypes",
             option="teacher",
         )

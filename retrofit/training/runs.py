@@ -241,21 +241,19 @@ def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
     ours = is_run(folder)
     refuse_held(folder)
     if folder.exists() and not ours:
-        raise TrainingError(
-            f"{folder} is in the way", why="it is not the folder of a training run", remedy="name another -o", code="occupied"
-        )
+        raise TrainingError(f"{folder} exists already", why="it is not a training run", remedy="choose another -o", code="occupied")
     if resume and not has_checkpoint(folder) and is_finished(read_record(folder)):
         raise TrainingError(
-            f"the run to resume in {folder} is finished, and kept no checkpoint",
-            why="without --save-every and --eval-every a run writes none in its first minute",
-            remedy=f"to go on from its result, train {output}; to train anew, --force without --resume",
+            f"the run to resume in {folder} is finished and kept no checkpoint",
+            why="without --save-every or --eval-every, none is written in the first minute",
+            remedy=f"to continue from its result, train {output}; to start over, --force without --resume",
             code="finished",
         )
     if resume and not has_checkpoint(folder):
         raise TrainingError(
-            f"there is no run to resume in {folder}",
+            f"no run to resume in {folder}",
             why="it holds no checkpoint",
-            remedy="leave out --resume",
+            remedy="drop --resume",
             code="missing",
             option="resume",
         )
@@ -280,7 +278,7 @@ def already_done(folder: Path, why: str) -> TrainingError:
     return TrainingError(
         f"the run to resume has done {plural(done, 'step')} already",
         why=why,
-        remedy=f"to go on from there, give --steps above {done} and --force; to train anew, --force without --resume",
+        remedy=f"to continue, use --steps above {done} and --force; to start over, --force without --resume",
         code="finished",
     )
 
@@ -289,7 +287,7 @@ def refuse_held(folder: Path) -> None:
     """Raises `TrainingError` where another process trains into the folder."""
     if is_held(folder):
         raise TrainingError(
-            f"{folder} is being written by another run", remedy="wait until it is done, or name another -o", code="busy"
+            f"{folder} is being written by another run", remedy="wait until it is done, or choose another -o", code="busy"
         )
 
 
@@ -342,7 +340,7 @@ def run_folder(
     if output is None:
         if resume:
             raise TrainingError(
-                "there is no run to resume",
+                "no run to resume",
                 why="no output was named",
                 remedy="name the output of that run",
                 code="missing",
@@ -430,15 +428,13 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
     refuse_held(folder)
     record, checkpoint = read_record(folder), last_checkpoint(folder)
     if record is None or not has_checkpoint(folder):
-        raise TrainingError(
-            f"there is no run to resume in {folder}", remedy="start one without --resume", code="missing", option="resume"
-        )
+        raise TrainingError(f"no run to resume in {folder}", remedy="start one without --resume", code="missing", option="resume")
     for field in dataclasses.fields(settings):
         before, now = record["settings"].get(field.name, field.default), getattr(settings, field.name)
         if before != now and field.name not in CHANGEABLE_ON_RESUME:
             raise TrainingError(
                 f"{flag(field)} was {before} in the run to resume, now it is {now}",
-                remedy="give the same value",
+                remedy="use the same value",
                 code="other-run",
                 option=field.name,
             )
@@ -446,15 +442,15 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
         before = record["facts"].get(name, now)  # a record of an earlier version may not have it
         if before != now:
             raise TrainingError(
-                f"the {name} is not that of the run to resume",
+                f"the {name} differs from the run to resume",
                 why=f"{before or 'none'} then, {now or 'none'} now",
-                remedy=f"give the same {name}, or start over with --force",
+                remedy=f"use the same {name}, or start over with --force",
                 code="other-run",
                 option=name,
             )
     done = 0 if checkpoint is None else steps_done(checkpoint)
     if done > settings.steps or (done == settings.steps and is_finished(record) and output.exists()):
-        raise already_done(folder, f"--steps {settings.steps} is no more than that")
+        raise already_done(folder, f"--steps {settings.steps} is not more than that")
     write_record(folder, {**record, "settings": dataclasses.asdict(settings)})
     return folder, checkpoint
 

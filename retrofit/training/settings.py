@@ -21,51 +21,49 @@ SCHEDULES = ("linear", "cosine", "constant")
 class Settings:
     """How a model's pretraining is continued; raises `TrainingError` where a value makes no sense."""
 
-    steps: int = dataclasses.field(metadata={"doc": "optimizer steps in all", "minimum": 1})
-    batch_size: int = option(8, "windows a step", minimum=1)
-    length: int = option(256, "tokens a window", minimum=8)
-    lr: float = option(1e-4, "highest learning rate", minimum=0)
-    lr_new: float | None = option(None, "highest learning rate of the parameters that the passes added (as --lr)", minimum=0)
-    warmup: int | None = option(None, "steps until the rate is reached (a twentieth of all steps)", minimum=0)
-    schedule: str = option("linear", "how the rate goes down after that", choices=SCHEDULES)
+    steps: int = dataclasses.field(metadata={"doc": "optimizer steps", "minimum": 1})
+    batch_size: int = option(8, "windows per step", minimum=1)
+    length: int = option(256, "tokens per window", minimum=8)
+    lr: float = option(1e-4, "peak learning rate", minimum=0)
+    lr_new: float | None = option(None, "peak learning rate of new parameters (default: --lr; try 10×)", minimum=0)
+    warmup: int | None = option(None, "warm-up steps (default: 5 % of --steps)", minimum=0)
+    schedule: str = option("linear", "learning rate schedule after the warm-up", choices=SCHEDULES)
     weight_decay: float = option(0.0, "AdamW's weight decay", minimum=0)
-    eval_fraction: float = option(0.05, "share of the text held out for evaluation, up to 512 windows; 0 for none", minimum=0)
+    eval_fraction: float = option(0.05, "fraction of the text held out for evaluation, at most 512 windows; 0: none", minimum=0)
     eval_every: int | None = option(
         None,
-        "steps between evaluations (a tenth of all steps, on a sample, while they take a twentieth of the time)",
+        "steps between evaluations (default: 10 % of --steps, on a sample, within 5 % of the time)",
         minimum=1,
     )
     save_every: int | None = option(
         None,
-        "steps between checkpoints (as --eval-every, if given; else often enough to take a twentieth of the time, after a minute)",
+        "steps between checkpoints (default: --eval-every, else within 5 % of the time)",
         minimum=1,
     )
-    seed: int = option(0, "order of the windows, and what is hidden in them", minimum=0)
+    seed: int = option(0, "random seed of the order of windows and of masked tokens", minimum=0)
     align: int | None = option(
         None,
-        "warm-up steps of layer-wise distillation (with a teacher: as the passes propose)",
+        "warm-up steps of layer-wise distillation (default with a teacher: chosen by the passes)",
         minimum=0,
     )
-    align_lr: float = option(1e-3, "highest learning rate of these steps", minimum=0)
+    align_lr: float = option(1e-3, "peak learning rate of --align", minimum=0)
     anneal: int | None = option(
         None,
-        "of all steps, the first in which sites turn from dense to rewritten (with a teacher: as the passes propose)",
+        "first steps, in which sites turn from dense to rewritten (default with a teacher: chosen by the passes)",
         minimum=0,
     )
     dial: str = option(
         "mixture",
-        "how sites turn then: as mixtures with the dense ones, or by the dials of their passes, where these have one",
+        "how --anneal turns sites: mixing dense and rewritten outputs, or by the pass's own dial if it has one",
         choices=("mixture", "own"),
     )
-    distil: float = option(0.5, "weight of the teacher's predictions; that of the model's own loss is the rest", minimum=0)
-    distil_hidden: float = option(
-        0.0, "weight of the distance of every layer's output from the dense layer's, added to the loss", minimum=0
-    )
-    temperature: float = option(1.0, "of the predictions that are compared", minimum=1e-3)
-    gradient_checkpointing: bool = option(False, "keep fewer activations: less memory, more time")
-    bf16: bool = option(False, "compute in bfloat16, keep weights as they are")
-    fsdp: bool = option(False, "divide parameters, gradients and optimizer state among the processes (FSDP2)")
-    device: str = option("auto", "where to train", choices=("auto", "cpu", "cuda"))
+    distil: float = option(0.5, "weight w of the distillation loss; the model's own loss has weight 1 − w", minimum=0)
+    distil_hidden: float = option(0.0, "weight of the hidden-state distance to the teacher, added to the loss", minimum=0)
+    temperature: float = option(1.0, "distillation temperature", minimum=1e-3)
+    gradient_checkpointing: bool = option(False, "recompute activations: less memory, more time")
+    bf16: bool = option(False, "compute in bfloat16; weights keep their dtype")
+    fsdp: bool = option(False, "shard parameters, gradients and optimizer state (FSDP2)")
+    device: str = option("auto", "device", choices=("auto", "cpu", "cuda"))
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -77,29 +75,29 @@ class Settings:
                 )
             if value is not None and minimum is not None and value < minimum:
                 raise TrainingError(
-                    f"{flag(field)} {value} is below {minimum}", remedy=f"give at least {minimum}", option=field.name
+                    f"{flag(field)} {value} is below {minimum}", remedy=f"use at least {minimum}", option=field.name
                 )
             if isinstance(value, int):
                 check_most(field.name, value)
             if choices and value not in choices:
                 raise TrainingError(
-                    f"{flag(field)} {value} is not known", remedy=f"choose one of {', '.join(choices)}", option=field.name
+                    f"{flag(field)} {value} is unknown", remedy=f"choose one of {', '.join(choices)}", option=field.name
                 )
         if self.distil > 1:
             raise TrainingError(
-                f"--distil {self.distil:g} is above 1", remedy="it is a share: the model's own loss has the rest", option="distil"
+                f"--distil {self.distil:g} is above 1", remedy="it weights must be between 0 and 1", option="distil"
             )
         if self.anneal is not None and self.anneal > self.steps:
             raise TrainingError(
                 f"--anneal {self.anneal} is more than all steps, {self.steps}",
-                why="a part of the dense model would be left",
-                remedy=f"give at most {self.steps}",
+                why="the model would still be partly dense at the end",
+                remedy=f"use at most {self.steps}",
                 option="anneal",
             )
         if self.eval_fraction >= 1:
             raise TrainingError(
-                f"--eval-fraction {self.eval_fraction} leaves no text to train on",
-                remedy="give a share below 1, such as 0.05",
+                f"--eval-fraction {self.eval_fraction} leaves no training text",
+                remedy="use a fraction below 1, such as 0.05",
                 option="eval_fraction",
             )
 
@@ -140,7 +138,9 @@ def as_number(field: dataclasses.Field[Any], settings: Settings) -> Any:
         return operator.index(value) if kind == "int" else float(value + 0)
     except (TypeError, RuntimeError) as error:  # torch raises the second for a tensor of several numbers
         number = "integer" if kind == "int" else "number"
-        raise TrainingError(f"{flag(field)} {value!r} is no {number}", remedy=field.metadata["doc"], option=field.name) from error
+        raise TrainingError(
+            f"{flag(field)} {value!r} is not a valid {number}", remedy=field.metadata["doc"], option=field.name
+        ) from error
 
 
 def check_values(**values: float) -> None:
@@ -148,16 +148,14 @@ def check_values(**values: float) -> None:
     for name, value in values.items():
         least = LEAST.get(name, 1e-3)
         if not least <= value < math.inf:
-            raise TrainingError(
-                f"--{name.replace('_', '-')} {value} is below {least}", remedy=f"give at least {least}", option=name
-            )
+            raise TrainingError(f"--{name.replace('_', '-')} {value} is below {least}", remedy=f"use at least {least}", option=name)
         check_most(name, value)
 
 
 def check_most(name: str, value: float) -> None:
     most = MOST_SEED if name == "seed" else MOST
     if value > most:
-        raise TrainingError(f"--{name.replace('_', '-')} {value} is above {most}", remedy=f"give at most {most}", option=name)
+        raise TrainingError(f"--{name.replace('_', '-')} {value} is above {most}", remedy=f"use at most {most}", option=name)
 
 
 def flag(field: dataclasses.Field[Any]) -> str:

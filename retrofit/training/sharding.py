@@ -28,7 +28,7 @@ from retrofit.training import processes
 from retrofit.training.checkpoints import not_whole
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # modules that are never called
-WHOLE = "leave --fsdp out: every process then holds the whole model"
+WHOLE = "drop --fsdp"
 
 
 def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Module:
@@ -143,9 +143,9 @@ def require_one_dtype_a_group(model: nn.Module) -> None:
         firsts = {one.dtype: names[one] for one in reversed(own) if one.requires_grad}
         if len(firsts) > 1:
             raise TrainingError(
-                "--fsdp: parameters that are gathered together are of several dtypes",
+                "--fsdp: parameters of one shard group have several dtypes",
                 why=", ".join(f"{name} is in {str(dtype).removeprefix('torch.')}" for dtype, name in firsts.items()),
-                remedy=f"hold all weights in float32 (--float32, model.float()), or {WHOLE}",
+                remedy=f"cast all weights to float32 (--float32, model.float()), or {WHOLE}",
                 code="dtypes",
                 option="fsdp",
             )

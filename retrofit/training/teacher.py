@@ -108,9 +108,9 @@ class Teacher:
         """Return the teacher of `student`; raises `TrainingError` where another model is the dense one, or reads other tokens."""
         if embeds_sentences(dense) != embeds_sentences(student):
             raise TrainingError(
-                "the teacher and the model return different things",
-                why="one makes a vector of a text, the other predicts tokens",
-                remedy="name the dense model that was rewritten, as a whole",
+                "the teacher and the model have different outputs",
+                why="one embeds texts, the other predicts tokens",
+                remedy="use the whole dense model that was rewritten",
                 code="other-output",
                 option="teacher",
             )

@@ -91,7 +91,7 @@ class KeptPredictions:
         if facts is None:
             raise TrainingError(
                 f"{folder} holds no predictions of a teacher",
-                why=f"there is no {RECORD} in it that retrofit teach wrote",
+                why=f"it has no {RECORD} of retrofit teach",
                 remedy=f"write them with retrofit teach DENSE --data TEXT -o {folder}, or name the dense model itself",
                 code="missing",
                 option="teacher",
@@ -100,9 +100,9 @@ class KeptPredictions:
         missing = kept.missing()
         if missing:
             raise TrainingError(
-                f"{folder} does not hold all predictions yet",
+                f"{folder} is incomplete",
                 why=f"{facts.shards - len(missing)} of {facts.shards} files are there",
-                remedy="give the same retrofit teach command again, it goes on from there",
+                remedy="run the same retrofit teach command again to continue",
                 code="incomplete",
                 option="teacher",
             )
@@ -165,7 +165,7 @@ class KeptPredictions:
 
 def damaged(file: Path, why: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} cannot be read", why=why, remedy="remove it and give the same retrofit teach command again", code="unreadable"
+        f"{file} cannot be read", why=why, remedy="remove it and run the same retrofit teach command again", code="unreadable"
     )
 
 
@@ -212,21 +212,21 @@ def difference(kept: Facts, facts: Facts) -> Difference | None:
         why = f"it has {kept.vocabulary:,} tokens, the model {facts.vocabulary:,}"
         return Difference("another vocabulary", why, "name the predictions of the dense model that was rewritten")
     if kept.tokenizer != facts.tokenizer:
-        return Difference("another tokenizer", "the same text would be other tokens", "give the tokenizer of the teacher")
+        return Difference("another tokenizer", "the same text would be other tokens", "use the tokenizer of the teacher")
     if kept.length != facts.length:
         why = f"its windows have {kept.length} tokens, those of this run {facts.length}"
-        return Difference("windows of another length", why, f"give --length {kept.length}, or {again}")
+        return Difference("windows of another length", why, f"use --length {kept.length}, or {again}")
     if kept.text != facts.text:
         why = f"it was given {kept.windows:,} windows, this run has {facts.windows:,}"
         why = why if kept.windows != facts.windows else "there are as many windows, of other tokens"
-        return Difference("another text", why, f"give the same --data in the same order, or {again}")
+        return Difference("another text", why, f"use the same --data in the same order, or {again}")
     if (kept.objective, kept.example) != (facts.objective, facts.example):
         why = f"it learned {kept.objective}, the model learns {facts.objective}"
         why = why if kept.objective != facts.objective else "the model would read or predict other tokens of the first window"
         return Difference("another objective", why, "name the predictions of the dense model that was rewritten")
     if kept.temperature != facts.temperature:
         why = f"its predictions are those at temperature {kept.temperature:g}, this run compares them at {facts.temperature:g}"
-        return Difference("another temperature", why, f"give --temperature {kept.temperature:g}, or {again}")
+        return Difference("another temperature", why, f"use --temperature {kept.temperature:g}, or {again}")
     return None
 
 
@@ -274,7 +274,7 @@ class KeptTeacher:
             raise TrainingError(
                 f"the model's logits are {student.shape[-1]:,} numbers a token",
                 why=f"the teacher's vocabulary has {self.kept.facts.vocabulary:,} tokens",
-                remedy="name the dense model itself with --teacher",
+                remedy="use the dense model with --teacher",
                 code="other-vocabulary",
                 option="teacher",
             )

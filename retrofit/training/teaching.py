@@ -129,15 +129,15 @@ def teach(
     folder = Path(folder)
     if is_file_name(folder):
         raise TrainingError(
-            f"{folder} cannot hold predictions", why="they are a directory", remedy=f"call it {folder.stem}", code="name"
+            f"{folder} cannot hold predictions", why="they are written as a directory", remedy=f"name it {folder.stem}", code="name"
         )
     require_module(dense)
     check_values(length=length, top=top, seed=seed, batch_size=batch_size, temperature=temperature)
     if embeds_sentences(dense):
         raise TrainingError(
-            "a sentence-transformers model predicts no tokens",
-            why="it makes one vector of a text",
-            remedy="train with the dense model itself as the teacher",
+            "a sentence-transformers model does not predict tokens",
+            why="it returns one vector per text",
+            remedy="use the dense model as the teacher",
             code="no-logits",
         )
     codec = text_codec(dense, tokenizer)
@@ -213,7 +213,7 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
     folder, facts = kept.folder, kept.facts
     if is_held(folder):
         raise TrainingError(
-            f"{folder} is being written by another process", remedy="wait until it is done, or name another -o", code="busy"
+            f"{folder} is being written by another process", remedy="wait until it is done, or choose another -o", code="busy"
         )
     before = read_facts(folder)
     if before is not None and not any(folder.glob(SHARDS)):
@@ -221,7 +221,10 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
         before = None
     if folder.exists() and before is None and (not folder.is_dir() or any(folder.iterdir())):
         raise TrainingError(
-            f"{folder} is in the way", why="it holds no predictions of a teacher", remedy="name another -o", code="occupied"
+            f"{folder} exists already",
+            why="it does not hold predictions of retrofit teach",
+            remedy="choose another -o",
+            code="occupied",
         )
     if before is not None and before != dataclasses.replace(facts, teacher=before.teacher):
         if not force:
@@ -234,7 +237,7 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
                 else "; ".join(f"its {name} is {getattr(before, name)}, not {getattr(facts, name)}" for name in shown or names)
             )
             raise TrainingError(
-                f"{folder} holds other predictions", why=why, remedy="name another -o, or start over with --force", code="exists"
+                f"{folder} holds other predictions", why=why, remedy="choose another -o, or start over with --force", code="exists"
             )
         for file in (*folder.glob(SHARDS), folder / RECORD):  # the record last: by it the folder is known
             file.unlink()
@@ -256,7 +259,7 @@ def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: F
         raise TrainingError(
             f"the teacher's logits are {logits.shape[-1]:,} numbers a token",
             why=f"its vocabulary has {facts.vocabulary:,} tokens",
-            remedy="train with the dense model itself as the teacher",
+            remedy="use the dense model as the teacher",
         )
     parts: dict[str, list[Tensor]] = {}
     for row, labels in zip(logits, batch["labels"], strict=True):

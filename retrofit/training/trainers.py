@@ -451,5 +451,5 @@ class TrainerSetup:
 
 def trains_on_cpu(device: str) -> bool:
     if device == "cuda" and not torch.cuda.is_available():
-        raise TrainingError("--device cuda: there is no CUDA device", remedy="leave --device out, or give cpu", option="device")
+        raise TrainingError("--device cuda: no CUDA device", remedy="drop it, or use --device cpu", option="device")
     return device == "cpu" or not torch.accelerator.is_available()

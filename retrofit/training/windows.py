@@ -20,8 +20,8 @@ def is_held_out(windows: torch.Tensor, fraction: float) -> torch.Tensor:
     count = 0 if fraction == 0 else min(max(1, round(fraction * len(windows))), MOST_HELD_OUT)
     if len(windows) - count < 1:
         raise TrainingError(
-            f"the text fills {len(windows)} windows of {windows.shape[1]} tokens, too few to train and to evaluate on",
-            remedy="give more text with --data, shorter windows with --length, or --eval-fraction 0",
+            f"the text fills {len(windows)} windows of {windows.shape[1]} tokens, too few to train and evaluate",
+            remedy="use more --data, a shorter --length, or --eval-fraction 0",
             option="data",
         )
     held_out = torch.zeros(len(windows), dtype=torch.bool)
@@ -34,7 +34,7 @@ def require_windows(windows: torch.Tensor) -> None:
     if not len(windows):
         raise TrainingError(
             f"the text fills no window of {windows.shape[1]} tokens",
-            remedy="give more text, or shorter windows with --length",
+            remedy="use more text, or shorter windows with --length",
             option="data",
         )
 

@@ -54,9 +54,9 @@ def dense_skeleton(model: nn.Module) -> nn.Module:
         if not recipe_storage.stored_recipe(model):
             return without_weights(model)
         raise CheckpointError(
-            "a graph does not say which dense model it was made from",
-            why="it has neither a class nor a config that could build that again, and was not rewritten as a graph",
-            remedy="take the file that the passes were applied to",
+            "a graph does not record its dense model",
+            why="it has no class or config, and was not rewritten as a graph",
+            remedy="use the file that the passes were applied to",
         )
     refuse_packed(model, "traced back to its dense model")
     architecture, config = describe_architecture(model)
@@ -213,9 +213,9 @@ def replayed_steps(skeleton: nn.Module, model: nn.Module) -> list[Step]:
             steps.append(Step(one.name, edit.account(), still))
     except RetrofitError as error:
         raise CheckpointError(
-            f"the recipe of {type(model).__name__} cannot be followed again",
+            f"the recipe of {type(model).__name__} cannot be replayed",
             why=error.why or error.what,
-            remedy="load the whole model that was saved, as the class that the passes were applied to",
+            remedy="load the whole saved model, with the class that the passes were applied to",
         ) from error
     return steps
 
@@ -275,7 +275,7 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
 # ── Undo ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-KEEP = "keep the retrofitted model, or take the dense one that it was made from"
+KEEP = "keep the retrofitted model, or use the dense one that it was made from"
 
 
 @serialized
@@ -292,15 +292,15 @@ def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     require_values(model, "undone", "load its weights first")
     if holds_adapters(model):
         raise CheckpointError(
-            f"{type(model).__name__} has adapters, which are no part of the dense model",
-            why="it computes what both do together",
-            remedy="merge them into the model first: retrofit.merge_adapters, or retrofit merge",
+            f"{type(model).__name__} has adapters, which the dense model does not have",
+            why="it computes both together",
+            remedy="merge them first: retrofit.merge_adapters, or retrofit merge",
             code="adapters",
         )
     part = rewritten_part(model)
     if not recipe_storage.stored_recipe(part):
         raise CheckpointError(
-            f"{type(part).__name__} is a dense model", why="it holds no recipe", remedy="take it as it is", code="not-rewritten"
+            f"{type(part).__name__} is a dense model", why="it holds no recipe", remedy="use it as it is", code="not-rewritten"
         )
     form = dense_form(part)
     lost = form.lost()
@@ -366,7 +366,7 @@ def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: In
         found = compared(part, dense, given)
         if not found.agrees:
             raise VerificationError(
-                f"{described(part)} cannot be undone: without its passes it computes something else",
+                f"{described(part)} cannot be undone: without its passes it computes another function",
                 why=f"{found.measured} apart; {where(part, dense, form, given, found.limit)}",
                 remedy=KEEP,
                 code="differs",
@@ -376,7 +376,7 @@ def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: In
     if name:
         raise VerificationError(
             f"{described(part)} cannot be undone: {name} is no longer as the passes made it, and takes part",
-            why="on the inputs that were tried both compute the same, and with other values in it the model would not",
+            why="on these inputs both compute the same, with other values in it they would not",
             remedy=KEEP,
             code="changed",
             site=name,

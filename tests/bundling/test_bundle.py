@@ -184,7 +184,7 @@ def test_a_bundle_loads_where_retrofit_is_installed_too(first: Path) -> None:
     assert type(ours).__name__ == "RetrofittedLlamaForCausalLM" and isinstance(ours, transformers.LlamaForCausalLM)
     assert not type(ours.model.layers[0]).__module__.startswith("retrofit")
     assert retrofit.recipe(ours) is None
-    with pytest.raises(CheckpointError, match="bundle, which is retrofitted no further"):
+    with pytest.raises(CheckpointError, match="bundle, which retrofit cannot load"):
         retrofit.apply(ours, "sum", verify=False)
     with pytest.raises(CheckpointError, match="RetrofittedLlamaForCausalLM cannot be bundled"):
         retrofit.bundle(ours, first / "again")
@@ -304,12 +304,12 @@ def test_the_command_writes_a_bundle_and_apply_refuses_it(first: Path, tmp_path:
     assert main(["bundle", str(first / "original1"), "-o", str(tmp_path / "out")]) == 2
     assert "exists already" in capsys.readouterr().err
     assert main(["apply", "--pass", "sum", str(tmp_path / "out"), "-o", str(tmp_path / "sum")]) == 2
-    assert "is a bundle, which is retrofitted no further" in (said := capsys.readouterr().err)
-    assert "take the directory that it was bundled from" in said
+    assert "is a bundle, which retrofit cannot load" in (said := capsys.readouterr().err)
+    assert "use the directory that it was bundled from" in said
     assert main(["bundle", str(tmp_path / "out"), "-o", str(tmp_path / "twice")]) == 2
     assert "is a bundle already" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "out")]) == 2
-    assert "nor read back" in capsys.readouterr().err
+    assert "which retrofit cannot load" in capsys.readouterr().err
     assert main(["bundle", str(first / "original1"), "-o", str(tmp_path / "bundle.pt")]) == 2
     said = capsys.readouterr().err
     assert "bundle.pt cannot be a bundle" in said and "call it bundle" in said
@@ -334,7 +334,7 @@ def test_what_cannot_be_bundled_is_refused_with_a_fix(tmp_path: Path) -> None:
         "dense": "holds no recipe",
         "file.pt": "a bundle is made of a Hugging Face directory",
         "pipeline": "sentence-transformers",
-        "own code": "modelling code of its own",
+        "own code": "its own modelling code",
         "strange": "transformers does not have this class",
         "empty": "no model.safetensors",
         "nothing": "does not exist",
@@ -350,7 +350,7 @@ def test_what_cannot_be_bundled_is_refused_with_a_fix(tmp_path: Path) -> None:
 
 def test_a_bundle_that_fails_leaves_nothing(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrofit.bundling.bundle.outline", lambda model: {"made": id(model)})
-    with pytest.raises(CheckpointError, match="not the model that it was made of"):
+    with pytest.raises(CheckpointError, match="differs from its model"):
         retrofit.bundle(first / "original1", tmp_path / "out")
     assert not list(tmp_path.iterdir())
 

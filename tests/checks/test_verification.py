@@ -274,7 +274,7 @@ def test_a_model_with_another_attention_kernel_than_the_usual_one_comes_back_fro
 
 def test_a_difference_between_models_without_common_modules_is_put_in_words() -> None:
     found = first_divergence({}, {"a.b": [torch.ones(2)]}, 1e-6, {})
-    assert found.describe(str) == "no module of the dense model is found again, so none says where the difference arises"
+    assert found.describe(str) == "no module of the dense model can be matched, so the difference cannot be located"
 
 
 # ── Arithmetic ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -262,7 +262,7 @@ def test_a_pass_that_fits_nowhere_is_planned_and_counted_as_bad_input(here: Path
     done = retrofit_command("inspect", "--pass", "sum", "vit")
     assert done.returncode == 2
     table = dict(line.split("  ", 1) for line in done.stdout.splitlines() if line)
-    assert table["would rewrite"].strip() == "nothing: apply would refuse it"
+    assert table["would rewrite"].strip() == "no site: apply would refuse it"
     assert "no token embedding" in table["leaves alone"]
     assert done.stderr.splitlines()[-1].startswith("retrofit: sum: apply would refuse")
     assert main(["apply", "--pass", "sum", "vit"]) == 2
@@ -369,7 +369,7 @@ def test_a_config_is_for_the_bare_weights_among_several_models(here: Path, capsy
     assert main(["apply", "--pass", "sum", "gpt2", "-o", "rewritten", "--no-verify"]) == 0
     for command in (["verify", "rewritten", "--against", "bare.pt"], ["diff", "bare.pt", "rewritten"]):
         assert main([*command, "--config", "gpt2"]) in (0, 1), capsys.readouterr().err
-    assert main(["verify", "rewritten", "--config", "gpt2"]) == 2 and "leave out config" in capsys.readouterr().err
+    assert main(["verify", "rewritten", "--config", "gpt2"]) == 2 and "drop config" in capsys.readouterr().err
 
 
 def test_calibration_text_reaches_the_passes_as_ids(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,8 +471,8 @@ def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], 
     ("arguments", "says"),
     [
         (["bundle", "model.pt"], ["model.pt is no directory", "retrofit.bundle(retrofit.load(path), directory)"]),
-        (["inspect", "gpt2/config.json"], ["gpt2/config.json", "give the Hugging Face directory, gpt2"]),
-        (["inspect", "gpt2/model.safetensors"], ["gpt2/model.safetensors", "give the Hugging Face directory, gpt2"]),
+        (["inspect", "gpt2/config.json"], ["gpt2/config.json", "use the Hugging Face directory, gpt2"]),
+        (["inspect", "gpt2/model.safetensors"], ["gpt2/model.safetensors", "use the Hugging Face directory, gpt2"]),
         (["compare", "model.pt", "other.pt", "--data", "bare.pt", "--lm-eval-limit", "3"], ["without --lm-eval", "TASK"]),
         (["apply", "--pass", "sparse-ffn", "--sparsity", "4", "--tokenizer", "gpt2", "gpt2"], ["--tokenizer without --calibrate"]),
         (["apply", "--pass", "sparse-ffn", "--sparsity", "4", "--tokens", "9", "gpt2"], ["--tokens without --calibrate"]),

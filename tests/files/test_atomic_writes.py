@@ -134,7 +134,7 @@ def test_the_current_directory_is_not_replaced(inside: str, tmp_path: Path, monk
 
 def test_what_cannot_be_moved_back_is_named_and_not_lost(tmp_path: Path) -> None:
     out = fill(tmp_path / "out", {"config.json": CONFIG, "notes/one.txt": "years of work"})
-    with pytest.raises(CheckpointError, match="not all that") as error:
+    with pytest.raises(CheckpointError, match="was not fully restored") as error:
         write_directory(out, files={**NEW, "notes": "a file now"}, force=True)
     (left,) = (path for path in tmp_path.iterdir() if path != out)
     assert str(left) in error.value.remedy

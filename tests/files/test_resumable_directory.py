@@ -36,7 +36,7 @@ def test_what_was_stopped_goes_on(failure: BaseException, tmp_path: Path) -> Non
         begin(path, {"seed": 1}, failure)
     if isinstance(failure, OSError):
         assert "No space left" in raised.value.why  # type: ignore[union-attr]
-        assert "goes on from where it stopped" in raised.value.remedy  # type: ignore[union-attr]
+        assert "again to continue" in raised.value.remedy  # type: ignore[union-attr]
     assert os.listdir(tmp_path) == [".retrofit-model.unfinished"]
     with (unfinished_of(path) / "steps").open("a") as steps:
         steps.write('"weig')  # a line that was being written

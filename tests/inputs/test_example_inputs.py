@@ -271,14 +271,14 @@ def test_arguments_without_names_have_to_be_given_some() -> None:
     with pytest.raises(CaptureError, match=r"forward\(\*args, \*\*kwargs\)") as caught:
         example_inputs(model)
     assert caught.value.why == "it takes any arguments and names none"
-    with pytest.raises(CaptureError, match="1 example inputs are given, and its forward names no arguments") as caught:
+    with pytest.raises(CaptureError, match="1 example inputs for a forward with no arguments") as caught:
         named_inputs(model, ids)
     assert "by name" in caught.value.remedy
     assert list(named_inputs(model, {"x": ids})) == ["x"]
 
 
 def test_no_example_input_is_left_out_in_silence() -> None:
-    with pytest.raises(CaptureError, match="2 example inputs are given, and its forward names 1"):
+    with pytest.raises(CaptureError, match="2 example inputs for a forward with 1"):
         named_inputs(Own(), (torch.ones(2, 3), torch.ones(2, 3)))
 
 

@@ -132,7 +132,7 @@ def test_gates_that_are_not_renormalized_need_another_architecture() -> None:
 def test_what_has_no_native_form_is_refused() -> None:
     with pytest.raises(CheckpointError, match="it is a dense model"):
         retrofit.to_native(tiny_models.llama())
-    with pytest.raises(DoesNotFitError, match="no pass made a mixture"):
+    with pytest.raises(DoesNotFitError, match="no pass made one"):
         retrofit.to_native(retrofit.apply(tiny_models.llama(), "sum", verify=False))
     model = upcycled(tiny_models.gpt2())
     with pytest.raises(DoesNotFitError, match="mixtral: it has no") as refused:

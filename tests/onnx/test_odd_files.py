@@ -67,8 +67,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a weight of no type": (lambda graph: setattr(graph.initializer[1], "data_type", 0), "node product.* cannot be read"),
     "a weight of strings": (lambda graph: of_strings(graph.initializer[1]), "node product.* cannot be read"),
     "a weight of nothing": (valued(numpy.ones((4, 0), "float32")), "node product.* cannot be read"),
-    "an input of no type": (lambda graph: graph.input[0].ClearField("type"), "the input ids is no tensor of numbers"),
-    "an input of strings": (typed(TensorProto.STRING, ["batch", "length"]), "the input ids is no tensor of numbers"),
+    "an input of no type": (lambda graph: graph.input[0].ClearField("type"), "the input ids is not a numeric tensor"),
+    "an input of strings": (typed(TensorProto.STRING, ["batch", "length"]), "the input ids is not a numeric tensor"),
     "an input beyond all memory": (typed(TensorProto.INT64, [2**40, 2**40]), "cannot be read as a model"),
     "one input twice": (lambda graph: graph.input.append(graph.input[0]), "two inputs of one name"),
 }

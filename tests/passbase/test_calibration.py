@@ -185,12 +185,12 @@ def mlp_of(model: nn.Module) -> str:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([], "holds nothing"),
+        ([], "is empty"),
         ({"labels": IDS}, "takes none"),
         (IDS + 100_000, "token id"),
-        (IDS - 100_000, "numbered from 0"),
-        (IDS.flatten(), "have the shape (windows, length)"),
-        (IDS[:, :0], "none is empty"),
+        (IDS - 100_000, "negative ids"),
+        (IDS.flatten(), "expected (windows, length)"),
+        (IDS[:, :0], "neither 0"),
         (IDS.float(), "integers: ids.long()"),
         (3, "is an int"),
         ([3], "holds an int"),
@@ -244,6 +244,6 @@ def test_a_batch_that_lacks_an_argument_is_refused_by_its_name() -> None:
 
 
 def test_a_pass_that_fits_nothing_to_data_refuses_it_and_says_which_do() -> None:
-    with pytest.raises(SpecError, match="none of the passes uses it") as caught:
+    with pytest.raises(SpecError, match="none of the passes uses") as caught:
         apply(llama(), "altup(k=2)", calibration=IDS)
     assert "sequence-altup, shared-moe, sparse-ffn, sparse-loss, sparse-qkv" in str(caught.value)

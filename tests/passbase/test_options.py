@@ -69,6 +69,6 @@ def test_what_names_no_depths_is_refused(text: str) -> None:
 
 
 def test_a_range_that_ends_before_it_begins_is_refused() -> None:
-    with pytest.raises(SpecError, match="names no depth with 5-3") as error:
+    with pytest.raises(SpecError, match="has the empty range 5-3") as error:
         selected_depths("0+5-3", 12, "altup")
-    assert error.value.remedy == "write it 3-5"
+    assert error.value.remedy == "write 3-5"

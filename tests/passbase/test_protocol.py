@@ -133,7 +133,7 @@ def test_a_wrong_option_is_refused_by_name(wrong: dict[str, Any], words: str) ->
     ("given", "named", "words"),
     [
         ((), {"Limit": 3}, "gate: unknown option 'Limit'"),
-        ((3, 0.5, "plain", ("a",), 1, True, "one more"), {}, "gate: there is no option 7, given as 'one more'"),
+        ((3, 0.5, "plain", ("a",), 1, True, "one more"), {}, "gate: 'one more' is one value too many"),
         ((3,), {"limit": 4}, "gate: option limit is given twice"),
     ],
 )
@@ -183,7 +183,7 @@ def test_a_range_says_what_the_pass_accepts(name: str, name_of_option: str, rang
 
 def test_a_pass_of_a_running_program_is_found_by_its_name() -> None:
     assert load_pass("gate") is Gate
-    with pytest.raises(SpecError, match="there is no pass called 'gates'"):
+    with pytest.raises(SpecError, match="unknown pass 'gates'"):
         load_pass("gates")
 
 

@@ -66,7 +66,7 @@ def test_the_mask_is_the_one_of_the_config_where_it_names_one() -> None:
 
 @pytest.mark.parametrize("vocabulary", [1, 255])
 def test_a_vocabulary_that_cannot_spell_bytes_is_refused(vocabulary: int) -> None:
-    with pytest.raises(TrainingError, match=rf"(?s){vocabulary} ids cannot spell bytes.*--tokenizer"):
+    with pytest.raises(TrainingError, match=rf"(?s){vocabulary} ids is too small for bytes.*--tokenizer"):
         byte_codec(vocabulary, {})
 
 

@@ -58,24 +58,24 @@ OTHERWISE = {  # other forms of the same passes
 REFUSED = {
     ("altup", "altup"): "several blocks wide already",
     ("sequence-altup", "sequence-altup"): "strided already",
-    ("sparse-ffn", "sparse-ffn"): "another pass has replaced it already",
-    ("sparse-ffn", "shared-moe"): "another pass has replaced it already",
+    ("sparse-ffn", "sparse-ffn"): "another pass has already replaced it",
+    ("sparse-ffn", "shared-moe"): "another pass has already replaced it",
     ("recurrence", "recurrence"): "it has a recurrence already",
     ("recurrence", "sequence-altup"): "its own code numbers the tokens",
     ("lsh-attention", "lsh-attention"): "it attends in buckets already",
     ("merge-cross-attention", "merge-cross-attention"): "its attentions are merged already",
     ("lsh-attention", "merge-cross-attention"): "its projections are not in the module that attends",
     ("sparse-qkv", "merge-cross-attention"): "is made by",
-    ("reversible", "altup"): "has to be the whole layer",
-    ("reversible", "memory"): "has to be the whole layer",
+    ("reversible", "altup"): "has to wrap the whole layer",
+    ("reversible", "memory"): "has to wrap the whole layer",
     ("reversible", "reversible"): "it is reversible already",
-    ("reversible", "sequence-altup"): "has to be the whole layer",
+    ("reversible", "sequence-altup"): "has to wrap the whole layer",
     ("sparse-qkv", "sequence-altup"): "numbers the tokens it receives",
     ("sparse-qkv", "sparse-qkv"): "its projections are sparse already",
     ("sparse-loss", "altup"): "the wide stream cannot pass",
     ("sparse-loss", "sparse-loss"): "is sparse already",
-    ("shared-moe", "sparse-ffn"): "mixture of experts already",
-    ("shared-moe", "shared-moe"): "mixture of experts already",
+    ("shared-moe", "sparse-ffn"): "already a mixture of experts",
+    ("shared-moe", "shared-moe"): "already a mixture of experts",
 }
 REFUSED_FORMS = {
     (SKIPPING, "reversible"): "no two layers follow each other",  # of some models
@@ -173,7 +173,7 @@ def test_a_strided_layer_whose_padding_does_not_show_gets_no_recurrence() -> Non
 
 @pytest.mark.long
 def test_tables_beside_feed_forwards_of_strided_layers_are_refused_with_the_order_that_works() -> None:
-    assert "a layer within a layer" in rewritten("llama", "sequence-altup(k=2, layers=all)", "memory(lookup=softmax, beside=ffns)")
+    assert "a nested layer" in rewritten("llama", "sequence-altup(k=2, layers=all)", "memory(lookup=softmax, beside=ffns)")
 
 
 @pytest.mark.long

@@ -210,9 +210,9 @@ def test_a_state_dict_from_inside_a_wrapper(wrapper, tmp_path):
 @pytest.mark.parametrize(("name", "kind"), [("model.pt2", "an exported program"), ("model.onnx", "an ONNX file")])
 def test_a_file_that_describes_its_model_takes_no_other_description(name, kind, tmp_path):
     (tmp_path / name).touch()  # it is not even opened
-    with pytest.raises(CheckpointError, match=f"{name} is {kind} and says itself how it is built") as refused:
+    with pytest.raises(CheckpointError, match=f"{name} is {kind} with its own config") as refused:
         load(tmp_path / name, config=tmp_path)
-    assert refused.value.remedy == "leave out config= (--config)"
+    assert refused.value.remedy == "drop config= (--config)"
 
 
 def test_the_reason_of_a_config_that_contradicts_itself_is_told(tmp_path):
@@ -228,12 +228,12 @@ def test_a_recipe_that_somebody_wrote_as_a_text_is_told_to_be_a_list(tmp_path):
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     config["quantization_config"]["recipe"] = "altup(k=2)"
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    assert '["altup(k=2)"]' in refused(tmp_path / "hf", "is no list").remedy
+    assert '["altup(k=2)"]' in refused(tmp_path / "hf", "is not a list").remedy
 
 
 def test_a_state_dict_alone_asks_for_a_config(tmp_path):
     torch.save(standin.tiny("llama")[0].state_dict(), tmp_path / "bare.pt")
-    assert "--config" in refused(tmp_path / "bare.pt", "holds weights and not the model").remedy
+    assert "--config" in refused(tmp_path / "bare.pt", "holds weights only").remedy
 
 
 def test_a_wrong_config_lists_the_first_differences(tmp_path):
@@ -359,8 +359,8 @@ def test_a_module_that_does_not_say_how_it_was_built(tmp_path):
     needy = Keywords(6)
     needy.config = {"depth": 2}
     cases = [
-        (nn.Linear(2, 2), "does not say"),
-        (Local({"width": 6}), "found again"),
+        (nn.Linear(2, 2), "has no config"),
+        (Local({"width": 6}), "imported again"),
         (unserialisable, "plain data"),
         (needy, "built from its config"),
     ]
@@ -498,7 +498,7 @@ def test_what_is_missing_or_of_another_kind(tmp_path):
     refused(tmp_path / "nothing.pt", "does not exist")
     for name in ("model.npz", "model.h5", "model.safetensors"):
         (tmp_path / name).write_bytes(b"x")
-        refused(tmp_path / name, f"a {Path(name).suffix} file alone is no model")
+        refused(tmp_path / name, f"a {Path(name).suffix} file alone is not a model")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", "no config.json")
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
@@ -566,4 +566,4 @@ def test_a_damaged_directory(tmp_path):
         refused(tmp_path / "model", "cannot be read as safetensors")
     save(standin.tiny("gpt2")[0], tmp_path / "other")
     weights.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
-    refused(tmp_path / "model", "not those of its recipe|do not fit")
+    refused(tmp_path / "model", "do not match the recipe|do not fit")

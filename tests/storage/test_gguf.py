@@ -305,14 +305,14 @@ def test_a_file_cut_short_is_refused(file: Path, tmp_path: Path, length: float) 
 def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
     content = file.read_bytes()
     for name, replaced, said in (
-        ("text.gguf", b"once upon a time", "no GGUF file"),
-        ("empty.gguf", b"", "no GGUF file"),
+        ("text.gguf", b"once upon a time", "not a GGUF file"),
+        ("empty.gguf", b"", "not a GGUF file"),
         ("future.gguf", b"GGUF" + struct.pack("<I", 9) + content[8:], "version 9"),
         ("unknown.gguf", content.replace(b"llama", b"lhama"), "architecture 'lhama'"),
     ):
         (tmp_path / name).write_bytes(replaced)
         assert said in refused(tmp_path / name)
-    assert "leave out config" in refused(file, config=tmp_path)
+    assert "drop config" in refused(file, config=tmp_path)
 
 
 def test_parts_and_vocabularies_are_refused(dense: Any, tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ def test_a_recipe_is_replayed_on_inputs_like_those_that_were_given(tmp_path: Pat
     ("inputs", "what"),
     [
         ({"batch": ["float32", [1 << 60]]}, "does not fit in memory"),
-        ({"batch": ["no_dtype", [2]]}, "not told as they should be"),
-        ({"batch": 3}, "not told as they should be"),
-        ([1], "not as they should be: inputs"),
+        ({"batch": ["no_dtype", [2]]}, "malformed"),
+        ({"batch": 3}, "malformed"),
+        ([1], "malformed: inputs"),
     ],
 )
 def test_inputs_that_are_not_told_as_they_should_be_are_refused(inputs: Any, what: str, tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_what_is_written_is_read(recipe: Recipe, written: Callable[[Recipe], str
 # What cannot be read.
 
 UNREADABLE: list[tuple[bytes | None, list[str]]] = [
-    (b"sum\n\naltpu  # not a pass\n", ["recipe, line 3", "no pass called 'altpu'", "choose one of"]),
+    (b"sum\n\naltpu  # not a pass\n", ["recipe, line 3", "unknown pass 'altpu'", "choose one of"]),
     (b"# widen\naltup(\n k=zero)", ["recipe, line 2", "option k='zero' is not an integer"]),
     (b"altup(k=2\nsum\n", ["recipe, line 1", "never closed"]),
     (b"altup(k=2) sum", ["recipe, line 1", "cannot read the pass", "name(option=value"]),
@@ -99,7 +99,7 @@ UNREADABLE: list[tuple[bytes | None, list[str]]] = [
     (b"sparse-ffn(hard=nan)", ["recipe, line 1", "is not a number"]),
     (b"altup(k=" + 5000 * b"9" + b")", ["recipe, line 1", "is not an integer"]),
     (b'["sum", "sum(x=1)"]', ["recipe, pass 2", "unknown option 'x'"]),
-    (b'["sum", 3]', ["recipe, pass 2", "3 is no pass", '"pass": "altup"']),
+    (b'["sum", 3]', ["recipe, pass 2", "3 is not a pass", '"pass": "altup"']),
     (b'[{"name": "altup"}]', ["recipe, pass 1", "without a name"]),
     (b'[{"pass": ["altup"]}]', ["recipe, pass 1", "without a name"]),
     (b'[{"pass": "altup", "k": 2.5}]', ["recipe, pass 1", "option k=2.5 is not an integer"]),
@@ -122,7 +122,7 @@ UNREADABLE: list[tuple[bytes | None, list[str]]] = [
     (b"", ["names no pass"]),
     (b"\xff\xfe\x00", ["is not a recipe", "not text in UTF-8 from byte 0 on"]),
     (bytes(range(256)), ["is not a recipe", "not text"]),
-    (None, ["recipe", "there is no such file"]),
+    (None, ["recipe", "no such file"]),
 ]
 
 

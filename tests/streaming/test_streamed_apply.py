@@ -358,18 +358,18 @@ def test_what_cannot_be_streamed_names_the_fix(models: Path, tmp_path: Path, cap
     next(gone.glob("*.safetensors")).unlink()
     llama = models / "llama"
     for arguments, what, remedy in (
-        ([tmp_path / "model.pt", "-o", tmp_path / "out"], "cannot be streamed", "save it once as one"),
-        ([llama, "-o", tmp_path / "out.pt"], "cannot be written by a stream", "name a directory"),
-        ([empty, "-o", tmp_path / "out"], "holds no safetensors", "save it once as one"),
-        ([cut, "-o", tmp_path / "out"], "its tensors end at byte", "fetch it again"),
-        ([gone, "-o", tmp_path / "out"], "is missing", "fetch it again"),
-        ([llama, "-o", tmp_path / "out", "--allow-pickle"], "do not go with --stream", "leave them out"),
+        ([tmp_path / "model.pt", "-o", tmp_path / "out"], "cannot be streamed", "save it as one first"),
+        ([llama, "-o", tmp_path / "out.pt"], "cannot be written by --stream", "name a directory"),
+        ([empty, "-o", tmp_path / "out"], "holds no safetensors", "save it as one first"),
+        ([cut, "-o", tmp_path / "out"], "its tensors end at byte", "download it again"),
+        ([gone, "-o", tmp_path / "out"], "is missing", "download it again"),
+        ([llama, "-o", tmp_path / "out", "--allow-pickle"], "cannot be combined with --stream", "drop them"),
     ):
         assert main(["apply", "--stream", "--pass", "memory", *map(str, arguments)]) == 2
         said = capsys.readouterr().err
         assert what in said
         assert remedy in said
-    with pytest.raises(DoesNotFitError, match="chosen on calibration data"):
+    with pytest.raises(DoesNotFitError, match="depend on calibration data"):
         apply_streamed(llama, tmp_path / "out", "shared-moe(groups=1, experts=2)", calibration=DATA, verify=False)
     assert not (tmp_path / "out").exists()
 

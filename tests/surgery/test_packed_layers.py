@@ -72,6 +72,6 @@ def test_a_packed_layer_that_takes_no_floats_is_refused() -> None:
             super().__init__()
             self.static = torch.ao.nn.quantized.Linear(8, 8)
 
-    with pytest.raises(CheckpointError, match="cannot be unpacked") as error:
+    with pytest.raises(CheckpointError, match="cannot be dequantized") as error:
         retrofit.dequantize(Holder())
-    assert "static is no linear layer that takes floating-point numbers" in error.value.why
+    assert "static is not a linear layer" in error.value.why

@@ -98,7 +98,7 @@ def test_models_of_other_origin_are_refused() -> None:
     assert "its predictions are 3 × 32 × 300, and not 3 × 32 × 259" in error.value.why
     small = llama()
     small.model.embed_tokens = nn.Embedding(3, 16)
-    with pytest.raises(TrainingError, match="small cannot read what the first model reads"):
+    with pytest.raises(TrainingError, match="small cannot read the inputs of the first model"):
         compare_models({"dense": llama(), "small": small}, TEXTS, length=32, most=3)
 
 

@@ -101,7 +101,7 @@ def test_a_command_for_one_process_is_refused_once(
     pretend(monkeypatch, rank)
     assert main(["apply", "--pass", "sum", str(tmp_path / "model.pt")]) == 2
     said = capsys.readouterr().err
-    assert ("retrofit apply runs in one process, and 2 were started" in said) == (rank == 0), said
+    assert ("retrofit apply runs in one process; 2 were started" in said) == (rank == 0), said
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -110,15 +110,15 @@ def test_what_all_would_say_is_said_once(
 ) -> None:
     pretend(monkeypatch, rank)
     assert main(["train", str(tmp_path / "none.pt"), "--data", str(tmp_path), "--steps", "2"]) == 2
-    assert capsys.readouterr().err.count("there is no such file") == (rank == 0)
+    assert capsys.readouterr().err.count("no such file") == (rank == 0)
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "count", lambda: 3)
     assert processes.shared_batch(6) == 2
-    with pytest.raises(TrainingError, match="--batch-size 4 cannot be shared by 3 processes") as error:
+    with pytest.raises(TrainingError, match="--batch-size 4 is not a multiple of 3 processes") as error:
         processes.shared_batch(4)
-    assert error.value.remedy == "give a multiple of 3"
+    assert error.value.remedy == "use a multiple of 3"
 
 
 # ── Every pass, with a teacher ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -173,12 +173,12 @@ def with_frozen_layer(model: Any) -> Any:
     [
         ({"lr": 1e-3}, "--lr was 0.003 in the run to resume, now it is 0.001"),
         ({"batch_size": 4}, "--batch-size was 2"),
-        ({"texts": ["Another text. " * 200]}, "the text is not that of the run to resume"),
+        ({"texts": ["Another text. " * 200]}, "the text differs from the run to resume"),
         ({"model": bert}, "the model is not that"),
         ({"model": lambda: llama(hidden_size=32)}, "the model is not that"),
         ({"model": lambda: llama().bfloat16()}, "the dtype is not that"),
         ({"model": lambda: with_frozen_layer(llama())}, "the choice of trained parameters is not that"),
-        ({"model": lambda: retrofit.apply(llama(), "reversible", verify=False)}, "the recipe is not that"),
+        ({"model": lambda: retrofit.apply(llama(), "reversible", verify=False)}, "the recipe differs"),
     ],
     ids=["rate", "batch", "text", "class", "shape", "dtype", "frozen", "recipe"],
 )
@@ -258,7 +258,7 @@ def test_a_run_does_not_go_on_from_half_a_checkpoint(unplugged: Path, tmp_path: 
     name, spoil, message = DAMAGES[damage]
     spoil(checkpoint / name)
     model = llama()
-    with pytest.raises(TrainingError, match="is not a whole checkpoint") as error:
+    with pytest.raises(TrainingError, match="is not a complete checkpoint") as error:
         continue_pretraining(model, TEXTS, SMALL, output=tmp_path / "model.pt", resume=True)
     assert message in error.value.why
     assert str(checkpoint) in error.value.what

@@ -192,16 +192,16 @@ def test_parts_are_read_by_any_number_of_processes(wrote: int, read: int, tmp_pa
             torch.testing.assert_close(
                 found.to_local() if value.dim() else found, Divided(value).to_local() if value.dim() else value
             )
-    with pytest.raises(TrainingError, match="is not a whole checkpoint") as error:
+    with pytest.raises(TrainingError, match="is not a complete checkpoint") as error:
         fill_from_parts(torch.zeros(4, 3), "matrix", parts, tmp_path)
     assert "matrix is [4, 3], and the files hold [5, 3]" in str(error.value)
     first = next(iter(tmp_path.glob("weights-00000*")))
     first.write_bytes(first.read_bytes()[:-40])
-    with pytest.raises(TrainingError, match="is not a whole checkpoint") as error:
+    with pytest.raises(TrainingError, match="is not a complete checkpoint") as error:
         read_parts(tmp_path, "weights")
     assert f"{first.name} cannot be read" in str(error.value)
     first.unlink()
-    with pytest.raises(TrainingError, match="is not a whole checkpoint"):
+    with pytest.raises(TrainingError, match="is not a complete checkpoint"):
         read_parts(tmp_path, "weights")
 
 
@@ -247,7 +247,7 @@ def test_what_is_gathered_together_has_one_dtype() -> None:
     model.lm_head.bfloat16().requires_grad_(False)  # it is not trained
     require_one_dtype_a_group(model)
     model.model.layers[1].mlp.bfloat16()
-    with pytest.raises(TrainingError, match="gathered together are of several dtypes") as error:
+    with pytest.raises(TrainingError, match="have several dtypes") as error:
         require_one_dtype_a_group(model)
     assert "model.layers.1.self_attn.q_proj.weight is in float32" in error.value.why
     assert "model.layers.1.mlp.gate_proj.weight is in bfloat16" in error.value.why

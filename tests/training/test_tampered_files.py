@@ -112,7 +112,7 @@ def test_parts_of_a_checkpoint_that_were_changed(entry: Any, tmp_path: Path) -> 
             fill_from_parts(found, "a", parts, tmp_path)
             assert bool(found.eq(1).all())
             continue
-        with pytest.raises(TrainingError, match="is not a whole checkpoint"):
+        with pytest.raises(TrainingError, match="is not a complete checkpoint"):
             fill_from_parts(found, "a", parts, tmp_path)
 
 

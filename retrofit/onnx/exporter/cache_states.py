@@ -147,7 +147,7 @@ def memory_states(cache: Cache) -> States:
     held = {name: memory for name, memory in stored.items() if not getattr(memory, "follows_from_keys", False)}
     if others := [name for name, memory in held.items() if not isinstance(memory, TokenHistory)]:
         raise CaptureError(
-            f"what {others[0]} keeps in the cache is no list of tensors",
+            f"{others[0]} keeps something other than tensors in the cache",
             why="its layer has no keys and values",
             remedy=WITHOUT_CACHE,
         )
@@ -274,7 +274,7 @@ def new_like(template: Any) -> Any:
     needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in VARIABLE]
     if lacking := [name for name in needed if name not in known]:
         raise CaptureError(
-            f"a {kind.__name__} of the model's cache cannot be constructed anew",
+            f"a {kind.__name__} of the model's cache cannot be rebuilt",
             why=f"it does not keep its {lacking[0]}",
             remedy=WITHOUT_CACHE,
         )

@@ -144,8 +144,8 @@ def require_exact_states(parts: tuple[ExportPart, ...], arithmetic: Arithmetic) 
             continue
         if not comparison.agrees:
             raise CaptureError(
-                "the model's cache is more than its tensors",
-                why=f"put together again from them it is {comparison.measured} from the full forward",
+                "the model's cache holds more than tensors",
+                why=f"rebuilt from them, it is {comparison.measured} from the full forward",
             )
     return parts
 
@@ -307,14 +307,16 @@ def export_onnx(
             code="not-installed",
         )
     if cache not in ("auto", "past", "none"):
-        raise RetrofitError(f"there is no cache={cache!r}", remedy="choose auto, past or none", option="cache")
+        raise RetrofitError(f"unknown option cache={cache!r}", remedy="choose auto, past or none", option="cache")
     if weights not in (None, *BITS):
         raise RetrofitError(
-            f"there is no weights={weights!r}", remedy=f"choose {' or '.join(BITS)}, or None: as they are", option="weights"
+            f"unknown option weights={weights!r}",
+            remedy=f"choose {' or '.join(BITS)}, or None to keep them as they are",
+            option="weights",
         )
     path = as_path(path)
     if path.suffix != SUFFIX:
-        raise RetrofitError(f"{path} is no name of an ONNX file", remedy=f"call it {path.name}{SUFFIX}", code="name")
+        raise RetrofitError(f"{path} is not the name of an ONNX file", remedy=f"name it {path.name}{SUFFIX}", code="name")
     require_module(model)
     require_values(model, "exported", "load its weights first")
     refuse_packed(model, "exported")
@@ -384,8 +386,8 @@ def require_agreement(parity: Parity | None, path: Path, model: nn.Module) -> No
     """Raises `CaptureError` where the file was compared with torch and computes something else."""
     if parity is not None and not parity.agrees:
         raise CaptureError(
-            f"{path.name} would compute something else than {type(model).__name__}",
-            why=f"on inputs of other shapes than it was traced with, ONNX Runtime's outputs lie {parity.measured}",
+            f"{path.name} does not compute the same as {type(model).__name__}",
+            why=f"on other shapes than traced, ONNX Runtime's outputs are {parity.measured}",
             remedy="report it; fuse=False and cache='none' export a plainer graph",
             code="differs",
         )

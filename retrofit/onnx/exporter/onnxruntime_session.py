@@ -17,8 +17,8 @@ from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, PRESENT
 if TYPE_CHECKING:
     import onnxruntime
 
-LATER_RUNTIME = "install a later onnxruntime, or give a whole file"
-SIZES_OF_FILE = "give inputs of the types and sizes that its file declares"
+LATER_RUNTIME = "install a later onnxruntime, or use a complete file"
+SIZES_OF_FILE = "use inputs of the types and sizes that its file declares"
 Tensors = Mapping[str, Tensor]
 DTYPES = {
     "tensor(float)": torch.float32,
@@ -91,7 +91,7 @@ class OnnxSession:
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
         """Return the outputs; inputs that the model does not take are left out. Raises `RetrofitError` where it does not run."""
         if lacking := [name for name in self.inputs if name not in inputs]:
-            raise RetrofitError(f"the model also takes {', '.join(lacking)}", remedy="give every input that its file declares")
+            raise RetrofitError(f"the model also takes {', '.join(lacking)}", remedy="pass every input that its file declares")
         feed = {name: inputs[name].detach().cpu().contiguous().numpy() for name in self.inputs}
         try:
             results = self.session.run(None, feed)

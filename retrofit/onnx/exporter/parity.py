@@ -314,8 +314,8 @@ def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedW
             moved = max(largest_gap(outputs_of(part, given, part.outputs), old) for given, old in zip(inputs, before, strict=True))
         if not exact.agrees:
             raise CaptureError(
-                f"{path.name} would compute something else than {type(part.model).__name__} with the packed weights' numbers",
-                why=f"in float arithmetic ONNX Runtime's outputs lie {exact.measured}",
+                f"{path.name} does not compute the same as {type(part.model).__name__} with the dequantized weights",
+                why=f"in float arithmetic ONNX Runtime's outputs are {exact.measured}",
                 remedy="report it; fuse=False exports a plainer graph, and weights=None leaves the weights as they are",
                 code="differs",
             )
@@ -325,9 +325,9 @@ def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedW
     limit = max(LEAST_LIMIT, FARTHER_QUANTIZED * moved)
     if not fell and not rounded <= limit:
         raise CaptureError(
-            f"{path.name} lies too far from {type(part.model).__name__}",
-            why=f"rounding what packed matrices multiply moves the outputs by {rounded:.1e}, more than {limit:.1e}",
-            remedy="export it with its weights as they are",
+            f"{path.name} differs too much from {type(part.model).__name__}",
+            why=f"quantizing the inputs of the packed matrices moves the outputs by {rounded:.1e}, more than {limit:.1e}",
+            remedy="export it without --weights",
             code="too-far",
             option="weights",
         )

@@ -56,9 +56,9 @@ def check_every_size(exported: torch.export.ExportedProgram, part: ExportPart, e
             distance(result, dense) > 10 * tolerance_of(dense) for result, dense in zip(results, expected, strict=True)
         ):
             raise CaptureError(
-                f"the {size} is not dynamic: at {extent} the model's code takes another path than at {part.sizes[size]}",
-                why="it was traced with the latter; a loop over pieces of the sequence is such code, or a choice by its length",
-                remedy="rewrite that code without the loop or the choice; a decoder may be exported with its cache (cache=past)",
+                f"the {size} is not dynamic: at {extent} the model's code takes another branch than at {part.sizes[size]}",
+                why="it was traced with the latter; loops over chunks and branches on the length are such code",
+                remedy="remove the loop or branch; a decoder can be exported with its cache (cache=past)",
                 code="fixed-size",
             )
 
@@ -224,8 +224,8 @@ def size_names(
             if fixed is not None:
                 raise CaptureError(
                     f"the {size} of {name} is fixed at {fixed} by the model's code",
-                    why="the model was traced with it and takes another path for other sizes",
-                    remedy="export it with its cache, one token a step, where it has one: cache='past'",
+                    why="it was traced with that size and branches differently for others",
+                    remedy="export it with its cache, if it has one: cache='past'",
                     code="fixed-size",
                 )
             same = extents.setdefault(size, example[name].shape[axis]) == example[name].shape[axis]

@@ -86,9 +86,9 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
         done.append(pack(model, value, products, gathers, bits))
     if not done:
         raise RetrofitError(
-            f"no matrix of the model can be kept in {bits} bits",
-            why=f"none is float32, {LEAST} × {LEAST} or larger, and read by products or row by row alone",
-            remedy="export it as it is; a model in half precision: load it in float32",
+            f"no matrix of the model can be packed in {bits} bits",
+            why=f"none is float32, {LEAST} × {LEAST} or larger, and used only in products or row look-ups",
+            remedy="export without weights=; load a half-precision model in float32",
             option="weights",
         )
     model.graph.opset_imports.setdefault(MICROSOFT, 1)

@@ -236,9 +236,9 @@ class GraphBuilder:
         remedy = "export the model without it"
         if quantized is not None:
             why = f"the node {node_label(quantized)} computes on what is quantized as the model runs"
-            remedy = "give the model that is not quantized, or one with quantized weights only (DequantizeLinear, MatMulNBits)"
+            remedy = "use the model before quantization, or one with quantized weights only (DequantizeLinear, MatMulNBits)"
         raise CaptureError(
-            f"{self.path} holds operators that are not known here: {', '.join(Counter(map(operator_label, unknown)))}",
+            f"{self.path} has unknown operators: {', '.join(Counter(map(operator_label, unknown)))}",
             why=why,
             remedy=remedy,
         )
@@ -260,7 +260,7 @@ class GraphBuilder:
         for value in kept:
             self.values[value] = self.scope.graph.placeholder(argument_name(str(value.name)))
         if not kept:
-            raise CaptureError(f"{self.path} takes no input", remedy="give the file of a whole model")
+            raise CaptureError(f"{self.path} takes no input", remedy="use the file of a whole model")
         self.device = self.scope.graph.call_function(getattr, (self.values[kept[0]], "device"))
         for value in inputs:
             if is_state_input(value) and value not in kept:
@@ -288,9 +288,9 @@ class GraphBuilder:
         returned = {state_key(output) for output in self.model.graph.outputs if str(output.name).startswith(PRESENT_PREFIX)}
         if state_key(value) not in returned:
             raise CaptureError(
-                f"{self.path} goes on from {value.name}, which it does not return",
-                why="so it is no state that is empty before the first token",
-                remedy="give the file of the first step (decoder_model.onnx), or keep the states: from_onnx(path, cache='past')",
+                f"{self.path} continues from {value.name}, which it does not return",
+                why="so it is not a state that is empty before the first token",
+                remedy="use the file of the first step (decoder_model.onnx), or keep the states: from_onnx(path, cache='past')",
             )
         dynamic = iter((None, 0))
         extents = tuple(dim if isinstance(dim, int) else next(dynamic) for dim in value.shape or ())
@@ -547,7 +547,7 @@ def from_onnx(path: str | Path, cache: States = "none") -> fx.GraphModule:
     cannot be read, `CaptureError` where it holds an unknown operator, with the node.
     """
     if cache not in ("none", "past"):
-        raise RetrofitError(f"there is no cache={cache!r}", remedy="choose none or past", option="cache")
+        raise RetrofitError(f"unknown option cache={cache!r}", remedy="choose none or past", option="cache")
     path = as_path(path)
     model = load_model(path)
     try:

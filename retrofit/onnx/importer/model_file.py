@@ -53,7 +53,7 @@ def convert_to_oldest(model: onnx_ir.Model, opset: int, path: Path) -> onnx_ir.M
 
     if opset < OLDEST_CONVERTED:
         raise CheckpointError(
-            f"{path} is of operator set {opset}",
+            f"{path} has opset {opset}",
             why=f"{OLDEST_OPSET} and later are read, {OLDEST_CONVERTED} to {OLDEST_OPSET - 1} are converted: "
             "before these operands broadcast along an axis that is named",
             remedy=EXPORT_AGAIN,
@@ -116,7 +116,7 @@ def convert(proto: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProto:
         if converted is None:
             step = f"from set {target - 1} to {target}"
             raise CheckpointError(
-                f"{path} is of operator set {opset}: {culprit(proto, target, problem)} cannot be converted {step}",
+                f"{path} has opset {opset}: {culprit(proto, target, problem)} cannot be converted {step}",
                 why=problem if "%" not in problem else "onnx has no such operator",
                 remedy=EXPORT_AGAIN,
             )
@@ -230,7 +230,7 @@ def load_model(path: Path) -> onnx_ir.Model:
     import onnx_ir
 
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist", remedy="give an ONNX file", code="missing")
+        raise CheckpointError(f"{path} does not exist", remedy="use an ONNX file", code="missing")
     try:
         model = onnx_ir.load(path.absolute())  # onnx_ir confines external data to the file's folder only if that has a name
         if model.functions:
@@ -247,11 +247,11 @@ def load_model(path: Path) -> onnx_ir.Model:
         raise CheckpointError(
             f"{path} cannot be read as an ONNX model",
             why=first_line(root_cause(error)),
-            remedy="give a whole file, with the files of its external data in the same folder",
+            remedy="use a complete file, with its external data in the same directory",
             code="unreadable",
         ) from error
     if not model.graph.num_nodes():
-        raise CheckpointError(f"{path} holds no graph", remedy="give the file of a model that was exported whole")
+        raise CheckpointError(f"{path} holds no graph", remedy="use the file of a whole model")
     opset = next((version for domain, version in model.opset_imports.items() if domain in STANDARD_DOMAINS), OLDEST_OPSET)
     if opset < OLDEST_OPSET:
         model = convert_to_oldest(model, opset, path)

@@ -334,7 +334,7 @@ def refuse_odd_inputs(inputs: Sequence[onnx_ir.Value], path: Path) -> None:
     for value in inputs:
         if value.dtype not in DTYPES:
             raise CaptureError(
-                f"{path}: the input {value.name} is no tensor of numbers",
+                f"{path}: the input {value.name} is not a numeric tensor",
                 why=f"its type is {getattr(value.dtype, 'name', 'not given')}",
                 remedy="export the model without it",
             )

@@ -249,7 +249,7 @@ def state(model: Any) -> tuple[Any, ...]:
     ("entering", "why", "remedy"),
     [
         ((2, 12, 64), "several blocks wide already", "apply altup once"),
-        ((1, 32, 6, 40), "1×32×6×40, and not tokens of width 32", "tokens"),
+        ((1, 32, 6, 40), "1×32×6×40, not tokens of width 32", "tokens"),
     ],
 )
 def test_a_layer_that_takes_no_tokens_of_the_width_says_what_it_takes(entering: tuple[int, ...], why: str, remedy: str) -> None:

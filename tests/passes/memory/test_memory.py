@@ -246,7 +246,7 @@ def test_layers_on_two_streams_are_refused_with_the_reason(identity: str) -> Non
     for lookup in ("token-id", "lsh", "softmax"):
         with pytest.raises(DoesNotFitError) as refused:
             retrofit.apply(model, f"memory(lookup={lookup})")
-        assert "goes last" in refused.value.remedy
+        assert "streams last" in refused.value.remedy
 
 
 def test_dropout_that_moves_is_reported() -> None:

@@ -279,9 +279,9 @@ def test_it_is_saved_and_loaded_as_a_model_of_transformers(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("name", "spec", "why"),
     [
-        ("llama", "recurrence(bidirectional=true)", "a token may not learn of later ones"),
+        ("llama", "recurrence(bidirectional=true)", "all selected stacks are causal"),
         ("mamba", "recurrence", "it has no feed-forward"),
-        ("nemotron_h", "recurrence", "no argument of the layer shows it"),
+        ("nemotron_h", "recurrence", "no argument of the layer carries it"),
     ],
 )
 def test_what_cannot_have_one_is_refused_with_the_reason(name: str, spec: str, why: str) -> None:
@@ -422,7 +422,7 @@ def test_a_layer_whose_own_attentions_hide_later_tokens_keeps_its_state_in_whate
 
 def test_a_layer_over_tokens_that_a_model_chooses_is_a_near_miss_as_a_cache_does_not_count_them() -> None:
     plan = planned(Mixed((True, True), chosen=True))
-    assert not plan.sites and all("how many tokens it gets depends on what tokens hold" in miss.why for miss in plan.near_misses)
+    assert not plan.sites and all("the number of tokens it gets depends on their content" in miss.why for miss in plan.near_misses)
 
 
 def test_a_layer_that_only_decides_something_is_a_near_miss_as_nothing_in_it_learns() -> None:

@@ -134,7 +134,7 @@ def test_hidden_outputs_and_layers_that_are_run_without_gradients_pass_its_check
     ("specs", "why"),
     [
         (("reversible", "reversible"), "it is reversible already"),
-        (("reversible", "altup(k=2)"), "has to be the whole layer"),
+        (("reversible", "altup(k=2)"), "has to wrap the whole layer"),
     ],
 )
 def test_what_cannot_be_reversible_is_refused_with_the_reason(specs: tuple[str, ...], why: str) -> None:

@@ -159,7 +159,7 @@ def test_a_refusal_says_why_a_layer_cannot_be_strided() -> None:
         retrofit.apply(strided("causal/gpt2"), SequenceAltUp(), verify=False)
     with pytest.raises(DoesNotFitError, match="numbers the tokens it receives"):
         retrofit.apply(zoo.build(zoo.entry("seq2seq/t5")), SequenceAltUp(layers="0"), verify=False)
-    with pytest.raises(DoesNotFitError, match="runs at other depths too"):
+    with pytest.raises(DoesNotFitError, match="also runs at depths that are not selected"):
         retrofit.apply(zoo.build(zoo.entry("masked/albert")), SequenceAltUp(), verify=False)
 
 
@@ -392,7 +392,7 @@ class Batched(Own):
 def test_tokens_in_a_container_are_refused_by_name() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         retrofit.apply(Batched(), SequenceAltUp(k=2), example_inputs={"batch": {"tokens": torch.arange(10).view(2, 5)}})
-    assert "batch is no tensor" in caught.value.why
+    assert "batch is not a tensor" in caught.value.why
 
 
 @pytest.mark.long

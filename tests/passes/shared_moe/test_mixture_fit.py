@@ -152,8 +152,8 @@ def test_the_recipe_keeps_the_layers_that_were_chosen() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"sources": "0+1"}, SpecError, "for each of 4 experts"),
-        ({"sources": "a"}, SpecError, "no list of layers"),
+        ({"sources": "0+1"}, SpecError, "does not name 4 layers"),
+        ({"sources": "a"}, SpecError, "not a list of layers"),
         ({"sources": "0+1/0+1", "experts": 2}, DoesNotFitError, "for 2 groups"),
         ({"sources": "0+9", "experts": 2}, DoesNotFitError, "layer 9"),
     ],

@@ -90,7 +90,7 @@ def test_one_expert_is_one_feed_forward_for_all_layers() -> None:
     assert applied.model.model.layers[0].mlp.moe is applied.model.model.layers[1].mlp.moe
     assert applied.rewrites[0].unreached == ("model.layers.0.mlp.moe.router.weight",)
     gradients = next(check for check in applied.report.checks if check.name == "gradients")
-    assert gradients.measured.endswith("1 with nothing to decide")
+    assert gradients.measured.endswith("1 without effect")
 
 
 def test_encoder_and_decoder_are_grouped_by_themselves() -> None:
@@ -187,7 +187,7 @@ def test_dropout_in_the_models_code_is_not_applied_twice() -> None:
 def test_layers_that_are_left_out_and_those_that_do_not_fit() -> None:
     model, _ = build("causal/llama", SharedMoE(groups=0, layers="1-2"))
     assert [path.split(".")[2] for path in blocks(model)] == ["1", "2"]
-    with pytest.raises(DoesNotFitError, match="mixture of experts already"):
+    with pytest.raises(DoesNotFitError, match="already a mixture of experts"):
         retrofit.apply(model, SharedMoE(layers="1-2"), verify=False)
 
 
@@ -219,7 +219,7 @@ def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
-    ("recipe", "why"), [((SharedMoE(groups=9),), "groups=9"), ((SharedMoE(share_attention=True), SharedMoE()), "experts already")]
+    ("recipe", "why"), [((SharedMoE(groups=9),), "groups=9"), ((SharedMoE(share_attention=True), SharedMoE()), "already a mixture")]
 )
 def test_a_refusal_leaves_the_model_as_it_was(recipe: tuple[SharedMoE, ...], why: str) -> None:
     model, _ = build("causal/llama")

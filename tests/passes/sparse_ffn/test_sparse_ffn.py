@@ -407,7 +407,9 @@ def test_it_compiles_without_a_break(training: bool) -> None:
 
 
 def test_a_d_ff_that_does_not_divide_is_named_with_its_divisors() -> None:
-    with pytest.raises(DoesNotFitError, match="d_ff = 96 is no multiple of N = 31") as caught:  # 31 divides another matrix's size
+    with pytest.raises(
+        DoesNotFitError, match="d_ff = 96 is not a multiple of N = 31"
+    ) as caught:  # 31 divides another matrix's size
         retrofit.apply(stack(gated=False), SparseFFN(sparsity=31), example_inputs={"ids": IDS})
     assert "sparsity=24 or 32" in str(caught.value)
 
