@@ -26,18 +26,18 @@ class Settings:
     length: int = option(256, "tokens per window", minimum=8)
     lr: float = option(1e-4, "peak learning rate", minimum=0)
     lr_new: float | None = option(None, "peak learning rate of new parameters (default: --lr; try 10×)", minimum=0)
-    warmup: int | None = option(None, "warm-up steps (default: 5 % of --steps)", minimum=0)
+    warmup: int | None = option(None, "warm-up steps (default: --steps / 20)", minimum=0)
     schedule: str = option("linear", "learning rate schedule after the warm-up", choices=SCHEDULES)
     weight_decay: float = option(0.0, "AdamW's weight decay", minimum=0)
     eval_fraction: float = option(0.05, "fraction of the text held out for evaluation, at most 512 windows; 0: none", minimum=0)
     eval_every: int | None = option(
         None,
-        "steps between evaluations (default: 10 % of --steps, on a sample, within 5 % of the time)",
+        "steps between evaluations (default: --steps / 10, on a sample, within 1/20 of the time)",
         minimum=1,
     )
     save_every: int | None = option(
         None,
-        "steps between checkpoints (default: --eval-every, else within 5 % of the time)",
+        "steps between checkpoints (default: --eval-every, else within 1/20 of the time)",
         minimum=1,
     )
     seed: int = option(0, "random seed of the order of windows and of masked tokens", minimum=0)
