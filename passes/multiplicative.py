@@ -11,6 +11,7 @@ Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.2.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -60,7 +61,7 @@ class Multiplicative(nn.Module):
 
     def matrix(self) -> Tensor:
         """Return the dense matrix by which the layer multiplies: (d, S·M)."""
-        return (self.d.unsqueeze(-1) * self.e.unsqueeze(-2)).flatten(1)
+        return product(self.d, self.e)
 
     @torch.no_grad()
     def fit(self, matrix: Tensor) -> None:
@@ -86,6 +87,13 @@ class Multiplicative(nn.Module):
         return width * (modules + size)
 
 
+def product(d: Tensor, e: Tensor) -> Tensor:
+    """Return the dense matrix of the factors D (d, S) and E (d, M): (d, S·M)."""
+    return (d.unsqueeze(-1) * e.unsqueeze(-2)).flatten(1)
+
+
+# Fits.
+
 ROWS = 256  # input features fitted at a time
 
 
@@ -103,6 +111,33 @@ def nearest_product(matrices: Tensor) -> tuple[Tensor, Tensor]:
     root = v.norm(dim=-2, keepdim=True).clamp_min(torch.finfo(matrices.dtype).tiny).sqrt()
     return (u * root).squeeze(-1).to(matrices.dtype), (v / root).squeeze(-1).to(matrices.dtype)
 
+
+def balanced(d: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
+    """Return factors with the same product of which each row of D is as long as that of E."""
+    tiny = torch.finfo(d.dtype).tiny
+    ratio = (d.norm(dim=1, keepdim=True).clamp_min(tiny) / e.norm(dim=1, keepdim=True).clamp_min(tiny)).sqrt()
+    return d / ratio, e * ratio
+
+
+def solve(system: Tensor, right: Tensor, ridge: float) -> Tensor:
+    """Return the solution of a positive semi-definite system, or of a batch of them; zero where the system is zero.
+
+    `ridge`, a fraction of the mean of its diagonal, is added to the diagonal.
+    """
+    diagonal = system.diagonal(dim1=-2, dim2=-1)
+    added = ridge * diagonal.mean(-1, keepdim=True) + torch.finfo(system.dtype).tiny
+    return torch.linalg.solve(system + torch.diag_embed(added.expand_as(diagonal)), right)
+
+
+def relative_adam(values: Sequence[Tensor], rate: float, steps: int) -> tuple[torch.optim.Adam, torch.optim.lr_scheduler.LambdaLR]:
+    """Return Adam with a rate relative to the root mean square of each value, and a schedule that takes it to zero on a cosine."""
+    rates = [rate * float(value.detach().float().square().mean().sqrt().clamp_min(1e-12)) for value in values]
+    groups = [{"params": [value], "lr": own} for value, own in zip(values, rates, strict=True)]
+    optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
+# The fit to the weights alone, checked.
 
 SLACK = 1e-4  # of a row's own square: how much more than the least error a fit in single or half precision may have
 UNEVEN = 0.02  # how far the lengths of D[i,:] and E[i,:] may lie apart

@@ -23,14 +23,13 @@ Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.3.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from retrofit.passes.multiplicative import Multiplicative, fit_problem
+from retrofit.passes.multiplicative import Multiplicative, balanced, fit_problem, product, relative_adam, solve
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
@@ -116,7 +115,6 @@ def agreement(head: Any, modules: int, x: Tensor, y: Tensor) -> float:
 TOKENS = 8192  # that the head is fitted on
 SWEEPS = 12  # of the alternation
 RIDGE = 1e-4  # added to the diagonal of a system, as a fraction of its mean
-TINY = 1e-30
 STEPS = 120  # of Adam
 BATCH = 128  # tokens a step
 RATE = 0.03  # of Adam, relative to the factors' root mean square; falls to zero along a cosine
@@ -134,7 +132,7 @@ class DenseHead:
 
     def log_probabilities(self, x: Tensor, factors: Factors | None = None) -> Tensor:
         """(tokens, d) to (tokens, V); with `factors` those of the multiplicative head."""
-        matrix = self.weight if factors is None else product(factors)[:, : self.weight.shape[1]]
+        matrix = self.weight if factors is None else product(*factors)[:, : self.weight.shape[1]]
         logits = x @ matrix
         return (logits if self.bias is None else logits + self.bias).log_softmax(-1)
 
@@ -169,12 +167,6 @@ def fit_to_data(layer: Multiplicative, head: DenseHead, x: Tensor, held_out: Ten
     return divergences[0], divergences[best]
 
 
-def product(factors: Factors) -> Tensor:
-    """Return the dense matrix of a multiplicative layer: (d, S·M)."""
-    d, e = factors
-    return (d.unsqueeze(-1) * e.unsqueeze(-2)).flatten(1)
-
-
 def lower_squared_error(factors: Factors, weight: Tensor, x: Tensor) -> Factors:
     """Return the factors after some sweeps of alternating least squares on the logits of x, (tokens, d)."""
     d, e = factors
@@ -183,28 +175,17 @@ def lower_squared_error(factors: Factors, weight: Tensor, x: Tensor) -> Factors:
     target = F.pad(weight - weight.mean(1, keepdim=True), (0, modules * size - weight.shape[1]))
     wanted = (moments @ target).unflatten(1, (modules, size))
     for _ in range(SWEEPS):
-        d = solve(moments * (e @ e.t()), torch.einsum("im,ism->is", e, wanted))
-        e = solve(moments * (d @ d.t()), torch.einsum("is,ism->im", d, wanted))
-        ratio = (d.norm(dim=1, keepdim=True).clamp_min(TINY) / e.norm(dim=1, keepdim=True).clamp_min(TINY)).sqrt()
-        d, e = d / ratio, e * ratio
+        d = solve(moments * (e @ e.t()), torch.einsum("im,ism->is", e, wanted), RIDGE)
+        e = solve(moments * (d @ d.t()), torch.einsum("is,ism->im", d, wanted), RIDGE)
+        d, e = balanced(d, e)
     return d, e
-
-
-def solve(system: Tensor, right: Tensor) -> Tensor:
-    """Return the solution of a positive semi-definite system, which gets a ridge."""
-    ridge = RIDGE * system.diagonal().mean().clamp_min(TINY)
-    return torch.linalg.solve(system + ridge * torch.eye(len(system)).to(system), right)
 
 
 @torch.enable_grad()
 def lower_divergence(factors: Factors, head: DenseHead, x: Tensor) -> Factors:
     """Return the factors after `STEPS` steps of Adam on the weighted KL divergence."""
     values = [nn.Parameter(factor.clone()) for factor in factors]
-    rates = [RATE * float(value.detach().square().mean().sqrt().clamp_min(1e-12)) for value in values]
-    optimizer = torch.optim.Adam(
-        [{"params": [value], "lr": rate} for value, rate in zip(values, rates, strict=True)], betas=(0.9, 0.95)
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / STEPS))
+    optimizer, schedule = relative_adam(values, RATE, STEPS)
     weights, generator = token_weights(x), torch.Generator().manual_seed(0)
     for _ in range(STEPS):
         rows = torch.randint(len(x), (min(BATCH, len(x)),), generator=generator).to(x.device)

@@ -209,8 +209,8 @@ MUTANTS = [
     ),
     whole(
         "the option rank has no effect",
-        "RecurrentUnit(site.width, self.rank, site.bidirectional, like)",
-        "RecurrentUnit(site.width, 8, site.bidirectional, like)",
+        "RecurrentUnit(site.width, self.rank, site.bidirectional, float_like",
+        "RecurrentUnit(site.width, 8, site.bidirectional, float_like",
         trials=DEFAULT,
     ),
     whole(

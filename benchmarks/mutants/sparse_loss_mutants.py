@@ -68,13 +68,13 @@ MUTANTS = [
     ),
     product(
         "the dense matrix is D + E, where it should be their product",
-        "(self.d.unsqueeze(-1) * self.e.unsqueeze(-2)).flatten(1)",
-        "(self.d.unsqueeze(-1) + self.e.unsqueeze(-2)).flatten(1)",
+        "(d.unsqueeze(-1) * e.unsqueeze(-2)).flatten(1)",
+        "(d.unsqueeze(-1) + e.unsqueeze(-2)).flatten(1)",
     ),
     product(
         "E gets no gradient for many tokens",
-        "(self.d.unsqueeze(-1) * self.e.unsqueeze(-2)).flatten(1)",
-        "(self.d.unsqueeze(-1) * self.e.detach().unsqueeze(-2)).flatten(1)",
+        "(d.unsqueeze(-1) * e.unsqueeze(-2)).flatten(1)",
+        "(d.unsqueeze(-1) * e.detach().unsqueeze(-2)).flatten(1)",
     ),
     product(
         "the fit leaves out the singular value's second root",

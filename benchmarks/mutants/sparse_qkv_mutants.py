@@ -250,8 +250,8 @@ MUTANTS = [
     ),
     fit(
         "D and E are scaled apart after every sweep, and not put back",
-        "d, e = d / ratio, e * ratio",
-        "d, e = d / ratio, e",
+        "d, e = balanced(d, e)",
+        "d = balanced(d, e)[0]",
         trials=DEFAULT,
     ),
 ]

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, map_first, with_item
-from retrofit.sdk.modules import is_exporting
+from retrofit.sdk.modules import float_like, is_exporting
 
 
 def mix(x: Tensor, a: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class AltUpLayer(Wrapper):
         self.narrow = [(argument_place(layer, key), block) for key, block in (narrow or {}).items()]
         self.expand, self.rotate = expand, rotate
         self.combine = None if combine is None else tuple(float(weight) for weight in combine)
-        like = next((parameter for parameter in layer.parameters() if parameter.is_floating_point()), torch.empty(()))
+        like = float_like(layer)
         self.add_coefficients(like.device, like.dtype)
         self.start("lockstep", active)
 

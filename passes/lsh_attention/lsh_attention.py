@@ -9,11 +9,9 @@ Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Tra
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import fx
 
 from retrofit.passes.lsh_attention import reference as method_reference
@@ -35,15 +33,23 @@ from retrofit.sdk import (
     Stack,
     collect_near_miss,
     option,
-    selected_depths,
+    selected_layers,
 )
-from retrofit.sdk.anatomy import Attention, AttentionSite, chooses_keys, find_attention_sites, find_attentions, is_causal
+from retrofit.sdk.anatomy import (
+    Attention,
+    AttentionSite,
+    chooses_keys,
+    find_attention_sites,
+    find_attentions,
+    is_causal,
+    modules_around,
+)
+from retrofit.sdk.modules import MULTI_HEAD, calls_multi_head, float_like
 from retrofit.sdk.program import Call, op, shape
 
 SHARES = ("none", "queries")
 FUSED = "scaled_dot_product_attention"
 NO_MODULE = (Remedy("emit='graph' makes each attention a module", "graph"), "layers= leaves depths out")
-NOT_INTERCEPTED = "multi_head_attention_forward"
 SHARE_NONE = "share=none hashes queries and keys, each made as it was"
 CAPPED = "layers= leaves depths out; sequence-altup and sparse-qkv make attention cheaper and keep the cap"
 WRITTEN_OUT = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
@@ -111,12 +117,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
     # What would be rewritten.
 
     def plan(self, anatomy: Anatomy) -> LSHAttentionPlan:
-        chosen = [
-            (stack, depth)
-            for stack in anatomy.stacks
-            if self.stacks in ("all", stack.kind)
-            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest(self.stacks)))
-        ]
+        chosen = list(selected_layers(anatomy, self.layers, self.name, self.stacks))
         projections = find_attention_sites(anatomy, chosen)[0] if self.share == "queries" else None
         finder, near_misses = SiteFinder(anatomy, projections), list[NearMiss]()
         for stack, depth in chosen:
@@ -156,8 +157,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
     def apply(self, plan: LSHAttentionPlan, edit: Edit) -> None:
         for number, site in enumerate(plan.attentions):
             module = edit.model.get_submodule(site.path)
-            floats = (one for one in (*module.parameters(), *edit.model.parameters()) if one.is_floating_point())
-            like = next(floats, torch.empty(()))
+            like = float_like(module, edit.model)
             rotations = random_rotations(site.width, self.rounds, self.buckets, self.seed + number, like)
             shared = bool(site.key_module)
             attention = BucketedAttention(site.path, site.heads, site.causal, shared, self.chunk, rotations)
@@ -242,24 +242,16 @@ class SiteFinder:
         if not call.path:
             raise unfit(branch.name or branch.output, "it is computed in the model's own code, and no module owns it", NO_MODULE)
         module = self.anatomy.model.get_submodule(call.path)
-        if any(NOT_INTERCEPTED in names_in_code(part) for part in module.modules()):
-            raise unfit(call.path, f"its code calls torch's {NOT_INTERCEPTED}, and no call inside that can be replaced", NO_MODULE)
+        if calls_multi_head(module):
+            raise unfit(call.path, f"its code calls torch's {MULTI_HEAD}, and no call inside that can be replaced", NO_MODULE)
         inside = [core for core in self.cores if call.encloses(self.flow.call_of(core.result))]
         if len(inside) != 1:
             raise unfit(call.path, f"its module computes {len(inside)} attentions")
 
     def check_above(self, path: str) -> None:
         """Raises `DoesNotFitError` where the module at a path attends in buckets, or is inside one that does."""
-        steps = path.split(".")
-        above = (self.anatomy.model.get_submodule(".".join(steps[:count])) for count in range(1, len(steps) + 1))
-        if any(isinstance(outer, InterceptedAttention) for outer in above):
+        if any(isinstance(outer, InterceptedAttention) for outer in modules_around(self.anatomy.model, path)):
             raise unfit(path, LSHAttention.already, "start from the dense model to use other options")
-
-
-def names_in_code(module: torch.nn.Module) -> tuple[str, ...]:
-    """Return the names that the code of a module's forward reads."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code.co_names if code is not None else ()
 
 
 def unfit(name: str, why: str, remedy: str | Sequence[str] = "") -> DoesNotFitError:

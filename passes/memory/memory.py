@@ -52,7 +52,16 @@ from retrofit.sdk import (
     option,
     selected_depths,
 )
-from retrofit.sdk.anatomy import BEFORE_THE_OUTER, BEFORE_TWO_STREAMS, LAYER_WITHIN, ON_TWO_STREAMS, InnerLayers, WrappedModules
+from retrofit.sdk.anatomy import (
+    BEFORE_THE_OUTER,
+    BEFORE_TWO_STREAMS,
+    LAYER_WITHIN,
+    ON_TWO_STREAMS,
+    InnerLayers,
+    WrappedModules,
+    modules_around,
+)
+from retrofit.sdk.modules import float_like
 from retrofit.sdk.program import is_all_zeros
 
 NO_FEED_FORWARD = ("beside=layers needs no FFN", Remedy("emit='graph' makes each a module", "graph"))
@@ -85,9 +94,7 @@ class TablePlaces:
 
     def is_on_two_streams(self, layer: Layer) -> bool:
         """Return whether a module around the layer adds its branches to a stream that is not what the layer returns."""
-        steps = layer.name.split(".")
-        above = [self.model.get_submodule(".".join(steps[:count])) for count in range(len(steps) + 1)]
-        return any(getattr(one, "adds_branches", False) for one in above)
+        return any(getattr(outer, "adds_branches", False) for outer in modules_around(self.model, layer.name))
 
 
 def no_place(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError:
@@ -254,11 +261,7 @@ class Memory(Pass[MemoryPlan]):
 
     def add_table(self, place: WrappedModule, tables: StackTables, edit: Edit) -> None:
         """The module at `place` becomes a `MemoryLayer` around it."""
-        module = edit.model.get_submodule(place.path)
-        like = next(
-            (parameter for parameter in (*module.parameters(), *edit.model.parameters()) if parameter.is_floating_point()),
-            torch.empty(()),
-        )
+        like = float_like(edit.model.get_submodule(place.path), edit.model)
         memory = self.table(tables.rows, tables.width, like)
         place.install(edit, lambda layer: MemoryLayer(layer, memory, stream_in=place.stream_in, stream_out=place.stream_out))
         for name in memory.late_parameters():

@@ -25,7 +25,7 @@ from retrofit.sdk import (
     Wrapper,
     argument_place,
     find_argument,
-    with_item,
+    map_first,
 )
 from retrofit.sdk.anatomy import Part, is_token_id
 from retrofit.sdk.modules import ForwardWithAuxiliaryLosses, InjectingForward, call_with_keywords, child_modules, own_forward
@@ -217,7 +217,4 @@ class MemoryLayer(Wrapper):
             keywords.pop(TOKEN_IDS, None)
         container, key = find_argument(self.stream_in, arguments, keywords)
         x = container[key]
-        output = self.layer(*arguments, **keywords)
-        out = None if isinstance(output, Tensor) else self.stream_out
-        y = output if out is None else output[out]
-        return with_item(output, out, y + self.memory(x, ids).to(y.dtype))
+        return map_first(self.layer(*arguments, **keywords), lambda y: y + self.memory(x, ids).to(y.dtype), self.stream_out)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, Problems, SiteCall, may_be_chance
+from retrofit.sdk import Deviation, Observed, Problems, SiteCall, spread_problem
 
 
 def memory_layer(call: SiteCall) -> Tensor:
@@ -86,10 +86,8 @@ def start(observed: Observed) -> Problems:
         spreads = {"u": d**-0.5, "w": 0.02, "planes": d**-0.5}
         for name, expected in spreads.items():
             value = getattr(memory, name, None)
-            if isinstance(value, Tensor) and value.numel() >= 24:
-                ratio = float(value.detach().float().std()) / expected
-                if not may_be_chance(ratio, value.numel()):
-                    yield site.path, f"{name} begins with {ratio:.2g} times the spread that the method gives it"
+            if isinstance(value, Tensor):
+                yield from ((site.path, problem) for problem in spread_problem(name, value, expected))
         for name in sorted({name for name, _ in memory.named_buffers()} - memory.state_dict().keys()):
             yield site.path, f"its {name} are not saved with the model"
         offsets = getattr(memory, "offsets", None)

@@ -46,6 +46,7 @@ from retrofit.sdk import (
     option,
     selected_depths,
 )
+from retrofit.sdk.modules import float_like
 from retrofit.sdk.program import refuse_state_inputs
 
 GONE = "the cross-attention is gone"
@@ -165,7 +166,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         """The attentions of one layer see both sets of tokens; of the cross-attention its code is left, or its weights too."""
         own_path, cross_path = (f"{site.path}.{part.path}" for part in (site.own, site.cross))
         own, cross = edit.model.get_submodule(own_path), edit.model.get_submodule(cross_path)
-        like = next((parameter for parameter in own.parameters() if parameter.is_floating_point()), torch.empty(()))
+        like = float_like(own)
         attention = self.attention(site, like, encoder_is_own=False)
         first = MergedSelfAttention(own, site.own, site.cross, site.arguments, attention)
         second: nn.Module

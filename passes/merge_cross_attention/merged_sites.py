@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,12 +19,13 @@ from retrofit.sdk.anatomy import (
     LayerCalls,
     find_attention_sites,
     find_attentions,
+    modules_around,
     weight_product,
 )
+from retrofit.sdk.modules import MULTI_HEAD, calls_multi_head
 from retrofit.sdk.program import CAST, DROPOUT, LAYOUT, Call, Dataflow, Key, op, shape
 
 FUSED = "scaled_dot_product_attention"
-NOT_INTERCEPTED = "multi_head_attention_forward"
 CALLS_FUSED = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
 AS_GRAPH = Remedy("emit='graph' makes each attention a module", "graph")
 WRITES_OWN = (AS_GRAPH, f"one that has nn.Linear projections and calls {FUSED} can be merged")
@@ -137,8 +137,8 @@ class SiteFinder:
         if not call.path or call is layer or not layer.encloses(call):
             raise unfit(name, "it is computed in the code of its layer, and no module owns it", AS_GRAPH)
         module = self.anatomy.model.get_submodule(call.path)
-        if any(NOT_INTERCEPTED in names_in_code(one) for one in module.modules()):
-            why = f"its code calls torch's {NOT_INTERCEPTED}, and no call inside that can be replaced"
+        if calls_multi_head(module):
+            why = f"its code calls torch's {MULTI_HEAD}, and no call inside that can be replaced"
             raise unfit(call.path, why, WRITES_OWN)
         if sum(call.encloses(self.flow.call_of(one.result)) for one in self.cores) != 1:
             raise unfit(call.path, "its module computes more than one attention")
@@ -158,9 +158,7 @@ class SiteFinder:
         return FoundAttention(site, core, call, branch)
 
     def check_above(self, path: str, name: str) -> None:
-        steps = path.split(".")
-        above = (self.anatomy.model.get_submodule(".".join(steps[:count])) for count in range(1, len(steps) + 1))
-        if any(isinstance(outer, MergedLayer) for outer in above):
+        if any(isinstance(outer, MergedLayer) for outer in modules_around(self.anatomy.model, path)):
             raise unfit(name, "its attentions are merged already", "start from the dense model to use other options")
 
     def check_shapes(self, own: FoundAttention, cross: FoundAttention) -> None:
@@ -316,12 +314,6 @@ def has_equal(module: nn.Module, path: str, part: nn.Module) -> bool:
         {name: parameter.shape for name, parameter in each._parameters.items() if parameter is not None} for each in (part, other)
     ]
     return shapes[0] == shapes[1]
-
-
-def names_in_code(module: nn.Module) -> tuple[str, ...]:
-    """Return the names that the code of a module's forward reads."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code.co_names if code is not None else ()
 
 
 def unfit(name: str, why: str, remedy: str | Sequence[str] = LEFT_OUT) -> DoesNotFitError:

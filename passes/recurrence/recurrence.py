@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import ClassVar
 
-import torch
 from torch import nn
 
 from retrofit.passes.recurrence import reference as method_reference
@@ -39,9 +38,10 @@ from retrofit.sdk import (
     WrappedModule,
     collect_near_miss,
     option,
-    selected_depths,
+    selected_layers,
 )
-from retrofit.sdk.anatomy import WITHOUT_GRADIENT, InnerLayers, LayerCall, LayerCalls, WrappedModules
+from retrofit.sdk.anatomy import WITHOUT_GRADIENT, InnerLayers, LayerCall, LayerCalls, WrappedModules, modules_around
+from retrofit.sdk.modules import float_like
 from retrofit.sdk.program import refuse_state_inputs, shape
 
 NO_FEED_FORWARD = (Remedy("emit='graph' makes each feed-forward a module", "graph"), "layers= leaves depths out")
@@ -94,9 +94,8 @@ class Recurrence(Pass[RecurrencePlan]):
     def plan(self, anatomy: Anatomy) -> RecurrencePlan:
         finder = SiteFinder(anatomy)
         near_misses: list[NearMiss] = []
-        for stack in anatomy.stacks:
-            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())):
-                self.find(stack.layers[depth], stack, finder, near_misses)
+        for stack, depth in selected_layers(anatomy, self.layers, self.name):
+            self.find(stack.layers[depth], stack, finder, near_misses)
         found = list(finder.sites.values())
         if any(site.causal for site in found):
             refuse_state_inputs(anatomy.program, self.name)
@@ -166,8 +165,7 @@ class Recurrence(Pass[RecurrencePlan]):
     def add(self, site: RecurrentSite, edit: Edit) -> None:
         """The feed-forward becomes a `RecurrentFeedForward` around it."""
         module = edit.model.get_submodule(site.place.path)
-        like = next((one for one in (*module.parameters(), *edit.model.parameters()) if one.is_floating_point()), torch.empty(()))
-        unit = RecurrentUnit(site.width, self.rank, site.bidirectional, like)
+        unit = RecurrentUnit(site.width, self.rank, site.bidirectional, float_like(module, edit.model))
         layout = Layout(site.layer.tokens_first, site.flat)
 
         def wrap(feed_forward: nn.Module) -> nn.Module:
@@ -195,9 +193,7 @@ class SiteFinder:
         place = self.modules.feed_forward(branch, stack.width)
         module = self.anatomy.model.get_submodule(place.path)
         name = self.name_in_layer(module, call, place)
-        steps = place.path.split(".")
-        above = [".".join(steps[:count]) for count in range(1, len(steps) + 1)]
-        if any(isinstance(self.anatomy.model.get_submodule(path), RecurrentFeedForward) for path in above):
+        if any(isinstance(outer, RecurrentFeedForward) for outer in modules_around(self.anatomy.model, place.path)):
             raise unfit(place.path, Recurrence.already, "another rank needs a model that was not rewritten so")
         size = self.size_read(place, call)
         if size[:-1] not in (call.size[:-1], (call.size[0] * call.size[1],)):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence
-from retrofit.sdk import Wrapper, argument_place, find_argument, with_item
+from retrofit.sdk import Wrapper, argument_place, find_argument, map_first
 from retrofit.sdk.anatomy import LayerCall
 from retrofit.sdk.modules import (
     TokenHistory,
@@ -66,10 +66,8 @@ class RecurrentFeedForward(Wrapper):
         container, key = find_argument(self.stream_in, arguments, keywords)
         x, call = container[key], recurrence or {}
         output = self.layer(*arguments, **keywords)
-        out = None if isinstance(output, Tensor) else self.stream_out
-        y = output if out is None else output[out]
         added = self.added(x, call.get("real"), call.get("cache"), call.get("sizes"), str(call.get("layer", "")))
-        return with_item(output, out, y + added.to(y.dtype))
+        return map_first(output, lambda y: y + added.to(y.dtype), self.stream_out)
 
     def added(self, x: Tensor, real: Tensor | None, cache: Cache | None, sizes: tuple[int, int] | None, layer: str) -> Tensor:
         """Return what the recurrence adds, of the shape of x."""

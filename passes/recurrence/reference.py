@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, Problems, SiteCall, may_be_chance
+from retrofit.sdk import Deviation, Observed, Problems, SiteCall, spread_problem
 
 
 def recurrent_feed_forward(call: SiteCall) -> Tensor:
@@ -119,6 +119,4 @@ def start(observed: Observed) -> Problems:
             ("W_in", unit.w_in, len(unit.w_in) ** -0.5),
             *(("W", direction.w, rank**-0.5) for direction in units),
         ):
-            ratio = float(value.detach().float().std()) / expected
-            if value.numel() >= 24 and not may_be_chance(ratio, value.numel()):
-                yield site.path, f"{name} begins with {ratio:.2g} times the spread that the method gives it"
+            yield from ((site.path, problem) for problem in spread_problem(name, value, expected))

@@ -46,7 +46,7 @@ from retrofit.sdk import (
     option,
     selected_depths,
 )
-from retrofit.sdk.anatomy import WITHOUT_GRADIENT
+from retrofit.sdk.anatomy import WITHOUT_GRADIENT, modules_around
 from retrofit.sdk.program import CAST, LIKE, Call, Dataflow, is_float, op, shape
 
 MOST_BITS = 16  # as much as the stream in half precision, which checkpointing keeps whole
@@ -231,10 +231,9 @@ class StepFinder:
     def require_reversible(self, layer: Layer) -> Call:
         """Return the layer's call; raises `DoesNotFitError` where it cannot be computed again from its stream."""
         call = self.call_of(layer)
-        steps = layer.name.split(".")
-        for count in range(1, len(steps) + 1):
-            if isinstance(self.anatomy.model.get_submodule(".".join(steps[:count])), (ReversibleLayer, TwoStreamLayer)):
-                raise unfit(layer.name, Reversible.already, "other bits need a model that was not rewritten so")
+        around = modules_around(self.anatomy.model, layer.name)
+        if any(isinstance(outer, (ReversibleLayer, TwoStreamLayer)) for outer in around):
+            raise unfit(layer.name, Reversible.already, "other bits need a model that was not rewritten so")
         before, after = (shape(self.anatomy.node(end)) for end in (layer.entry, layer.exit))
         if before != after:
             raise unfit(layer.name, f"its stream enters as {before} and leaves as {after}")

@@ -27,6 +27,7 @@ from retrofit.passes.sequence_altup.arguments import ArgumentPath, MaskArgument,
 from retrofit.passes.sequence_altup.captured_arguments import ArgumentCaptures, CapturedArguments
 from retrofit.passes.sequence_altup.strided_layers import StridedLayer
 from retrofit.sdk import DoesNotFitError, Layer, Stack
+from retrofit.sdk.anatomy import modules_around
 from retrofit.sdk.program import CAST, SCAN, Call, Dataflow, Key, op, shape
 
 
@@ -40,8 +41,7 @@ def unfit(why: str, remedy: str = "") -> DoesNotFitError:
 
 def is_inside_strided(model: nn.Module, path: str) -> bool:
     """Return whether the module at the path is part of a strided layer."""
-    steps = path.split(".")
-    return any(isinstance(model.get_submodule(".".join(steps[:count])), StridedLayer) for count in range(1, len(steps)))
+    return any(isinstance(outer, StridedLayer) for outer in modules_around(model, path)[:-1])
 
 
 def require_unstrided(model: nn.Module, path: str) -> None:

@@ -52,7 +52,7 @@ from retrofit.passes.sequence_altup.arguments import (
 )
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
 from retrofit.sdk import DoesNotFitError, Wrapper, with_item
-from retrofit.sdk.modules import batch_first, cache_among
+from retrofit.sdk.modules import batch_first, cache_among, float_like
 
 OutputKey = int | str | None  # of an item in what a layer returns; None: the value itself
 
@@ -89,7 +89,7 @@ class StridedLayer(Wrapper):
         self.names = positional_names(layer)
         self.stream: ArgumentPath = argument_path(layer, stream_in)
         self.token_dims, self.returned, self.unread = dict(token_dims or {}), dict(returned or {}), frozenset(unread)
-        like = next((parameter for parameter in layer.parameters() if parameter.is_floating_point()), torch.empty(()))
+        like = float_like(layer)
         self.add_coefficients(like.device, like.dtype)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

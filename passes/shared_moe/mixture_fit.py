@@ -27,7 +27,16 @@ from retrofit.passes.shared_moe.grouping import Group
 from retrofit.passes.shared_moe.mixture_of_experts import ROUTER_SPREAD
 from retrofit.sdk import Edit
 from retrofit.sdk.anatomy import FeedForward, Matrix, weight_and_bias, weight_out_first
-from retrofit.sdk.data import Calibration, counted, evaluation_mode, groups_in_room, set_aside, split_calibration, token_weights
+from retrofit.sdk.data import (
+    Calibration,
+    counted,
+    evaluation_mode,
+    evenly_spaced,
+    groups_in_room,
+    set_aside,
+    split_calibration,
+    token_weights,
+)
 
 TOKENS = 8192  # of all layers of a group together
 STEPS = 300  # of Adam on the router, half of them to tell the layers
@@ -217,14 +226,14 @@ def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, reno
 def record_inputs(groups: Sequence[Group], model: nn.Module, calibration: Calibration) -> dict[str, Tensor]:
     """Return the input of each feed-forward that was observed, by path: (tokens, d), at most `TOKENS` in a group."""
     sites = [site for group in groups for site in group.sites]
-    first = {site.path: site.bypassed[0] if site.bypassed else site.path for site in sites}
+    first = {site.path: site.entry_path for site in sites}
     most = {site.path: max(1, TOKENS // len(group.sites)) for group in groups for site in group.sites}
     size = max(parameter.element_size() for parameter in model.parameters())
     inputs: dict[str, Tensor] = {}
     for paths in groups_in_room({site.path: size * TOKENS * site.width for site in sites}, model):
         rows: dict[str, list[Tensor]] = {path: [] for path in paths}
         calibration.observe(model, {first[path]: recorder(parts) for path, parts in rows.items()})
-        inputs |= {path: thinned(torch.cat(parts), most[path]) for path, parts in rows.items() if parts}
+        inputs |= {path: evenly_spaced(torch.cat(parts), most[path]) for path, parts in rows.items() if parts}
     return inputs
 
 
@@ -233,11 +242,6 @@ def recorder(parts: list[Tensor]) -> Callable[[Tensor], None]:
         parts.append(set_aside(x.clone()))
 
     return keep
-
-
-def thinned(x: Tensor, most: int) -> Tensor:
-    """At most so many rows of x, at even distances."""
-    return x[torch.arange(most, device=x.device) * len(x) // most] if len(x) > most else x
 
 
 def fit_mixture(

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall, may_be_chance
-
-CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that the dense model computed it in
-COARSE = 5e-2  # the same of half precision
+from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall, spread_problem
 
 
 def moe_block(call: SiteCall) -> Tensor:
@@ -116,8 +113,8 @@ def start(observed: Observed) -> Problems:
         moe: Any = group[0].module.moe
         weight = moe.router.weight.detach().float()
         fitted = observed.is_calibrated and len(group) > 1  # to tell the layers of the group
-        if not fitted and weight.numel() >= 24 and not may_be_chance(float(weight.std()) / 0.02, weight.numel()):
-            yield group[0].path, f"the router begins with a spread of {float(weight.std()):.2g}, and the method's is 0.02"
+        if not fitted:
+            yield from ((group[0].path, problem) for problem in spread_problem("the router", weight, 0.02))
         sources = next(named, None) if len(group) > 1 else None
         if not observed.options.reinit:
             yield from expert_start(group, sources, observed)
@@ -134,13 +131,12 @@ def expert_start(group: list[ObservedSite], sources: list[int] | None, observed:
     experts = observed.options.experts
     for e, depth in enumerate(sources or [int((e + 0.5) * len(group) / experts) for e in range(experts)]):
         source = group[depth]
-        known = observed.dense.calls.get(source.dense_path)
-        if known is None or known[0].shape[-1] != source.module.width or known[1].shape[-1] != source.module.width:
-            observed.not_compared(source.path, "the dense model calls no module there that takes and returns a stream of its width")
+        block: Any = source.module
+        known = observed.dense_stream(source.path, source.dense_path, block.width)
+        if known is None:
             continue
-        x, y = (rows.double() for rows in known)
-        found = expert(source.module, e, x).detach()
-        tail = source.module.tail
-        found = found if tail is None else tail(found)  # type: ignore[operator]
-        if float((found - y).abs().max()) > CLOSE.get(known[1].dtype, COARSE) * float(y.abs().max()):
+        x, y, rounding = known
+        found = expert(block, e, x).detach()
+        found = found if block.tail is None else block.tail(found)
+        if float((found - y).abs().max()) > rounding:
             yield source.path, f"expert {e} does not begin as this layer's feed-forward"

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from retrofit.passes.sparse_ffn.unit_choice import gate_activation
 from retrofit.sdk.anatomy import FeedForward, weight_and_bias, weight_out_first
-from retrofit.sdk.data import evaluation_mode
+from retrofit.sdk.data import evaluation_mode, evenly_spaced
 
 SPREAD = 4.0  # of the controller's logits in a block at the start, in standard deviations (benchmarks/sparse_ffn_calibration.py)
 SHRINKAGE = 0.1  # of the covariance of x towards the identity
@@ -126,7 +126,7 @@ def fit_start(site: FeedForward, model: nn.Module, n: int, k: int, rank: int | N
             return Start(of_weights)
         held_out = held_out_tokens(len(x))
         x, held_x = x[~held_out], x[held_out]
-        moments, coactivation = ContributionMoments.of_data(contributions, spread(x, TOKENS))
+        moments, coactivation = ContributionMoments.of_data(contributions, evenly_spaced(x, TOKENS))
         order = balanced_partition(coactivation, n).flatten()
         starts: list[tuple[Controller | None, Tensor]] = [(of_weights, unchanged)]
         if rank is None:
@@ -422,8 +422,3 @@ def exchange_vertices(weights: Tensor, blocks: Tensor, left: Tensor, right: Tens
     by_side = side.argsort(dim=1, descending=True, stable=True)
     both = both.gather(1, by_side)
     blocks[left], blocks[right] = both[:, :size], both[:, size:]
-
-
-def spread(x: Tensor, most: int) -> Tensor:
-    """Return at most so many rows of x, at even distances."""
-    return x[torch.arange(most, device=x.device) * len(x) // most] if len(x) > most else x

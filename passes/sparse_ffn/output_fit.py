@@ -16,9 +16,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from retrofit.passes.sparse_ffn.controller_fit import spread
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
-from retrofit.sdk.data import evaluation_mode, token_weights
+from retrofit.sdk.data import evaluation_mode, evenly_spaced, token_weights
 
 CHUNK = 512  # tokens computed at a time
 SAMPLE = 2048  # tokens whose median length counts
@@ -88,7 +87,7 @@ def fit_output(block: SparseFeedForward, x: Tensor, held_out: Tensor) -> tuple[E
 
 def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output]:
     """Return the minimum of the formula above for each λ, with the units that `block` selects as it is now."""
-    sample = torch.cat([y for _, y in values(block, dense, spread(x, SAMPLE))])
+    sample = torch.cat([y for _, y in values(block, dense, evenly_spaced(x, SAMPLE))])
     median = sample.square().sum(1).median().clamp_min(torch.finfo(torch.float32).tiny)
     units, width = dense.weight.shape
     rows = units if dense.bias is None else units + 1  # the bias is the row of a unit that is always 1

@@ -122,8 +122,6 @@ def relaxed(logits: Tensor, k: int) -> Tensor:
 
 # ── The start ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-CLOSE = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that the dense model computed it in
-COARSE = 5e-2  # the same of half precision
 PROBES = 512  # random inputs that a controller is tried on
 TOKENS = 512  # of calibration data that a fitted output matrix is tried on
 STRENGTHS = (0.01, 0.1, 0.3, 1.0, 3.0)  # λ, of the pull towards the dense output matrix
@@ -146,17 +144,14 @@ def start(observed: Observed) -> Problems:
     solved = {predicted[index * (len(predicted) - 1) // max(1, MOST - 1)].path for index in range(MOST)} if predicted else set()
     for site in observed.sites:
         block: Any = site.module
-        known = observed.dense.calls.get(site.dense_path)
+        known = observed.dense_stream(site.path, site.dense_path, block.width)
         fitted = bool(getattr(block, "fitted", False))
         dense = dense_output(observed, site) if fitted else None
-        if known is None or not known[0].shape[-1] == block.width == known[1].shape[-1]:
-            observed.not_compared(site.path, "the dense model calls no module there that takes and returns a stream of its width")
-        elif fitted and dense is None:
+        if known is not None and fitted and dense is None:
             observed.not_compared(site.path, "its output matrix was fitted, and the dense one is not at hand")
-        else:
-            x, y = (rows.double() for rows in known)
-            apart = float((output(block, hidden_units(block, x)[1], dense).detach() - y).abs().max())
-            if apart > CLOSE.get(known[1].dtype, COARSE) * float(y.abs().max()):
+        elif known is not None:
+            x, y, rounding = known
+            if float((output(block, hidden_units(block, x)[1], dense).detach() - y).abs().max()) > rounding:
                 yield site.path, "with all its units active it does not begin as the dense feed-forward"
         if not compared_on_data and options.fits_output:  # the first: its input on the data is what it was fitted on
             compared_on_data = True

@@ -242,18 +242,18 @@ class SparseFFN(Pass[SparseFFNPlan]):
         """Return the sites in groups, in order, whose inputs on the calibration data are in memory together."""
         if edit.calibration is None or self.exact:
             return [list(sites)]
-        widths = {observed_path(site): site.width for site in sites}
+        widths = {site.entry_path: site.width for site in sites}
         groups = recording_groups(edit.model, edit.calibration, widths)
-        return [[site for site in sites if observed_path(site) in paths] for paths in groups]
+        return [[site for site in sites if site.entry_path in paths] for paths in groups]
 
     def make_group(self, sites: Sequence[FeedForward], edit: Edit, done: int, total: int) -> list[SparseBlock]:
         """Return the sparse feed-forwards of some of the `total` sites, `done` of which came before, side by side."""
         inputs: dict[str, Tensor] = {}
         if edit.calibration is not None and not self.exact:
-            inputs = record_inputs(edit.model, edit.calibration, list(dict.fromkeys(map(observed_path, sites))))
+            inputs = record_inputs(edit.model, edit.calibration, list(dict.fromkeys(site.entry_path for site in sites)))
 
         def make(site: FeedForward) -> SparseBlock:
-            return self.make(site, edit.model, inputs.get(observed_path(site)))
+            return self.make(site, edit.model, inputs.get(site.entry_path))
 
         tokens = max(map(len, inputs.values()), default=0)
         size = max(bytes_of_a_fit(tokens, site) for site in sites)
@@ -317,11 +317,6 @@ class SparseFFN(Pass[SparseFFNPlan]):
             columns = {"output matrix fitted": after.of_tokens, "as it was": before.of_tokens}
             findings.append((OUTPUT, columns, {"form": ".3f", "worst": "highest"}))
         return SparseBlock(block, rearranged, findings)
-
-
-def observed_path(site: FeedForward) -> str:
-    """Return the module that receives what the feed-forward does, and runs."""
-    return site.bypassed[0] if site.bypassed else site.path
 
 
 def bytes_of_a_fit(tokens: int, site: FeedForward) -> int:

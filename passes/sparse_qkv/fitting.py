@@ -19,13 +19,12 @@ descent on other windows lowers the error as far as it falls on the windows held
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from retrofit.passes.multiplicative import Multiplicative, nearest_product
+from retrofit.passes.multiplicative import Multiplicative, balanced, nearest_product, relative_adam, solve
 from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution, ModularProjection, neighbours
 from retrofit.sdk.data import RecordedCall, evaluation_mode, float_tensors, set_aside, token_weights, weighted_error
 
@@ -176,9 +175,7 @@ def alternate(projection: ModularProjection, targets: Targets) -> None:
             taps = {letter: best_taps(d, e, reach[letter], target) for letter, target in targets.items()}
             d = torch.cat([best_d(e[rows], reach, taps, targets, rows) for rows in chunks(len(d))])
             e = torch.cat([best_e(d[rows], reach, taps, targets, rows) for rows in chunks(len(d))])
-            tiny = torch.finfo(d.dtype).tiny
-            ratio = (d.norm(dim=1, keepdim=True).clamp_min(tiny) / e.norm(dim=1, keepdim=True).clamp_min(tiny)).sqrt()
-            d, e = d / ratio, e * ratio
+            d, e = balanced(d, e)
         projection.mult.d.copy_(d)
         projection.mult.e.copy_(e)
     for letter, tap in taps.items():
@@ -198,7 +195,8 @@ def best_taps(d: Tensor, e: Tensor, reach: Tensor, target: Tensor) -> Tensor:
     gram = torch.einsum("iog,ipg->opi", spread, spread)
     system = torch.stack([torch.stack([(e * pair.unsqueeze(-1)).t() @ e for pair in row]) for row in gram])  # (F, F, M, M)
     right = torch.stack([e.t() @ torch.einsum("ig,ign->in", spread[:, o], target) for o in range(kernel)])  # (F, M, N)
-    return solve(system.transpose(1, 2).reshape(kernel * size, kernel * size), right.flatten(0, 1)).unflatten(0, (kernel, size))
+    square = system.transpose(1, 2).reshape(kernel * size, kernel * size)
+    return solve(square, right.flatten(0, 1), RIDGE).unflatten(0, (kernel, size))
 
 
 def best_d(e: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: slice) -> Tensor:
@@ -211,7 +209,7 @@ def best_d(e: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: sli
         overlap = torch.einsum("osg,ptg->opst", reach[letter], reach[letter])
         system += torch.einsum("iop,opst->ist", gram, overlap)
         right += torch.einsum("osg,iog->is", reach[letter], torch.einsum("ign,ion->iog", targets[letter][rows], read))
-    return solve(system, right)
+    return solve(system, right, RIDGE)
 
 
 def best_e(d: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: slice) -> Tensor:
@@ -224,14 +222,7 @@ def best_e(d: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: sli
         overlap = torch.einsum("omn,pkn->opmk", tap, tap)
         system += torch.einsum("iop,opmk->imk", gram, overlap)
         right += torch.einsum("ion,omn->im", torch.einsum("iog,ign->ion", spread, targets[letter][rows]), tap)
-    return solve(system, right)
-
-
-def solve(system: Tensor, right: Tensor) -> Tensor:
-    """Return the solution of a positive semi-definite system, or of a batch of them; zero where the system is zero."""
-    diagonal = system.diagonal(dim1=-2, dim2=-1)
-    ridge = RIDGE * diagonal.mean(-1, keepdim=True) + torch.finfo(system.dtype).tiny
-    return torch.linalg.solve(system + torch.diag_embed(ridge.expand_as(diagonal)), right)
+    return solve(system, right, RIDGE)
 
 
 # ── With data ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -361,14 +352,8 @@ def put(parameters: Sequence[nn.Parameter], values: Values) -> None:
 @torch.enable_grad()
 def descend_by_calls(module: nn.Module, parameters: Sequence[nn.Parameter], calls: Sequence[RecordedCall]) -> None:
     """The parameters have made `OUTPUT_STEPS` steps of Adam, a call each, that lower the relative error of the module's results."""
-    trained = [
-        parameter for parameter in parameters if parameter.dim() > 1
-    ]  # the biases of the convolutions begin at zero and stay
-    rates = [RATE * max(float(one.detach().float().square().mean().sqrt()), 1e-12) for one in trained]
-    optimizer = torch.optim.Adam(
-        [{"params": [one], "lr": rate} for one, rate in zip(trained, rates, strict=True)], betas=(0.9, 0.95)
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / OUTPUT_STEPS))
+    trained = [parameter for parameter in parameters if parameter.dim() > 1]  # the convolutions' biases begin at zero and stay
+    optimizer, schedule = relative_adam(trained, RATE, OUTPUT_STEPS)
     with evaluation_mode(module):
         for step in range(OUTPUT_STEPS):
             error = weighted_error(*results(calls[step % len(calls)], module))

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import ClassVar
 
 from torch import nn
@@ -42,10 +42,9 @@ from retrofit.sdk import (
     Pass,
     Plan,
     Site,
-    Stack,
     collect_near_miss,
     option,
-    selected_depths,
+    selected_layers,
 )
 from retrofit.sdk.anatomy import REST, AttentionSite, SiteProjection, find_attention_sites
 from retrofit.sdk.data import record_calls, split_calibration
@@ -102,7 +101,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return {} if convolves else {f"variant={self.variant}, output={self.output}": ("kernel",)}
 
     def plan(self, anatomy: Anatomy) -> SparseQKVPlan:
-        sites, found = find_attention_sites(anatomy, self.selected(anatomy))
+        sites, found = find_attention_sites(anatomy, selected_layers(anatomy, self.layers, self.name, self.stacks))
         near_misses = [sparse_already(one) if has_columns(anatomy.model, one.name) else one for one in found]
         attentions: list[AttentionPlan] = []
         for site in with_separate_ones(sites, anatomy):
@@ -143,13 +142,6 @@ class SparseQKV(Pass[SparseQKVPlan]):
                 before, after = fit_results(edit.model.get_submodule(attention.path), projections.parameters(), attention, starts)
                 columns = {"before": before, "after": after}
                 edit.note("relative error of the result on windows held out", projections.site.name, columns, worst="highest")
-
-    def selected(self, anatomy: Anatomy) -> Iterator[tuple[Stack, int]]:
-        """Yield the stacks and depths that the options select."""
-        for stack in anatomy.stacks:
-            if self.stacks in ("all", stack.kind):
-                for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest(self.stacks))):
-                    yield stack, depth
 
     # The layers and sizes of the new projections.
 

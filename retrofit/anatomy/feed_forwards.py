@@ -58,6 +58,11 @@ class FeedForward:
     tail_paths: tuple[tuple[str, str], ...] = ()  # the same of `tail`
 
     @property
+    def entry_path(self) -> str:
+        """The module that receives what the feed-forward does, and runs."""
+        return self.bypassed[0] if self.bypassed else self.path
+
+    @property
     def gated(self) -> bool:
         return len(self.ports) > 1
 

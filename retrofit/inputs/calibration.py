@@ -141,6 +141,11 @@ def spread(windows: Sequence[Window], most: int) -> list[Window]:
     return [windows[(index + 1) * len(windows) // count - 1] for index in range(count)]
 
 
+def evenly_spaced(x: Tensor, most: int) -> Tensor:
+    """Return at most so many rows of x, at even distances."""
+    return x[torch.arange(most, device=x.device) * len(x) // most] if len(x) > most else x
+
+
 def batched(windows: Iterable[Window]) -> Iterator[Window]:
     """The windows in batches of up to `BATCH`, in order; one whose shapes differ from the last one's begins a batch."""
     for _, equal in itertools.groupby(windows, shapes_of):

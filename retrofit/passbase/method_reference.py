@@ -240,18 +240,41 @@ class Observed:
     def is_calibrated(self) -> bool:
         return self.calibration is not None
 
+    def dense_stream(self, path: str, dense_path: str, width: int) -> tuple[Tensor, Tensor, float] | None:
+        """Return rows that the dense module there received, what it returned, in float64, and how far rounding may move that.
+
+        None where there is no such module for the site at `path`, which the report says.
+        """
+        x, y = self.dense.calls.get(dense_path, (None, None))
+        if x is None or y is None or not x.shape[-1] == width == y.shape[-1]:
+            self.not_compared(path, "the dense model calls no module there that takes and returns a stream of its width")
+            return None
+        return x.double(), y.double(), ROUNDING.get(y.dtype, COARSE) * float(y.double().abs().max())
+
     def not_compared(self, path: str, why: str) -> None:
         """The report says that this site was not compared, and why."""
         self.missing.append((path, why))
 
 
 Problems = Iterator[tuple[str, str]]  # the path of a site, and what is wrong there
+ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that a dense module computed it in
+COARSE = 5e-2  # the same of half precision
 STANDARD_ERRORS = 6  # of a spread: chance goes beyond them less than once in a million times
 
 
 def may_be_chance(ratio: float, count: int) -> bool:
     """Whether so many normal numbers may spread `ratio` times as far as those of their distribution do."""
     return abs(ratio - 1) <= max(0.05, STANDARD_ERRORS / math.sqrt(2 * count))
+
+
+FEWEST = 24  # numbers that have a spread
+
+
+def spread_problem(name: str, value: Tensor, expected: float) -> Iterator[str]:
+    """Yield that a parameter does not begin as normal numbers of the `expected` spread, where it does not."""
+    ratio = float(value.detach().float().std()) / expected if value.numel() >= FEWEST else 1.0
+    if not may_be_chance(ratio, value.numel()):
+        yield f"{name} begins with {ratio:.2g} times the spread that the method gives it"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,13 @@ import math
 import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from retrofit.errors import SpecError
+
+if TYPE_CHECKING:
+    from retrofit.anatomy.anatomy import Anatomy
+    from retrofit.anatomy.parts import Stack
 
 
 def option(
@@ -173,6 +177,14 @@ def selected_depths(text: str, count: int, owner: str, deepest: int = 0) -> set[
             )
         chosen.update(range(first, min(last + 1, count)))
     return chosen
+
+
+def selected_layers(anatomy: Anatomy, layers: str, owner: str, stacks: str = "all") -> Iterator[tuple[Stack, int]]:
+    """Yield the stacks of a kind, or all, and their depths that `layers` names, in order."""
+    for stack in anatomy.stacks:
+        if stacks in ("all", stack.kind):
+            for depth in sorted(selected_depths(layers, len(stack.layers), owner, anatomy.deepest(stacks))):
+                yield stack, depth
 
 
 def depth_ranges(text: str, owner: str) -> list[tuple[int, int]]:

@@ -17,6 +17,7 @@ from retrofit.passbase.protocol import Rewrite as Rewrite
 from retrofit.passbase.protocol import Recovery as Recovery
 from retrofit.passbase.options import option as option
 from retrofit.passbase.options import selected_depths as selected_depths
+from retrofit.passbase.options import selected_layers as selected_layers
 from retrofit.surgery.edit import Edit as Edit
 from retrofit.surgery.edit import Rearranged as Rearranged
 
@@ -56,6 +57,7 @@ from retrofit.passbase.method_reference import Observed as Observed
 from retrofit.passbase.method_reference import ObservedSite as ObservedSite
 from retrofit.passbase.method_reference import Problems as Problems
 from retrofit.passbase.method_reference import may_be_chance as may_be_chance
+from retrofit.passbase.method_reference import spread_problem as spread_problem
 
 RINGS = ("anatomy", "program", "modules", "data")
 

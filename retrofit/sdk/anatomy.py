@@ -37,6 +37,7 @@ from retrofit.anatomy.layer_calls import LayerCall as LayerCall
 from retrofit.anatomy.layer_calls import LayerCalls as LayerCalls
 from retrofit.anatomy.branches import InnerLayers as InnerLayers
 from retrofit.anatomy.parts import NO_STREAM as NO_STREAM
+from retrofit.surgery.wrappers import modules_around as modules_around
 
 # Reasons and remedies that several passes give.
 from retrofit.anatomy.parts import WITHOUT_GRADIENT as WITHOUT_GRADIENT

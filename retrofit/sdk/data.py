@@ -8,6 +8,7 @@ from retrofit.inputs.calibration import Enough as Enough
 from retrofit.passbase.calibration import calibration_from as calibration_from
 from retrofit.inputs.calibration import sample_calibration as sample_calibration
 from retrofit.inputs.calibration import split_calibration as split_calibration
+from retrofit.inputs.calibration import evenly_spaced as evenly_spaced
 
 # Calls of modules, to repeat them with what replaces the module.
 from retrofit.inputs.module_calls import RecordedCall as RecordedCall

@@ -11,6 +11,7 @@ from retrofit.anatomy.feed_forwards import linear as linear
 
 # Arguments and results of a wrapped module.
 from retrofit.surgery.wrappers import tensor_argument as tensor_argument
+from retrofit.surgery.wrappers import float_like as float_like
 from retrofit.surgery.wrappers import batch_first as batch_first
 
 # Keywords passed through a model's own code.
@@ -30,6 +31,8 @@ from retrofit.surgery.cache_memory import staying_tokens as staying_tokens
 # Calls of torch's fused attention, and the tokens that a mask shows.
 from retrofit.surgery.wrappers import FUSED_ARGUMENTS as FUSED_ARGUMENTS
 from retrofit.surgery.wrappers import AnsweredFusedAttention as AnsweredFusedAttention
+from retrofit.surgery.wrappers import MULTI_HEAD as MULTI_HEAD
+from retrofit.surgery.wrappers import calls_multi_head as calls_multi_head
 from retrofit.surgery.wrappers import query_positions as query_positions
 from retrofit.surgery.wrappers import unpadded_tokens as unpadded_tokens
 from retrofit.surgery.wrappers import visible_keys as visible_keys

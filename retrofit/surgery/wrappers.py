@@ -18,6 +18,18 @@ from retrofit.errors import DoesNotFitError
 ArgumentPlace = tuple[int | None, str | None]  # one argument of a call: its position, its keyword
 
 
+def float_like(*modules: nn.Module) -> Tensor:
+    """Return the first floating-point parameter of the modules, which new parameters are like; an empty tensor without any."""
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    return next((parameter for parameter in parameters if parameter.is_floating_point()), torch.empty(()))
+
+
+def modules_around(model: nn.Module, path: str) -> list[nn.Module]:
+    """Return the module at the path and all that contain it, the model first."""
+    steps = path.split(".") if path else []
+    return [model.get_submodule(".".join(steps[:count])) for count in range(len(steps) + 1)]
+
+
 def argument_place(module: nn.Module, key: int | str | None) -> ArgumentPlace:
     """Return where `module` takes the argument `key`, a position or a keyword: both, as far as the signature of its forward says.
 
@@ -291,6 +303,15 @@ class InjectingForward(ForwardReplacement):
 
 FUSED = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
 FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # those that may be given by position
+
+
+MULTI_HEAD = "multi_head_attention_forward"  # torch's function that attends without a call that could be answered
+
+
+def calls_multi_head(module: nn.Module) -> bool:
+    """Return whether the code of a module inside calls `MULTI_HEAD`."""
+    codes = (getattr(inspect.unwrap(type(part).forward), "__code__", None) for part in module.modules())
+    return any(code is not None and MULTI_HEAD in code.co_names for code in codes)
 
 
 class AnsweredFusedAttention(TorchFunctionMode):

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from retrofit.numerics.distances import token_weights
 from retrofit.passes import SparseLoss
-from retrofit.passes.multiplicative import Multiplicative
-from retrofit.passes.sparse_loss import DenseHead, fit_to_data, lower_squared_error, product
+from retrofit.passes.multiplicative import Multiplicative, product
+from retrofit.passes.sparse_loss import DenseHead, fit_to_data, lower_squared_error
 from retrofit.rewriting import apply_reported
 
 WIDTH, MODULES, SIZE = 8, 3, 5
@@ -29,7 +29,7 @@ def start(weight: Tensor) -> Multiplicative:
 
 def within_subspace(tokens: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """A multiplicative matrix, the same matrix with more where no input lies, and inputs."""
-    planted = product((drawn(WIDTH, MODULES, seed=seed), drawn(WIDTH, SIZE, seed=seed + 1)))
+    planted = product(drawn(WIDTH, MODULES, seed=seed), drawn(WIDTH, SIZE, seed=seed + 1))
     basis = torch.linalg.qr(drawn(WIDTH, WIDTH, seed=seed + 2)).Q
     x = drawn(tokens, 5, seed=seed + 3) @ basis[:, :5].t()
     return planted, planted + 3 * basis[:, 5:] @ drawn(3, MODULES * SIZE, seed=seed + 4), x
@@ -42,7 +42,7 @@ def test_what_the_inputs_do_not_show_is_not_fitted() -> None:
     before = (x @ layer.matrix() - x @ weight).norm() / (x @ weight).norm()
     centred = weight - weight.mean(1, keepdim=True)
     factors = lower_squared_error((layer.d.detach(), layer.e.detach()), weight, x)
-    after = (x @ product(factors) - x @ centred).norm() / (x @ centred).norm()
+    after = (x @ product(*factors) - x @ centred).norm() / (x @ centred).norm()
     assert before > 0.5 and after < 0.5 * before
     before, after = fit_to_data(layer, DenseHead(weight, None), x, x[:50])  # type: ignore[assignment]
     assert after < 0.2 * before
@@ -61,7 +61,7 @@ def test_each_half_of_the_alternation_is_a_least_squares_solution(monkeypatch: p
         for m in range(SIZE):
             unit = torch.zeros(WIDTH, SIZE)
             unit[i, m] = 1
-            columns.append((root * (x @ product((d, unit)))).flatten())
+            columns.append((root * (x @ product(d, unit))).flatten())
     expected = torch.linalg.lstsq(torch.stack(columns, 1), wanted.flatten().unsqueeze(1)).solution.view(WIDTH, SIZE)
     torch.testing.assert_close(e, expected, rtol=1e-2, atol=1e-2)
 
@@ -73,7 +73,7 @@ def test_the_divergence_is_that_of_a_plain_loop() -> None:
     found, weights = 0.0, token_weights(x)
     for t in range(6):
         p = (x[t] @ head.weight + head.bias).softmax(-1)
-        q = (x[t] @ product(factors)[:, :14] + head.bias).softmax(-1).clamp_min(1e-38)
+        q = (x[t] @ product(*factors)[:, :14] + head.bias).softmax(-1).clamp_min(1e-38)
         found += float(weights[t] * sum(float(a) * (float(a.log()) - float(b.log())) for a, b in zip(p, q, strict=True) if a > 0))
     assert head.mean_divergence(x, factors) == pytest.approx(found / float(weights.sum()), rel=0.05)
 
@@ -93,7 +93,7 @@ def test_a_huge_token_does_not_decide() -> None:
 
 def test_what_is_worse_on_tokens_held_out_is_not_taken() -> None:
     """The inputs to fit on show directions that no input held out has."""
-    weight = product((drawn(WIDTH, MODULES, seed=0), drawn(WIDTH, SIZE, seed=1)))
+    weight = product(drawn(WIDTH, MODULES, seed=0), drawn(WIDTH, SIZE, seed=1))
     x, held_out = drawn(20, WIDTH, seed=2), drawn(20, WIDTH, seed=3)
     layer = start(weight)  # exact already
     begin = layer.d.detach().clone(), layer.e.detach().clone()

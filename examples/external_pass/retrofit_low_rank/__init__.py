@@ -32,7 +32,7 @@ from retrofit.sdk import (
     find_argument,
     map_first,
     option,
-    selected_depths,
+    selected_layers,
 )
 from retrofit.sdk.program import shape
 from retrofit_low_rank.reference import low_rank_adapter, start
@@ -105,11 +105,10 @@ class LowRank(Pass[LowRankPlan]):
     def weights(self, anatomy: Anatomy) -> Iterator[str]:
         """The names of the weights that the options ask for, each once, in order of depth."""
         names: list[str] = []
-        for stack in anatomy.stacks:
-            for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())):
-                layer = stack.layers[depth]
-                branches = {"all": layer.branches, "attention": layer.attentions, "ffn": layer.ffns}[self.branches]
-                names += [projection.name for branch in branches for projection in branch.projections if projection.name]
+        for stack, depth in selected_layers(anatomy, self.layers, self.name):
+            layer = stack.layers[depth]
+            branches = {"all": layer.branches, "attention": layer.attentions, "ffn": layer.ffns}[self.branches]
+            names += [projection.name for branch in branches for projection in branch.projections if projection.name]
         yield from dict.fromkeys(names)
 
     def site(self, weight: str, anatomy: Anatomy) -> AdaptedMatrix:
