@@ -36,7 +36,7 @@ class Multiplicative(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Noise under which y has the variance of a dense layer's at its usual start."""
+        """Draw noise under which y has the variance of a dense layer's at its usual start."""
         width = len(self.d)
         for factor in (self.d, self.e):
             factor.normal_(std=width**-0.25)
@@ -65,7 +65,7 @@ class Multiplicative(nn.Module):
 
     @torch.no_grad()
     def fit(self, matrix: Tensor) -> None:
-        """D and E are the least-squares fit to the dense `matrix` (d, S·M): a rank-1 problem for each input feature.
+        """Fit D and E to the dense `matrix` (d, S·M) by least squares: a rank-1 problem for each input feature.
 
         On the meta device it does nothing.
         """
@@ -83,7 +83,7 @@ class Multiplicative(nn.Module):
 
     @staticmethod
     def count(width: int, modules: int, size: int) -> int:
-        """Its number of parameters: d²/S + d·S where S·M = d."""
+        """Return its number of parameters: d²/S + d·S where S·M = d."""
         return width * (modules + size)
 
 
@@ -98,7 +98,7 @@ ROWS = 256  # input features fitted at a time
 
 
 def nearest_product(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """u and v of equal norm with u ⊗ v nearest to each of the `matrices` (n, S, M): (n, S) and (n, M).
+    """Return u and v of equal norm with u ⊗ v nearest to each of the `matrices` (n, S, M): (n, S) and (n, M).
 
     They are the leading singular vectors (Eckart and Young); of the shorter side, the last eigenvector of the Gram matrix.
     """

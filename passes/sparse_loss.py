@@ -52,7 +52,7 @@ CALIBRATED = 0.1  # of the own square of a fit on data: its product with what it
 
 
 def multiplicative_head(call: SiteCall) -> Tensor:
-    """logits[s·M + m] = Σ_i x_i D[i,s] E[i,m], the first V of them, plus the bias."""
+    """Return logits[s·M + m] = Σ_i x_i D[i,s] E[i,m], the first V of them, plus the bias."""
     head: Any = call.module
     return logits(head, call.options.modules, call.args[0])
 
@@ -65,7 +65,7 @@ def logits(head: Any, modules: int, x: Tensor) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """D and E were fitted to the dense head: to each of its rows as well as can be, without data.
+    """Check that D and E were fitted to the dense head: to each of its rows as well as can be, without data.
 
     With data they were fitted to what is predicted on it: then the dense head only lies along Ŵ, ⟨Ŵ, W⟩ near ‖Ŵ‖², on random rows
     or on those that the dense head received. Along inputs that the data do not have the fit may be far too long. A pass before this
@@ -102,7 +102,7 @@ def multiple(head: Any, features: list[int], rows: Tensor) -> float:
 
 @torch.no_grad()
 def agreement(head: Any, modules: int, x: Tensor, y: Tensor) -> float:
-    """⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, of which the dense head makes y; a number that all logits of a row have says nothing.
+    """Return ⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, of which the dense head makes y; a number that all logits of a row have says nothing.
 
     A head that was widened before reads x in each of its blocks: of these it makes y too, at either exact start of AltUp.
     """
@@ -131,7 +131,7 @@ class DenseHead:
     bias: Tensor | None
 
     def log_probabilities(self, x: Tensor, factors: Factors | None = None) -> Tensor:
-        """(tokens, d) to (tokens, V); with `factors` those of the multiplicative head."""
+        """Return (tokens, d) to (tokens, V); with `factors` those of the multiplicative head."""
         matrix = self.weight if factors is None else product(*factors)[:, : self.weight.shape[1]]
         logits = x @ matrix
         return (logits if self.bias is None else logits + self.bias).log_softmax(-1)
@@ -150,7 +150,7 @@ class DenseHead:
 
 
 def fit_to_data(layer: Multiplicative, head: DenseHead, x: Tensor, held_out: Tensor) -> tuple[float, float]:
-    """`layer`, which starts from the weights, has the factors of least KL; returns that before and after, on `held_out`.
+    """Return `layer`, which starts from the weights, has the factors of least KL; returns that before and after, on `held_out`.
 
     `x` and `held_out`, (tokens, d), are inputs of the dense head.
     """
@@ -219,7 +219,7 @@ class MultiplicativeHead(nn.Module):
         return self.product.matrix().t()[: self.vocabulary]
 
     def fit(self, weight: Tensor) -> None:
-        """D and E are those nearest to the dense head's weight, (V, d)."""
+        """Fit D and E to the dense head's weight, (V, d)."""
         modules, size = self.product.modules_and_size
         self.product.fit(nn.functional.pad(weight.t(), (0, modules * size - self.vocabulary)))
 
@@ -228,7 +228,7 @@ class MultiplicativeHead(nn.Module):
 
 
 def module_size(vocabulary: int, modules: int) -> int:
-    """M = ⌈V/S⌉."""
+    """Return M = ⌈V/S⌉."""
     return -(-vocabulary // modules)
 
 
@@ -375,7 +375,7 @@ class SparseLoss(Pass[SparseLossPlan]):
             edit.drop_parameter(weight, "a multiplicative layer fitted to it replaces it")
 
     def fit_to_data(self, replacement: MultiplicativeHead, head: OutputHead, weight: Tensor, edit: Edit) -> None:
-        """With calibration data `replacement` predicts what the dense head, of `weight` (V, d), predicts; the distance is noted."""
+        """Fit `replacement` on calibration data to what the dense head, of `weight` (V, d), predicts; note the distance."""
         if edit.calibration is None or weight.is_meta:
             return
         x, held_out = (record_inputs(edit.model, head.module, part) for part in split_calibration(edit.calibration, TOKENS))

@@ -40,7 +40,7 @@ from retrofit.sdk.program import shape
 
 
 def summed_embedding(call: SiteCall) -> Tensor:
-    """E[id] + S[id]; nothing for an id that the table has no row for."""
+    """Return E[id] + S[id]; nothing for an id that the table has no row for."""
     module: Any = call.module
     ids = call.argument(module.place)
     y = call.given("layer", {module.place: ids}, 0)
@@ -50,7 +50,7 @@ def summed_embedding(call: SiteCall) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """S begins at zero."""
+    """Check that S begins at zero."""
     for site in observed.sites:
         if bool(site.module.extra.weight.any()):  # type: ignore[union-attr,operator]
             yield site.path, "the extra embedding does not begin at zero"
@@ -101,7 +101,7 @@ class SummedTable(SummedEmbedding, nn.Embedding):
         return super().__getattr__(name)
 
     def require_no_extra(self) -> None:
-        """The extra embedding is zero, else `DoesNotFitError`: PEFT looks the tokens that it trains up in the table alone."""
+        """Raise `DoesNotFitError` unless the extra embedding is zero: PEFT looks tokens that it trains up in the table alone."""
         extra = self.extra.weight
         if not extra.is_meta and bool(extra.any()):
             raise DoesNotFitError(
@@ -121,7 +121,7 @@ def reads_past(reader: FrameType) -> bool:
 
 
 def resize(table: nn.Embedding, rows: int) -> None:
-    """`table` has so many rows: the last ones are dropped, new ones are zero."""
+    """Give `table` so many rows: the last ones are dropped, new ones are zero."""
     weight = table.weight.data
     if len(weight) != rows:
         table.weight.data = F.pad(weight[:rows], (0, 0, 0, max(0, rows - len(weight))))
@@ -144,7 +144,7 @@ def other_holders(model: nn.Module, weight: nn.Parameter, sites: Sequence[Site])
     """Return the paths of embeddings that hold the token table outside of the sites: one that a model sets in both its stacks."""
     found: list[str] = []
     for path, module in model.named_modules():
-        inside = tuple(f"{one}." for one in (*(site.name for site in sites), *found))  # a summed table has its own
+        inside = tuple(f"{owner}." for owner in (*(site.name for site in sites), *found))  # a summed table has its own
         if isinstance(module, nn.Embedding) and module.weight is weight and not f"{path}.".startswith(inside):
             found.append(path)
     return found

@@ -143,7 +143,7 @@ class AltUp(Pass[AltUpPlan]):
     def chosen_stacks(self, anatomy: Anatomy, near_misses: list[NearMiss]) -> list[Stack]:
         """Return the stacks to widen: of several streams that run through the same layers, the one through most of them."""
         chosen: list[Stack] = []
-        for stack in sorted(anatomy.stacks, key=lambda one: -len(one.layers)):
+        for stack in sorted(anatomy.stacks, key=lambda stack: -len(stack.layers)):
             taken = {(layer.name, layer.call) for other in chosen for layer in other.layers if layer.name}
             if self.stacks not in ("all", stack.kind):
                 near_misses.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.stacks}", in_any_form=True))
@@ -303,7 +303,7 @@ class AltUp(Pass[AltUpPlan]):
         return project
 
     def widen_head(self, head: WideHead, projections: dict[str, DivideAndProject | None], edit: Edit) -> None:
-        """The head reads the whole stream; block weights and projection act on its argument."""
+        """Make the head read the whole stream; block weights and projection act on its argument."""
         if head.growth is not None:
             grow(head.growth, edit)
         else:
@@ -376,7 +376,7 @@ def is_shared(stack: Stack) -> bool:
 
 
 def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
-    """Raises `DoesNotFitError` at the first layer that cannot be wrapped."""
+    """Raise `DoesNotFitError` at the first layer that cannot be wrapped."""
     attends = any(layer.attentions for stack in stacks for layer in stack.layers)
     for stack in stacks:
         for layer in stack.layers:
@@ -395,7 +395,7 @@ def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
 
 
 def require_own_layers(stacks: list[Stack]) -> None:
-    """Raises `DoesNotFitError` where a module is a layer of several stacks: its wrapper would be another one in each."""
+    """Raise `DoesNotFitError` where a module is a layer of several stacks: its wrapper would be another one in each."""
     names = [name for stack in stacks for name in dict.fromkeys(layer.name for layer in stack.layers) if name]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -408,7 +408,7 @@ def require_own_layers(stacks: list[Stack]) -> None:
 
 
 def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFitError:
-    """Why a layer cannot be wrapped where what enters it does not end in the stream's width."""
+    """Return why a layer cannot be wrapped where what enters it does not end in the stream's width."""
     if isinstance(entering[-1], int) and entering[-1] % width == 0:
         return DoesNotFitError("the stream is wide", why=AltUp.already, remedy="apply altup once")
     return DoesNotFitError(

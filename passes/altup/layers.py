@@ -27,7 +27,7 @@ from retrofit.sdk.modules import float_like, is_exporting
 
 
 def mix(x: Tensor, a: Tensor) -> Tensor:
-    """Row r of the result is Σ_c a[r,c] x^c, in the order of c: x (…, C·d) and a [R, C], or one a per token, give (…, R, d)."""
+    """Return blocks Σ_c a[r,c] x^c, in the order of c: x (…, C·d) and a [R, C], or one a per token, give (…, R, d)."""
     blocks = x.unflatten(-1, (a.shape[-1], 1, -1)).unbind(-3)  # C of (…, 1, d)
     columns = a.unsqueeze(-1).unbind(-2)  # C of ([…,] R, 1)
     mixed, add = blocks[0] * columns[0], addition()
@@ -37,12 +37,12 @@ def mix(x: Tensor, a: Tensor) -> Tensor:
 
 
 def mix_and_add(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
-    """Block r of the result is Σ_c a[r,c] x^c + g[r] y: y comes last, and stays bit for bit where the terms before it cancel."""
+    """Return blocks Σ_c a[r,c] x^c + g[r] y: y comes last, and stays bit for bit where the terms before it cancel."""
     return addition()(mix(x, a), y.unsqueeze(-2), g).flatten(-2)
 
 
 def addition() -> Callable[..., Tensor]:
-    """x + a·b for tensors: in place on x, except in an export, whose graph must have no side effects."""
+    """Return x + a·b for tensors: in place on x, except in an export, whose graph must have no side effects."""
     return torch.addcmul if is_exporting() else Tensor.addcmul_
 
 
@@ -73,7 +73,7 @@ class Contraction(torch.autograd.Function):
 
 
 def contract(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
-    """Σ_c a[r,c] x^c + g[r] y in x's dtype: x (…, C·d), y (…, d), a ([…,] R, C), g ([…,] R, 1) give (…, R·d)."""
+    """Return Σ_c a[r,c] x^c + g[r] y in x's dtype: x (…, C·d), y (…, d), a ([…,] R, C), g ([…,] R, 1) give (…, R·d)."""
     dtype = x.dtype
     if y.dtype != dtype or a.dtype != dtype or g.dtype != dtype:
         y, a, g = y.to(dtype), a.to(dtype), g.to(dtype)
@@ -83,12 +83,12 @@ def contract(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
 
 
 def combine_blocks(x: Tensor, weights: Sequence[float]) -> Tensor:
-    """Σ_i weights[i] x^i: (…, K·d) gives (…, d)."""
+    """Return Σ_i weights[i] x^i: (…, K·d) gives (…, d)."""
     return weighted_sum(x.unflatten(-1, (len(weights), -1)).unbind(-2), weights)
 
 
 def weighted_sum(terms: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Σ_i weights[i] terms[i], those of weight 0 left out: a single one of weight 1 is returned as it is."""
+    """Return Σ_i weights[i] terms[i], those of weight 0 left out: a single one of weight 1 is returned as it is."""
     (first, weight), *others = [(term, weight) for term, weight in zip(terms, weights, strict=True) if weight] or [(terms[0], 0.0)]
     total = first if weight == 1.0 else first * weight
     for term, weight in others:
@@ -161,7 +161,7 @@ class DivideAndProject(nn.Module):
         return torch.einsum("...kp,kdp->...kd", parts, self.weight.to(extra.dtype)).flatten(-2)
 
     def narrow(self, blocks: Tensor) -> Tensor:
-        """(…, (K−1)·d) gives (…, e)."""
+        """Return (…, (K−1)·d) gives (…, e)."""
         return torch.einsum("...kd,kdp->...kp", blocks.unflatten(-1, (len(self.weight), -1)), self.weight.to(blocks.dtype)).flatten(
             -2
         )
@@ -180,7 +180,7 @@ EVERY = -1  # where all blocks hold it
 
 
 def start_coefficients(init: str, k: int, j: int, n: int) -> tuple[Tensor, Tensor]:
-    """P [K, K] and g [K] that take the dense stream from block j to block n: all blocks carry it in lockstep, one in a hop."""
+    """Return P [K, K] and g [K] that take the dense stream from block j to block n: lockstep in all blocks, hop in one."""
     p, g = torch.eye(k), torch.ones(k)
     if init == "hop":
         p[j] = p[n]
@@ -260,7 +260,7 @@ class AltUpLayer(Wrapper):
                 raise layers_left_out("the stream is read before its last layer")
 
     def check_width(self, x: Tensor) -> None:
-        """Raises `DoesNotFitError` where the stream is not as wide as this layer takes it."""
+        """Raise `DoesNotFitError` where the stream is not as wide as this layer takes it."""
         width = self.width if self.expand else self.k * self.width
         if x.shape[-1] != width:
             raise DoesNotFitError(
@@ -275,7 +275,7 @@ class AltUpLayer(Wrapper):
         return x.narrow(-1, i * self.width, self.width)
 
     def update(self, x: Tensor, block: Tensor, y: Tensor) -> Tensor:
-        """x_new, from the stream x, its active block and x̃ = y; `rotate`, `expand` and `combine` only change A."""
+        """Return x_new, from the stream x, its active block and x̃ = y; `rotate`, `expand` and `combine` only change A."""
         p, g = self.coefficients(block, y)
         g = g.unsqueeze(-1)
         a = torch.addcmul(p, g, p.narrow(-2, self.active, 1), value=-1)  # P − g p_jᵀ
@@ -294,18 +294,18 @@ class AltUpLayer(Wrapper):
 
     @torch.no_grad()
     def start(self, init: str, n: int) -> None:
-        """The coefficients are those of the exact start `init` (lockstep or hop); the next layer works on block n."""
+        """Set the coefficients of the exact start `init` (lockstep or hop); the next layer works on block n."""
         with self.p.device:  # "meta" where the model has no values
             p, g = start_coefficients(init, self.k, self.active, n)
         self.p.copy_(p)
         self.g.copy_(g)
 
     def coefficients(self, block: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """P and g; here the same for every token."""
+        """Return P and g; here the same for every token."""
         return self.p, self.g
 
     def freeze(self) -> None:
-        """The coefficients are buffers: saved, not trained, and not counted as parameters."""
+        """Turn the coefficients into buffers: saved, not trained, and not counted as parameters."""
         for owner in (self, *(child for name, child in self.named_children() if name != "layer")):
             for name, parameter in list(owner._parameters.items()):
                 del owner._parameters[name]
@@ -388,7 +388,7 @@ class DynamicAltUpLayer(AltUpLayer):
         return p, self.base_g + F.linear(self.route(y), self.clipped(self.correction_coefs.weight))
 
     def route(self, v: Tensor) -> Tensor:
-        """r(v), one value in (−1, 1) for each block: (…, d) gives (…, K)."""
+        """Return r(v), one value in (−1, 1) for each block: (…, d) gives (…, K)."""
         weight = self.modality_router.weight
         return torch.tanh(self.modality_router(self.router_norm(v.to(weight.dtype)) / self.width).float()).to(weight.dtype)
 

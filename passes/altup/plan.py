@@ -31,7 +31,7 @@ class Growth:
 
 
 def grow(growth: Growth, edit: Edit) -> None:
-    """The parameter is the longer one wherever it is registered, and modules that store its width store the new one."""
+    """Replace the parameter by the longer one wherever it is registered, and the width where modules store it."""
     old, dim = edit.model.get_parameter(growth.name), growth.dim
     width = old.shape[dim]
     size = list(old.shape)
@@ -53,7 +53,7 @@ def grow(growth: Growth, edit: Edit) -> None:
 
 
 def fill(rest: Tensor, dense: Tensor, old: Tensor, growth: Growth) -> None:
-    """`rest` holds the new entries' start."""
+    """Fill `rest` with the start of the new entries."""
     if growth.start == "zeros":
         rest.zero_()
     elif growth.start == "noise":

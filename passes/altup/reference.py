@@ -16,7 +16,7 @@ from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
 
 
 def altup_layer(call: SiteCall) -> Tensor:
-    """x_new^i = x̂^i + g[i] (layer(x^j) − x̂^j), x̂^i = Σ_m p[i,m] x^m."""
+    """Return x_new^i = x̂^i + g[i] (layer(x^j) − x̂^j), x̂^i = Σ_m p[i,m] x^m."""
     layer: Any = call.module
     k, d, j = call.options.k, layer.width, layer.active
     x = call.argument(layer.stream_in)
@@ -38,7 +38,7 @@ def altup_layer(call: SiteCall) -> Tensor:
 
 
 def update(blocks: list[Tensor], j: int, y: Tensor, p: Any, g: Any) -> list[Tensor]:
-    """Alg. 1, with coefficients p[i][m] and g[i]: numbers, or one a token."""
+    """Return the blocks by Alg. 1, with coefficients p[i][m] and g[i]: numbers, or one a token."""
     k = len(blocks)
     predicted = []
     for i in range(k):
@@ -54,7 +54,7 @@ def scalar(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
 
 
 def dense(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
-    """Alg. 2: x̂ = P x, x_new = x̂ + G (x̃ − x̂^j)."""
+    """Return the blocks by Alg. 2: x̂ = P x, x_new = x̂ + G (x̃ − x̂^j)."""
     k, d = len(blocks), blocks[0].shape[-1]
     p, g = layer.p.view(k, d, k, d), layer.g.view(k, d, d)
     predicted = [torch.stack([blocks[m] @ p[i, :, m].T for m in range(k)]).sum(0) for i in range(k)]
@@ -62,7 +62,7 @@ def dense(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
 
 
 def dynamic(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
-    """P from the active block and g from the layer's output, each its start plus a linear map of r(v)."""
+    """Return P from the active block and g from the layer's output, each its start plus a linear map of r(v)."""
     k, clip = len(blocks), layer.coef_clip if layer.training else None
     prediction, correction = layer.prediction_coefs.weight, layer.correction_coefs.weight
     if clip is not None:
@@ -74,7 +74,7 @@ def dynamic(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]
 
 
 def routed(layer: Any, v: Tensor) -> Tensor:
-    """r(v) = tanh(router(rms_norm(v) / d))."""
+    """Return r(v) = tanh(router(rms_norm(v) / d))."""
     norm = v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.router_norm.weight
     return torch.tanh((norm / layer.width) @ layer.modality_router.weight.T)
 
@@ -96,7 +96,7 @@ def replicated(call: SiteCall) -> Tensor:
 
 
 def block_scale(call: SiteCall) -> Tensor:
-    """Block i times scale[i], the learned one or the weight that it is combined with."""
+    """Return block i times scale[i], the learned one or the weight that it is combined with."""
     x, learned = call.args[0], dict(call.module.named_parameters())
     scale = learned.get("scale", combination(call.options))
     d = x.shape[-1] // call.options.k
@@ -104,7 +104,7 @@ def block_scale(call: SiteCall) -> Tensor:
 
 
 def divide_and_project(call: SiteCall) -> Tensor:
-    """Sub-block i of the extra width e, projected to d."""
+    """Return sub-block i of the extra width e, projected to d."""
     module: Any = call.module
     x, weight = call.args[0], module.weight
     part = call.options.extra // (call.options.k - 1)
@@ -124,7 +124,7 @@ def layers_of(observed: Observed) -> list[ObservedSite]:
 
 
 def chains(observed: Observed) -> Iterator[list[ObservedSite]]:
-    """Layers of which each receives as its stream what the one before it returned."""
+    """Yield layers of which each receives as its stream what the layer before it returned."""
     chain: list[ObservedSite] = []
     for site in layers_of(observed):
         if chain and not torch.equal(stream_in(site), stream_out(chain[-1])):
@@ -156,7 +156,7 @@ def is_shared(site: ObservedSite) -> bool:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Layer l works on block l mod K, or all on the first; the head narrows what the look-up projected."""
+    """Check that layer l works on block l mod K, or all on the first, and the head narrows what the look-up projected."""
     for site in observed.sites:
         yield from narrowing(site, observed.options)
     k, alternates = observed.options.k, observed.options.selection == "alternating"
@@ -177,7 +177,7 @@ def wiring(observed: Observed) -> Problems:
 
 
 def narrowing(site: ObservedSite, options: Any) -> Problems:
-    """Before the head, extra block i is projected to sub-block i of the extra width by the transposed matrix i."""
+    """Check that before the head extra block i is projected to sub-block i of the extra width by the transposed matrix i."""
     weight, narrowed = getattr(site.module, "weight", None), getattr(site.module, "before", None)
     if not isinstance(weight, Tensor) or weight.dim() != 3 or narrowed is None:
         return
@@ -190,7 +190,7 @@ def narrowing(site: ObservedSite, options: Any) -> Problems:
 
 
 def start(observed: Observed) -> Problems:
-    """Coefficients that take the dense stream from block j to the next layer's, or keep all blocks equal."""
+    """Check that coefficients take the dense stream from block j to the next layer's, or keep all blocks equal."""
     options = observed.options
     for chain in chains(observed):
         for index, site in enumerate(chain):
@@ -229,7 +229,7 @@ def start_problems(layer: Any, options: Any, j: int, n: int) -> Iterator[str]:
 
 
 def table_start(observed: Observed) -> Problems:
-    """New columns of a token table are noise with the spread of the dense ones (hop), or copies of these (lockstep).
+    """Check that new columns of a token table are noise with the spread of the dense ones (hop), or copies of these (lockstep).
 
     A table that is added to the stream as a parameter, as one of positions may be, is repeated.
     """

@@ -126,7 +126,7 @@ def split_axes(step: Step, name: str) -> list[int]:
 
 
 def after_selection_along(position: int) -> Callable[[Step], int | None]:
-    """Entries left out along the dimensions that the argument at `position` names."""
+    """Return the rule for entries left out along the dimensions that the argument at `position` names."""
 
     def rule(step: Step) -> int | None:
         return None if step.index in step.axes(position, "dim") and step.before != step.out else step.dim
@@ -135,7 +135,7 @@ def after_selection_along(position: int) -> Callable[[Step], int | None]:
 
 
 def after_reordering_along(position: int) -> Callable[[Step], int | None]:
-    """Entries in another order along the dimensions that the argument at `position` names: all of them where it names none."""
+    """Return the rule for entries reordered along the dimensions that the argument at `position` names: all if it names none."""
 
     def rule(step: Step) -> int | None:
         return None if step.index in step.axes(position, "dims", range(len(step.before))) else step.dim
@@ -154,7 +154,7 @@ def after_index(step: Step) -> int | None:
 
 
 def after_put(step: Step) -> int | None:
-    """Other rows put in over leading dimensions."""
+    """Return the dimension where other rows are put in over leading dimensions."""
     return step.dim if step.dim == 1 and step.out == step.before else None
 
 
@@ -291,7 +291,9 @@ class WidthPropagation:
     def other_kind(self, node: fx.Node) -> str:
         """Return the fix of leaving the stacks before `node` as they are; "" if all are of one kind, or both are before it."""
         kinds = {stack.entry: stack.kind for stack in self.stacks}
-        starts = [one for one in self.flow.nodes if one.name in kinds and one is not node and self.flow.reaches(one, node)]
+        starts = [
+            start for start in self.flow.nodes if start.name in kinds and start is not node and self.flow.reaches(start, node)
+        ]
         others = set(kinds.values()) - {kinds[start.name] for start in starts}
         if not starts or len(others) != 1:
             return ""
@@ -337,7 +339,7 @@ class WidthPropagation:
         self.wide[node] = WideValue(1, 0)
 
     def pass_through(self, node: fx.Node) -> None:
-        """The result of `node` is wide, or the call around it is lifted, or it is the head."""
+        """Note that the result of `node` is wide, or the call around it is lifted, or it is the head."""
         if node in self.heads:
             self.reach_head(node)
             return
@@ -395,7 +397,7 @@ class WidthPropagation:
         self.plan.heads[product.parameter] = WideProduct(dim, path)
 
     def replicate(self, node: fx.Node) -> bool:
-        """Plan to replicate the contribution `node` at the buffer, parameter or module it comes from; whether there is one."""
+        """Plan to replicate the contribution `node` at the buffer, parameter or module it comes from; return whether it has one."""
         chain = [node]
         while True:
             current = chain[-1]
@@ -428,13 +430,13 @@ class WidthPropagation:
 
     @staticmethod
     def record(found: list[str], name: str) -> bool:
-        """True, and `name` is in `found`."""
+        """Return true, and put `name` into `found`."""
         if name not in found:
             found.append(name)
         return True
 
     def lift(self, node: fx.Node) -> None:
-        """The outermost call around `node` that takes the wide value as an argument is to be applied block by block."""
+        """Plan to apply the outermost call around `node` that takes the wide value as an argument block by block."""
         chain = [call for call in self.flow.call_of(node).chain if call.path]
         fitting = [call for call in chain if self.liftable(call)]
         taking = [call for call in chain if any(part in self.wide for part in call.inputs.values())]
@@ -480,7 +482,7 @@ class WidthPropagation:
         return not held and not any(call.encloses(inner) for inner in self.calls)
 
     def check_outputs(self) -> None:
-        """Raises `DoesNotFitError` where an output of the model would be wide, where only some calls of a module are to be
+        """Raise `DoesNotFitError` where an output of the model would be wide, where only some calls of a module are to be
         replicated, or where a widened weight has a reader at its dense width."""
         for call in self.flow.program.calls:
             if call.path in self.plan.replicated and call not in self.replicas:

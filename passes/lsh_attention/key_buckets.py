@@ -34,7 +34,7 @@ AT_ONCE, MANY_AT_ONCE = 4096, 1 << 18  # vectors, on a CPU and elsewhere
 
 
 def random_rotations(width: int, rounds: int, buckets: int, seed: int, like: Tensor) -> Tensor:
-    """R of all rounds, (rounds, d, buckets / 2), the same for the same seed on every device; no values where `like` has none."""
+    """Return R of all rounds, (rounds, d, buckets / 2), the same for the same seed on every device; no values if `like` is meta."""
     if like.is_meta:
         return torch.empty(rounds, width, buckets // 2, device="meta", dtype=like.dtype)
     drawn = torch.randn(rounds, width, buckets // 2, generator=torch.Generator().manual_seed(seed))
@@ -83,7 +83,7 @@ class BucketLists:
         self.places = codes.new_zeros(rounds, rows, (buckets + 1) * self.room).scatter_(-1, slots, keys)
 
     def append(self, new: Tensor, hidden: Tensor | None, first: int) -> None:
-        """Keys of these buckets, (rounds, batch, heads, tokens), come behind the others, at the places from `first` on."""
+        """Append keys of these buckets, (rounds, batch, heads, tokens), at the places from `first` on."""
         if hidden is not None:
             padding = self.counts.shape[-1] - 1
             new = torch.where(hidden.unsqueeze(1), padding, new)
@@ -111,7 +111,7 @@ class BucketLists:
         return self.taken <= SPARE // 2
 
     def choose(self, rows: Tensor, heads: int) -> None:
-        """Only these sequences are left, in this order."""
+        """Keep only these sequences, in this order."""
         self.places, self.counts = (
             table.unflatten(1, (-1, heads)).index_select(1, rows).flatten(1, 2) for table in (self.places, self.counts)
         )
@@ -132,7 +132,7 @@ class BucketLists:
 
 
 def writable(x: Tensor) -> Tensor:
-    """x, or a copy of it where it was made in inference mode and is written to outside of it."""
+    """Return x, or a copy of it where it was made in inference mode and is written to outside of it."""
     return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
 
 
@@ -154,7 +154,7 @@ class KeyBuckets:
         return self.stored[..., : self.length]
 
     def append(self, new: Tensor) -> None:
-        """The buckets of further keys; room for them grows with how many there are, so that few steps copy the others."""
+        """Append the buckets of further keys; room for them grows with how many there are, so that few steps copy the others."""
         end = self.length + new.shape[-1]
         fixed = self.stored.is_inference() and not torch.is_inference_mode_enabled()
         if end > self.stored.shape[-1] or fixed:
@@ -176,21 +176,21 @@ class KeyBuckets:
         return self.lists
 
     def take_back(self, count: int) -> None:
-        """The last `count` tokens are removed."""
+        """Remove the last `count` tokens."""
         left = max(0, self.length - count)
         if self.lists is not None and self.listed > left and not self.lists.take_back(self.values[..., left : self.listed]):
             self.lists = None
         self.listed, self.length = min(self.listed, left), left
 
     def choose(self, rows: Tensor) -> None:
-        """Only these rows are left, in this order; a row that is named twice is there twice."""
+        """Keep only these rows, in this order; a row that is named twice is there twice."""
         rows = rows.to(self.stored.device)
         self.stored = self.stored.index_select(1, rows)
         if self.lists is not None:
             self.lists.choose(rows, self.stored.shape[2])
 
     def repeat(self, times: int) -> None:
-        """Each row is there so many times."""
+        """Repeat each row so many times."""
         self.choose(torch.arange(self.stored.shape[1], device=self.stored.device).repeat_interleave(times))
 
 

@@ -97,7 +97,7 @@ class Tiles:
     keys: Tensor  # the same, these keys
 
     def part(self, tiles: slice) -> Tiles:
-        """Some of the tiles; the places stay those among all."""
+        """Return some of the tiles; the places stay those among all."""
         if tiles.stop is None:
             return self
         queries = self.queries[:, tiles.start * self.size : tiles.stop * self.size]

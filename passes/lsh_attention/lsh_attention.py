@@ -143,7 +143,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
         return f"attends to chunks of {self.chunk} in {rounds} of {self.buckets} buckets{local}{shared}"
 
     def reach(self, longest: int) -> str:
-        """Of which sequences the result computes the dense function."""
+        """Return for which sequences the result computes the dense function."""
         if self.share == "queries":
             return "another function than the dense one: queries are the keys too"
         if longest <= self.chunk:
@@ -178,7 +178,7 @@ class SiteFinder:
         self.sites: dict[str, BucketedSite] = {}  # by path: a module that several layers share is rewritten once
 
     def add(self, branch: Branch, stack: Stack) -> None:
-        """The site of one attention; raises `DoesNotFitError` where it cannot be rewritten."""
+        """Add the site of one attention; raise `DoesNotFitError` where it cannot be rewritten."""
         core = self.core(branch)
         call = self.flow.call_of(core.result)
         self.check_module(call, branch)
@@ -238,7 +238,7 @@ class SiteFinder:
         return next((node for node in inside if op(node) == "tanh"), None)
 
     def check_module(self, call: Call, branch: Branch) -> None:
-        """Raises `DoesNotFitError` unless one module computes this attention and no other."""
+        """Raise `DoesNotFitError` unless one module computes this attention and no other."""
         if not call.path:
             raise unfit(branch.name or branch.output, "it is computed in the model's own code, and no module owns it", NO_MODULE)
         module = self.anatomy.model.get_submodule(call.path)
@@ -249,7 +249,7 @@ class SiteFinder:
             raise unfit(call.path, f"its module computes {len(inside)} attentions")
 
     def check_above(self, path: str) -> None:
-        """Raises `DoesNotFitError` where the module at a path attends in buckets, or is inside one that does."""
+        """Raise `DoesNotFitError` where the module at a path attends in buckets, or is inside one that does."""
         if any(isinstance(outer, InterceptedAttention) for outer in modules_around(self.anatomy.model, path)):
             raise unfit(path, LSHAttention.already, "start from the dense model to use other options")
 

@@ -16,7 +16,7 @@ CLOSE = 1e-3  # of the largest: results in float32 and in float64, where large s
 
 
 def bucketed_attention(call: SiteCall) -> Tensor:
-    """For each query the softmax over the keys it sees: Σ_j softmax_j(scale · q·k_j + mask_j) v_j."""
+    """Return for each query the softmax over the keys it sees: Σ_j softmax_j(scale · q·k_j + mask_j) v_j."""
     module: Any = call.module
     options = call.options
     # torch's own attention counts as an operation that draws numbers; without dropout, as in recorded calls, it draws none
@@ -89,21 +89,21 @@ def seen_keys(q: Tensor, k: Tensor, real: list[bool], place: int, module: Any, o
 
 
 def bucket(x: Tensor, rotation: Tensor) -> int:
-    """argmax [x R; −x R]."""
+    """Return argmax [x R; −x R]."""
     y = [float((x * column).sum()) for column in rotation.T]
     both = [*y, *(-number for number in y)]
     return both.index(max(both))
 
 
 def score(q: Tensor, k: Tensor, scale: float, shared: bool, is_own: bool) -> Tensor:
-    """scale · q·k; where queries are keys q·k/|k|, or that of a query's own key."""
+    """Return scale · q·k; where queries are keys q·k/|k|, or that of a query's own key."""
     if shared:
         return torch.tensor(OWN, dtype=q.dtype) if is_own else (q * k).sum() / k.square().sum().sqrt()
     return scale * (q * k).sum()
 
 
 def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Σ softmax(s)_j v_j."""
+    """Return Σ softmax(s)_j v_j."""
     top = max(float(score) for score in scores)
     weights = [(score - top).exp() for score in scores]
     total = torch.stack(weights).sum()
@@ -111,7 +111,7 @@ def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 def wiring(observed: Observed) -> Problems:
-    """In float32 without gradients, where a fused kernel computes it, each attention is what it is in float64."""
+    """Check that in float32 without gradients, where a fused kernel computes it, each attention is what it is in float64."""
     for site in observed.sites:
         module: Any = site.module
         for call in site.calls[:1]:
@@ -134,13 +134,13 @@ def is_float(value: Any) -> bool:
 
 
 def buckets_of(x: Tensor, module: Any) -> Tensor:
-    """argmax [x R; −x R] of each vector in each round."""
+    """Return argmax [x R; −x R] of each vector in each round."""
     y = torch.einsum("...i,rij->r...j", x, module.rotations.to(x.dtype))
     return torch.cat([y, -y], -1).argmax(-1)
 
 
 def start(observed: Observed) -> Problems:
-    """The rotations are standard normal numbers, others for each attention and each round."""
+    """Check that the rotations are standard normal numbers, others for each attention and each round."""
     seen: set[tuple[float, ...]] = set()
     for site in observed.sites:
         module: Any = site.module

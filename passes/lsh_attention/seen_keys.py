@@ -30,7 +30,7 @@ TAKES = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale"
 
 @functools.cache
 def kernel(name: str) -> Any:
-    """Torch's operation of this name, None where there is none that takes and returns what is expected here."""
+    """Return torch's operation of this name, None where there is none that takes and returns what is expected here."""
     packet = getattr(torch.ops.aten, name, None)
     operation = getattr(packet, "default", None)
     if operation is None:
@@ -50,14 +50,14 @@ def is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Σ softmax(s) v and the logarithm of Σ exp(s): q (rows, tiles, C, d), k and v (rows, tiles, keys, d), bias likewise."""
+    """Return Σ softmax(s) v and the logarithm of Σ exp(s): q (rows, tiles, C, d), k and v (rows, tiles, keys, d), bias likewise."""
     bias = bias.expand(q.shape[0], q.shape[1], -1, -1)
     y, total = kernel(KERNEL)(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     return y, total
 
 
 def window_bias(first: Tensor, last: Tensor, size: int) -> Tensor:
-    """0 for each place [first, last) of a window of so many, else `UNSEEN` or less: (…, size)."""
+    """Return 0 for each place [first, last) of a window of so many, else `UNSEEN` or less: (…, size)."""
     place = torch.arange(size + 1, device=first.device)
     behind = torch.where(place[:-1] >= place.unsqueeze(-1), 0.0, UNSEEN)  # of each place, which of the window are at it or behind
     before = torch.where(place[:-1] < place.unsqueeze(-1), 0.0, UNSEEN)
@@ -67,7 +67,7 @@ def window_bias(first: Tensor, last: Tensor, size: int) -> Tensor:
 
 
 def last_keys(q: Tensor, k: Tensor, v: Tensor, first: int, chunk: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Each query, the first at position `first`, over the last `chunk` keys up to its own position: rows (rows, n, d) of all.
+    """Return each query, the first at position `first`, over the last `chunk` keys up to its own: rows (rows, n, d) of all.
 
     The queries of a tile see a window of keys by the same bias wherever it is; windows overlap, and none is copied.
     """
@@ -135,7 +135,7 @@ class Operands:
         return torch.arange(self.q.shape[0], device=self.q.device) + self.first
 
     def at_keys(self, x: Tensor, index: Tensor) -> Tensor:
-        """x of the keys at `index` (rows, m): (rows, m, width)."""
+        """Return x of the keys at `index` (rows, m): (rows, m, width)."""
         rows = (self.rows // self.group).unsqueeze(-1) * x.shape[1]
         return x.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, x.shape[-1])
 
@@ -145,13 +145,13 @@ class Operands:
         return F.normalize(keys, dim=-1) if self.unit_keys else keys
 
     def at_queries(self, index: Tensor, scale: float) -> Tensor:
-        """scale · q of the queries at `index` (rows, m): (rows, m, d)."""
+        """Return scale · q of the queries at `index` (rows, m): (rows, m, d)."""
         rows = torch.arange(self.q.shape[0], device=self.q.device).unsqueeze(-1) * self.q.shape[1]
         q = self.q.flatten(0, 1).index_select(0, (rows + index).flatten()).view(*index.shape, self.q.shape[-1])
         return q if scale == 1 else q * scale
 
     def scores(self, products: Tensor, visible: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        """Scores in float32 or wider: products (rows, …, queries, keys), queries (rows, …, queries, 1), keys (rows, …, 1, keys).
+        """Return scores in float32 or wider: products (rows, …, queries, keys), queries (…, queries, 1), keys (…, 1, keys).
 
         Those of keys that are not `visible`, or that the mask hides, are `UNSEEN`.
         """
@@ -182,13 +182,13 @@ class Operands:
         return self.first_keys[row, head].expand(-1, self.q.shape[1])
 
     def own_values(self, y: Tensor, total: Tensor) -> Tensor:
-        """y, (rows, n_q, d_v), of queries that see some key; their own value of the others, where `total` (rows, n_q) says so."""
+        """Return y, (rows, n_q, d_v); of queries that see no key, as `total` (rows, n_q) shows, their own value."""
         own = self.at_keys(self.v, self.positions.expand(self.q.shape[0], -1))
         return torch.where(total.unsqueeze(-1) > NONE_SEEN, y, own.to(y.dtype))
 
 
 def weighed(s: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
-    """Σ softmax(s) v and the logarithm of Σ exp(s): s (…, queries, keys), v (…, keys, d_v)."""
+    """Return Σ softmax(s) v and the logarithm of Σ exp(s): s (…, queries, keys), v (…, keys, d_v)."""
     p = s.softmax(-1)
     total = s.amax(-1) - p.amax(-1).log()
     p = F.dropout(p, dropout) if dropout else p
@@ -223,7 +223,7 @@ def parts_of(operands: Operands, chunk: int) -> Iterator[slice]:
 
 
 def slices(count: int, scores: int, device: torch.device) -> Iterator[slice]:
-    """So many things, as many at a time as are computed at once where each has so many scores; all where a program is traced."""
+    """Yield slices of so many things as are computed at once where each has so many scores; all where a program is traced."""
     if torch.compiler.is_compiling():  # bounds would fix the number
         yield slice(None)
         return
@@ -286,7 +286,7 @@ def first_key_round(operands: Operands, first: Tensor, orders: Sequence[KeyOrder
 
 
 def bias_of(order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles, queries: Tensor, keys: Tensor) -> Tensor:
-    """0 where a query of a tile sees a key that no round before shows it: (rows, tiles, C, keys)."""
+    """Return 0 where a query of a tile sees a key that no round before shows it: (rows, tiles, C, keys)."""
     rows, count, size = tiles.ranks.shape
     ends = (end.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for end in (order.first, order.last))
     first, last = ends
@@ -315,7 +315,7 @@ def in_window(order: KeyOrder, tiles: Tiles) -> Tensor:
     rows, count, size = tiles.ranks.shape
     place = torch.arange(size + 1, device=tiles.ranks.device)
     table = place[:-1] >= place.unsqueeze(-1)  # of each place in a window, whether a key is at it or behind it
-    ends = (one.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for one in (order.first, order.last))
+    ends = (bound.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for bound in (order.first, order.last))
     behind, beyond = (table.index_select(0, end.clamp(0, size).flatten()).view(*end.shape, size) for end in ends)
     return behind & ~beyond
 

@@ -58,7 +58,7 @@ class ExternalMemory(nn.Module):
         return F.embedding(i, table, sparse=self.sparse)
 
     def experts(self, x: Tensor, i: Tensor) -> Tensor:
-        """V_i relu(U_iᵀ x) for each token: (tokens, d), (tokens) give (tokens, d)."""
+        """Return V_i relu(U_iᵀ x) for each token: (tokens, d), (tokens) give (tokens, d)."""
         x = x.to(self.u.dtype)
         return self.by_gathering(x, i) if self.gathers(i.shape[0]) else self.by_grouping(x, i)
 
@@ -67,7 +67,7 @@ class ExternalMemory(nn.Module):
         return is_exporting() or tokens <= max(FEW, self.buckets // 2)
 
     def by_gathering(self, x: Tensor, i: Tensor) -> Tensor:
-        """Each token is multiplied by a copy of its expert's matrices."""
+        """Return each token multiplied by a copy of its expert's matrices."""
         u, v = (self.matrices(table, i) for table in (self.u, self.v))
         return torch.bmm(torch.bmm(x.unsqueeze(1), u).relu(), v.transpose(1, 2)).squeeze(1)
 
@@ -178,5 +178,5 @@ class LshMemory(ExternalMemory):
 
 
 def round_up(x: float) -> int:
-    """⌈x⌉, where x may be off by a rounding error."""
+    """Return ⌈x⌉, where x may be off by a rounding error."""
     return math.ceil(x - 1e-9)

@@ -260,7 +260,7 @@ class Memory(Pass[MemoryPlan]):
                 self.route_token_ids(tables, tables.source, edit)
 
     def add_table(self, place: WrappedModule, tables: StackTables, edit: Edit) -> None:
-        """The module at `place` becomes a `MemoryLayer` around it."""
+        """Wrap the module at `place` in a `MemoryLayer`."""
         like = float_like(edit.model.get_submodule(place.path), edit.model)
         memory = self.table(tables.rows, tables.width, like)
         place.install(edit, lambda layer: MemoryLayer(layer, memory, stream_in=place.stream_in, stream_out=place.stream_out))
@@ -275,7 +275,7 @@ class Memory(Pass[MemoryPlan]):
         return LshMemory(rows, width, self.rank, like)
 
     def route_token_ids(self, tables: StackTables, source: TokenIdSource, edit: Edit) -> None:
-        """The ids reach every table of the stack: forwarded by the model's code, or else injected in each call."""
+        """Route the ids to every table of the stack: the model's code forwards them, or each call injects them."""
         if tables.forwards_ids:
             hook = TokenIdReader(source.place).add_keyword
             edit.add_handle(edit.model.get_submodule(source.path).register_forward_pre_hook(hook, with_kwargs=True))

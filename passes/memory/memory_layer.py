@@ -127,7 +127,7 @@ def no_ids(stack: Stack, why: str) -> DoesNotFitError:
 def trace_forwarding(
     model: nn.Module, routes: Sequence[tuple[TokenIdSource, list[nn.Module]]], inputs: Mapping[str, Any]
 ) -> list[bool]:
-    """For each source of ids and its layers, whether the model's code forwards the keyword to every call of them: by tracing it.
+    """Return for each source of ids and its layers whether the model's code forwards the keyword to all their calls, by tracing it.
 
     The hooks by which the keyword is added and observed are removed afterwards.
     """
@@ -179,13 +179,13 @@ def present_injection(module: nn.Module, source: TokenIdSource) -> tuple[Forward
 
 
 def inject_token_ids(source: TokenIdSource, paths: tuple[str, ...], edit: Edit) -> None:
-    """Each call of the source's module injects the ids into its submodules at `paths`, and where earlier memories inject theirs.
+    """Inject the ids in each call of the source's module into its submodules at `paths`, and where earlier memories inject theirs.
 
     Several stacks inside one module have ids of their own, from other arguments.
     """
     module = edit.model.get_submodule(source.path)
     outer, present = present_injection(module, source)
-    routes: dict[ArgumentPlace, tuple[str, ...]] = {one.keywords_from.place: one.paths for one in reversed(present)}
+    routes: dict[ArgumentPlace, tuple[str, ...]] = {held.keywords_from.place: held.paths for held in reversed(present)}
     routes[source.place] = tuple(dict.fromkeys((*routes.get(source.place, ()), *paths)))
     forward: InjectingForward | None = None
     for place, injected in routes.items():

@@ -12,7 +12,7 @@ from retrofit.sdk import Deviation, Observed, Problems, SiteCall, spread_problem
 
 
 def memory_layer(call: SiteCall) -> Tensor:
-    """layer(x) + w_i(x) f_i(x), i = lookup(x, id)."""
+    """Return layer(x) + w_i(x) f_i(x), i = lookup(x, id)."""
     layer: Any = call.module
     memory, options = layer.memory, call.options
     x = call.argument(layer.stream_in)
@@ -39,7 +39,7 @@ def token_ids(call: SiteCall, x: Tensor) -> list[int]:
 
 
 def jittered(call: SiteCall, x: Tensor) -> Tensor:
-    """x times noise from U[1 − ε, 1 + ε]."""
+    """Return x times noise from U[1 − ε, 1 + ε]."""
     noise, jitter = call.draw("uniform_", "rand", "rand_like", shape=x.shape), call.options.jitter
     if float((noise - 1).abs().max()) > jitter * (1 + 1e-6) or (noise.numel() > 64 and float(noise.std()) < 0.4 * jitter):
         raise Deviation(f"its noise is not from U[1 − {jitter}, 1 + {jitter}]")
@@ -67,7 +67,7 @@ def look_up(memory: Any, options: Any, x: Tensor, id: int) -> tuple[int | None, 
 
 
 def expert(memory: Any, rank: int, index: int, x: Tensor) -> Tensor:
-    """b_i, or V_i relu(U_iᵀ x)."""
+    """Return b_i, or V_i relu(U_iᵀ x)."""
     if not rank:
         row: Tensor = memory.b[index]
         return row
@@ -77,7 +77,7 @@ def expert(memory: Any, rank: int, index: int, x: Tensor) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """V, or b, begins at zero, U LeCun normal, W with a spread of 0.02; hyperplanes are random, their spacing 1, and saved."""
+    """Check that V, or b, begins at zero, U LeCun normal, W with a spread of 0.02; hyperplanes are random, and saved."""
     for site in observed.sites:
         memory: Any = site.module.memory
         d = memory.width

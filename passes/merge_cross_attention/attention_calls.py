@@ -53,7 +53,7 @@ def answered_core(attention: nn.Module, other: Mapping[str, Any] | None, calls: 
 
 
 def no_values(x: Tensor, width: int) -> Tensor:
-    """Zeros of this width for each row of x, which take no memory."""
+    """Return zeros of this width for each row of x, which take no memory."""
     return x.new_zeros(()).expand(*x.shape[:-1], width)
 
 

@@ -50,7 +50,7 @@ class AttentionToOthers(nn.Module):
         return self.log_weight is not None or self.share != 1
 
     def added(self) -> Tensor | float:
-        """log w of each head, (1, heads, 1, 1), and of the share that is in use; 0 where w is 1."""
+        """Return log w of each head, (1, heads, 1, 1), and of the share that is in use; 0 where w is 1."""
         share = math.log(self.share) if self.share != 1 else 0.0
         return share if self.log_weight is None else self.log_weight.view(1, -1, 1, 1) + share
 
@@ -88,7 +88,7 @@ class Part:
         return Part(q, key, given["value"], mask, query.shape[-1] ** -0.5 if scale is None else scale)
 
     def scores(self) -> Tensor:
-        """(batch, heads, T, K), in float32 or wider."""
+        """Return (batch, heads, T, K), in float32 or wider."""
         batch, heads, tokens, _ = self.q.shape
         folded = self.q.reshape(batch, self.k.shape[1], -1, self.q.shape[-1])  # the heads that share a key behind each other
         s = ((folded * self.scale) @ self.k.mT).reshape(batch, heads, tokens, -1)
@@ -110,7 +110,7 @@ class Part:
         return mask.expand(*mask.shape[:2], tokens, keys)
 
     def seen_as_first_of(self, decoder: Part) -> Part:
-        """These keys as if all of them were where the decoder's first token is: its query, and the bias of that token."""
+        """Return these keys as if all of them were where the decoder's first token is: its query, and the bias of that token."""
         mask = self.mask
         if decoder.mask is not None and decoder.mask.dtype != torch.bool:
             bias = decoder.mask[..., :1]
@@ -122,14 +122,14 @@ class Part:
         return dataclasses.replace(self, q=decoder.q, mask=mask)
 
     def beside(self, others: Part) -> tuple[Part, Part]:
-        """Both parts with one query of twice the width: each has zeros where the other has its keys."""
+        """Return both parts with one query of twice the width: each has zeros where the other has its keys."""
         q = torch.cat([self.q * self.scale, others.q * others.scale], -1)
         keys = (torch.cat([self.k, torch.zeros_like(self.k)], -1), torch.cat([torch.zeros_like(others.k), others.k], -1))
         own, besides = (dataclasses.replace(part, q=q, k=k, scale=1.0) for part, k in zip((self, others), keys, strict=True))
         return own, besides
 
     def weighed(self, p: Tensor) -> Tensor:
-        """Σ_j p_j v_j: (batch, heads, T, d_v)."""
+        """Return Σ_j p_j v_j: (batch, heads, T, d_v)."""
         batch, heads, tokens, keys = p.shape
         folded = p.reshape(batch, self.v.shape[1], -1, keys).to(self.v.dtype)
         return (folded @ self.v).reshape(batch, heads, tokens, -1)
@@ -191,7 +191,7 @@ class JointAttention(AttentionToOthers):
         return own.weighed(first) + others.weighed(second)
 
     def fused(self, own: Part, others: Part, dropout: float) -> Tensor:
-        """By torch's own attention over the keys of both sets, one behind the other."""
+        """Return the result by torch's own attention over the keys of both sets, one behind the other."""
         q, heads = own.q, self.heads
         k, v = (
             torch.cat([repeated(mine, heads), repeated(theirs, heads)], 2)
@@ -220,7 +220,7 @@ class JointAttention(AttentionToOthers):
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """x with its own copy of a shared head for each head that reads it: (batch, heads, K, width)."""
+    """Return x with its own copy of a shared head for each head that reads it: (batch, heads, K, width)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 

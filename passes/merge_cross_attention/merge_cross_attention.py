@@ -163,7 +163,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
             self.merge(site, edit)
 
     def merge(self, site: MergedSite, edit: Edit) -> None:
-        """The attentions of one layer see both sets of tokens; of the cross-attention its code is left, or its weights too."""
+        """Make the attentions of one layer see both sets of tokens; of the cross-attention its code is left, or its weights too."""
         own_path, cross_path = (f"{site.path}.{part.path}" for part in (site.own, site.cross))
         own, cross = edit.model.get_submodule(own_path), edit.model.get_submodule(cross_path)
         like = float_like(own)
@@ -188,7 +188,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         return (JointSoftmax if site.written_out else JointAttention)(site.heads, self.positions, encoder_is_own, self.weight, like)
 
     def drop_branch(self, gone: GoneBranch, cross_path: str, edit: Edit) -> None:
-        """The cross-attention's weights are gone, and those of modules around it that only it needed."""
+        """Drop the cross-attention's weights, and those of modules around it that only it needed."""
         for name in gone.dropped:
             edit.drop_parameter(edit.model.get_parameter(name), GONE)
         for path in gone.emptied:

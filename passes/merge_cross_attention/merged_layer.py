@@ -29,7 +29,7 @@ from retrofit.sdk.program import Key
 
 @contextlib.contextmanager
 def second_layers(cache: Cache, layers: int) -> Iterator[Cache]:
-    """Within this context: a view of `cache` whose layers are those behind its own `layers`, which exist from now on."""
+    """Yield a view of `cache` whose layers are those behind its own `layers`, which exist from now on."""
     view: Any = object.__new__(type(cache))
     view.__dict__.update(cache.__dict__)
     if not isinstance(cache, EncoderDecoderCache):
@@ -49,7 +49,7 @@ def second_layers(cache: Cache, layers: int) -> Iterator[Cache]:
 
 
 def add_layers(cache: Cache, layers: int) -> None:
-    """The cache has twice so many layers, the second half like the first."""
+    """Give the cache twice so many layers, the second half like the first."""
     while len(cache.layers) < layers:
         assert cache.layer_class_to_replicate is not None, "a cache with a layer for each of the model's, or one that grows"
         cache.layers.append(cache.layer_class_to_replicate())
@@ -256,7 +256,7 @@ def cache_keyword(kwargs: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def own_cache(cache: Cache | None, layers: int) -> Iterator[Cache | None]:
-    """Within this context: the layers of the cache behind the model's own, where there are some to be used; else the cache."""
+    """Yield the layers of the cache behind the model's own, where there are some to be used; else the cache."""
     if cache is None or not layers:
         yield cache
         return
@@ -266,7 +266,7 @@ def own_cache(cache: Cache | None, layers: int) -> Iterator[Cache | None]:
 
 @contextlib.contextmanager
 def cache_replaced(arguments: list[Any], keywords: dict[str, Any], layers: int) -> Iterator[None]:
-    """Within this context a cache among the arguments is its layers behind the model's own."""
+    """Yield arguments in which a cache is its layers behind the model's own."""
     places: list[tuple[Any, Any]] = [
         *((arguments, place) for place in range(len(arguments))),
         *((keywords, name) for name in keywords),
@@ -288,11 +288,11 @@ class OtherTokens:
     name: str = "the weight of the tokens that an attention did not have"
 
     def fits(self, site: nn.Module) -> bool:
-        """Not where the cross-attention is gone: the layer without it is not the dense one."""
+        """Return whether the cross-attention is there: the layer without it is not the dense one."""
         return any(isinstance(module, MergedCrossAttention) for module in site.modules())
 
     def turn(self, site: nn.Module, share: float) -> None:
-        """The keys that an attention did not have count with this share of their weight."""
+        """Count the keys that an attention did not have with this share of their weight."""
         for module in site.modules():
             if isinstance(module, AttentionToOthers):
                 module.share = share

@@ -102,14 +102,14 @@ class SiteFinder:
             raise unfit(name, "its cross-attention comes before its self-attention")
         call = self.calls.innermost(layer)
         self.check_above(call.path, name)
-        own, cross = (self.attention(one, call) for (one,) in branches)
+        own, cross = (self.attention(branch, call) for (branch,) in branches)
         self.check_shapes(own, cross)
         written_out = self.written_out(own, cross)
         decoders = self.positions == "first"  # whether the decoder's queries are those of the encoder's keys too
         numbers = query_numbers(own, self.flow)
-        one = numbers is not None and numbers == query_numbers(cross, self.flow) and not written_out
-        of_cross = AttentionCall(inside(cross.path, call.path), cross.site.stream_in, self.borrowing(cross, own, one or decoders))
-        of_own = AttentionCall(inside(own.path, call.path), own.site.stream_in, self.borrowing(own, cross, one))
+        same = numbers is not None and numbers == query_numbers(cross, self.flow) and not written_out
+        of_cross = AttentionCall(inside(cross.path, call.path), cross.site.stream_in, self.borrowing(cross, own, same or decoders))
+        of_own = AttentionCall(inside(own.path, call.path), own.site.stream_in, self.borrowing(own, cross, same))
         gone = self.gone(cross) if self.attentions_left == 1 else None
         arguments = self.arguments(call, cross)
         return MergedSite(call.path, own.site.heads, self.cache_layers(stack), of_own, of_cross, arguments, written_out, gone)
@@ -140,7 +140,7 @@ class SiteFinder:
         if calls_multi_head(module):
             why = f"its code calls torch's {MULTI_HEAD}, and no call inside that can be replaced"
             raise unfit(call.path, why, WRITES_OWN)
-        if sum(call.encloses(self.flow.call_of(one.result)) for one in self.cores) != 1:
+        if sum(call.encloses(self.flow.call_of(other.result)) for other in self.cores) != 1:
             raise unfit(call.path, "its module computes more than one attention")
         site = next((attention for attention in self.attentions if attention.name == call.path), None)
         if site is None:
@@ -162,7 +162,7 @@ class SiteFinder:
             raise unfit(name, "its attentions are merged already", "start from the dense model to use other options")
 
     def check_shapes(self, own: FoundAttention, cross: FoundAttention) -> None:
-        """Raises `DoesNotFitError` unless each attention could compute with the other's projections."""
+        """Raise `DoesNotFitError` unless each attention could compute with the other's projections."""
         if cross.site.source_in is None or cross.site.stream_in is None or own.site.stream_in is None:
             raise unfit(cross.path, "no one argument of it is the encoder's states, or the stream")
         for letter in "qkv":
@@ -219,14 +219,14 @@ class SiteFinder:
     def arguments(self, layer: Call, cross: FoundAttention) -> CrossArguments:
         """Return which arguments of the layer the cross-attention is called with, as far as they are tensors."""
         masked = {(call.path, call.index): call for call in self.calls.masked.program.calls}
-        outer, inner = (masked.get((one.path, one.index)) for one in (layer, cross.call))
+        outer, inner = (masked.get((called.path, called.index)) for called in (layer, cross.call))
         if outer is None or inner is None:
             raise unfit(cross.path, "it is not called when the model gets a mask")
         found: dict[Key, Key] = {}
         for key, node in inner.inputs.items():
             if key in (None, cross.site.stream_in):
                 continue
-            keys = [one for one, given in outer.inputs.items() if one is not None and given is node]
+            keys = [key for key, given in outer.inputs.items() if key is not None and given is node]
             if not keys:
                 raise unfit(cross.path, f"its argument {key} is none of the arguments of {layer.path}")
             found[key] = keys[0]
@@ -255,12 +255,12 @@ class SiteFinder:
 
 
 def operands(core: Attention) -> list[fx.Node]:
-    """Queries, keys and values, with the tokens in the last dimension but one: written out, keys are transposed."""
+    """Yield queries, keys and values, with the tokens in the last dimension but one: written out, keys are transposed."""
     return [core.query, core.value] if core.softmax is not None else [core.query, core.key, core.value]
 
 
 def why_not_followed(core: Attention, flow: Dataflow) -> str:
-    """Why a softmax in an attention's code cannot be joined with another, "" where it can."""
+    """Return why a softmax in an attention's code cannot be joined with another, "" where it can."""
     softmax, call = core.softmax, flow.call_of(core.result)
     if softmax is None:
         return f"{op(core.result)} cannot be replaced"

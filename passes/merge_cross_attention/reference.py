@@ -18,7 +18,7 @@ CLOSE = 1e-3  # of the largest: what the model made in float32 or half precision
 
 
 def joint_attention(call: SiteCall) -> Tensor:
-    """For each query the softmax over the keys of both sets: Σ_j softmax_j(scale · q·k_j + mask_j + log w_j) v_j."""
+    """Return for each query the softmax over the keys of both sets: Σ_j softmax_j(scale · q·k_j + mask_j + log w_j) v_j."""
     module: Any = call.module
     heads = module.heads
     # torch's own attention counts as an operation that draws numbers; without dropout, as in recorded calls, it draws none
@@ -59,18 +59,20 @@ def joint_attention(call: SiteCall) -> Tensor:
 
 
 def joint_softmax(call: SiteCall) -> Tensor:
-    """For each query the weights of its own keys and of the others: softmax over s_j and t_j + log w, one after the other."""
+    """Return for each query the weights of its own keys and of the others: softmax over s_j and t_j + log w, in this order."""
     module: Any = call.module
     scores, other = call.argument((0, "scores")), call.kwargs.get("other")
     sets = [scores] if other is None else [scores, other["scores"]]
-    rows = [list(one.reshape(-1, one.shape[-2], one.shape[-1])) for one in sets]  # of each batch row and head, (T, keys)
+    rows = [
+        list(values.reshape(-1, values.shape[-2], values.shape[-1])) for values in sets
+    ]  # of each batch row and head, (T, keys)
     result, unseen = [], []
     for number in range(len(rows[0])):
         for i in range(len(rows[0][number])):
             s = list(rows[0][number][i])
-            for one in rows[1:]:
+            for others in rows[1:]:
                 added = 0.0 if module.log_weight is None else module.log_weight[number % module.heads]
-                s += [value + added for value in one[number][i]]
+                s += [value + added for value in others[number][i]]
             top = max(float(value) for value in s)
             weights = [(value - top).exp() for value in s]
             total = torch.stack(weights).sum()
@@ -93,7 +95,7 @@ def visibility(given: Mapping[str, Any], batch: int, heads: int, tokens: int) ->
 
 
 def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Σ softmax(s)_j v_j."""
+    """Return Σ softmax(s)_j v_j."""
     top = max(float(score) for score in scores)
     weights = [(score - top).exp() for score in scores]
     total = torch.stack(weights).sum()
@@ -101,7 +103,7 @@ def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Of both sets of tokens, the keys and the values of an attention are what its own matrices make of them.
+    """Check that the keys and values of an attention are what its own matrices make of both sets of tokens.
 
     Where scores are written out no keys are at hand, and of the other tokens the values are held against its matrices. A
     cross-attention that is gone adds nothing.
@@ -136,7 +138,7 @@ def wiring(observed: Observed) -> Problems:
 
 @contextlib.contextmanager
 def streams_of(observed: Observed) -> Iterator[dict[str, list[tuple[tuple[Tensor, Tensor], dict[str, Any]]]]]:
-    """Within this context: for each site the stream and the encoder's states in its layer, and the operands it was called with."""
+    """Yield for each site the stream and the encoder's states in its layer, and the operands it was called with."""
     found: dict[str, list[tuple[tuple[Tensor, Tensor], dict[str, Any]]]] = {}
     open_streams: dict[str, tuple[Tensor, Tensor]] = {}
     handles = []
@@ -169,7 +171,7 @@ def streams_of(observed: Observed) -> Iterator[dict[str, list[tuple[tuple[Tensor
 
 @contextlib.contextmanager
 def added_by_gone(observed: Observed) -> Iterator[dict[str, list[Tensor]]]:
-    """Within this context, where one attention is left: what replaces the other returns in the shape of the stream, by site."""
+    """Yield, where one attention is left, what replaces the other: it returns the shape of the stream, by site."""
     found: dict[str, list[Tensor]] = {}
     handles = []
 
@@ -195,12 +197,12 @@ def added_by_gone(observed: Observed) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def by_head(values: Tensor, heads: int) -> Tensor:
-    """Values with the heads in a dimension of their own."""
+    """Return values with the heads in a dimension of their own."""
     return values.reshape(-1, heads, *values.shape[-2:]) if values.dim() == 3 else values
 
 
 def batch_first(source: Tensor, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as (batch, tokens, width), whichever way the model has them."""
+    """Return both as (batch, tokens, width), whichever way the model has them."""
     is_first = len(source) == len(key)
     return (source, x) if is_first else (source.transpose(0, 1), x.transpose(0, 1))
 
@@ -228,7 +230,7 @@ def is_made(value: Tensor, projection: nn.Module, stream: Tensor) -> bool:
 
 
 def start(observed: Observed) -> Problems:
-    """There are as many attentions as the option says, and the weight of the other keys begins as it says, for every head."""
+    """Check that there are as many attentions as the option says, and the weight of the other keys begins as it says."""
     expected = math.log(observed.options.weight)
     seconds = [site for site in observed.sites if getattr(site.module, "encoder_is_own", False)]
     if len(seconds) * 2 != (observed.options.attentions - 1) * len(observed.sites):

@@ -122,7 +122,7 @@ class Recurrence(Pass[RecurrencePlan]):
         )
 
     def find(self, layer: Layer, stack: Stack, finder: SiteFinder, near_misses: list[NearMiss]) -> None:
-        """The sites of one layer; a near miss for each feed-forward that is none."""
+        """Find the sites of one layer; a near miss for each feed-forward that is none."""
         inner = finder.within.inside(layer)
         with collect_near_miss(layer.name or layer.exit, near_misses):
             if not inner.ffns:
@@ -163,7 +163,7 @@ class Recurrence(Pass[RecurrencePlan]):
                 edit.replace_module(call.path, RecurrentLayer(edit.model.get_submodule(call.path), call, names))
 
     def add(self, site: RecurrentSite, edit: Edit) -> None:
-        """The feed-forward becomes a `RecurrentFeedForward` around it."""
+        """Wrap the feed-forward in a `RecurrentFeedForward`."""
         module = edit.model.get_submodule(site.place.path)
         unit = RecurrentUnit(site.width, self.rank, site.bidirectional, float_like(module, edit.model))
         layout = Layout(site.layer.tokens_first, site.flat)
@@ -189,7 +189,7 @@ class SiteFinder:
         self.paths: dict[str, tuple[LayerCall, list[str]]] = {}  # by the path of the layer's module
 
     def add(self, branch: Branch, stack: Stack, call: LayerCall, bidirectional: bool) -> None:
-        """The site of one feed-forward; raises `DoesNotFitError` where it cannot have a recurrence."""
+        """Add the site of one feed-forward; raise `DoesNotFitError` where it can have no recurrence."""
         place = self.modules.feed_forward(branch, stack.width)
         module = self.anatomy.model.get_submodule(place.path)
         name = self.name_in_layer(module, call, place)

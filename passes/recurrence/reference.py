@@ -11,7 +11,7 @@ from retrofit.sdk import Deviation, Observed, Problems, SiteCall, spread_problem
 
 
 def recurrent_feed_forward(call: SiteCall) -> Tensor:
-    """layer(x) + SRU(x W_in) W_out."""
+    """Return layer(x) + SRU(x W_in) W_out."""
     module: Any = call.module
     options, unit = call.options, module.recurrence
     x = call.argument(module.stream_in)
@@ -41,12 +41,12 @@ def recurrent_feed_forward(call: SiteCall) -> Tensor:
 
 
 def projected(x: Tensor, weight: Tensor) -> Tensor:
-    """Σ_i x_i W[i,o]."""
+    """Return Σ_i x_i W[i,o]."""
     return sum((x[..., i : i + 1] * weight[i] for i in range(len(weight))), torch.zeros((), dtype=x.dtype))  # type: ignore[return-value]
 
 
 def read(x: Tensor, unit: Any, rank: int, real: Tensor | None, state: Tensor | None, order: Any) -> tuple[Tensor, Tensor]:
-    """h of every token, and c of the last that is read; the tokens are read in this order."""
+    """Return h of every token, and c of the last that is read; the tokens are read in this order."""
     w = unit.w
     w_u, w_f, w_r = w[:, :rank], w[:, rank : 2 * rank], w[:, 2 * rank : 3 * rank]
     b_f, b_r = unit.b[:rank], unit.b[rank:]
@@ -66,7 +66,7 @@ def read(x: Tensor, unit: Any, rank: int, real: Tensor | None, state: Tensor | N
 
 
 def each(new: Tensor, old: Tensor, real: Tensor, t: int) -> Any:
-    """For every row its new state, its old one, and whether its token is no padding."""
+    """Return for every row its new state, its old one, and whether its token is no padding."""
     return zip(new, old, real[:, t].expand(len(new)), strict=True)
 
 
@@ -99,14 +99,14 @@ def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | N
 
 
 def wiring(observed: Observed) -> Problems:
-    """Where the model decodes on a cache, every feed-forward of a causal stack gets it: one without forgets with every step."""
+    """Check that every feed-forward of a causal stack gets the cache that the model decodes on: without it forgets every step."""
     for site in observed.sites:
         if site.module.causal and site.path in observed.uncached:
             yield site.path, "the model decodes on a cache, and it receives none"
 
 
 def start(observed: Observed) -> Problems:
-    """W_out begins at zero, W_in and W as noise under which nothing grows, the biases at zero."""
+    """Check that W_out begins at zero, W_in and W as noise under which nothing grows, the biases at zero."""
     for site in observed.sites:
         unit: Any = site.module.recurrence
         rank = observed.options.rank

@@ -47,18 +47,18 @@ LEAST = 1e-30  # of a factor that has a logarithm
 
 
 def linear_scan(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
-    """c of every token: (batch, tokens, r)."""
+    """Return c of every token: (batch, tokens, r)."""
     return cond(f.shape[1] <= FEW, few_states, all_states, f, x, before, size=x.shape)
 
 
 def few_states(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
-    """c of one token or two."""
+    """Return c of one token or two."""
     first = f[:, :1] * before.unsqueeze(1) + x[:, :1]
     return torch.cat([first, f[:, 1:] * first + x[:, 1:]], 1)
 
 
 def all_states(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
-    """c of any number of tokens."""
+    """Return c of any number of tokens."""
     if is_exporting():
         return in_chunks(f, x, before)
     return Doubling.apply(f, x, before)  # type: ignore[no-any-return, no-untyped-call]
@@ -138,7 +138,7 @@ class SimpleRecurrentUnit(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Noise under which u has the variance of x; both gates are half open."""
+        """Draw noise under which u has the variance of x; both gates are half open."""
         self.w.normal_(std=len(self.w) ** -0.5)
         self.b.zero_()
 
@@ -175,7 +175,7 @@ class Recurrence(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """W_out is zero, so that the recurrence adds nothing; W_in is noise under which x W_in has the variance of x."""
+        """Set W_out to zero, so that the recurrence adds nothing; draw W_in so that x W_in has the variance of x."""
         self.w_in.normal_(std=len(self.w_in) ** -0.5)
         self.w_out.zero_()
 
@@ -197,7 +197,7 @@ class Recurrence(nn.Module):
 
     @staticmethod
     def count(width: int, rank: int, directions: int) -> int:
-        """Its number of parameters: d·r + n·(r·d + 3·r² + 2·r) in n directions."""
+        """Return its number of parameters: d·r + n·(r·d + 3·r² + 2·r) in n directions."""
         return width * rank + directions * (rank * width + 3 * rank * rank + 2 * rank)
 
     def extra_repr(self) -> str:

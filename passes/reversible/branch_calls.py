@@ -115,11 +115,11 @@ class InterceptedSums(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in SUMS and len(args) == 2 and not kwargs and self.branches.carrier is not None:
-            one, other = args
-            if one is self.branches.carrier and isinstance(other, Tensor):
+            term, other = args
+            if term is self.branches.carrier and isinstance(other, Tensor):
                 return self.branches.add(other)
-            if other is self.branches.carrier and isinstance(one, Tensor):
-                return self.branches.add(one)
+            if other is self.branches.carrier and isinstance(term, Tensor):
+                return self.branches.add(term)
         if function in CLAMPS and args and args[0] is self.branches.stream:
             return self.branches.clamp(function(*args, **(kwargs or {})))
         return function(*args, **(kwargs or {}))
@@ -165,8 +165,8 @@ class BranchCall(RepeatedCall):
 
     def first_of_branches(self, x: Tensor, following: Following) -> Returned:
         """Return what the layer returns for the stream x, without a graph; `following` makes the streams after it."""
-        self.values = [one.detach() for one in self.given]
-        self.versions += [one._version for one in self.values]
+        self.values = [tensor.detach() for tensor in self.given]
+        self.versions += [tensor._version for tensor in self.values]
         before = [RandomState(self.device)]
         recorded: list[list[Tensor]] = []
 
@@ -188,7 +188,7 @@ class BranchCall(RepeatedCall):
         return returned
 
     def branch(self, number: int, x: Tensor, with_graph: bool = True) -> tuple[Tensor, Returned, list[Tensor]]:
-        """One branch once more, with a graph from its stream x: what it adds, what the layer returns, the tensors it was given.
+        """Run one branch once more, with a graph from its stream x: what it adds, what the layer returns, the tensors it was given.
 
         Of what is returned only the tensors that require a gradient are of this branch, and the losses are its own alone.
         """
@@ -225,7 +225,7 @@ class BranchCall(RepeatedCall):
         return found[0], Returned(output, self.stream_out, known | {id(value): value for value in values}, own), values
 
     def run_branches(self, x: Tensor, values: list[Tensor], ended: Following, recorded: list[list[Tensor]]) -> Any:
-        """As `run`, with the sums of the stream intercepted; `recorded` receives the list in which losses are recorded."""
+        """Run it as `run`, with the sums of the stream intercepted; `recorded` receives the list in which losses are recorded."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             return call_intercepted(lambda: self.layer(*args, **kwargs), Branches(self.sums, x, ended))
@@ -322,7 +322,7 @@ def skippable(kind: type[nn.Module]) -> type[nn.Module]:
 
 @contextlib.contextmanager
 def parts_of(call: BranchCall, run: Recording | Skipping) -> Iterator[None]:
-    """Within this context the run decides about the calls of the parts of the layer.
+    """Let the run decide, within this context, about the calls of the parts of the layer.
 
     A module of a subclass of its class is what its code takes it for, and so are shallow copies of it.
     """

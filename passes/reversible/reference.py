@@ -28,16 +28,16 @@ class Sums(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(function, "__name__", "").strip("_") in ("add", "iadd", "radd", "add.Tensor") and len(args) == 2:
-            one, other = args
-            if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
-                found = self.meet(one, other)
+            term, other = args
+            if isinstance(term, Tensor) and isinstance(other, Tensor) and term.shape == other.shape:
+                found = self.meet(term, other)
                 if found is not None:
                     return found
         return function(*args, **(kwargs or {}))
 
 
 def two_stream_layer(call: SiteCall) -> Tensor:
-    """x_{j+1} = x_{j−1} + f_j(x_j): for each branch the layer runs once more, on the streams so far; the other one at the end."""
+    """Return x_{j+1} = x_{j−1} + f_j(x_j): for each branch the layer runs once more, on the streams so far."""
     module: Any = call.module
     swaps = module.swaps
     given = call.argument(swaps.stream_in)
@@ -50,16 +50,16 @@ def two_stream_layer(call: SiteCall) -> Tensor:
 
 
 def branch(module: Any, call: SiteCall, streams: list[Tensor], number: int) -> Tensor:
-    """f of a branch: what its sums add to the stream of its number, the earlier ones having given the streams that follow them."""
+    """Return f of a branch: what its sums add to the stream of its number, the earlier ones having given the later streams."""
     reached, terms, found = 0, list[Tensor](), list[Tensor]()
     sums = module.swaps.sums
 
-    def meet(one: Tensor, other: Tensor) -> Tensor | None:
+    def meet(x: Tensor, other: Tensor) -> Tensor | None:
         nonlocal reached
         if reached > number:
             return None
         carrier = sum(terms[1:], terms[0]) if terms else streams[reached]
-        for term, rest in ((one, other), (other, one)):
+        for term, rest in ((x, other), (other, x)):
             if not torch.equal(term, carrier):
                 continue
             terms.append(rest)
@@ -95,7 +95,7 @@ def copied(value: Any) -> Any:
 
 @contextlib.contextmanager
 def swaps_kept(observed: Observed) -> Iterator[None]:
-    """Within this context the layers run on two streams in ordinary operations, of which autograd keeps all."""
+    """Run the layers, within this context, on two streams in ordinary operations, of which autograd keeps all."""
     last: list[tuple[Tensor, Tensor, Tensor]] = []  # what the layer before returned, and both streams in it in float64
 
     def stepping(module: Any) -> Any:
@@ -139,7 +139,7 @@ def swaps_kept(observed: Observed) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_forwards(modules: Sequence[Any], forward_of: Callable[[Any], Any]) -> Iterator[None]:
-    """Within this context the modules run what `forward_of` makes for them."""
+    """Run, within this context, what `forward_of` makes for the modules."""
     for module in modules:
         module.__dict__["forward"] = forward_of(module)
     try:
@@ -156,13 +156,13 @@ SEED = 71
 
 
 def reversible_layer(call: SiteCall) -> Tensor:
-    """Evaluated, it is the layer."""
+    """Return what the layer returns in evaluation."""
     module: Any = call.module
     return call.given("layer", {module.stream_in: call.argument(module.stream_in)}, module.stream_out)
 
 
 def wiring(observed: Observed) -> Problems:
-    """A training step returns the same, with the same gradients of all parameters, by the modules and with everything kept."""
+    """Check that a training step returns the same, with the same gradients, by the modules and with everything kept."""
     called = [site for site in observed.sites if site.calls]
     halves = [parameter for parameter in observed.model.parameters() if parameter.dtype in (torch.float16, torch.bfloat16)]
     if not called or halves:
@@ -235,7 +235,7 @@ def floats(value: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def everything_kept(observed: Observed) -> Iterator[None]:
-    """Within this context the layers of the sites take their steps in ordinary operations."""
+    """Take the steps of the sites' layers, within this context, in ordinary operations."""
     last: list[tuple[Tensor, Tensor, Tensor]] = []  # what the last step returned; that and its input in float64
 
     def stepping(module: Any) -> Any:

@@ -104,7 +104,7 @@ class RepeatedCall:
         While it runs there is one, as in every run of it: an operation may run another kernel where an argument is trained, as
         torch's attention does for a trained mask, and all runs are to run the same.
         """
-        self.values = [one.detach() for one in self.given]
+        self.values = [tensor.detach() for tensor in self.given]
         self.versions += [value._version for value in self.values]
         before = RandomState(self.device)
         values = leaves_of(self.values)
@@ -126,7 +126,7 @@ class RepeatedCall:
         return Returned(output, self.stream_out, known | {id(value): value for value in values}, losses), values
 
     def require_unchanged(self) -> None:
-        """Raises `RetrofitError` where an argument has been written to since the first run."""
+        """Raise `RetrofitError` where an argument has been written to since the first run."""
         tensors = [*(leaf for leaf in self.leaves if isinstance(leaf, Tensor)), *self.values]
         if [tensor._version for tensor in tensors] != self.versions:
             raise RetrofitError(
@@ -163,7 +163,7 @@ class RepeatedCall:
 
 @contextlib.contextmanager
 def without_checkpoints(layer: nn.Module) -> Iterator[None]:
-    """Within this context no module of the layer drops activations to compute them again: nobody would intercept its sums then."""
+    """Keep modules of the layer, within this context, from dropping activations: nobody would intercept sums computed again."""
     modules = [part for part in layer.modules() if getattr(part, CHECKPOINTING, False) is True]
     try:
         for module in modules:
@@ -176,7 +176,7 @@ def without_checkpoints(layer: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_graph(kept: bool) -> Iterator[None]:
-    """Within this context operations make a graph for the gradient; unless it is `kept`, nothing that they save for it is."""
+    """Make a graph for the gradient within this context; unless it is `kept`, nothing that operations save for it is."""
     hooks = contextlib.nullcontext() if kept else torch.autograd.graph.saved_tensors_hooks(forget, forgotten)
     with torch.enable_grad(), hooks:
         yield
@@ -188,7 +188,7 @@ def leaves_of(values: list[Tensor]) -> list[Tensor]:
 
 
 def forget(saved: Tensor) -> None:
-    """Nothing is kept of a tensor that an operation saves for its gradient."""
+    """Keep nothing of a tensor that an operation saves for its gradient."""
 
 
 def forgotten(kept: None) -> Tensor:
@@ -253,14 +253,14 @@ class RandomState:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Within this context the same numbers are drawn again; afterwards they go on as if none had been."""
+        """Draw the same numbers again within this context; afterwards they go on as if none had been."""
         with RandomState(self.device).kept():
             self.put(self.states)
             yield
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """After this context the numbers go on from this state, whatever was drawn in it."""
+        """Let the numbers go on from this state after this context, whatever was drawn in it."""
         try:
             yield
         finally:

@@ -194,7 +194,7 @@ class StepFinder:
         self.sites: dict[str, ReversibleSite] = {}  # by path: a module that several depths share is one step, made several times
 
     def add(self, layer: Layer) -> None:
-        """The step of a layer; raises `DoesNotFitError` where it can be none."""
+        """Return the step of a layer; raise `DoesNotFitError` where it can be none."""
         key_in, key_out = layer.stream_places()
         self.require_reversible(layer)
         if not self.anatomy.is_trained(layer):
@@ -205,7 +205,7 @@ class StepFinder:
         """Return the layer as a link of two streams; raises `DoesNotFitError` where it can be none."""
         key_in, key_out = layer.stream_places()
         call = self.require_reversible(layer)
-        if sum(one.path == layer.name for one in self.flow.program.calls) > 1:
+        if sum(called.path == layer.name for called in self.flow.program.calls) > 1:
             raise unfit(layer.name, "several depths share it, and the last of them ends two streams", OTHER_SCHEME)
         branches = branches_of(layer, self.anatomy)
         parts = parts_of(call, branches, layer, self.anatomy)
@@ -242,7 +242,7 @@ class StepFinder:
         return call
 
     def require_stateless(self, call: Call, layer: Layer) -> None:
-        """Raises `DoesNotFitError` where the layer leaves something of its tokens in a module: its second run would read it."""
+        """Raise `DoesNotFitError` where the layer leaves something of its tokens in a module: its second run would read it."""
         for inner in self.flow.program.calls:
             names = [name for name, node in inner.kept.items() if node in self.flow.depends]
             if names and call.encloses(inner):
@@ -250,7 +250,7 @@ class StepFinder:
                 raise unfit(layer.name, f"its code keeps {kept} between calls, and its second run would read that")
 
     def require_closed(self, call: Call, layer: Layer) -> None:
-        """Raises `DoesNotFitError` where the layer reads or returns a float past its arguments and what it returns.
+        """Raise `DoesNotFitError` where the layer reads or returns a float past its arguments and what it returns.
 
         A gradient would not find its way to such a value when the layer is computed again.
         """
@@ -412,7 +412,7 @@ def parts_of(call: Call, branches: LayerBranches, layer: Layer, anatomy: Anatomy
 
 
 def require_separate(call: Call, parts: set[Call], branches: LayerBranches, layer: Layer, flow: Dataflow) -> None:
-    """Raises `DoesNotFitError` where a branch reads more of another than the stream, or an earlier stream.
+    """Raise `DoesNotFitError` where a branch reads more of another than the stream, or an earlier stream.
 
     What lies in no part is computed in the run for each branch, unless it is made of a stream or of what a part returns.
     """

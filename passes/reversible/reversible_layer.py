@@ -49,7 +49,7 @@ Key = int | str
 
 
 def written_arguments(model: nn.Module, inputs: Mapping[str, Any], paths: Collection[str]) -> dict[str, tuple[Key, ...]]:
-    """By layer, the arguments with tensors that are written to between its call and the end of a forward that keeps its cache.
+    """Return by layer the arguments with tensors that are written to between its call and the end of a forward with a cache.
 
     The forward is one in training without values, so that a model that is being loaded gives the same; none are known of a model
     that cannot be copied, or run, so.
@@ -129,7 +129,7 @@ LARGEST = 2.0**29
 
 
 def to_fixed(x: Tensor) -> Tensor:
-    """x in fixed point; what cannot be represented becomes the nearest number that can, or zero."""
+    """Return x in fixed point; what cannot be represented becomes the nearest number that can, or zero."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * SCALE).round_().clamp_(-LARGEST * SCALE, LARGEST * SCALE).nan_to_num_(nan=0.0).to(torch.int64)
 
@@ -141,7 +141,7 @@ def to_float(fixed: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def not_a_number_where(unrepresented: Tensor, x: Tensor) -> Tensor:
-    """x, and not a number wherever `unrepresented` cannot be represented; laid out in memory as `unrepresented` is."""
+    """Return x, and not a number wherever `unrepresented` cannot be represented; laid out in memory as `unrepresented` is."""
     return laid_out(torch.where(unrepresented.abs() <= LARGEST, x, torch.nan), strides_of(unrepresented))
 
 
@@ -151,7 +151,7 @@ def strides_of(x: Tensor) -> tuple[int, ...]:
 
 
 def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """x with these strides: how a product is rounded depends on the layout of what is multiplied."""
+    """Return x with these strides: how a product is rounded depends on the layout of what is multiplied."""
     return x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
@@ -184,12 +184,12 @@ NEARBY = 2  # nodes of autograd between a step and the next that leave its tenso
 
 
 def following(y: Tensor, current: Tensor, previous: Tensor, signs: Tensor, bits: int) -> Tensor:
-    """X_{k+1}."""
+    """Return X_{k+1}."""
     return y + signs * (((y - 2 * current) >> bits) + (previous >> bits))
 
 
 def preceding(after: Tensor, y: Tensor, current: Tensor, signs: Tensor, bits: int, low: Tensor) -> Tensor:
-    """X_{k−1}."""
+    """Return X_{k−1}."""
     return ((signs * (after - y) - ((y - 2 * current) >> bits)) << bits) + low
 
 
@@ -337,7 +337,7 @@ def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], par
 
 def stray_leaves(values: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
     """Return the leaves of a graph other than those wanted: whole weights that FSDP put in place of sharded ones for this run."""
-    known, seen = {id(one) for one in wanted}, set()
+    known, seen = {id(parameter) for parameter in wanted}, set()
     pending, found = [value.grad_fn for value in values], []
     while pending:
         node: Any = pending.pop()
@@ -352,7 +352,7 @@ def stray_leaves(values: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def accumulate(leaf: Tensor, gradient: Tensor) -> None:
-    """The gradient is part of the leaf's, before what is around the leaf's module looks for it."""
+    """Add the gradient to the leaf's, before what is around the leaf's module looks for it."""
     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 

@@ -134,7 +134,7 @@ def halves(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def mean(newer: Tensor, older: Tensor, current: Tensor, previous: Tensor) -> Tensor:
-    """That of both streams, rounded once."""
+    """Return the mean of both streams, rounded once."""
     dtype = torch.promote_types(newer.dtype, older.dtype)
     return not_a_number_where(newer + older, to_float((current >> 1) + (previous >> 1) + (current & previous & 1), dtype))
 
@@ -237,13 +237,13 @@ class Streams:
         self.newer, self.older, self.share = newer, older, share
 
     def add(self, _: int, value: Tensor) -> Tensor:
-        """x_{j+1} = (1 − λ) x_j + λ x_{j−1} + f_j(x_j); the dense sum bit for bit where λ is 0."""
+        """Return x_{j+1} = (1 − λ) x_j + λ x_{j−1} + f_j(x_j); the dense sum bit for bit where λ is 0."""
         base = self.older if self.share == 1 else torch.lerp(self.newer, self.older.to(self.newer.dtype), self.share)
         self.newer, self.older = base + value, self.newer
         return self.newer
 
     def clamped(self, newer: Tensor) -> None:
-        """The newer stream is this one."""
+        """Make this the newer stream."""
         self.newer = newer
 
     def mean(self) -> Tensor:
@@ -320,7 +320,7 @@ class SecondStream:
         return bool(two_stream_layers(site))
 
     def turn(self, site: nn.Module, share: float) -> None:
-        """λ is `share`; below 1 nothing is reversed, and a training step keeps all activations."""
+        """Set λ to `share`; below 1 nothing is reversed, and a training step keeps all activations."""
         for layer in two_stream_layers(site):
             layer.share = share
 

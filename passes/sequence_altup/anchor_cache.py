@@ -58,7 +58,7 @@ class AnchorKeys(CacheLayerMixin):
         self.forget()
 
     def forget(self) -> None:
-        """Nothing is stored."""
+        """Store nothing."""
         self.keys = self.values = None  # (batch, heads, anchors, head width)
         self.indexed: Tensor | None = None  # (batch, anchors, width)
         self.room = 0  # how many entries attention is given, of which the last may be unused; 0: those that are stored
@@ -66,7 +66,7 @@ class AnchorKeys(CacheLayerMixin):
         self.is_initialized = False
 
     def replace(self, layer: Any) -> None:
-        """From here on this layer replaces `layer`, which is empty."""
+        """Replace `layer`, which is empty, from here on."""
         if isinstance(layer, AnchorKeys) or int(layer.get_seq_length()):
             raise DoesNotFitError(
                 f"the strided layer {self.name} received a cache with tokens in it",
@@ -77,7 +77,7 @@ class AnchorKeys(CacheLayerMixin):
         self.counter.is_initialized = False
 
     def count_tokens(self, length: int) -> None:
-        """For the model, `length` tokens more are stored."""
+        """Count `length` tokens more, as the model sees them."""
         if self.counter is not None and self.keys is not None:
             token = self.keys.new_zeros(1, 1, length, 1)
             self.counter.update(token, token)
@@ -166,13 +166,13 @@ class SecondaryAnchorKeys(AnchorKeys):
         super().replace(layer)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Done by the anchor layer."""
+        """Leave this to the anchor layer."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Done by the anchor layer."""
+        """Leave this to the anchor layer."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Done by the anchor layer."""
+        """Leave this to the anchor layer."""
 
 
 class AnchorLayer(AnchorKeys):
@@ -227,7 +227,7 @@ class AnchorLayer(AnchorKeys):
         """Return the anchors among the next `length` tokens, of which `real` (1 or batch, length) are no padding; None: all."""
 
     def make_room(self, new: Anchors, key_extents: Callable[[], list[int]]) -> None:
-        """The `new` anchors can be stored, under masks by so many keys."""
+        """Make room for the `new` anchors, under masks by so many keys."""
 
     @abc.abstractmethod
     def key_indices(self, new: Anchors, offset: int, extent: int, device: torch.device) -> tuple[Indices, Tensor | None]:
@@ -247,7 +247,7 @@ class AnchorLayer(AnchorKeys):
 
     @abc.abstractmethod
     def advance(self, new: Anchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:
-        """`length` tokens have passed; `corrections` (batch, anchors, d) are their anchors', None where there were no anchors."""
+        """Pass `length` tokens; `corrections` (batch, anchors, d) are their anchors', None where there were no anchors."""
 
     @abc.abstractmethod
     def carried(self) -> dict[str, Tensor]:
@@ -323,7 +323,7 @@ class PlacedAnchorLayer(AnchorLayer):
         return self.every.index, self.every.valid
 
     def sees_all(self, new: Anchors) -> bool:
-        """While a program is traced this is unknown: every layer gets a mask, except those that take none and see no padding."""
+        """Return whether they need no mask; while a program is traced every layer gets one, unless it takes none."""
         if torch.compiler.is_compiling():
             return self.mask is None
         return bool(self.every.valid.all()) and (new.count == 1 or new.valid is None or bool(new.valid.all()))
@@ -372,7 +372,7 @@ class AnchorCacheView(Cache):
         return super().update_indexer(indexer_key_states, layer_idx)
 
     def take_over(self, layer_idx: int) -> None:
-        """The cache's layer `layer_idx` is one of the anchors'."""
+        """Make the cache's layer `layer_idx` one of the anchors'."""
         if self.layer_class_to_replicate is not None:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self.layer_class_to_replicate())
@@ -388,7 +388,7 @@ def view_class(kind: type[Cache]) -> type[Cache]:
 
 
 def view_of(cache: Cache, layer: AnchorLayer, staying: Tensor | None = None) -> Cache:
-    """`cache`, with which it shares its layers, as a view in which self-attention keeps its keys and values in `layer`.
+    """Return `cache`, with which it shares its layers, as a view in which self-attention keeps its keys and values in `layer`.
 
     So do modules their histories: they are of anchors, of which `staying` (batch, anchors) fill no row that has fewer.
     """
@@ -418,7 +418,7 @@ def find_anchor_layer(cache: Cache, name: str) -> AnchorLayer | None:
 
 
 def store_anchor_layer(cache: Cache, layer: AnchorLayer) -> None:
-    """The cache holds `layer`: in its list of layers where it replaced one, otherwise next to the token histories."""
+    """Put `layer` into the cache: into its list of layers where it replaced one, otherwise next to the token histories."""
     if layer.counter is None:
         histories_of(cache)[layer.name] = layer  # type: ignore[assignment]
 
@@ -459,7 +459,7 @@ def changed_states(before: Mapping[StateKey, Tensor], cache: Cache) -> tuple[Sta
 
 
 def restore_states(cache: Cache, before: dict[StateKey, Tensor], advanced: Tensor) -> None:
-    """Rows that `advanced` (batch) does not name have the states of `before` again."""
+    """Restore the states of `before` in the rows that `advanced` (batch) does not name."""
     held = self_attention(cache)
     for (name, index, key), old in before.items():
         table: Any = getattr(held.layers[index] if isinstance(index, int) else held, name)

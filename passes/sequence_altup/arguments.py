@@ -47,7 +47,7 @@ def take(value: Tensor, dim: int, indices: Indices, batch: int | None = 0) -> Te
 
 
 def match_rows(value: Tensor, rows: Tensor, batch: int | None) -> tuple[Tensor, Tensor]:
-    """`value` and `rows` with as many rows: a single row of `value` is expanded, `rows` are repeated where heads are folded in."""
+    """Return `value` and `rows` with as many rows: a single row of `value` expanded, `rows` repeated where heads are folded in."""
     if batch is None:
         batch = 0
         if value.shape[0] != 1:
@@ -63,7 +63,7 @@ def match_rows(value: Tensor, rows: Tensor, batch: int | None) -> tuple[Tensor, 
 
 
 def hide_keys(mask: Tensor, dim: int, visible: Tensor, batch: int | None, zero_is_real: bool = False) -> Tensor:
-    """`mask`, in which keys, along `dim`, are hidden where `visible` (rows, keys) is false.
+    """Return `mask`, in which keys, along `dim`, are hidden where `visible` (rows, keys) is false.
 
     With `zero_is_real` a mask by tokens alone is added to the scores, or not zero where there is padding.
     """
@@ -103,7 +103,7 @@ class EvenAnchors:
         return slice(self.first, None, self.k)
 
     def columns(self, device: torch.device) -> Tensor:
-        """(1, anchors)"""
+        """Return (1, anchors)"""
         return torch.arange(self.first, self.first + self.count * self.k, self.k, device=device)[None]
 
     def pick(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class EvenAnchors:
         return sums / sizes
 
     def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
-        """For each token the value of its anchor; `earlier` (batch, 1, d) is that of the last anchor before these tokens."""
+        """Return for each token the value of its anchor; `earlier` (batch, 1, d) is that of the last anchor before these tokens."""
         spread = values.unsqueeze(2).expand(-1, -1, self.k, -1).flatten(1, 2)  # (batch, anchors · k, d)
         if earlier is None:
             return first_tokens(spread, self.length)
@@ -181,7 +181,7 @@ class CountedAnchors:
         return self.index
 
     def columns(self, device: torch.device) -> Tensor:
-        """(rows, anchors)"""
+        """Return (rows, anchors)"""
         return self.index
 
     def pick(self, x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class CountedAnchors:
         return (sums / sizes.clamp(min=1).unsqueeze(-1)).narrow(1, 0, self.count)
 
     def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
-        """For each token the value of its anchor; `earlier` (batch, 1, d) is that of the last anchor before these tokens."""
+        """Return for each token the value of its anchor; `earlier` (batch, 1, d) is that of the last anchor before these tokens."""
         if earlier is None:
             return take(values, 1, self.slot.clamp(min=0))
         return take(torch.cat([earlier, values], 1), 1, torch.where(self.early, 0, self.slot + 1))
@@ -210,7 +210,7 @@ class NoAnchors:
     """No anchor among new tokens, of which there are any number."""
 
     def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
-        """For all tokens the value of the last anchor before them: (batch, 1, d)."""
+        """Return for all tokens the value of the last anchor before them: (batch, 1, d)."""
         assert earlier is not None
         return earlier
 
@@ -227,7 +227,7 @@ class RaggedAnchors:
     values: tuple[Tensor, ...]
 
     def append(self, columns: Tensor, valid: Tensor, values: tuple[Tensor, ...]) -> RaggedAnchors:
-        """These entries and then the new ones."""
+        """Return these entries and then the new ones."""
         joined = tuple(torch.cat(pair, 1) for pair in zip(self.values, values, strict=True))
         return RaggedAnchors(torch.cat([self.columns, columns], 1), torch.cat([self.valid, valid], 1), joined)
 
@@ -367,7 +367,7 @@ def token_dims_at_call(value: Tensor, known: TokenDims | None) -> TokenDims | No
 
 
 def to_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """`visible` as a mask of that type: boolean, or added to the scores."""
+    """Return `visible` as a mask of that type: boolean, or added to the scores."""
     if dtype == torch.bool:
         return visible
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
@@ -466,14 +466,14 @@ class LayerCall:
         return next((argument for argument in found if len(argument[0]) == 1), None)
 
     def key_extents(self) -> list[int]:
-        """By how many keys the arguments are that follow the keys; none where no mask is among them."""
+        """Return the number of keys of each argument that follows the keys; none where no mask is among them."""
         length = self.x.shape[1]
         found = [(tensor.shape[dims.positions[-1]], dims) for tensor, dims in self.tensors.values()]
         of_keys = [(extent, dims) for extent, dims in found if len(dims.positions) > 1 or extent != length]
         return [extent for extent, _ in of_keys] if any(dims.shows_padding for _, dims in of_keys) else []
 
     def set_argument(self, args: list[Any], kwargs: dict[str, Any], path: ArgumentPath, value: Any) -> None:
-        """The argument at `path` is `value`."""
+        """Set the argument at `path` to `value`."""
         name = path[0]
         if isinstance(name, str) and (name in kwargs or self.names.index(name) >= len(args)):
             kwargs[name] = value
@@ -534,7 +534,7 @@ class LayerCall:
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()  # attention kernels want masks by rows
 
     def restore_arguments(self, output: Any, returned: Mapping[int | str, ArgumentPath]) -> Any:
-        """`output`, in which the arguments that the layer returns, `returned` by their key in the output, are whole again."""
+        """Return `output` with the arguments that the layer returns, `returned` by their key in the output, whole again."""
         for key, path in returned.items():
             if isinstance(output, (tuple, list)) and isinstance(key, int) and key < len(output) and output[key] is not None:
                 output = with_item(output, key, self.argument(path))

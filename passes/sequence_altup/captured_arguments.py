@@ -42,7 +42,7 @@ def length_of(inputs: Mapping[str, Any]) -> int:
 
 
 def larger_inputs(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Guesses at the inputs for twice the batch and more tokens, the likeliest first."""
+    """Yield guesses at the inputs for twice the batch and more tokens, the likeliest first."""
     length = length_of(inputs)
     yield resize_inputs(
         inputs, lambda value: {1: value.shape[1] + MORE} if is_per_token(value) or is_as_long(value, length) else {}
@@ -56,7 +56,7 @@ def larger_inputs(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def doubled_extents(value: Tensor, length: int, dim: int) -> dict[int, int]:
-    """Twice the tokens; for a tensor that is not as long as they are, twice the extent along `dim`."""
+    """Return twice the tokens; for a tensor that is not as long as they are, twice the extent along `dim`."""
     along = 1 if is_as_long(value, length) else dim
     return {along: 2 * value.shape[along]} if along < value.dim() else {}
 
@@ -207,7 +207,7 @@ class ArgumentCaptures:
     # Capturing.
 
     def capture_with_masks(self, inputs: dict[str, Any]) -> CapturedArguments:
-        """With masks and positions where the model takes any."""
+        """Return a capture with masks and positions where the model takes any."""
         masked = self.with_masks(inputs)
         mask_inputs = frozenset(filter(is_mask_name, masked))
         for attempt in (self.with_positions(masked), masked):
@@ -249,7 +249,7 @@ class ArgumentCaptures:
             tensors[path, call] = found
 
         def begin(module: nn.Module, args: Any) -> None:
-            """A capture may run the model several times: only the last run counts."""
+            """Forget earlier runs: a capture may run the model several times, and the last counts."""
             for table in (tensors, objects, counts):
                 table.clear()
 
@@ -277,7 +277,7 @@ def is_mask_name(name: str) -> bool:
 def recording(
     model: nn.Module, paths: Collection[str], record: Callable[[str, list[tuple[int | str, Any]]], None]
 ) -> Iterator[None]:
-    """Within this context `record` gets the path and the named arguments of every call of a module at one of the `paths`."""
+    """Call `record`, within this context, with the path and named arguments of every call of a module at one of the `paths`."""
 
     def hook_for(path: str, names: tuple[str, ...]) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -300,7 +300,7 @@ def recording(
 def new_arguments_with_cache(
     model: nn.Module, inputs: Mapping[str, Any], known: Mapping[str, Collection[ArgumentPath]]
 ) -> dict[str, str]:
-    """By layer, an argument with tensors that are not `known`, which it receives only when the model fills a cache."""
+    """Return by layer an argument with tensors that are not `known`, which it receives only when the model fills a cache."""
     found: dict[str, str] = {}
 
     def record(path: str, arguments: list[tuple[int | str, Any]]) -> None:

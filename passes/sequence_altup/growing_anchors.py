@@ -85,7 +85,7 @@ class GrowingAnchorLayer(AnchorLayer):
         return CountedAnchors(real, self.k, before, most, filled_first=not self.tokens)
 
     def begin_ragged(self, batch: int, device: torch.device) -> None:
-        """From here on rows may have different anchors."""
+        """Allow rows with different anchors from here on."""
         for name in [name for name, history in self.histories.items() if getattr(history, "follows_from_keys", False)]:
             del self.histories[name]  # keys change places when holes are closed
         self.real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
@@ -98,13 +98,13 @@ class GrowingAnchorLayer(AnchorLayer):
             self.corrections = None
 
     def make_room(self, new: Anchors, key_extents: Callable[[], list[int]]) -> None:
-        """In a static cache attention is given as many entries at every step: kernels are chosen, or built, for each number."""
+        """Give attention as many entries at every step in a static cache: kernels are chosen, or built, for each number."""
         room = self.room_for(new.count, key_extents)
         for layer in (self, *self.secondary):
             layer.room = room
 
     def room_for(self, count: int, key_extents: Callable[[], list[int]]) -> int:
-        """That number; 0 where the cache grows, or masks say nothing of what it has room for."""
+        """Return that number; 0 where the cache grows, or masks say nothing of what it has room for."""
         if self.counter is None or not self.counter.is_compileable or self.is_sliding:
             return 0
         size, extents = int(self.counter.get_mask_sizes(1)[0]), key_extents()
@@ -172,7 +172,7 @@ class GrowingAnchorLayer(AnchorLayer):
         self.close_holes()
 
     def drop_outside_window(self) -> None:
-        """Anchors that no later mask covers are gone; all rows have the same."""
+        """Remove anchors that no later mask covers; all rows have the same."""
         gone = -(-self.offset(1) // self.k) - self.dropped
         if gone > 0:
             if self.records_past:
@@ -195,17 +195,17 @@ class GrowingAnchorLayer(AnchorLayer):
         return bool(getattr(self.counter, "record_past", False))
 
     def keep_left(self, out: RaggedAnchors) -> None:
-        """These anchors have left the window; cropping by up to SLACK tokens may need them again."""
+        """Set aside these anchors, which left the window; cropping by up to SLACK tokens may need them again."""
         left = out if self.left is None else self.left.append(out.columns, out.valid, out.values)
         left = left.compact(left.valid & (left.columns >= self.offset(1) - SLACK))
         self.left = RaggedAnchors(left.columns, left.valid, tuple(value.clone() for value in left.values))  # no views of all
 
     def note_lost(self) -> None:
-        """From here on nothing before the window can be brought back, or nothing far before it where the past is recorded."""
+        """Forget what is before the window, or far before it where the past is recorded."""
         self.lost = max(self.lost, self.offset(1) - (SLACK if self.records_past else 0))
 
     def bring_back(self) -> None:
-        """After tokens were removed the window begins earlier: anchors that had left it are in it again."""
+        """Bring anchors that had left the window back: it begins earlier after tokens were removed."""
         first = self.offset(1)
         if first < self.lost:
             raise self.cropped_too_far()
@@ -222,7 +222,7 @@ class GrowingAnchorLayer(AnchorLayer):
             self.columns, self.valid = torch.cat([back.columns, self.columns], 1), torch.cat([back.valid, self.valid], 1)
 
     def close_holes(self) -> None:
-        """Rows store the anchors inside the window and the sequence, without the holes that all of them have."""
+        """Keep the anchors of rows inside the window and the sequence, without the holes that all of them have."""
         assert self.columns is not None and self.valid is not None
         real, inside = self.valid & (self.columns < self.tokens), self.columns >= self.offset(1)
         stored = RaggedAnchors(self.columns, self.valid, self.values_by_anchor())
@@ -280,7 +280,7 @@ class GrowingAnchorLayer(AnchorLayer):
         self.take_back(self.tokens - left)
 
     def take_back(self, count: int) -> None:
-        """The last `count` tokens are removed."""
+        """Remove the last `count` tokens."""
         if count <= 0:
             return
         if self.real is None:
@@ -319,19 +319,19 @@ class GrowingAnchorLayer(AnchorLayer):
         )
 
     def choose(self, rows: Tensor) -> None:
-        """Only these rows are left; a row that is chosen twice is there twice."""
+        """Keep only these rows; a row that is chosen twice is there twice."""
         self.each_row(lambda value: value.index_select(0, rows.to(value.device)))
         for history in self.histories.values():
             history.choose(rows)
 
     def repeat(self, times: int) -> None:
-        """Each row is there so many times."""
+        """Repeat each row so many times."""
         self.each_row(lambda value: value.repeat_interleave(times, 0))
         for history in self.histories.values():
             history.repeat(times)
 
     def each_row(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Everything that has rows is changed by `change`."""
+        """Apply `change` to everything that has rows."""
         for layer, name, value in self.series():
             setattr(layer, name, change(value))
         for name in ("corrections", "real", "columns", "valid"):

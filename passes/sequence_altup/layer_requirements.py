@@ -50,7 +50,7 @@ def require_unstrided(model: nn.Module, path: str) -> None:
 
 
 def require_all_calls(stack: Stack, layer: Layer, depths: set[int]) -> None:
-    """Where the module runs at several depths, all of them are to be strided, and nothing is stored for decoding."""
+    """Require that of a module at several depths all are to be strided, and nothing is stored for decoding."""
     own = [depth for depth, other in enumerate(stack.layers) if other.name == layer.name]
     if not depths.issuperset(own):
         raise unfit("its module also runs at depths that are not selected", remedy="use layers=all to stride the module everywhere")
@@ -108,7 +108,7 @@ class Candidate:
 
 
 def require_one_stream_argument(candidate: Candidate) -> None:
-    """The stream enters by the same argument in both captures, and no argument's sizes depend on values."""
+    """Require that the stream enters by the same argument in both captures, and no argument's sizes depend on values."""
     first, second = candidate.captures.first.shapes(candidate.layer), candidate.captured.shapes(candidate.layer)
     if candidate.stream not in first or candidate.stream not in second:
         raise unfit("it does not receive the stream by the same argument every time")
@@ -120,7 +120,7 @@ def require_one_stream_argument(candidate: Candidate) -> None:
 
 
 def require_one_position_per_token(candidate: Candidate) -> None:
-    """The stream has a dimension of tokens, with several of them, and one position for each."""
+    """Require that the stream has a dimension of tokens, with several of them, and one position for each."""
     if candidate.captures.is_tokens_first(candidate.layer, candidate.stream) is None:
         size = tuple(candidate.captures.first.shapes(candidate.layer)[candidate.stream])
         raise unfit(f"its stream {size} is not laid out as (batch, tokens, width)")
@@ -133,7 +133,7 @@ def require_one_position_per_token(candidate: Candidate) -> None:
 
 
 def require_stream_returned(candidate: Candidate) -> None:
-    """The stream leaves in the shape in which it entered."""
+    """Require that the stream leaves in the shape in which it entered."""
     stream_in, stream_out = candidate.layer.stream_places()
     entry, exit_ = candidate.call.inputs.get(stream_in), candidate.call.outputs.get(stream_out)
     if entry is None or exit_ is None or shape(entry) != shape(exit_):
@@ -141,7 +141,7 @@ def require_stream_returned(candidate: Candidate) -> None:
 
 
 def require_readable_arguments(candidate: Candidate) -> None:
-    """No object among the arguments holds tensors that the layer reads."""
+    """Require that no object among the arguments holds tensors that the layer reads."""
     shapes = {tuple(size) for size in candidate.captured.shapes(candidate.layer).values()}
     for name, kind in candidate.captured.objects.get(candidate.layer.name, {}).items():
         if reads_past_its_arguments(candidate.captured.flow, candidate.call, shapes):
@@ -149,7 +149,7 @@ def require_readable_arguments(candidate: Candidate) -> None:
 
 
 def require_known_cache_arguments(layer: Layer, new: dict[str, str]) -> None:
-    """While decoding, the layer receives no tensors that it does not receive otherwise; `new` are such arguments by layer."""
+    """Require that decoding brings no tensors that the layer does not receive otherwise; `new` are such arguments by layer."""
     if layer.name in new:
         raise unfit(f"when decoding it receives {new[layer.name]}, and what that holds of each token is unknown")
 
@@ -160,7 +160,7 @@ def require_gradient(candidate: Candidate) -> None:
 
 
 def require_all_tokens_read(candidate: Candidate) -> None:
-    """Tokens between anchors are read by something after the layer."""
+    """Require that tokens between anchors are read by something after the layer."""
     if candidate.layer.exit == candidate.stack.layers[-1].exit and is_read_at_fixed_tokens_only(
         candidate.captured.flow, candidate.exit
     ):
@@ -175,7 +175,7 @@ def numberings_inside(candidate: Candidate) -> list[fx.Node]:
 
 
 def require_no_numbering(candidate: Candidate, replayed: bool) -> None:
-    """The layer numbers no tokens itself, or only by stride-invariant tables.
+    """Require that the layer numbers no tokens itself, or only by stride-invariant tables.
 
     Where a recipe is `replayed` on a model without values it names the layers whose tables were found to be.
     """
@@ -197,7 +197,7 @@ def is_invariant_cut(candidate: Candidate, node: fx.Node, replayed: bool) -> boo
 
 
 def require_padding_shown(candidate: Candidate, token_dims: Iterable[TokenDims]) -> None:
-    """An argument shows the layer which tokens are padding, if any shows it to other layers of the stack."""
+    """Require an argument that shows the layer which tokens are padding, if any shows it to other layers of the stack."""
     if any(dims.shows_padding for dims in token_dims):
         return
     captured = candidate.captured
@@ -247,7 +247,7 @@ def infer_arguments(candidate: Candidate) -> Dims:
 
 
 def require_entries_for_single_tokens(candidate: Candidate, shapes: tuple[Shapes, Shapes], paths: Iterable[ArgumentPath]) -> None:
-    """Of a model whose inputs all follow the same tokens, no argument has one entry for several of them, or several for one.
+    """Require, where all inputs follow the same tokens, that no argument has one entry for several of them, or several for one.
 
     With another side's tokens, an encoder's, it is theirs that the entries may be of.
     """
@@ -302,7 +302,7 @@ def with_inverted_masks(candidate: Candidate, found: Dims, nodes: dict[ArgumentP
 
 
 def require_readable_masks(candidate: Candidate, found: Dims, nodes: dict[ArgumentPath, fx.Node]) -> None:
-    """Every mask says in the usual way which tokens are real: by one or True, or by zero where it is added."""
+    """Require masks that say in the usual way which tokens are real: by one or True, or by zero where they are added."""
     captures = candidate.captures
     unclear = [path for path, dims in found.items() if dims.shows_padding and not captures.reads_as_unpadded(nodes.get(path), dims)]
     if unclear:
@@ -566,7 +566,7 @@ def value_before_cut(node: fx.Node, flow: Dataflow, length: int) -> Tensor | Non
 
 
 def cut_dims(node: fx.Node) -> list[bool]:
-    """For each dimension whether the cut made it shorter."""
+    """Return for each dimension whether the cut made it shorter."""
     return [size != size_before for size, size_before in zip(shape(node) or (), shape(node.args[0]) or (), strict=True)]
 
 

@@ -47,7 +47,7 @@ def real_tokens(call: SiteCall, batch: int, tokens: int) -> Tensor:
 
 
 def anchor_columns(real: list[bool], k: int) -> list[int]:
-    """For each column the column of its anchor, −1 before the first: positions count the real tokens."""
+    """Return for each column the column of its anchor, −1 before the first: positions count the real tokens."""
     position, last, found = 0, -1, []
     for column, is_real in enumerate(real):
         if is_real:
@@ -179,7 +179,7 @@ def token(
     before: int,
     t: int,
 ) -> Tensor:
-    """y_i = ŷ_i + b (ỹ − ŷ) at its anchor, ŷ_i = a1 x_i + a2 x at its anchor; the papers' baselines."""
+    """Return y_i = ŷ_i + b (ỹ − ŷ) at its anchor, ŷ_i = a1 x_i + a2 x at its anchor; the papers' baselines."""
     column = before + t
     anchor = anchors[row][column]
     if anchor < 0:
@@ -197,7 +197,7 @@ def token(
 
 
 def wiring(observed: Observed) -> Problems:
-    """Of the layers of a stack all but the first and the last are strided, where the option says so."""
+    """Check that all layers of a stack but the first and the last are strided, where the option says so."""
     if observed.options.layers != "inner":
         return
     kinds = {type(unwrapped(site.module)) for site in observed.sites}
@@ -231,7 +231,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def start(observed: Observed) -> Problems:
-    """With k = 1 it begins as the dense layer: a1 = 1, a2 = 0, b = 1."""
+    """Check that with k = 1 it begins as the dense layer: a1 = 1, a2 = 0, b = 1."""
     for site in observed.sites:
         if observed.options.method == "sequence-altup" and not observed.is_calibrated:
             found = tuple(float(getattr(site.module, name)) for name in ("a1", "a2", "b"))

@@ -58,7 +58,7 @@ class DenseModel:
 
     @classmethod
     def record(cls, edit: Edit, paths: Sequence[str]) -> DenseModel | None:
-        """None where there is no calibration data."""
+        """Return None where there is no calibration data."""
         if edit.calibration is None:
             return None
         fitted, held_out = (record_calls(edit.model, part, paths) for part in split_calibration(edit.calibration, TOKENS))
@@ -81,7 +81,7 @@ def fit_scalars(edit: Edit, dense: DenseModel) -> None:
     }
 
     def bounded(path: str, scalars: Scalars, towards: Scalars) -> Scalars:
-        """`scalars`, or as far towards them from those of `towards` as the layer's error is not above that of the start."""
+        """Return `scalars`, or as far towards them from those of `towards` as the layer's error is not above that of the start."""
         tried = (moved(towards, scalars, share) for share in (1.0, *SHARES[1:]))
         return next((nearer for nearer in tried if error_of(layers[path], nearer, *held_out[path]) <= before[path]), towards)
 
@@ -125,7 +125,7 @@ def moved(begin: Scalars, end: Scalars, share: float) -> Scalars:
 
 
 def linear(scalars: Scalars) -> tuple[float, float, float]:
-    """a1, c and b of the scalars a1, a2 and b."""
+    """Return a1, c and b of the scalars a1, a2 and b."""
     a1, a2, b = scalars
     return a1, a2 - b * (a1 + a2), b
 

@@ -294,7 +294,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
 
 
 def new_cache_arguments(anatomy: Anatomy, captures: ArgumentCaptures) -> dict[str, str]:
-    """By layer an argument that it receives only when decoding: states that the model passes as tensors, not in a cache."""
+    """Return by layer an argument that it receives only when decoding: states that the model passes as tensors, not in a cache."""
     model, received = anatomy.model, captures.larger.tensors
     if any(parameter.is_meta for parameter in model.parameters()) or not accepts(model, "use_cache"):
         return {}

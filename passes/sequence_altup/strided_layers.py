@@ -182,7 +182,7 @@ class StridedLayer(Wrapper):
     def hide_missing_keys(
         self, call: LayerCall, args: list[Any], kwargs: dict[str, Any], stored: AnchorLayer, anchors: CountedAnchors
     ) -> None:
-        """A call without a mask gets one where rows store different numbers of anchors: models omit masks once padding is gone."""
+        """Add a mask to a call without it where rows store different numbers of anchors: models omit masks when padding is gone."""
         if stored.sees_all(anchors):
             return
         if stored.mask is None:
@@ -233,7 +233,7 @@ class StridedLayer(Wrapper):
     # What a method defines.
 
     def add_coefficients(self, device: torch.device, dtype: torch.dtype) -> None:
-        """The method's own parameters are there."""
+        """Add the method's own parameters."""
 
     def layer_input(self, x: Tensor, anchors: Anchors) -> Tensor:
         """Return what the layer computes on: (batch, anchors, d)."""
@@ -259,7 +259,7 @@ class SequenceAltUpLayer(StridedLayer):
             setattr(self, name, nn.Parameter(torch.full((1,), value, device=device, dtype=dtype)))
 
     def scalars(self) -> tuple[Tensor, Tensor, Tensor]:
-        """a1, a2 and b; while the layer is annealed, so far from 1, 0 and 1 as it is from the dense one."""
+        """Return a1, a2 and b; while the layer is annealed, so far from 1, 0 and 1 as it is from the dense one."""
         if not self.dense_share:
             return self.a1, self.a2, self.b
         share = self.dense_share

@@ -37,7 +37,7 @@ class Group:
         return [self.sites[index] for index in self.source_indices(experts)]
 
     def source_indices(self, experts: int) -> tuple[int, ...]:
-        """Of the sites, the one that each expert is taken from: the chosen ones, else spread evenly over the depth of the group."""
+        """Return the site that each expert is taken from: the chosen ones, else spread evenly over the depth of the group."""
         return self.chosen or tuple(int((e + 0.5) * len(self.sites) / experts) for e in range(experts))
 
     def copies(self, experts: int) -> list[int]:
@@ -51,7 +51,7 @@ class Group:
 
 
 def group_feed_forwards(sites: Sequence[FeedForward], count: int, model: nn.Module, near_misses: list[NearMiss]) -> list[Group]:
-    """`count` even groups of the feed-forwards in order of depth; those of another form than most of their group are left out."""
+    """Return `count` even groups of the feed-forwards by depth; those of another form than most of their group are left out."""
     groups: list[Group] = []
     for index in range(count):
         members = sites[index * len(sites) // count : (index + 1) * len(sites) // count]
@@ -116,7 +116,7 @@ def form_of(site: FeedForward, model: nn.Module, functions: list[HiddenFunction]
 
 
 def check_same_form(site: FeedForward, form: Form, common: Form) -> None:
-    """Raises `DoesNotFitError` with the first difference between a feed-forward's form and the common one of its group."""
+    """Raise `DoesNotFitError` with the first difference between a feed-forward's form and the common one of its group."""
     for field in dataclasses.fields(Form):
         value = getattr(form, field.name)
         if value != getattr(common, field.name):
@@ -220,7 +220,7 @@ def own_matrices(branch: Branch, layer: Layer, common: set[str], anatomy: Anatom
 
 
 def share(attention: SharedAttention, edit: Edit) -> None:
-    """The parameters are replaced wherever the model holds them."""
+    """Replace the parameters wherever the model holds them."""
     for own, other in attention.replacements.items():
         old, new = edit.model.get_parameter(own), edit.model.get_parameter(other)
         for module in list(edit.model.modules()):

@@ -75,7 +75,7 @@ class Products:
 
 @torch.no_grad()
 def weighed_products(group: Group, layer: int, x: Tensor, model: nn.Module) -> Tensor:
-    """⟨y_i, y_j⟩ w_t / Σ_t w_t ‖y_layer‖² for each token of x: (tokens, n, n)."""
+    """Return ⟨y_i, y_j⟩ w_t / Σ_t w_t ‖y_layer‖² for each token of x: (tokens, n, n)."""
     grams, own = [], []
     for part in x.split(CHUNK):
         outputs = torch.stack([compute(site, part, model) for site in group.sites], 1)  # (tokens, n, d)
@@ -181,7 +181,7 @@ def fit_router(products: Products, sources: Tensor, start: Tensor, k: int, renor
 
 
 def nearest_experts(products: Products, sources: Tensor) -> Tensor:
-    """For each layer, which experts compute what is nearest to it: (layers, E)."""
+    """Return for each layer which experts compute what is nearest to it: (layers, E)."""
     errors = torch.stack(
         [
             products.errors(sources, F.one_hot(torch.full_like(products.layer, e), len(sources)).float())
@@ -217,7 +217,7 @@ def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, reno
         x, held_x = ([inputs[site.path] for site in group.sites] for inputs in (fitted, held_out))
         router = torch.empty(experts, group.sites[0].width, device=x[0].device).normal_(std=ROUTER_SPREAD)
         bound = group.bound_to(edit.model)
-        products, held_products = (Products.of(bound, one, edit.model) for one in (x, held_x))
+        products, held_products = (Products.of(bound, rows, edit.model) for rows in (x, held_x))
         sources, choose = group.source_indices(experts), not group.chosen
         starts[group.name] = fit_mixture(products, held_products, sources, router, k, renormalize, choose=choose)
     return starts

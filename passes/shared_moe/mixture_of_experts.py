@@ -74,7 +74,7 @@ class ExpertMatrices(nn.Module):
         return y if bias is None else y + bias.to(y.dtype).index_select(0, expert)
 
     def of_every_expert(self, rows: Tensor) -> Tensor:
-        """Rows, (rows, in) or for each expert its own (E, rows, in), times its matrix plus its bias: (E, rows, out)."""
+        """Return rows, (rows, in) or for each expert its own (E, rows, in), times its matrix plus its bias: (E, rows, out)."""
         y = rows @ self.weight.to(rows.dtype).transpose(1, 2)
         return y if self.bias is None else y + self.bias.to(y.dtype).unsqueeze(1)
 
@@ -137,12 +137,12 @@ class MixtureOfExperts(nn.Module):
         return gates, selected
 
     def expert_capacity(self, tokens: int) -> int:
-        """B: how many of the tokens an expert keeps in training, the first ones."""
+        """Return B: how many of the tokens an expert keeps in training, the first ones."""
         assert self.capacity is not None
         return math.ceil(self.capacity * self.k * tokens / self.experts - 1e-9)
 
     def combine(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
-        """Σ_k gates_k e_{selected_k}(x)."""
+        """Return Σ_k gates_k e_{selected_k}(x)."""
         x = x.to(autocast_dtype(x.device) or self.down.weight.dtype)
         if torch.compiler.is_exporting():  # programs that run without torch; while it compiles torch 2.11 says so, too
 
@@ -174,7 +174,7 @@ class MixtureOfExperts(nn.Module):
         return (y.view(*gates.shape, self.width) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
 
     def run_experts(self, rows: Tensor, expert: Tensor, ends: Tensor | None, hidden: Callable[..., Tensor]) -> Tensor:
-        """e_i of each row, i its expert; `ends` as in `ExpertMatrices`."""
+        """Return e_i of each row, i its expert; `ends` as in `ExpertMatrices`."""
         z = [self.get_submodule(name)(rows, expert, ends) for name in self.into]
         y: Tensor = self.down(hidden(*self.units_of(z)), expert, ends)
         return y
@@ -188,14 +188,14 @@ class MixtureOfExperts(nn.Module):
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Rows times the matrix of their group, of weight (E, in, out), by a kernel, or by a loop where no kernel supports them."""
+    """Return rows times the matrix of their group, of weight (E, in, out), by a kernel, or a loop where no kernel supports them."""
     if rows.dtype == torch.float64 or any(size * rows.element_size() % ROW for size in weight.shape[1:]):
         return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)  # type: ignore[no-any-return]
     return _grouped_mm(rows, weight, ends)  # type: ignore[no-any-return]
 
 
 def balance_loss(probabilities: Tensor, dispatched: Tensor) -> Tensor:
-    """l_balance = E Σ_i m_i P_i of one routing, eq. 3; `dispatched` is 1 where an expert gets a token. Both: (tokens, E)."""
+    """Return l_balance = E Σ_i m_i P_i of one routing, eq. 3; `dispatched` is 1 where an expert gets a token. Both: (tokens, E)."""
     m, p = dispatched.to(probabilities.dtype).mean(0), probabilities.mean(0)
     return probabilities.shape[-1] * (m * p).sum()
 
@@ -224,7 +224,7 @@ class Load:
     tokens: int
 
     def lines(self) -> Iterator[str]:
-        """One line a layer."""
+        """Yield a line for each layer."""
         for path, shares in self.shares.items():
             yield f"{path}: {' '.join(f'{share:.0%}' for share in shares)} of the dispatches to its experts"
 

@@ -12,7 +12,7 @@ from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall, 
 
 
 def moe_block(call: SiteCall) -> Tensor:
-    """Σ_i g(x)_i e_i(x), with noise, capacity and balance loss in training."""
+    """Return Σ_i g(x)_i e_i(x), with noise, capacity and balance loss in training."""
     block: Any = call.module
     moe, options = block.moe, call.options
     x = call.argument(block.place)
@@ -48,7 +48,7 @@ def moe_block(call: SiteCall) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, chosen: list[list[int]]) -> Tensor:
-    """E Σ_i m_i P_i: m_i dispatches to expert i a token, P_i its mean probability."""
+    """Return E Σ_i m_i P_i: m_i dispatches to expert i a token, P_i its mean probability."""
     count, experts = probabilities.shape
     total = probabilities.new_zeros(())
     for e in range(experts):
@@ -58,7 +58,7 @@ def balance_loss(probabilities: Tensor, chosen: list[list[int]]) -> Tensor:
 
 
 def expert(block: Any, e: int, x: Tensor) -> Tensor:
-    """e_i(x), (tokens, d): the dense feed-forward's form with the matrices of expert i."""
+    """Return e_i(x), (tokens, d): the dense feed-forward's form with the matrices of expert i."""
     moe = block.moe
     units = moe.down.weight.shape[2]
     z = []
@@ -76,7 +76,7 @@ def expert(block: Any, e: int, x: Tensor) -> Tensor:
 
 
 def wiring(observed: Observed) -> Problems:
-    """The balance losses of all routings are added to the model's own loss in training."""
+    """Check that the balance losses of all routings are added to the model's own loss in training."""
     mixtures = list({id(site.module.moe): site.module.moe for site in observed.sites if site.calls}.values())
     if not observed.options.balance or not mixtures:
         return
@@ -107,7 +107,7 @@ def groups_of(observed: Observed) -> list[list[ObservedSite]]:
 
 
 def start(observed: Observed) -> Problems:
-    """Each expert begins as a feed-forward of its group, spread evenly over its depth; the router with a spread of 0.02."""
+    """Check that experts begin as feed-forwards of their group, spread evenly over its depth, the router with a spread of 0.02."""
     named = iter(named_sources(observed.options.sources))
     for group in groups_of(observed):
         moe: Any = group[0].module.moe
@@ -127,7 +127,7 @@ def named_sources(text: str) -> list[list[int]]:
 
 
 def expert_start(group: list[ObservedSite], sources: list[int] | None, observed: Observed) -> Problems:
-    """Expert e computes what the dense feed-forward named for it did, or that at depth ⌊(e + ½) n / E⌋ of the group's n."""
+    """Check that expert e computes what the feed-forward named for it did, or that at depth ⌊(e + ½) n / E⌋ of the group's n."""
     experts = observed.options.experts
     for e, depth in enumerate(sources or [int((e + 0.5) * len(group) / experts) for e in range(experts)]):
         source = group[depth]

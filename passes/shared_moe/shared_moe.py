@@ -223,7 +223,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
     # The rewrite.
 
     def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
-        """As of every pass; with calibration data the layers that become experts are chosen first, and saved as an option."""
+        """Plan and carry out; with calibration data the layers that become experts are chosen first, and saved as an option."""
         plan = self.fitting_plan(anatomy, edit)
         if edit.calibration is None or not any(len(group.sites) > 1 for group in plan.groups):
             return super().rewrite(anatomy, edit)
@@ -264,7 +264,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 edit.note("part of the dispatches", path, columns, form=".0%")
 
     def replace(self, group: Group, start: MixtureStart | None, placed: set[int], edit: Edit) -> None:
-        """One mixture replaces the feed-forwards of the group, and where each of their weights went is accounted for."""
+        """Replace the feed-forwards of the group by one mixture, and account for each of their weights."""
         sources, copies = group.sources(self.experts), group.copies(self.experts)
         matrices = [named_matrices(site) for site in sources]
         moe = MixtureOfExperts(
@@ -295,7 +295,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
             install_feed_forward(site, MoEBlock(site, edit.model.get_submodule(site.path), moe), edit)
 
     def reinitialize(self, moe: MixtureOfExperts, e: int) -> None:
-        """A part of the hidden units of expert `e` gets new weights, drawn with the mean and spread of the old ones."""
+        """Give a part of the hidden units of expert `e` new weights, drawn with the mean and spread of the old ones."""
         count = round(self.reinit * moe.units)
         down = moe.down.weight[e]
         if not count or down.is_meta:
@@ -335,7 +335,7 @@ def parameters_of(site: FeedForward, model: nn.Module) -> list[nn.Parameter]:
 
 
 def stack_matrices(matrices: Sequence[Matrix], model: nn.Module) -> ExpertMatrices:
-    """One matrix of each expert."""
+    """Return one matrix of each expert, stacked."""
     weights, biases = zip(*(weight_and_bias(matrix, model) for matrix in matrices), strict=True)
     trains = any(weight.requires_grad for weight in weights)
     weight = nn.Parameter(torch.stack([weight_out_first(matrix, model) for matrix in matrices]), requires_grad=trains)
@@ -346,7 +346,7 @@ def stack_matrices(matrices: Sequence[Matrix], model: nn.Module) -> ExpertMatric
 
 
 def place_expert(site: FeedForward, e: int, moe: MixtureOfExperts, placed: set[int], edit: Edit) -> None:
-    """The dense weights of `site` are accounted for as expert `e`, and their ids added to `placed`."""
+    """Account for the dense weights of `site` as expert `e`, and add their ids to `placed`."""
     for name, matrix in named_matrices(site).items():
         stacked: Any = moe.get_submodule(name)
         weight, bias = weight_and_bias(matrix, edit.model)
@@ -358,6 +358,6 @@ def place_expert(site: FeedForward, e: int, moe: MixtureOfExperts, placed: set[i
 
 
 def noise_like(weight: Tensor, shape: Sequence[int]) -> Tensor:
-    """Noise with the mean and spread of `weight`."""
+    """Return noise with the mean and spread of `weight`."""
     values = weight.float()
     return (values.mean() + values.std() * torch.randn(*shape, device=weight.device)).to(weight.dtype)

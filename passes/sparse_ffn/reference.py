@@ -185,7 +185,7 @@ def dense_output(observed: Observed, site: ObservedSite) -> Dense | None:
 
 
 def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense | None) -> Problems:
-    """Return some calibration tokens by the output matrix and by others: how far is each from the dense feed-forward?
+    """Compare the output matrix on calibration tokens with others: how far is each from the dense feed-forward?
 
     One that is fitted here, to fewer tokens, must not be nearer; nor must the dense matrix, where another was fitted.
     """

@@ -323,7 +323,7 @@ def represented_weight(linear: Any, inputs: int) -> Tensor:
     dtype = weight.dtype if weight.is_floating_point() else torch.float32
     probes = torch.eye(inputs, dtype=dtype, device=weight.device).split(PROBES)
     offset = linear(torch.zeros(1, inputs, dtype=dtype, device=weight.device)).float()
-    return torch.cat([linear(one).float() - offset for one in probes])
+    return torch.cat([linear(probe).float() - offset for probe in probes])
 
 
 def measure_loaded_lengths(module: Any, keys: Any) -> None:

@@ -183,8 +183,8 @@ class SparseFFN(Pass[SparseFFNPlan]):
         if self.controller == "gate" and not self.exact:
             gate_activation(site)
         for matrix in (*site.into, site.out):
-            for parameter in (one for one in weight_and_bias(matrix, model) if one is not None):
-                names = [name for name, one in model.named_parameters(remove_duplicate=False) if one is parameter]
+            for parameter in (held for held in weight_and_bias(matrix, model) if held is not None):
+                names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
                 if len(names) > 1:
                     why = f"its parameter {names[0]} is also {names[1]}, whose hidden units would have to be permuted too"
                     raise DoesNotFitError(what, why=why)
@@ -380,4 +380,6 @@ def spread_out(calibration: Calibration, tokens: int) -> Calibration:
 
 def tokens_given(calibration: Calibration) -> int:
     """Return the tokens of the data, with padding."""
-    return sum(max(math.prod(one.shape[:2]) for one in batch.values() if isinstance(one, Tensor)) for batch in calibration.batches)
+    return sum(
+        max(math.prod(value.shape[:2]) for value in batch.values() if isinstance(value, Tensor)) for batch in calibration.batches
+    )

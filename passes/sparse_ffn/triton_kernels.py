@@ -143,13 +143,13 @@ def tile_choice(  # type: ignore[no-untyped-def]
             sums += tile.to(tl.float32) * value[:, None]
         logits = tl.sum(sums, axis=0) + tl.load(bias + unit, mask=valid, other=0.0).to(tl.float32)
     logits = tl.where(logits == logits, logits, float("inf"))
-    one = tl.reshape(tl.where(valid, logits, float("-inf")), (TILE_BLOCKS, PADDED))
+    value = tl.reshape(tl.where(valid, logits, float("-inf")), (TILE_BLOCKS, PADDED))
     among = tl.arange(0, PADDED)
     if K == 1:
-        order = tl.where(among[None, :] == tl.argmax(one, axis=1)[:, None], 0, 1)
+        order = tl.where(among[None, :] == tl.argmax(value, axis=1)[:, None], 0, 1)
     else:
-        before = (one[:, None, :] > one[:, :, None]) | (
-            (one[:, None, :] == one[:, :, None]) & (among[None, None, :] < among[None, :, None])
+        before = (value[:, None, :] > value[:, :, None]) | (
+            (value[:, None, :] == value[:, :, None]) & (among[None, None, :] < among[None, :, None])
         )
         order = tl.sum(before.to(tl.int32), axis=2)
     order = tl.reshape(order, (TILE_BLOCKS * PADDED,))

@@ -55,19 +55,19 @@ class SecondMoments:
 
 
 def joined(projections: Sequence[ModularProjection]) -> ModularProjection:
-    """Projections that share a multiplicative layer as one projection of the same layers: fitting it fits them all."""
+    """Return projections that share a multiplicative layer as one projection of the same layers: fitting it fits them all."""
     first = projections[0]
     strides = {letter: stride for projection in projections for letter, stride in projection.strides.items()}
     like = torch.empty(0, device="meta")
     whole = ModularProjection(first.variant, first.width, first.module_count, first.size, strides, first.kernel, like)
-    for one in projections:
-        for name, layer in one.named_children():
+    for projection in projections:
+        for name, layer in projection.named_children():
             setattr(whole, name, layer)
     return whole
 
 
 def fit(projection: ModularProjection, weights: Mapping[str, Tensor], moments: Tensor | None = None) -> dict[str, float]:
-    """`projection` is fitted to the dense `weights`, (d, columns) by letter; returns the relative error of each under `moments`.
+    """Fit `projection` to the dense `weights`, (d, columns) by letter; return the relative error of each under `moments`.
 
     On the meta device it does nothing and returns no errors.
     """
@@ -89,7 +89,7 @@ def fit(projection: ModularProjection, weights: Mapping[str, Tensor], moments: T
 def fit_to_data(
     projection: ModularProjection, weights: Mapping[str, Tensor], moments: Tensor, held_out: Tensor
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """`projection` is fitted under `moments`, unless it lies nearer under `held_out` as it is fitted to the weights alone.
+    """Return `projection` is fitted under `moments`, unless it lies nearer under `held_out` as it is fitted to the weights alone.
 
     Returns the relative error of each letter under `held_out` of the one fit and of the one that was kept.
     """
@@ -133,7 +133,7 @@ def dense_matrices(projection: ModularProjection) -> dict[str, Tensor]:
 
 
 def factors(projection: ModularProjection) -> tuple[Tensor, Tensor]:
-    """D and E; without a multiplicative layer those that split x into modules."""
+    """Return D and E; without a multiplicative layer those that split x into modules."""
     if projection.variant == "mult-conv":
         return projection.mult.d.float(), projection.mult.e.float()
     device = next(projection.parameters()).device
@@ -160,7 +160,7 @@ def length(matrix: Tensor, moments: Tensor | None) -> Tensor:
 
 
 def alternate(projection: ModularProjection, targets: Targets) -> None:
-    """Taps, D and E are in turn the least-squares solution given the others."""
+    """Solve for taps, D and E in turn, by least squares given the others."""
     kernel, strides = projection.kernel, projection.strides
     d, e = factors(projection)
     identity = torch.eye(projection.module_count, device=d.device).unsqueeze(-1)
@@ -189,7 +189,7 @@ def chunks(count: int) -> list[slice]:
 
 
 def best_taps(d: Tensor, e: Tensor, reach: Tensor, target: Tensor) -> Tensor:
-    """C[o] for D, E: (F, M, N)."""
+    """Return C[o] for D, E: (F, M, N)."""
     kernel, size = len(reach), e.shape[1]
     spread = torch.einsum("osg,is->iog", reach, d)  # (d, F, S/r)
     gram = torch.einsum("iog,ipg->opi", spread, spread)
@@ -200,7 +200,7 @@ def best_taps(d: Tensor, e: Tensor, reach: Tensor, target: Tensor) -> Tensor:
 
 
 def best_d(e: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: slice) -> Tensor:
-    """D of the input features `rows` for E and C: (rows, S)."""
+    """Return D of the input features `rows` for E and C: (rows, S)."""
     modules = next(iter(reach.values())).shape[1]
     system, right = e.new_zeros(len(e), modules, modules), e.new_zeros(len(e), modules)
     for letter, tap in taps.items():
@@ -213,7 +213,7 @@ def best_d(e: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: sli
 
 
 def best_e(d: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: slice) -> Tensor:
-    """E of the input features `rows` for D and C: (rows, M)."""
+    """Return E of the input features `rows` for D and C: (rows, M)."""
     size = next(iter(taps.values())).shape[1]
     system, right = d.new_zeros(len(d), size, size), d.new_zeros(len(d), size)
     for letter, tap in taps.items():
@@ -230,7 +230,7 @@ def best_e(d: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: sli
 
 @torch.enable_grad()
 def descend(projection: ModularProjection, targets: Targets, moments: Tensor) -> None:
-    """L-BFGS lowers the error under `moments`, whose gradient by a matrix is 2 A (Ŵ − W)."""
+    """Lower the error under `moments`, whose gradient by a matrix is 2 A (Ŵ − W), by L-BFGS."""
     names = [name for name, _ in projection.named_parameters() if not name.endswith("bias")]
     parameters = [projection.get_parameter(name) for name in names]
     values = [parameter.detach().float().clone().requires_grad_() for parameter in parameters]
@@ -250,12 +250,12 @@ def descend(projection: ModularProjection, targets: Targets, moments: Tensor) ->
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        for one, value in zip(parameters, values, strict=True):
-            one.copy_(value)
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
 
 
 def dense_matrices_with(projection: ModularProjection, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`dense_matrices` with other values for the parameters."""
+    """Return `dense_matrices` with other values for the parameters."""
     return torch.func.functional_call(
         DenseMatrices(projection), {f"projection.{name}": value for name, value in values.items()}, ()
     )
@@ -351,7 +351,7 @@ def put(parameters: Sequence[nn.Parameter], values: Values) -> None:
 
 @torch.enable_grad()
 def descend_by_calls(module: nn.Module, parameters: Sequence[nn.Parameter], calls: Sequence[RecordedCall]) -> None:
-    """The parameters have made `OUTPUT_STEPS` steps of Adam, a call each, that lower the relative error of the module's results."""
+    """Take `OUTPUT_STEPS` steps of Adam, a call each, that lower the relative error of the module's results."""
     trained = [parameter for parameter in parameters if parameter.dim() > 1]  # the convolutions' biases begin at zero and stay
     optimizer, schedule = relative_adam(trained, RATE, OUTPUT_STEPS)
     with evaluation_mode(module):
@@ -360,9 +360,9 @@ def descend_by_calls(module: nn.Module, parameters: Sequence[nn.Parameter], call
             if not error.requires_grad:
                 return
             gradients = torch.autograd.grad(error, trained, allow_unused=True)
-            for one, gradient in zip(trained, gradients, strict=True):
-                one.grad = gradient
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                parameter.grad = gradient
             optimizer.step()
             schedule.step()
-    for one in trained:
-        one.grad = None
+    for parameter in trained:
+        parameter.grad = None

@@ -37,7 +37,7 @@ class ModularConvolution(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Noise under which y has the variance of m."""
+        """Draw noise under which y has the variance of m."""
         kernel, _, size, _ = self.weight.shape
         self.weight.normal_(std=(kernel * kernel * size) ** -0.5)
         self.bias.zero_()
@@ -52,11 +52,11 @@ class ModularConvolution(nn.Module):
         return y + self.bias.to(y.dtype)
 
     def in_one_product(self, inputs: Tensor) -> Tensor:
-        """One product for all F·F inputs of a module."""
+        """Return one product for all F·F inputs of a module."""
         return inputs @ self.weight.flatten(0, 2).to(inputs.dtype)
 
     def tap_by_tap(self, inputs: Tensor, gates: Tensor | None) -> Tensor:
-        """Each token's contributions to itself and the F−1 after it, summed: backward keeps F·S·M numbers a token, not F²·S·M."""
+        """Return each token's contributions to itself and the F−1 after it: backward keeps F·S·M numbers a token, not F²·S·M."""
         contributions = inputs @ self.weight.transpose(1, 2).flatten(2).flatten(0, 1).to(inputs.dtype)
         taps = contributions.unflatten(-1, (self.kernel, -1)).unbind(-2)
         y = delayed(taps[0], 0, self.kernel)
@@ -69,7 +69,7 @@ class ModularConvolution(nn.Module):
 
     @staticmethod
     def count(kernel: int, size: int, filters: int) -> int:
-        """Its number of parameters: F²M² + M where the size stays M."""
+        """Return its number of parameters: F²M² + M where the size stays M."""
         return kernel * kernel * size * filters + filters
 
 
@@ -91,7 +91,7 @@ def is_few(tokens: int) -> bool:
 
 
 def delayed(values: Tensor, tau: int, kernel: int) -> Tensor:
-    """For each token that has F−1 before it, the values of τ tokens earlier."""
+    """Return for each token that has F−1 before it the values of τ tokens earlier."""
     return values.narrow(1, kernel - 1 - tau, values.shape[1] - kernel + 1)
 
 
@@ -105,7 +105,7 @@ def neighbours(m: Tensor, kernel: int, stride: int) -> Tensor:
 
 
 def gated(values: Tensor, gates: Tensor | None, tau: int) -> Tensor:
-    """`values` of τ tokens earlier, (batch, tokens, …), zero where the token may not see them."""
+    """Return `values` of τ tokens earlier, (batch, tokens, …), zero where the token may not see them."""
     if gates is None or tau == 0:
         return values
     return values * gates[..., tau - 1].to(values.dtype).view(*gates.shape[:-1], *(1 for _ in values.shape[2:]))

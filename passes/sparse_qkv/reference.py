@@ -36,13 +36,13 @@ def projected(projection: Any, variant: str, kernel: int, x: Tensor, gates: Gate
 
 
 def multiplied(product: Any, x: Tensor) -> Tensor:
-    """y[s,n] = Σ_i x_i D[i,s] E[i,n]: (…, d) to (…, S, M)."""
+    """Return y[s,n] = Σ_i x_i D[i,s] E[i,n]: (…, d) to (…, S, M)."""
     d, e = product.d.to(x.dtype), product.e.to(x.dtype)
     return torch.stack([(x * d[:, s]) @ e for s in range(d.shape[1])], -2)
 
 
 def convolved(m: Tensor, weight: Tensor, bias: Tensor, kernel: int, stride: int, gates: Gates) -> Tensor:
-    """y[t,s,n] = b[n] + Σ_τ g[t,τ] Σ_o Σ_m m[t−τ, r·s+o−⌊F/2⌋, m] W[o,τ,m,n], zeros outside."""
+    """Return y[t,s,n] = b[n] + Σ_τ g[t,τ] Σ_o Σ_m m[t−τ, r·s+o−⌊F/2⌋, m] W[o,τ,m,n], zeros outside."""
     tokens, modules = m.shape[1], m.shape[2]
     y = bias.expand(*m.shape[:2], modules // stride, -1)
     for tau in range(kernel):
@@ -59,7 +59,7 @@ def convolved(m: Tensor, weight: Tensor, bias: Tensor, kernel: int, stride: int,
 
 
 def with_added(y: Tensor, tau: int, s: int, value: Tensor) -> Tensor:
-    """y with `value` added to module s of the tokens from τ on."""
+    """Return y with `value` added to module s of the tokens from τ on."""
     more = torch.zeros_like(y)
     more[:, tau:, s] = value
     return y + more
@@ -76,7 +76,7 @@ def sparse_attention(call: SiteCall) -> Tensor:
     stream = x.transpose(0, 1) if module.tokens_first else x
     before = earlier_tokens(call, "stream")
     call.kept["stream"] = stream
-    tokens, total = stream.shape[1], sum(one.shape[1] for one in (*before, stream))
+    tokens, total = stream.shape[1], sum(part.shape[1] for part in (*before, stream))
     is_shown = not module.cross and module.mask is not None  # an attention without a mask is not told what is padding
     real = unpadded(call, total, len(stream)) if is_shown else None
     if real is not None:
@@ -101,7 +101,7 @@ def sparse_attention(call: SiteCall) -> Tensor:
 
 
 def visible_source(call: SiteCall, module: Any) -> dict[Any, Tensor]:
-    """In cross-attention the source is zero where it is padding, so that no convolution over it reads that."""
+    """Return the source of cross-attention by its place, zero where it is padding, so that no convolution reads that."""
     if not module.cross or module.source_in is None or module.mask is None or call.before:
         return {}
     source, mask = call.argument(module.source_in, None), call.argument(module.mask, None)
@@ -263,7 +263,7 @@ class Part:
 
 
 def start(observed: Observed) -> Problems:
-    """Every projection was fitted to the dense one, and its columns are in the same order."""
+    """Check that every projection was fitted to the dense one, and its columns are in the same order."""
     by_sparse: dict[int, list[Part]] = {}
     owners: dict[tuple[int, ...], Part] = {}
     for part in parts(observed):
@@ -282,13 +282,13 @@ def start(observed: Observed) -> Problems:
 
 
 def dropped_before(part: Part, observed: Observed) -> str:
-    """Why an earlier pass dropped the matrix of the dense projection, "" where none did: then another one was fitted to."""
+    """Return why an earlier pass dropped the matrix of the dense projection, "" where none did: then another one was fitted to."""
     fate = observed.dense.fates.get(f"{part.site.dense_path}.weight")
     return fate.why if fate is not None and fate.kind == "dropped" and fate.why not in (FITTED, FITTED_OUTPUT, NO_OUTPUT) else ""
 
 
 def given_later(part: Part, owners: dict[tuple[int, ...], Part]) -> str:
-    """Whose parameters a later pass gave to the sparse modules, "" where they have their own; `owners` holds the parts so far."""
+    """Return whose parameters a later pass gave to the sparse modules, "" for their own; `owners` holds the parts so far."""
     first = owners.setdefault(tuple(map(id, part.sparse.parameters())), part)
     return "" if first.sparse is part.sparse else f"it shares the matrices of {first.site.path}"
 
@@ -341,7 +341,7 @@ def replaced_output(site: ObservedSite, observed: Observed) -> ObservedSite:
 
 
 def agreement_problems(part: Part, observed: Observed) -> Problems:
-    """The scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²: on random rows, or where data count on rows of a model.
+    """Check that the scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²: on random rows, or with data on a model's.
 
     What is fitted to data may be far too long along inputs that the data do not have.
     """
@@ -355,7 +355,7 @@ def agreement_problems(part: Part, observed: Observed) -> Problems:
 
 
 def agreement(part: Part, observed: Observed, x: Tensor, y: Tensor) -> float:
-    """⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, of which the dense projection makes y."""
+    """Return ⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, of which the dense projection makes y."""
     x, y = x.double(), y.double()
     y = y if part.letter == "out" else y[..., part.dense]
     found = projected(part.sparse, part.kind, observed.options.kernel, x.unsqueeze(1)).detach().squeeze(1)[..., part.columns]
@@ -363,7 +363,7 @@ def agreement(part: Part, observed: Observed, x: Tensor, y: Tensor) -> float:
 
 
 def fit_problems(same: list[Part], observed: Observed) -> Problems:
-    """Of projections that share a multiplicative layer: the fit to the weights is the best one. Not with data."""
+    """Check, without data, that the fit to the weights of projections that share a multiplicative layer is the best one."""
     first = same[0]
     rows = [observed.dense.features[part.site.dense_path] for part in same]
     if observed.is_calibrated or len({tuple(features) for features, _ in rows}) > 1:
@@ -398,7 +398,7 @@ def factor_problem(same: list[Part], features: list[int], targets: list[Tensor])
     better = {"E": 0.0, "D": 0.0}
     total = 0.0
     for index, feature in enumerate(features):
-        target = torch.cat([one[index] for one in targets])
+        target = torch.cat([matrix[index] for matrix in targets])
         directions = {
             "E": d[feature].view(1, -1, 1) * torch.eye(e.shape[1], dtype=d.dtype).unsqueeze(1).to(d.device),  # (M, S, M)
             "D": torch.eye(d.shape[1], dtype=d.dtype).unsqueeze(2).to(d.device) * e[feature].view(1, 1, -1),  # (S, S, M)

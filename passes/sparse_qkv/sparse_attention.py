@@ -32,7 +32,7 @@ from retrofit.sdk.program import Trial, failed_trials
 
 
 def lookback_gates(visible: Tensor | None, tokens: int, past: int) -> Tensor | None:
-    """g[t,1] … g[t,past]: whether each query may see the keys of the `past` tokens before it, (batch or 1, tokens, past).
+    """Return g[t,1] … g[t,past]: whether each query may see the keys of the `past` tokens before it, (batch or 1, tokens, past).
 
     A key that the mask does not reach back to has left a window.
     """
@@ -201,7 +201,7 @@ class SparseAttention(Wrapper):
         return with_item(result, self.out_key, batch_first(BiasProjection.forward(self.output, z), self.tokens_first))
 
     def zero_hidden_source(self, mask: Tensor, tokens: int, arguments: list[Any], keywords: dict[str, Any]) -> None:
-        """The source is zero where no query may see it: the convolutions read nothing there."""
+        """Set the source to zero where no query may see it: the convolutions read nothing there."""
         if self.source_in is None:
             return
         container, key = find_argument(self.source_in, arguments, keywords)
@@ -220,7 +220,7 @@ def project_with_history(
     name: str,
     cache: Cache | None = None,
 ) -> Tensor:
-    """`projection` of x after the earlier tokens in the cache's history `name`: zeros before the first, and where not `visible`.
+    """Return `projection` of x after the earlier tokens in the cache's history `name`, zero before them and where not `visible`.
 
     One that is not yet among the `histories` is made for `cache`.
     """

@@ -99,11 +99,11 @@ class SparseProjections:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all the modules, each once."""
-        modules = [one for one in (self.shared, *self.separate.values(), self.output) if one is not None]
+        modules = [module for module in (self.shared, *self.separate.values(), self.output) if module is not None]
         return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
-    def install_feed_forward(self, edit: Edit, keep_output: bool) -> None:
-        """The attention computes its projections by these modules; its output layer stays, is replaced, or goes."""
+    def install(self, edit: Edit, keep_output: bool) -> None:
+        """Install these modules, by which the attention computes its projections; its output layer stays, is replaced, or goes."""
         site, model = self.site, edit.model
         device = model.get_parameter(site.projections[0].matrix.weight).device
         column = 0  # of what the attention is called with instead of x
@@ -148,7 +148,7 @@ class SparseProjections:
 def fit_letters(
     projection: ModularProjection, weights: dict[str, Tensor], moments: tuple[Tensor, Tensor] | None
 ) -> dict[str, tuple[float, float]]:
-    """`projection` is fitted to the weights of its letters; returns their relative errors, without data and with it."""
+    """Return `projection` is fitted to the weights of its letters; returns their relative errors, without data and with it."""
     own = {letter: weights[letter] for letter in projection.strides}
     if moments is None or any(weight.is_meta for weight in own.values()):
         return {letter: (error, error) for letter, error in fit(projection, own).items()}
@@ -157,7 +157,7 @@ def fit_letters(
 
 
 def absorbed_values(site: AttentionSite, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """W_v of an attention that has no output layer afterwards: the values that add to the stream what the dense attention adds.
+    """Return W_v of an attention that loses its output layer: the values that add to the stream what the dense attention adds.
 
     Exact where all heads attend alike: then head s adds Σ_h x W_v^h W_o^h, of which its own columns count. Heads that share their
     values get the mean of what each would need. Empty where the columns do not come out as the heads'.
@@ -174,7 +174,7 @@ def absorbed_values(site: AttentionSite, weights: dict[str, Tensor], model: nn.M
 
 
 def column_order(projection: SiteProjection) -> list[int]:
-    """For each column of a dense projection, which of its columns it is when they are sorted by letter."""
+    """Return for each column of a dense projection which of its columns it is when they are sorted by letter."""
     places = [column for _, columns in projection.columns for column in columns]
     order = [0] * len(places)
     for new, column in enumerate(places):

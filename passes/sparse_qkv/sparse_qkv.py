@@ -102,7 +102,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
 
     def plan(self, anatomy: Anatomy) -> SparseQKVPlan:
         sites, found = find_attention_sites(anatomy, selected_layers(anatomy, self.layers, self.name, self.stacks))
-        near_misses = [sparse_already(one) if has_columns(anatomy.model, one.name) else one for one in found]
+        near_misses = [sparse_already(miss) if has_columns(anatomy.model, miss.name) else miss for miss in found]
         attentions: list[AttentionPlan] = []
         for site in with_separate_ones(sites, anatomy):
             with collect_near_miss(site.name, near_misses):
@@ -122,10 +122,10 @@ class SparseQKV(Pass[SparseQKVPlan]):
     def apply(self, plan: SparseQKVPlan, edit: Edit) -> None:
         moments, dense = self.second_moments(plan, edit), self.dense_attentions(plan, edit)
         built: list[tuple[SparseProjections, list[Values]]] = []
-        for one in plan.attentions:
-            projections = SparseProjections.build(one, edit.model.get_parameter(one.site.projections[0].matrix.weight))
+        for planned in plan.attentions:
+            projections = SparseProjections.build(planned, edit.model.get_parameter(planned.site.projections[0].matrix.weight))
             starts = []
-            if one.site.name in dense:
+            if planned.site.name in dense:
                 projections.fit(edit.model, {})
                 starts.append(values_of(projections))
                 if self.output == "none":
@@ -133,10 +133,10 @@ class SparseQKV(Pass[SparseQKVPlan]):
                     starts.append(values_of(projections))
             for letter, (before, after) in projections.fit(edit.model, moments).items():
                 columns = {"before": before, "after": after} if moments else {"without calibration": after}
-                edit.note(f"relative error of {letter}", one.site.name, columns, form=".3f", worst="highest")
+                edit.note(f"relative error of {letter}", planned.site.name, columns, form=".3f", worst="highest")
             built.append((projections, [*starts, values_of(projections)]))
         for projections, _ in built:
-            projections.install_feed_forward(edit, keep_output=self.output == "keep")
+            projections.install(edit, keep_output=self.output == "keep")
         for projections, starts in built:
             if (attention := dense.get(projections.site.name)) is not None:
                 before, after = fit_results(edit.model.get_submodule(attention.path), projections.parameters(), attention, starts)
@@ -161,19 +161,21 @@ class SparseQKV(Pass[SparseQKVPlan]):
         shared = None if site.why_separate else shape_of(site.width, site.stream_projections, 1)
         separate: dict[str, ModularShape] = {}
         for group in separate_streams(site):
-            stride = math.gcd(*(strides[letter] for one in group for letter in one.letters))  # no module in between would be read
-            separate |= {one.matrix.module: shape_of(one.stream_width, [one], stride) for one in group}
+            stride = math.gcd(
+                *(strides[letter] for projection in group for letter in projection.letters)
+            )  # no module in between would be read
+            separate |= {projection.matrix.module: shape_of(projection.stream_width, [projection], stride) for projection in group}
         return AttentionPlan(site, shared, separate, self.output_shape(site, modules))
 
     def check_streams(self, site: AttentionSite, anatomy: Anatomy) -> None:
-        """Raises `DoesNotFitError` where a projection only has zeros to read, as in the first layer of some decoders."""
+        """Raise `DoesNotFitError` where a projection only has zeros to read, as in the first layer of some decoders."""
         for projection in site.projections:
             if is_all_zeros(anatomy.node(projection.stream)):
                 why = f"{projection.matrix.module} reads zeros there, so nothing of its weight can be learnt"
                 raise self.unfit(site, why)
 
     def check_lookback(self, site: AttentionSite) -> None:
-        """Raises `DoesNotFitError` where a causal attention would read earlier tokens without a history in the cache."""
+        """Raise `DoesNotFitError` where a causal attention would read earlier tokens without a history in the cache."""
         if self.kernel == 1 or not site.causal:
             return
         if site.calls > 1 and "conv" in self.variant + self.output:
