@@ -148,7 +148,7 @@ def list_passes(arguments: argparse.Namespace) -> int:
 def print_pass(name: str) -> None:
     """Print the summary of a pass, its source and its options."""
     kind = find_pass(name)
-    start = "\nstart: fitted to the text of apply --calibrate FILE, where it is not exact" if kind.calibrates else ""
+    start = "\nstart: calibrated with apply --calibrate FILE, unless exact" if kind.calibrates else ""
     print(f"{name}: {kind.summary}\nsource: {kind.paper}{start}\n")
     options = (
         (f"--{option.replace('_', '-')}", values, format_value(default), doc) for option, values, default, doc in options_of(kind)

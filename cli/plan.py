@@ -25,10 +25,9 @@ if TYPE_CHECKING:
     from retrofit.planning.targets import Target
 
 EXAMPLES = """\
-A target is "decode 1.5x" (or prefill: times the dense model's speed), "memory 0.7x" (or train: times what the dense model takes),
-"loss +0.05" (nats a token), or several at once, "decode 1.3x, memory 0.9x". Without --pass all passes that propose settings are
-tried; a pass without options stands for the settings that it proposes. An interrupted command
-continues when it is run again.
+A target is "decode 1.5x" (or prefill: speed relative to the dense model), "memory 0.7x" (or train: relative to what the dense
+model takes), "loss +0.05" (nats per token), or several limits in one, "decode 1.3x, memory 0.9x". Candidates are the settings that
+the passes propose, or those of --pass. An interrupted command continues when it is run again.
 
   retrofit plan model/ --calibrate text.txt --target "decode 1.5x"                  writes model.plan.json and model.plan.png
   retrofit plan model/ --calibrate text.txt --target "loss +0.05" --pass sparse-ffn

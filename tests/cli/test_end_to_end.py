@@ -470,7 +470,7 @@ def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["bundle", "model.pt"], ["model.pt is no directory", "retrofit.bundle(retrofit.load(path), directory)"]),
+        (["bundle", "model.pt"], ["model.pt is not a directory", "retrofit.bundle(retrofit.load(path), directory)"]),
         (["inspect", "gpt2/config.json"], ["gpt2/config.json", "use the Hugging Face directory, gpt2"]),
         (["inspect", "gpt2/model.safetensors"], ["gpt2/model.safetensors", "use the Hugging Face directory, gpt2"]),
         (["compare", "model.pt", "other.pt", "--data", "bare.pt", "--lm-eval-limit", "3"], ["without --lm-eval", "TASK"]),
@@ -492,7 +492,7 @@ def test_a_file_that_cannot_be_bundled_says_what_can(
     file.touch()  # it is not even opened
     assert main(["bundle", str(file)]) == 2
     said = capsys.readouterr().err
-    assert f"model.{suffix} is no directory" in said and way in said and "retrofit.load" not in said
+    assert f"model.{suffix} is not a directory" in said and way in said and "retrofit.load" not in said
 
 
 def test_a_native_form_of_a_file_goes_into_a_directory(refused: Callable[..., str]) -> None:
@@ -501,7 +501,7 @@ def test_a_native_form_of_a_file_goes_into_a_directory(refused: Callable[..., st
 
 def test_a_model_compared_with_itself_is_refused_before_it_is_read(refused: Callable[..., str], untouched: None) -> None:
     said = refused("compare", "model.pt", "other.pt", "./model.pt", "--data", "text.txt")
-    assert "model.pt is given twice" in said and "give it once" in said
+    assert "model.pt is given twice" in said and "name it once" in said
 
 
 def test_what_is_no_transformer_is_left_alone(refused: Callable[..., str]) -> None:

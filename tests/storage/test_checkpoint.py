@@ -347,7 +347,7 @@ def test_a_class_that_is_not_imported_is_not_imported(tmp_path, monkeypatch):
 def test_only_models_are_built(name, tmp_path):
     content = {"format": "retrofit/1", "architecture": name, "config": {}, "recipe": [], "state_dict": {"w": torch.ones(1)}}
     torch.save(content, tmp_path / "model.pt")
-    refused(tmp_path / "model.pt", "no model class")
+    refused(tmp_path / "model.pt", "unknown model class")
 
 
 def test_a_module_that_does_not_say_how_it_was_built(tmp_path):

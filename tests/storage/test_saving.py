@@ -156,5 +156,5 @@ def test_a_compiled_model_is_saved_as_the_model(tmp_path):
 )
 @pytest.mark.parametrize(("given", "kind"), [(3, "an int"), (None, "None")])
 def test_what_is_no_path_is_refused(use, given, kind):
-    with pytest.raises(CheckpointError, match=f"{given} is no path(?s:.)*it is {kind}"):
+    with pytest.raises(CheckpointError, match=f"{given} is not a path(?s:.)*it is {kind}"):
         use(given)
