@@ -12,7 +12,16 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from retrofit.cli.failures import Interruption, disconnect, exit_code, hang_up, quieten_wrappers, refuse_several, report, speaks_of
+from retrofit.cli.failures import (
+    Interruption,
+    disconnect,
+    exit_code,
+    hang_up,
+    is_reported_here,
+    quieten_wrappers,
+    refuse_several,
+    report,
+)
 from retrofit.cli.parser import Parser
 from retrofit.errors import RetrofitError
 
@@ -38,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return hang_up()
     except (Exception, KeyboardInterrupt) as error:
         failure = interruption.received or error
-        if speaks_of(failure):
+        if is_reported_here(failure):
             if "--debug" in given:
                 traceback.print_exc()
             report(failure, sys.stderr)
@@ -57,7 +66,7 @@ def dispatch(given: list[str]) -> int:
     except SystemExit as answered:  # --help and --version
         return int(answered.code or 0)
     if not arguments.several:
-        refuse_several(next(one for one in given if not one.startswith("-")))
+        refuse_several(next(word for word in given if not word.startswith("-")))
     code: int = arguments.run(arguments)
     return code
 

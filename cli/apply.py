@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         from retrofit.cli.inspect import print_plan
 
         return print_plan(arguments, passes)
-    output = arguments.output or default_output(arguments.model, [one.name for one in passes])
+    output = arguments.output or default_output(arguments.model, [pass_.name for pass_ in passes])
     check_model_output(output, arguments.force, arguments.model)
     if arguments.stream:
         return run_streamed(arguments, passes, output)
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
             calibration, held_back = hold_back(windows)
             calibration, fitted = fitted_on(calibration, arguments.tokens)
             read = f"{read}; {fitted}"
-            if not all(one.exact for one in passes):
+            if not all(pass_.exact for pass_ in passes):
                 progress("measuring the dense model on text held back")
                 text = "held-out" if len(calibration) < len(windows) else "calibration"
                 dense = DenseOutputs.of(model, held_back, tokenizer, text=text)
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         model = applied.model
         verdict = None
-        if dense is not None and not all(one.exact for one in applied.rewrites):
+        if dense is not None and not all(rewrite.exact for rewrite in applied.rewrites):
             progress("measuring the rewritten model on text held back")
             verdict = dense.verdict(model)
             if verdict.needs_training:
@@ -183,7 +183,7 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
 
 def require_calibration(files: list[Path], passes: Recipe) -> None:
     """Raises `UsageError`, before any work, where a text is not there or no pass reads it."""
-    if not any(one.calibrates for one in passes):
+    if not any(pass_.calibrates for pass_ in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         raise UsageError("--calibrate: none of the passes needs calibration", why=f"passes that do: {fitted}", remedy="drop it")
     for file in files:
@@ -242,13 +242,13 @@ def advice(model: Path, output: Path, applied: Applied, verdict: Verdict | None)
     compare = f"retrofit compare {dense} {result} --data TEXT"
     if applied.unit != "token":
         return [*([("cost", str(verdict))] if verdict is not None else []), ("next", f"retrofit export {result}")]
-    if all(one.exact for one in applied.rewrites):
+    if all(rewrite.exact for rewrite in applied.rewrites):
         grew = applied.parameters_after > applied.parameters_before
         return [("next", f"retrofit train {result} --data TEXT --steps 1000" if grew else f"retrofit export {result}")]
     if verdict is not None:
         return [("cost", str(verdict)), ("next", train if verdict.needs_training else compare)]
     checks = applied.report.checks if applied.report is not None else ()
-    found = next((f"{one.measured}, on random inputs; " for one in checks if one.name == "function" and one.measured), "")
+    found = next((f"{check.measured}, on random inputs; " for check in checks if check.name == "function" and check.measured), "")
     return [("cost", f"{found}no text was given to measure a loss on"), ("next", compare)]
 
 
@@ -290,10 +290,10 @@ def run_undo(arguments: argparse.Namespace) -> int:
         dense = undo(model)
         progress(f"writing {output}")
         write_model(dense, source, output, arguments.force)
-    before, after = (sum(one.numel() for one in part.parameters()) for part in (rewritten_part(model), dense))
+    before, after = (sum(parameter.numel() for parameter in part.parameters()) for part in (rewritten_part(model), dense))
     print_table(
         [
-            ("undone", ", ".join(one.spec() for one in recipe(model) or ())),
+            ("undone", ", ".join(pass_.spec() for pass_ in recipe(model) or ())),
             ("parameters", format_change(before, after)),
             ("compared", "the same outputs, whatever was left out"),
             ("result", str(output)),
@@ -350,7 +350,7 @@ def run_merge(arguments: argparse.Namespace) -> int:
     print_table(
         [
             ("model", str(base)),
-            ("recipe", ", ".join(one.spec() for one in recipe(merged) or ()) or "none: it is a dense model"),
+            ("recipe", ", ".join(pass_.spec() for pass_ in recipe(merged) or ()) or "none: it is a dense model"),
             ("merged", f"{config.get('peft_type', 'adapter')} of {adapter}"),
             ("compared", "the same outputs as with the adapter"),
             ("result", str(output)),

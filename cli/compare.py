@@ -87,11 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.lm_eval:
             folder, most = arguments.lm_eval_tasks, arguments.lm_eval_limit
             scores = task_scores(models, arguments.lm_eval, tokenizer=tokenizer, folder=folder, most=most, progress=progress)
-            figures = [dataclasses.replace(one, scores=scores[one.name]) for one in figures]
+            figures = [dataclasses.replace(figure, scores=scores[figure.name]) for figure in figures]
     if arguments.picture is not None:
         draw_comparison(arguments.picture, figures, force=arguments.force)
     if arguments.json:
-        print(json.dumps([dataclasses.asdict(one) for one in figures], indent=2))
+        print(json.dumps([dataclasses.asdict(figure) for figure in figures], indent=2))
         return 0
     print_table(rows_of(figures, [run_of(path) for path in paths]))
     print_table([("next", f"retrofit export {shlex.quote(figures[-1].name)}")])
@@ -112,26 +112,29 @@ def run_of(path: Path) -> TrainingRun | None:
 def rows_of(figures: list[Figures], runs: list[TrainingRun | None]) -> Iterator[list[str]]:
     """Yield a row for each figure, a column for each model."""
     dense = figures[0]
-    yield ["", *(one.name for one in figures)]
-    yield ["held-out loss, nats a token", *(f"{one.loss:.4f}" for one in figures)]
+    yield ["", *(figure.name for figure in figures)]
+    yield ["held-out loss, nats a token", *(f"{figure.loss:.4f}" for figure in figures)]
     if dense.bits_per_byte is not None:
-        yield ["bits a byte", *(f"{one.bits_per_byte:.4f}" for one in figures)]
-    yield ["KL from the first, nats a token", "", *(f"{one.divergence:.4f}" for one in figures[1:])]
-    yield ["same first choice", "", *(f"{one.agreement:.1%}" for one in figures[1:])]
+        yield ["bits a byte", *(f"{figure.bits_per_byte:.4f}" for figure in figures)]
+    yield ["KL from the first, nats a token", "", *(f"{figure.divergence:.4f}" for figure in figures[1:])]
+    yield ["same first choice", "", *(f"{figure.agreement:.1%}" for figure in figures[1:])]
     closed = ["" if run is None else run.gap_closed_words for run in runs]
     if any(closed):
         yield ["gap closed in its run", *closed]
     if any(runs):
         yield ["tokens trained on", *("" if run is None else f"{run.tokens:,}" for run in runs)]
     for score in dense.scores:
-        yield [score, *(f"{one.scores[score]:.4f}" for one in figures)]
-    yield ["text", *(one.text for one in figures[:1])]
-    yield ["parameters", *(f"{one.parameters:,}" for one in figures)]
-    yield [f"FLOPs per {dense.unit}", *(f"{one.flops:,}" for one in figures)]
-    yield ["memory of a forward, MiB", *(f"{one.memory / 2**20:,.0f} (×{one.memory / dense.memory:.2f})" for one in figures)]
-    yield ["prefill of a window, ms", *(timing(one.prefill, dense.prefill) for one in figures)]
+        yield [score, *(f"{figure.scores[score]:.4f}" for figure in figures)]
+    yield ["text", *(figure.text for figure in figures[:1])]
+    yield ["parameters", *(f"{figure.parameters:,}" for figure in figures)]
+    yield [f"FLOPs per {dense.unit}", *(f"{figure.flops:,}" for figure in figures)]
+    yield [
+        "memory of a forward, MiB",
+        *(f"{figure.memory / 2**20:,.0f} (×{figure.memory / dense.memory:.2f})" for figure in figures),
+    ]
+    yield ["prefill of a window, ms", *(timing(figure.prefill, dense.prefill) for figure in figures)]
     if dense.decode is not None:
-        yield ["a decoded token, ms", *(timing(one.decode or 0.0, dense.decode) for one in figures)]
+        yield ["a decoded token, ms", *(timing(figure.decode or 0.0, dense.decode) for figure in figures)]
 
 
 def timing(seconds: float, first: float) -> str:

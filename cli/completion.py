@@ -69,13 +69,13 @@ class Source:
         self.tree = ast.parse(text)
         self.constants: dict[str, ast.expr] = {}
         self.imported: dict[str, tuple[str, str]] = {}  # name → module, its name there
-        for one in self.tree.body:
-            if isinstance(one, ast.Assign):
-                self.constants |= dict(assigned(one.targets[0], one.value))
-            elif isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name) and one.value is not None:
-                self.constants[one.target.id] = one.value
-            elif isinstance(one, ast.ImportFrom) and one.module and not one.level:
-                self.imported |= {name.asname or name.name: (one.module, name.name) for name in one.names}
+        for statement in self.tree.body:
+            if isinstance(statement, ast.Assign):
+                self.constants |= dict(assigned(statement.targets[0], statement.value))
+            elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name) and statement.value is not None:
+                self.constants[statement.target.id] = statement.value
+            elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+                self.imported |= {name.asname or name.name: (statement.module, name.name) for name in statement.names}
 
     def options(self, name: str) -> Iterator[DeclaredOption]:
         """Yield the options that the class `name` declares."""
@@ -128,13 +128,13 @@ def assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        for one, its in zip(target.elts, value.elts, strict=True):
-            yield from assigned(one, its)
+        for element, its in zip(target.elts, value.elts, strict=True):
+            yield from assigned(element, its)
 
 
 def summaries() -> Iterator[tuple[str, str]]:
     """Yield the name of each installed pass and its line of summary, as its source has it."""
-    for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda one: one.name):
+    for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
         source = source_of(entry.module)
         yield entry.name, Source(source).summary(entry.attr) if source is not None else ""
 
@@ -247,9 +247,9 @@ def joined_values(line: Sequence[str]) -> list[str]:
 def possible(whole: Parser, before: Sequence[str], word: str) -> Candidates:
     """Return everything that may follow the words `before`; options only where `word` begins as one does."""
     commands = next(action for action in whole._actions if isinstance(action, argparse._SubParsersAction))
-    name = next((one for one in before if not one.startswith("-")), None)
+    name = next((word for word in before if not word.startswith("-")), None)
     if name is None:
-        abouts = {one.dest: one.help or "" for one in commands._choices_actions}
+        abouts = {action.dest: action.help or "" for action in commands._choices_actions}
         yield from options_of_parser(whole) if word.startswith("-") else abouts.items()
     elif (parser := commands.choices.get(name)) is not None:
         yield from after_command(parser, list(before[before.index(name) + 1 :]), word)
@@ -258,8 +258,8 @@ def possible(whole: Parser, before: Sequence[str], word: str) -> Candidates:
 def after_command(parser: Parser, before: Sequence[str], word: str) -> Candidates:
     """Return what may follow the arguments `before` of a command."""
     passes = [value for option, value in itertools.pairwise(before) if option == "--pass"]
-    passes += [one.removeprefix("--pass=") for one in before if one.startswith("--pass=")]
-    fields = {f"--{one.name.replace('_', '-')}": one for one in declared_in_source(passes[-1])} if passes else {}
+    passes += [word.removeprefix("--pass=") for word in before if word.startswith("--pass=")]
+    fields = {f"--{option.name.replace('_', '-')}": option for option in declared_in_source(passes[-1])} if passes else {}
     latest = before[-1] if before and before[-1].startswith("-") else ""
     own = parser._option_string_actions
     if latest == "--pass":

@@ -188,13 +188,13 @@ def run_convert(arguments: argparse.Namespace) -> int:
         require_savable(model, output)
         progress(f"writing {output}")
         write_model(model, place, output, arguments.force)
-    dtypes = sorted({str(one.dtype).removeprefix("torch.") for one in model.parameters()})
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
     rows = [
         ("model", type(model).__name__ if not isinstance(model, torch.fx.GraphModule) else "a graph"),
-        ("parameters", f"{sum(one.numel() for one in model.parameters()):,} in {', '.join(dtypes)}"),
+        ("parameters", f"{sum(parameter.numel() for parameter in model.parameters()):,} in {', '.join(dtypes)}"),
     ]
     if applied := recipe(model):
-        rows.append(("passes", ", ".join(one.spec() for one in applied)))
+        rows.append(("passes", ", ".join(pass_.spec() for pass_ in applied)))
     if not is_file_name(output):
         tokenizer = any((output / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
         rows.append(("tokenizer", "with it" if tokenizer else f"none: there is none in {place}"))

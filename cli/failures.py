@@ -55,8 +55,8 @@ def explain(error: BaseException) -> str:
     """Return the message of a failure: what went wrong, why, and the fix."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    said = as_retrofit_error(error)
-    shown = RetrofitError(printable(said.what), why=printable(said.why, lines=True), remedy=printable(said.remedy))
+    failure = as_retrofit_error(error)
+    shown = RetrofitError(printable(failure.what), why=printable(failure.why, lines=True), remedy=printable(failure.remedy))
     return f"error: {shown}"
 
 
@@ -145,7 +145,7 @@ class Interruption:
         raise error
 
 
-def speaks_of(error: BaseException) -> bool:
+def is_reported_here(error: BaseException) -> bool:
     """Return whether this process says what failed.
 
     Until they are connected all processes of a machine fail for the same reason, and one says it; afterwards each for its own.

@@ -114,7 +114,7 @@ def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
     else:
         print_table(plan.rows())
     if not plan.fits:
-        refused = ", ".join(one.name for one, planned in zip(passes, plan.passes, strict=True) if not planned.fits)
+        refused = ", ".join(pass_.name for pass_, planned in zip(passes, plan.passes, strict=True) if not planned.fits)
         print(f"retrofit: {refused}: apply would refuse, nothing in the model fits; the plan says why", file=sys.stderr)
     return 0 if plan.fits else 2
 

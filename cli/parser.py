@@ -67,7 +67,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "MODEL" not in message:
             raise UsageError(message, remedy=self.see())
-        greedy = " and ".join(one for one, action in self._option_string_actions.items() if action.nargs in ("+", "?"))
+        greedy = " and ".join(option for option, action in self._option_string_actions.items() if action.nargs in ("+", "?"))
         order = f"; put it before options that accept several values ({greedy})" if greedy else ""
         raise UsageError(message, remedy=f"MODEL is {MODEL}{order}; {self.see()}")
 

@@ -137,6 +137,6 @@ def add_pass_arguments(parser: Parser) -> None:
 def named_passes(arguments: argparse.Namespace) -> Recipe:
     """Return the passes that the command line names, in the order given, those of a recipe file where it is named."""
     passes: list[Recipe] = []
-    for one in arguments.passes:
-        passes.append((make_pass(*one),) if isinstance(one, tuple) else read_recipe(one))
+    for named in arguments.passes:
+        passes.append((make_pass(*named),) if isinstance(named, tuple) else read_recipe(named))
     return tuple(pass_ for several in passes for pass_ in several)

@@ -120,11 +120,11 @@ def run(arguments: argparse.Namespace) -> int:
         print(printable(f"retrofit: interrupted: run the same command again to continue from {folder}"), file=sys.stderr)
         return exit_code(interruption)
     written = dict(zip(targets, files, strict=True))
-    for one in found.planned:
-        found.save(one, written[one.target], force=arguments.force)
+    for planned in found.planned:
+        found.save(planned, written[planned.target], force=arguments.force)
     draw_front(picture, found, force=arguments.force)
     if arguments.json:
-        print(json.dumps([found.to_dict(one) for one in found.planned], indent=2))
+        print(json.dumps([found.to_dict(planned) for planned in found.planned], indent=2))
     else:
         print_plans(found, written, picture, read)
         first = shlex.join(["--calibrate", str(arguments.calibrate[0]), "--recipe", str(files[0])])
@@ -141,10 +141,10 @@ def named_candidates(arguments: argparse.Namespace) -> list[AnyPass | str] | Non
     None for all.
     """
     found: list[AnyPass | str] = []
-    for one in arguments.passes:
-        if not isinstance(one, tuple):
+    for named in arguments.passes:
+        if not isinstance(named, tuple):
             raise UsageError("plan takes no --recipe", why="it writes one", remedy="name candidates with --pass")
-        name, options = one
+        name, options = named
         found.append(make_pass(name, options) if options else name)
     return found or None
 
@@ -164,8 +164,8 @@ def print_plans(found: ModelPlan, files: Mapping[Target, Path], picture: Path, r
     """Print each plan as a table, then the candidates, what was not tried, how the text was read, and where the results are."""
     from retrofit.planning.model_plan import candidate_rows, rows_of
 
-    for one in found.planned:
-        print_table([*rows_of(found, one), ("recipe file", str(files[one.target])), ("", "")])
+    for planned in found.planned:
+        print_table([*rows_of(found, planned), ("recipe file", str(files[planned.target])), ("", "")])
     candidates = [": ".join(row) for row in candidate_rows(found.uniform, found.main)]
     left_out = [f"{name}: {why}" for name, why in found.left_out.items()]
     print_table(

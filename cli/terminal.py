@@ -32,8 +32,10 @@ HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of characters that are not
 def printable(text: str, *, lines: bool = False) -> str:
     """Return the text with its control characters as Python writes them, `\\x1b`; with `lines` its line breaks stay."""
     return "".join(
-        one if (lines and one == "\n") or unicodedata.category(one) not in HIDDEN else one.encode("unicode_escape").decode()
-        for one in text
+        character
+        if (lines and character == "\n") or unicodedata.category(character) not in HIDDEN
+        else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 

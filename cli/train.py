@@ -108,8 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
             model, tokenizer = read_model(arguments, config)
             teacher = read_teacher(arguments, tokenizer)
             if arguments.float32:
-                for one in (model, teacher):
-                    hold_in_float32(one)
+                for network in (model, teacher):
+                    hold_in_float32(network)
             result = continue_pretraining(
                 model,
                 texts,

@@ -182,11 +182,11 @@ def rows_of(found: Differences) -> Iterator[tuple[str, str, str, str]]:
     methods = dict.fromkeys((site.method, site.only_in) for site in found.sites)
     for method, only_in in methods:
         names = [site.name for site in found.sites if (site.method, site.only_in) == (method, only_in)]
-        said = first_few(fold_lines(names), 3)
-        yield "sites", method, *((said, "") if only_in == "first" else ("", said))
+        names_shown = first_few(fold_lines(names), 3)
+        yield "sites", method, *((names_shown, "") if only_in == "first" else ("", names_shown))
     yield "parameters", f"{found.equal:,} the same", f"compared {found.compared}", ""
-    for what in dict.fromkeys(one.what for one in found.tensors):
-        kind = [one for one in found.tensors if one.what == what]
+    for what in dict.fromkeys(tensor.what for tensor in found.tensors):
+        kind = [tensor for tensor in found.tensors if tensor.what == what]
         rows = list(folded_rows(kind))
         for number, row in enumerate(rows[:MOST]):
             yield f"{what}: {len(kind):,}" if not number else "", *row
@@ -211,18 +211,18 @@ def folded_rows(tensors: Sequence[TensorDifference]) -> Iterator[tuple[str, str,
 def range_of(group: Sequence[TensorDifference]) -> str:
     """Return how far the values of several tensors are apart, the least and the most."""
     spans = []
-    for sign, values in (("max |Δ|", [one.largest for one in group]), ("‖Δ‖/‖·‖", [one.relative for one in group])):
+    for sign, values in (("max |Δ|", [tensor.largest for tensor in group]), ("‖Δ‖/‖·‖", [tensor.relative for tensor in group])):
         known = [value for value in values if value is not None]
         low, high = f"{min(known):.2e}", f"{max(known):.2e}"
         spans.append(f"{sign} {low}" if low == high else f"{sign} {low}–{high}")
     return ", ".join(spans)
 
 
-def cells(one: TensorDifference) -> tuple[str, str]:
+def cells(tensor: TensorDifference) -> tuple[str, str]:
     """Return the same tensor in both models, or how far apart its values are."""
-    if one.largest is None:
-        return one.one, one.other
-    return one.one, f"max |Δ| {one.largest:.2e}, ‖Δ‖/‖·‖ {one.relative:.2e}"
+    if tensor.largest is None:
+        return tensor.one, tensor.other
+    return tensor.one, f"max |Δ| {tensor.largest:.2e}, ‖Δ‖/‖·‖ {tensor.relative:.2e}"
 
 
 def short(value: object) -> str:

@@ -73,16 +73,16 @@ def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module
 def merged_for_now(inside: Any) -> Iterator[None]:
     """Within this context the adapters are part of the weights; afterwards the weights are what they were, bit for bit."""
     with as_stored(), torch.no_grad():
-        kept = {name: one.detach().clone() for name, one in inside.model.named_parameters()}
+        kept = {name: parameter.detach().clone() for name, parameter in inside.model.named_parameters()}
     inside.merge_adapter(safe_merge=True)
     try:
         yield
     finally:
         inside.unmerge_adapter()
         with as_stored():
-            for name, one in inside.model.named_parameters():
+            for name, parameter in inside.model.named_parameters():
                 if name in kept:
-                    one.data = kept[name]  # a merge in a wider arithmetic left a wider tensor there
+                    parameter.data = kept[name]  # a merge in a wider arithmetic left a wider tensor there
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
             f"{folder} is an adapter of PEFT", why=first_line(error), remedy="pip install peft", code="not-installed"
         ) from error
     extents_in(folder / WEIGHTS)  # raises where the file is damaged
-    base = {id(one) for one in model.parameters()}
+    base = {id(parameter) for parameter in model.parameters()}
     try:
         with quiet():
             adapted: Any = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
@@ -144,7 +144,7 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
             remedy="load it with the model: PeftModel.from_pretrained(model, DIR)",
             code="prompt",
         )
-    added = {name for name, one in adapted.named_parameters() if id(one) not in base}
+    added = {name for name, parameter in adapted.named_parameters() if id(parameter) not in base}
     if left := [*found.unexpected_keys, *sorted(added.intersection(found.missing_keys))]:
         raise CheckpointError(
             f"the adapter in {folder} belongs to another model than this {type(model).__name__}",

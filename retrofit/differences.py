@@ -115,7 +115,7 @@ def diff(one: nn.Module, other: nn.Module) -> Differences:
         other = as_dense_graph_of(one, other, named_inputs(one))
     elif dense_graph(other) is not None and not recipes[0]:
         one = as_dense_graph_of(other, one, named_inputs(other))
-    comparable = type(one) is type(other) or (says_its_dense_graph(one) and says_its_dense_graph(other))
+    comparable = type(one) is type(other) or (has_dense_graph(one) and has_dense_graph(other))
     forms = () if recipes[0] == recipes[1] or not comparable else (dense_form(one), dense_form(other))
     if forms:
         tensors, equal = compare_forms(one, other, *forms)
@@ -132,7 +132,7 @@ def diff(one: nn.Module, other: nn.Module) -> Differences:
     )
 
 
-def says_its_dense_graph(model: nn.Module) -> bool:
+def has_dense_graph(model: nn.Module) -> bool:
     """Whether it is a graph of which is known what it was before it was rewritten."""
     return isinstance(model, fx.GraphModule) and (dense_graph(model) is not None or not recipe_storage.stored_recipe(model))
 
@@ -151,8 +151,8 @@ def compare_forms(one: nn.Module, other: nn.Module, ours: DenseForm, theirs: Den
     differing, equal = compare_tensors(*values)
     for model, form, which in ((one, ours, "first"), (other, theirs, "second")):
         for name in sorted(form.added):
-            said = described(model.get_parameter(name))
-            found.append(TensorDifference(name, f"only in the {which}", *((said, "") if which == "first" else ("", said))))
+            text = described(model.get_parameter(name))
+            found.append(TensorDifference(name, f"only in the {which}", *((text, "") if which == "first" else ("", text))))
     return [*differing, *found], equal
 
 
@@ -208,7 +208,7 @@ def different_sites(one: nn.Module, other: nn.Module) -> Iterable[SiteDifference
 def sites_of(model: nn.Module) -> dict[tuple[str, str], None]:
     """The places that were rewritten, with the method, in order."""
     accounts = rewrites(model) or ()
-    return {(one.spec.partition("(")[0], site.name): None for one in accounts for site in one.sites}
+    return {(account.spec.partition("(")[0], site.name): None for account in accounts for site in account.sites}
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:

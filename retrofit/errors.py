@@ -130,8 +130,8 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
-    said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
-    return f"{type(error).__name__}: {said}"
+    text = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+    return f"{type(error).__name__}: {text}"
 
 
 def kind_of(value: Any) -> str:

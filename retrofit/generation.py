@@ -95,7 +95,7 @@ def continue_text(
     if two_sided:
         source = ids_name(inputs)
         if source is None:
-            raise no_text(path, f"its encoder reads {', '.join(one for one in inputs if not is_decoder_side(one))}")
+            raise no_text(path, f"its encoder reads {', '.join(name for name in inputs if not is_decoder_side(name))}")
         fixed = filled({key: value for key, value in inputs.items() if not is_decoder_side(key)}, source, ids)
     own = {key: value for key, value in inputs.items() if key not in fixed}
 
@@ -242,7 +242,7 @@ def parts_at(path: Path) -> dict[str, Path]:
 
 def vocabulary_of_file(session: OnnxSession, path: Path) -> int:
     """Return how many logits a token has; raise `RetrofitError` where the file does not say."""
-    shapes = {one.name: one.shape for one in session.session.get_outputs()}
+    shapes = {output.name: output.shape for output in session.session.get_outputs()}
     size = shapes["logits"][-1] if "logits" in shapes else None
     if not isinstance(size, int):
         raise no_text(path, f"it returns {', '.join(session.outputs[:3])}, and no logits of a known vocabulary")

@@ -27,11 +27,12 @@ from retrofit.inputs.usable_models import (
 )
 from retrofit.passbase.protocol import AnyPass, Plan, Recipe, as_pass
 from retrofit.passbase.report_text import aligned, plan_rows, separated
-from retrofit.passbase.running import Progress, run_passes
+from retrofit.passbase.running import run_passes
 from retrofit.process import serialized
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run, flops_per_token
 from retrofit.program.program import Program
+from retrofit.progress import Progress
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.edit import Edit
 
@@ -68,7 +69,7 @@ class RecipePlan:
     @property
     def fits(self) -> bool:
         """Whether every pass finds something to rewrite."""
-        return all(one.fits for one in self.passes)
+        return all(pass_.fits for pass_ in self.passes)
 
     def with_note(self, note: str) -> RecipePlan:
         """The same with a note on the first pass."""
@@ -79,28 +80,28 @@ class RecipePlan:
     def with_fix(self, fix: str) -> RecipePlan:
         """The same with a further remedy for the first near miss of each pass that fits nowhere."""
         passes = []
-        for one in self.passes:
-            misses = one.plan.near_misses
-            if not one.fits and misses:
+        for planned in self.passes:
+            misses = planned.plan.near_misses
+            if not planned.fits and misses:
                 first = dataclasses.replace(misses[0], remedies=(*misses[0].remedies, fix))
-                one = dataclasses.replace(one, plan=dataclasses.replace(one.plan, near_misses=(first, *misses[1:])))
-            passes.append(one)
+                planned = dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, near_misses=(first, *misses[1:])))
+            passes.append(planned)
         return dataclasses.replace(self, passes=tuple(passes))
 
     def without_graph_fix(self) -> RecipePlan:
         """The same for a model that is a graph already, or cannot be one: no near miss says to make it one."""
         passes = []
-        for one in self.passes:
-            found = one.plan.near_misses
+        for planned in self.passes:
+            found = planned.plan.near_misses
             misses = tuple(dataclasses.replace(miss, remedies=without_form(miss.remedies, "graph")) for miss in found)
-            passes.append(dataclasses.replace(one, plan=dataclasses.replace(one.plan, near_misses=misses)))
+            passes.append(dataclasses.replace(planned, plan=dataclasses.replace(planned.plan, near_misses=misses)))
         return dataclasses.replace(self, passes=tuple(passes))
 
     def rows(self) -> list[tuple[str, str]]:
         """What each pass would do, then parameters and FLOPs before and after, as rows of two cells."""
         after = "unknown until it is applied" if self.flops_after is None else format_change(self.flops_before, self.flops_after)
         return [
-            *separated(plan_rows(one.spec, one.exact, one.plan) for one in self.passes),
+            *separated(plan_rows(planned.spec, planned.exact, planned.plan) for planned in self.passes),
             ("parameters", format_change(self.parameters_before, self.parameters_after)),
             (f"FLOPs per {self.unit}", after),
         ]
@@ -113,16 +114,18 @@ class RecipePlan:
         return {
             "passes": [
                 {
-                    "spec": one.spec,
-                    "exact": one.exact,
-                    "fits": one.fits,
-                    "sites": [{"name": site.name, "what": site.what} for site in one.plan.sites],
-                    "near_misses": [{"name": miss.name, "why": miss.why, "remedy": miss.remedy} for miss in one.plan.near_misses],
-                    "new_parameters": one.plan.new_parameters,
-                    "formula": one.plan.formula,
-                    "notes": list(one.plan.notes),
+                    "spec": planned.spec,
+                    "exact": planned.exact,
+                    "fits": planned.fits,
+                    "sites": [{"name": site.name, "what": site.what} for site in planned.plan.sites],
+                    "near_misses": [
+                        {"name": miss.name, "why": miss.why, "remedy": miss.remedy} for miss in planned.plan.near_misses
+                    ],
+                    "new_parameters": planned.plan.new_parameters,
+                    "formula": planned.plan.formula,
+                    "notes": list(planned.plan.notes),
                 }
-                for one in self.passes
+                for planned in self.passes
             ],
             "parameters": {"before": self.parameters_before, "after": self.parameters_after},
             "flops_per_token": {"before": self.flops_before, "after": self.flops_after, "unit": self.unit},
@@ -151,7 +154,7 @@ def plan_of(
         return plan.without_graph_fix()
     if plan.fits and plan.flops_after is not None:
         return plan
-    if any(one.plan.fits_no_form for one in plan.passes):
+    if any(planned.plan.fits_no_form for planned in plan.passes):
         return plan.without_graph_fix()
     report("planning for its graph")
     try:
@@ -175,13 +178,13 @@ def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, 
         run_counts = runs_as_captured(skeleton, inputs, dense)
         planned: list[PlannedPass] = []
         done: list[str] = []
-        for one in parsed:
-            report(f"planning {one.name}")
-            anatomy = inspect_skeleton(skeleton, inputs, one, done) if done else read_anatomy(model, program)
-            plan = plan_pass(one, anatomy, skeleton, seen=example_inputs is not None)
-            planned.append(PlannedPass(plan.spec or one.spec(), one.exact if plan.exact is None else plan.exact, plan))
+        for pass_ in parsed:
+            report(f"planning {pass_.name}")
+            anatomy = inspect_skeleton(skeleton, inputs, pass_, done) if done else read_anatomy(model, program)
+            plan = plan_pass(pass_, anatomy, skeleton, seen=example_inputs is not None)
+            planned.append(PlannedPass(plan.spec or pass_.spec(), pass_.exact if plan.exact is None else plan.exact, plan))
             if plan.sites:
-                done.append(one.name)
+                done.append(pass_.name)
         report("counting the cost of the result")
         flops_before = dense.flops_per_token
         flops_after = skeleton_flops(skeleton, inputs, dense, run_counts) if done else flops_before
@@ -189,7 +192,7 @@ def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, 
     return RecipePlan(tuple(planned), before, after, flops_before, flops_after, dense.unit), model
 
 
-def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool) -> Plan:
+def plan_pass(pass_: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool) -> Plan:
     """The plan of a pass, carried out on the skeleton; one without sites where the pass refuses the model.
 
     It refuses what may be wrong on inputs that were not derived, unless the inputs are `seen` to be all that the model reads.
@@ -197,15 +200,15 @@ def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool) -
     edit = Edit(skeleton)
     near_misses: tuple[NearMiss, ...] = ()
     try:
-        plan: Plan = one.plan(anatomy)
+        plan: Plan = pass_.plan(anatomy)
         near_misses = plan.near_misses
         if plan.unseen and not seen:
-            raise unseen_refusal(one, plan.unseen)
+            raise unseen_refusal(pass_, plan.unseen)
         if plan.sites:
-            one.carry_out(plan, edit)
+            pass_.carry_out(plan, edit)
         elif not near_misses:
-            raise one.nothing_fits(plan)
-        return dataclasses.replace(plan, notes=(*one.idle_notes(), *plan.notes))
+            raise pass_.nothing_fits(plan)
+        return dataclasses.replace(plan, notes=(*pass_.idle_notes(), *plan.notes))
     except DoesNotFitError as error:
         edit.undo()
         why = f"{error.what}: {error.why}" if error.why else error.what
@@ -213,15 +216,15 @@ def plan_pass(one: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool) -
         return Plan((), (*near_misses, refusal))
 
 
-def inspect_skeleton(skeleton: nn.Module, inputs: dict[str, Any], one: AnyPass, done: list[str]) -> Anatomy:
+def inspect_skeleton(skeleton: nn.Module, inputs: dict[str, Any], pass_: AnyPass, done: list[str]) -> Anatomy:
     """The anatomy that a pass finds once the passes before it are done; raises `CaptureError` where it needs weights to be seen."""
     try:
         return inspect(skeleton, inputs)
     except CaptureError as error:
         raise CaptureError(
-            f"{one.name} cannot be planned after {', '.join(done)}",
+            f"{pass_.name} cannot be planned after {', '.join(done)}",
             why=f"without its weights the model cannot be captured: {error.why or error.what}",
-            remedy=f"apply {', '.join(done)} first, then plan {one.name}",
+            remedy=f"apply {', '.join(done)} first, then plan {pass_.name}",
         ) from error
 
 
@@ -257,20 +260,22 @@ def count_parameters(model: nn.Module) -> int:
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
     """The passes, from passes or their specs; raises `SpecError` where there is none."""
     if not passes:
-        raise SpecError("no pass given", remedy="pass at least one, e.g. retrofit.apply(model, AltUp(k=2))", option="passes")
-    return tuple(as_pass(one) for one in passes)
+        raise SpecError("no pass given", remedy="pass at least pass_, e.g. retrofit.apply(model, AltUp(k=2))", option="passes")
+    return tuple(as_pass(pass_) for pass_ in passes)
 
 
-def prepare_model(model: nn.Module, example_inputs: Any, emit: str, say: Progress) -> tuple[nn.Module, dict[str, Any], Program]:
+def prepare_model(
+    model: nn.Module, example_inputs: Any, emit: str, progress: Progress
+) -> tuple[nn.Module, dict[str, Any], Program]:
     """The model that passes rewrite, its inputs by name, and its program: a graph module where `emit` or its layers require one."""
     if emit not in ("module", "graph"):
         raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'", option="emit")
     inputs = distinct_lengths(model, named_inputs(model, example_inputs))
-    say("capturing the dense model")
+    progress("capturing the dense model")
     program = capture(model, inputs)
     if emit == "module" and (transformers_bookkeeping.is_transformers(model) or not has_layers_in_code(model, program)):
         return model, inputs, program
-    say("building its graph module")
+    progress("building its graph module")
     model = graph_module(model, inputs)
     inputs = named_inputs(model)
     return model, inputs, capture(model, inputs)
@@ -281,12 +286,12 @@ def has_layers_in_code(model: nn.Module, program: Program) -> bool:
     return any(not layer.name for layer in read_anatomy(model, program).layers)
 
 
-def unseen_refusal(one: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
+def unseen_refusal(pass_: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
     """The refusal of a pass that may be wrong for arguments that the derived inputs leave out."""
     return DoesNotFitError(
-        f"{one.name}: the derived example inputs lack {', '.join(unseen)}",
+        f"{pass_.name}: the derived example inputs lack {', '.join(unseen)}",
         why="features computed from them may join the stream, which the captured graph does not show",
-        remedy=(one.way_around, SEE_EVERYTHING),
+        remedy=(pass_.way_around, SEE_EVERYTHING),
         in_any_form=True,
     )
 

@@ -60,9 +60,9 @@ def deferred_signals() -> Iterator[Callable[[], bool]]:
 
     before: dict[int, Any] = {}
     try:
-        for one in WAITING:
-            if signal.getsignal(one) not in (None, signal.SIG_IGN):  # None: not set from Python, so not ours to restore
-                before[one] = signal.signal(one, wait)
+        for interrupt in WAITING:
+            if signal.getsignal(interrupt) not in (None, signal.SIG_IGN):  # None: not set from Python, so not ours to restore
+                before[interrupt] = signal.signal(interrupt, wait)
         yield lambda: bool(received)
     finally:
         for number, handler in before.items():

@@ -22,8 +22,8 @@ MOST_ROWS = 8  # sites that a table lists one by one
 WORST_ROWS = 5  # sites that a table of more lists after its summary
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Say = Callable[[str], None]
-LISTENER: contextvars.ContextVar[Say | None] = contextvars.ContextVar("LISTENER", default=None)
+Progress = Callable[[str], None]
+LISTENER: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("LISTENER", default=None)
 LONG = 10.0  # seconds left that are worth an estimate
 ROOM = 2**30  # bytes that work on several layers at once may take
 
@@ -125,9 +125,9 @@ def table_lines(notes: Sequence[Note]) -> list[str]:
 
 
 @contextlib.contextmanager
-def reported_to(say: Say | None) -> Iterator[None]:
+def reported_to(listener: Progress | None) -> Iterator[None]:
     """Within this context `say` receives what counted work is at."""
-    token = LISTENER.set(say)
+    token = LISTENER.set(listener)
     try:
         yield
     finally:
@@ -139,11 +139,11 @@ def counted(items: Iterable[Item], what: str, total: int, done: int = 0) -> Iter
 
     They are some of `total`; `done` came before them.
     """
-    say, began = LISTENER.get(), time.monotonic()
+    listener, began = LISTENER.get(), time.monotonic()
     for index, item in enumerate(items):
-        if say is not None:
+        if listener is not None:
             left = time_left((time.monotonic() - began) / index * (total - done - index)) if index else ""
-            say(f"{what} {done + index + 1} of {total}{left}")
+            listener(f"{what} {done + index + 1} of {total}{left}")
         yield item
 
 
@@ -180,7 +180,7 @@ def side_by_side(
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(each,))
     try:
         waiting = [pool.submit(contextvars.copy_context().run, alone, item) for item in items]
-        return [one.result() for one in counted(waiting, what, total, done)]
+        return [future.result() for future in counted(waiting, what, total, done)]
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)

@@ -40,12 +40,13 @@ from retrofit.passbase import recipe_storage
 from retrofit.passbase.calibration import calibration_from, readable_calibration
 from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite, load_pass, pass_names
 from retrofit.passbase.replaying import added, rearranged, recipe, rewrites
-from retrofit.passbase.running import Progress, refuse_early, require_place, run_passes, with_current_names
+from retrofit.passbase.running import refuse_early, require_place, run_passes, with_current_names
 from retrofit.preview import BECOMES_GRAPH, GRAPH_FIX, SEE_EVERYTHING, fits_as_graph, parse_passes, prepare_model, unseen_refusal
 from retrofit.process import serialized
 from retrofit.program.capture import capture, failure_in
 from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.program.program import Program
+from retrofit.progress import Progress
 from retrofit.provenance import provenance_of
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import refuse_packed
@@ -108,7 +109,7 @@ def apply(
 
 def require_use(calibration: Any, passes: Recipe) -> None:
     """Where there is calibration data a pass uses it, else `SpecError`."""
-    if calibration is not None and not any(one.calibrates for one in passes):
+    if calibration is not None and not any(pass_.calibrates for pass_ in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         why = f"passes that use it: {fitted}"
         raise SpecError("none of the passes uses calibration=", why=why, remedy="drop it", option="calibration")
@@ -131,7 +132,7 @@ def apply_reported(
 
     Where `dense`, the program of an equal model, is given, the modules are rewritten without capturing the model again.
     """
-    say = progress or (lambda stage: None)
+    progress = progress or (lambda stage: None)
     chosen = parse_passes(passes)
     require_module(model)
     require_no_prompt(model)
@@ -151,7 +152,7 @@ def apply_reported(
         example_inputs=example_inputs,
         calibration=calibration,
         checks=run_checks,
-        say=say,
+        progress=progress,
         count_flops=count_flops,
     )
     try:
@@ -159,7 +160,7 @@ def apply_reported(
     except DoesNotFitError as refusal:
         if emit == "graph" or isinstance(model, fx.GraphModule) or refusal.in_any_form:
             raise without_graph_fix(refusal) from None
-        say("trying its graph")
+        progress("trying its graph")
         inside = transformer_inside(model, example_inputs)
         if transformers_bookkeeping.is_transformers(inside):
             if not fits_as_graph(inside, chosen, named_inputs(inside, example_inputs)):
@@ -190,7 +191,7 @@ def rewrite_once(
     calibration: Any,
     checks: Collection[str],
     emit: str,
-    say: Progress,
+    progress: Progress,
     count_flops: bool,
     note: str = "",
     keep: Keep | None = None,
@@ -205,11 +206,11 @@ def rewrite_once(
     fed = model if model is not whole else None
     before = sum(parameter.numel() for parameter in model.parameters())
     if dense is None:
-        model, inputs, dense = prepare_model(model, example_inputs, emit, say)
+        model, inputs, dense = prepare_model(model, example_inputs, emit, progress)
     else:
         inputs = distinct_lengths(model, named_inputs(model, example_inputs))
         dense = dataclasses.replace(dense, examples=inputs)  # on the device of this model
-    say(f"planning {passes[0].name}")
+    progress(f"planning {passes[0].name}")
     anatomy = read_anatomy(model, dense)
     plan = require_place(model, passes[0], anatomy)
     if plan.unseen and example_inputs is None:
@@ -218,7 +219,7 @@ def rewrite_once(
     reference = None
     optional: tuple[dict[str, Any], ...] = ()
     if checks:
-        say("measuring the dense model")
+        progress("measuring the dense model")
         reference = Reference.of(model, inputs, dense, checks=checks, optional=example_inputs is None)
         optional = reference.optional
     elif example_inputs is None and device_of(model).type != "meta" and keep is None:
@@ -237,21 +238,21 @@ def rewrite_once(
     try:
         recipe_storage.make_room(model, edit)
         config = recipe_storage.dense_config(model)
-        accounts, dense_flops = run_passes(model, passes, inputs, edit, say, dense, anatomy)
+        accounts, dense_flops = run_passes(model, passes, inputs, edit, progress, dense, anatomy)
         transformers_bookkeeping.keep_on_one_device(model, modules.values(), edit)
         if note:
             accounts = (dataclasses.replace(accounts[0], notes=(note, *accounts[0].notes)), *accounts[1:])
-        for one, account in zip(passes, accounts, strict=True):
+        for pass_, account in zip(passes, accounts, strict=True):
             if account.unseen and example_inputs is None:
-                raise unseen_refusal(one, account.unseen)
+                raise unseen_refusal(pass_, account.unseen)
         record = recipe_storage.new_record(model, config, accounts)
-        recipe_storage.store_recipe(model, (*earlier, *(one.spec for one in accounts)), record)
+        recipe_storage.store_recipe(model, (*earlier, *(account.spec for account in accounts)), record)
         before_these = with_current_names(rewrites(model) or (), edit.dense, modules, edit)
         layouts = {**provenance_of(model).rearranged, **rearranged(edit)}
         edit.record_provenance(rewrites=(*before_these, *accounts), rearranged=layouts, added=added(edit))
         if "name_or_path" in vars(model):  # adapters keep it as the model that they were trained on
             edit.set_attribute(model, "name_or_path", "")
-        say("capturing the result")
+        progress("capturing the result")
         report = result = None
         if checks or count_flops or device_of(model).type == "meta":
             result = capture_result(model, inputs, passes)
@@ -259,9 +260,9 @@ def rewrite_once(
             run_result(model, inputs, passes)
         for more in optional:
             run_with_optional(model, more, passes)
-        hooks.require_calls(calls, hooks.calls(model, inputs), ", ".join(one.name for one in passes))
+        hooks.require_calls(calls, hooks.calls(model, inputs), ", ".join(pass_.name for pass_ in passes))
         if reference is not None:
-            say("verifying")
+            progress("verifying")
             report = check_rewrite(
                 model,
                 reference,

@@ -95,7 +95,7 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
     known = type(dense_config).model_type  # what a file says becomes no part of the code
     model_type = f"retrofitted_{known}"
     classes = model_classes(model, whole, kind, known)
-    recipe = [one.spec() for one in parse_recipe(config["quantization_config"]["recipe"])]
+    recipe = [pass_.spec() for pass_ in parse_recipe(config["quantization_config"]["recipe"])]
     written = modelling_file(table, classes, recipe, model_type)
     with whole_directory(path, force=force) as draft:
         (draft / CODE).write_text(written.text, encoding="utf-8")
@@ -297,8 +297,8 @@ def bundled_config(
 ) -> dict[str, Any]:
     """Return the config of the bundle: that of the model, with the code that belongs to it instead of the recipe."""
     code = Path(CODE).stem
-    autos = {auto: f"{code}.{one.name}" for one in reversed(classes) for auto in one.autos}
-    saved = next(one for one in classes if one.dense is kind)
+    autos = {auto: f"{code}.{kind.name}" for kind in reversed(classes) for auto in kind.autos}
+    saved = next(written for written in classes if written.dense is kind)
     kept = {key: value for key, value in config.items() if key != "quantization_config"}
     return {
         **kept,
@@ -311,16 +311,16 @@ def bundled_config(
 
 def card(model: nn.Module, kind: type, recipe: list[str], classes: list[ModelClass]) -> str:
     """Return what README.md says of the bundle."""
-    saved = next(one for one in classes if one.dense is kind)
+    saved = next(written for written in classes if written.dense is kind)
     count = sum(parameter.numel() for parameter in model.parameters())
     new = added_parameters(model)
-    said = f", {sum(one.numel() for one in new):,} of them new" if new else ""
+    added = f", {sum(parameter.numel() for parameter in new):,} of them new" if new else ""
     auto = next(iter(saved.autos), "AutoModel")
     return "\n".join(
         [
             f"# {kind.__name__}, retrofitted",
             "",
-            f"A dense model that retrofit rewrote, bundled with its code. It has {count:,} parameters{said}.",
+            f"A dense model that retrofit rewrote, bundled with its code. It has {count:,} parameters{added}.",
             "",
             "| pass | what it does | from | its function before any training |",
             "| --- | --- | --- | --- |",

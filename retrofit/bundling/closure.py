@@ -71,7 +71,7 @@ class SourceFile:
             for inner in statement.body:
                 self.read(inner)
         elif isinstance(statement, (ast.Import, ast.ImportFrom)):
-            self.imports.update((one.name, one) for one in imports_of(statement))
+            self.imports.update((imported.name, imported) for imported in imports_of(statement))
         else:
             self.statements.update((name, statement) for name in names_defined(statement))
 
@@ -179,7 +179,9 @@ class References(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if called in BY_NAME:
-            self.attributes.update(one.value for one in node.args if isinstance(one, ast.Constant) and isinstance(one.value, str))
+            self.attributes.update(
+                argument.value for argument in node.args if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+            )
         self.visit(node.func)
         before, self.is_class = self.is_class, self.is_class or called in CLASSES_ONLY
         for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
@@ -192,10 +194,10 @@ class References(ast.NodeVisitor):
         self.in_text = before
 
     def visit_Import(self, node: ast.Import) -> None:
-        self.imports.update((one.name, (one, node)) for one in imports_of(node))
+        self.imports.update((imported.name, (imported, node)) for imported in imports_of(node))
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        self.imports.update((one.name, (one, node)) for one in imports_of(node))
+        self.imports.update((imported.name, (imported, node)) for imported in imports_of(node))
 
     def annotation(self, node: ast.expr | None) -> None:
         """An annotation is not evaluated, as in every file with `from __future__ import annotations`."""
@@ -245,10 +247,10 @@ class References(ast.NodeVisitor):
         """The targets of a comprehension are names of its own; the first iterable belongs to what is around it."""
         self.visit(node.generators[0].iter)
         self.scopes.append(frozenset(name for generator in node.generators for name in stored(generator.target)))
-        for number, one in enumerate(node.generators):
+        for number, clause in enumerate(node.generators):
             if number:
-                self.visit(one.iter)
-            for condition in one.ifs:
+                self.visit(clause.iter)
+            for condition in clause.ifs:
                 self.visit(condition)
         for part in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
             self.visit(part)
@@ -260,12 +262,12 @@ class References(ast.NodeVisitor):
 def arguments_of(arguments: ast.arguments) -> list[ast.arg]:
     """Return all the arguments of a function."""
     found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    return found + [one for one in (arguments.vararg, arguments.kwarg) if one is not None]
+    return found + [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
 
 
 def stored(node: ast.AST) -> Iterator[str]:
     """Yield the names that a target assigns."""
-    return (one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store))
+    return (child.id for child in ast.walk(node) if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store))
 
 
 def assigned(node: ast.AST) -> Iterator[str]:
@@ -276,7 +278,7 @@ def assigned(node: ast.AST) -> Iterator[str]:
     if isinstance(node, ast.Lambda):
         return
     if isinstance(node, Comprehension):
-        yield from (one.target.id for one in ast.walk(node) if isinstance(one, ast.NamedExpr))
+        yield from (child.target.id for child in ast.walk(node) if isinstance(child, ast.NamedExpr))
         return
     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
         yield node.id
@@ -287,7 +289,7 @@ def assigned(node: ast.AST) -> Iterator[str]:
 
 
 def declared_global(node: ast.AST) -> Iterator[str]:
-    return (name for one in ast.walk(node) if isinstance(one, ast.Global) for name in one.names)
+    return (name for child in ast.walk(node) if isinstance(child, ast.Global) for name in child.names)
 
 
 PRESENT = frozenset(("torch", "transformers", "numpy", *sys.stdlib_module_names))  # are there wherever a bundle is loaded
@@ -336,19 +338,19 @@ class Closure:
         if definition in self.collected:
             return
         node = source_file(definition.module).statements[definition.name]
-        self.collected[definition] = one = Collected(definition, node)
+        self.collected[definition] = collected = Collected(definition, node)
         if isinstance(node, ast.ClassDef):
             outside = (*node.decorator_list, *node.bases, *(keyword.value for keyword in node.keywords))
-            self.read(one, *outside, constructs=False)
+            self.read(collected, *outside, constructs=False)
         else:
-            self.read(one, node)
+            self.read(collected, node)
 
-    def read(self, one: Collected, *nodes: ast.AST, constructs: bool = True, outside: frozenset[str] = frozenset()) -> None:
+    def read(self, collected: Collected, *nodes: ast.AST, constructs: bool = True, outside: frozenset[str] = frozenset()) -> None:
         """Collect what the nodes name."""
         references = References(*nodes, outside=outside)
-        one.read.append(references)
+        collected.read.append(references)
         self.attributes |= references.attributes
-        module = one.definition.module
+        module = collected.definition.module
         inner: dict[str, Definition] = {}
         for name, (imported, statement) in references.imports.items():
             found = follow(imported, self.ours)
@@ -385,7 +387,7 @@ class Closure:
 
     def missing_packages(self, module: str) -> set[str]:
         """Packages that a file imports at its top and that may be missing where a bundle is loaded."""
-        return {one.package for one in source_file(module).imports.values()} - PRESENT - self.ours
+        return {imported.package for imported in source_file(module).imports.values()} - PRESENT - self.ours
 
     def require_present(self, target: Definition) -> None:
         if target.module not in self.optional and (packages := self.missing_packages(target.module)):
@@ -396,31 +398,31 @@ class Closure:
     def add_members(self) -> bool:
         """Members that are needed by what has been collected are collected; whether there were any."""
         added = False
-        for one in list(self.collected.values()):
-            if isinstance(one.node, ast.ClassDef):
-                for member in one.node.body:
-                    if member.lineno not in one.members and self.is_needed(one, member):
-                        one.members[member.lineno] = member
-                        own = frozenset() if isinstance(member, ast.FunctionDef) else frozenset(class_names(one.node))
-                        self.read(one, member, outside=own)
+        for collected in list(self.collected.values()):
+            if isinstance(collected.node, ast.ClassDef):
+                for member in collected.node.body:
+                    if member.lineno not in collected.members and self.is_needed(collected, member):
+                        collected.members[member.lineno] = member
+                        own = frozenset() if isinstance(member, ast.FunctionDef) else frozenset(class_names(collected.node))
+                        self.read(collected, member, outside=own)
                         added = True
         return added or bool(self.waiting)
 
-    def is_needed(self, one: Collected, member: ast.stmt) -> bool:
+    def is_needed(self, collected: Collected, member: ast.stmt) -> bool:
         """Return whether a member of a class is needed."""
-        node: ast.ClassDef = one.node  # type: ignore[assignment]
+        node: ast.ClassDef = collected.node  # type: ignore[assignment]
         if isinstance(member, ast.Expr):
             return isinstance(member.value, ast.Constant)  # the docstring
         if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if member.name in CONSTRUCTORS:
-                return self.is_constructed(one.definition)
+                return self.is_constructed(collected.definition)
             special = member.name.startswith("__") and member.name.endswith("__")
-            return special or member.name in self.attributes or member.name in self.inherited(one.definition)
+            return special or member.name in self.attributes or member.name in self.inherited(collected.definition)
         if isinstance(member, (ast.Assign, ast.AnnAssign)):
             if isinstance(member, ast.AnnAssign) and member.value is None:
                 return True
             names = set(class_names(member))
-            return bool(node.decorator_list) or not names.isdisjoint(self.attributes | self.inherited(one.definition))
+            return bool(node.decorator_list) or not names.isdisjoint(self.attributes | self.inherited(collected.definition))
         return True
 
     def is_constructed(self, definition: Definition) -> bool:

@@ -32,14 +32,14 @@ class SourceText:
     def __init__(self, closure: Closure, taken: Iterable[str] = ()) -> None:
         self.closure = closure
         self.by_file: dict[str, list[Collected]] = {}
-        for one in sorted(closure.collected.values(), key=lambda one: one.node.lineno):
-            self.by_file.setdefault(one.definition.module, []).append(one)
+        for collected in sorted(closure.collected.values(), key=lambda collected: collected.node.lineno):
+            self.by_file.setdefault(collected.definition.module, []).append(collected)
         self.files = list(self.ordered())
-        self.names = self.told_apart({*taken})
+        self.names = self.distinct_names({*taken})
 
     def ordered(self) -> Iterator[str]:
         """Yield the files, each after those that it needs."""
-        needed = {file: {one.module for one in self.needed(file)} - {file} for file in self.by_file}
+        needed = {file: {definition.module for definition in self.needed(file)} - {file} for file in self.by_file}
         done = dict[str, None]()
 
         def visit(file: str, above: tuple[str, ...]) -> None:
@@ -54,28 +54,28 @@ class SourceText:
 
     def needed(self, file: str) -> Iterator[Definition]:
         """Yield the definitions that a file's code reads when it runs."""
-        for one in self.by_file[file]:
-            for references in one.read:
+        for collected in self.by_file[file]:
+            for references in collected.read:
                 for reference in references.found:
-                    found = self.target(file, reference, one)
+                    found = self.target(file, reference, collected)
                     if isinstance(found, Definition) and not reference.weak and found in self.closure.collected:
                         yield found
 
-    def target(self, file: str, reference: Reference, one: Collected) -> Definition | Import | None:
+    def target(self, file: str, reference: Reference, collected: Collected) -> Definition | Import | None:
         """Return what a name in a definition means."""
         return resolve(file, reference.name, self.closure.ours)
 
-    def told_apart(self, taken: set[str]) -> dict[Definition, str]:
+    def distinct_names(self, taken: set[str]) -> dict[Definition, str]:
         """Return a name of its own for each definition; no two are alike, nor like an import."""
-        taken |= {one.name for imports in self.closure.imports.values() for one in imports}
+        taken |= {imported.name for imports in self.closure.imports.values() for imported in imports}
         names: dict[Definition, str] = {}
         for file in self.files:
-            for one in self.by_file[file]:
-                plain = one.definition.name
+            for collected in self.by_file[file]:
+                plain = collected.definition.name
                 leaf = file.rpartition(".")[2]
                 other = f"{plain}_OF_{leaf.upper()}" if plain.isupper() else f"{plain}_of_{leaf}"
                 name = next(candidate for candidate in (plain, other, f"{other}_2") if candidate not in taken)
-                names[one.definition] = name
+                names[collected.definition] = name
                 taken.add(name)
         return names
 
@@ -83,7 +83,9 @@ class SourceText:
 
     def imports(self) -> set[Import]:
         """Return the imports of all but optional files; raises `CheckpointError` where one name is imported from two places."""
-        found = {one for file in self.files if file not in self.closure.optional for one in self.closure.imports.get(file, ())}
+        found = {
+            imported for file in self.files if file not in self.closure.optional for imported in self.closure.imports.get(file, ())
+        }
         return {*found, ANY}
 
     def write(self) -> str:
@@ -94,20 +96,20 @@ class SourceText:
         """Return what is collected of one file, below what the file says about itself."""
         title = " / ".join(part.replace("_", " ") for part in file.split(".")[1:])
         head = f"# {'─' * 3} {title} {'─' * max(3, WIDTH - 8 - len(title))}\n#\n"
-        said = source_file(file).docstring
-        head += textwrap.indent(said, "# ", lambda line: True).replace("# \n", "#\n").rstrip()
+        docstring_ = source_file(file).docstring
+        head += textwrap.indent(docstring_, "# ", lambda line: True).replace("# \n", "#\n").rstrip()
         parts: list[tuple[bool, str]] = []  # whether it is a constant
         written = set[int]()
-        for one in self.by_file[file]:
-            if one.node.lineno not in written:
-                written.add(one.node.lineno)
-                parts.append((isinstance(one.node, (ast.Assign, ast.AnnAssign)), self.definition(one)))
+        for collected in self.by_file[file]:
+            if collected.node.lineno not in written:
+                written.add(collected.node.lineno)
+                parts.append((isinstance(collected.node, (ast.Assign, ast.AnnAssign)), self.definition(collected)))
         body = parts[0][1]
         for (before, _), (constant, text) in itertools.pairwise(parts):
             body += ("\n" if before and constant else "\n\n\n") + text
         if file in self.closure.optional:
-            needed = "\n".join(sorted(one.statement() for one in self.closure.imports[file]))
-            absent = sorted({one.package for one in self.closure.imports[file]} - PRESENT)
+            needed = "\n".join(sorted(imported.statement() for imported in self.closure.imports[file]))
+            absent = sorted({imported.package for imported in self.closure.imports[file]} - PRESENT)
             body = (
                 f"try:\n{textwrap.indent(needed, '    ')}\nexcept ImportError:  # without {', '.join(absent)} they are not called\n"
                 f"    pass\nelse:\n\n{textwrap.indent(body, '    ')}"
@@ -115,37 +117,37 @@ class SourceText:
         first_is_constant = parts[0][0] and file not in self.closure.optional
         return head + ("\n\n" if first_is_constant else "\n\n\n") + body
 
-    def definition(self, one: Collected) -> str:
+    def definition(self, collected: Collected) -> str:
         """Return the text of a definition: of a class, without the members that nothing needs."""
-        file = source_file(one.definition.module)
+        file = source_file(collected.definition.module)
         lines = dict(enumerate(file.lines, 1))
-        first, last = extent(one.node, file.lines)
+        first, last = extent(collected.node, file.lines)
         kept = set(range(first, last + 1))
-        if isinstance(one.node, ast.ClassDef):
-            for member in one.node.body:
-                if member.lineno not in one.members:
+        if isinstance(collected.node, ast.ClassDef):
+            for member in collected.node.body:
+                if member.lineno not in collected.members:
                     kept -= set(range(*extent(member, file.lines, comments=False))) | {member.end_lineno or 0}
-        for statement in self.closure.dropped.get(one.definition.module, ()):
+        for statement in self.closure.dropped.get(collected.definition.module, ()):
             kept -= set(range(statement.lineno, (statement.end_lineno or 0) + 1))
-        same = [other for other in self.by_file[one.definition.module] if other.node is one.node]  # a, b = 1, 2
+        same = [other for other in self.by_file[collected.definition.module] if other.node is collected.node]  # a, b = 1, 2
         for line, start, end, text in sorted({change for other in same for change in self.changes(other)}, reverse=True):
             encoded = lines[line].encode()
             lines[line] = (encoded[:start] + text.encode() + encoded[end:]).decode()
         text = "\n".join(IGNORED.sub("", lines[number]).rstrip() for number in sorted(kept))
         text = re.sub(r"\n{3,}", "\n\n", text).rstrip()
-        text = re.sub(r":\n\n(?=    )", ":\n", text) if not isinstance(one.node, ast.ClassDef) else text
-        only_head = isinstance(one.node, ast.ClassDef) and not one.members
+        text = re.sub(r":\n\n(?=    )", ":\n", text) if not isinstance(collected.node, ast.ClassDef) else text
+        only_head = isinstance(collected.node, ast.ClassDef) and not collected.members
         return f"{text}\n    pass" if only_head else text
 
-    def changes(self, one: Collected) -> Iterator[Change]:
+    def changes(self, collected: Collected) -> Iterator[Change]:
         """Yield the names to be changed: of definitions with the same name, and annotations that nothing here defines."""
-        name = self.names[one.definition]
-        if name != one.definition.name:
-            yield self.renamed_here(one, name)
-        for references in one.read:
+        name = self.names[collected.definition]
+        if name != collected.definition.name:
+            yield self.renamed_here(collected, name)
+        for references in collected.read:
             strays = set[ast.expr]()
             for reference in references.found:
-                target = self.target(one.definition.module, reference, one)
+                target = self.target(collected.definition.module, reference, collected)
                 if isinstance(target, Definition) and target not in self.closure.collected:
                     strays |= {annotation for annotation in references.annotations if contains(annotation, reference.node)}
                 elif isinstance(target, Definition) and self.names[target] != reference.name:
@@ -160,8 +162,8 @@ class SourceText:
                 found = references_imports[0]
                 if found.package in self.closure.ours and found.name != found.attribute:
                     raise CheckpointError(
-                        f"{one.definition.module} imports {found.attribute} as {found.name} within a function",
-                        why="a bundle needs one name for it",
+                        f"{collected.definition.module} imports {found.attribute} as {found.name} within a function",
+                        why="a bundle needs collected name for it",
                         remedy="import it by its own name",
                     )
             for annotation in strays:
@@ -170,21 +172,21 @@ class SourceText:
                 ):
                     yield (*place(annotation), "Any")
 
-    def renamed_here(self, one: Collected, name: str) -> Change:
+    def renamed_here(self, collected: Collected, name: str) -> Change:
         """Return the change of the name that a statement defines."""
-        plain, node = one.definition.name, one.node
+        plain, node = collected.definition.name, collected.node
         if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             target = next(part for one_ in targets for part in ast.walk(one_) if isinstance(part, ast.Name) and part.id == plain)
             return (*place(target), name)
-        line = source_file(one.definition.module).lines[node.lineno - 1]
+        line = source_file(collected.definition.module).lines[node.lineno - 1]
         start = len(line[: re.search(rf"\b(?:def|class)\s+({plain})\b", line).start(1)].encode())  # type: ignore[union-attr]
         return (node.lineno, start, start + len(plain.encode()), name)
 
 
 def extent(node: ast.stmt, lines: list[str], *, comments: bool = True) -> tuple[int, int]:
     """Return the first and last line of a statement, with its decorators and the comments right above it."""
-    first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+    first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
     while comments and first > 1 and lines[first - 2].startswith("# ") and not lines[first - 2].startswith("# ─"):
         first -= 1
     return first, node.end_lineno or node.lineno
@@ -255,19 +257,19 @@ def modelling_file(
     classes = list(classes)
     config = classes[0].dense.config_class  # type: ignore[attr-defined]
     objects = list(objects_in(list(table.values())))
-    graphs = list(dict.fromkeys(one for one in objects if isinstance(one, WrittenGraph)))
-    roots = [found for one in objects if (found := definition_of(one)) is not None]
-    words = [Definition(one.__module__, one.__name__) for one in (*WORDS, Bundled)]
-    ours = frozenset(one.module.split(".")[0] for one in (*roots, *words))
-    called = [one.name for one in objects if isinstance(one, Method)]
+    graphs = list(dict.fromkeys(item for item in objects if isinstance(item, WrittenGraph)))
+    roots = [found for item in objects if (found := definition_of(item)) is not None]
+    words = [Definition(item.__module__, item.__name__) for item in (*WORDS, Bundled)]
+    ours = frozenset(item.module.split(".")[0] for item in (*roots, *words))
+    called = [item.name for item in objects if isinstance(item, Method)]
     closure = Closure(roots, words, ours, [*called, *vars(Bundled)])
     config_name = f"Retrofitted{config.__name__}"
     reserved = {
         TABLE,
         config_name,
         config.__name__,
-        *(one.name for one in classes),
-        *(one.dense.__name__ for one in classes),
+        *(kind.name for kind in classes),
+        *(kind.dense.__name__ for kind in classes),
         "nn",
         "F",
     }
@@ -288,7 +290,7 @@ def modelling_file(
     written = TableText(own)
     table_lines = written.write(table)
     imports = source.imports() | written.imports | {Import("torch", "nn", "nn")}
-    imports |= {Import(one.__module__, one.__name__, one.__name__) for one in (config, *(each.dense for each in classes))}
+    imports |= {Import(kind.__module__, kind.__name__, kind.__name__) for kind in (config, *(each.dense for each in classes))}
     extra = {statement for graph in graphs for statement in graph.imports}
     config_class = (
         f"class {config_name}({config.__name__}):\n"
@@ -306,7 +308,7 @@ def modelling_file(
         *(graph.source(graph_names[graph]) for graph in graphs),
         f"# ─── what stands where {'─' * 100}\n\n{TABLE} = {table_lines}",
         f"# ─── the model's classes {'─' * 98}\n\n\n{config_class}",
-        *(class_text(one, classes[0].dense, config_name, STATES in closure.collected) for one in classes),
+        *(class_text(kind, classes[0].dense, config_name, STATES in closure.collected) for kind in classes),
     ]
     return ModellingFile("\n\n\n".join(sections) + "\n", config_name)
 
@@ -327,8 +329,8 @@ def objects_in(spec: Any) -> Iterator[Any]:
         yield from (spec,) if isinstance(spec, Method) else ()
         yield from objects_in(list(vars(spec).values()))
     elif isinstance(spec, (list, tuple, set, frozenset)):
-        for one in spec:
-            yield from objects_in(one)
+        for item in spec:
+            yield from objects_in(item)
     elif isinstance(spec, dict):
         yield from objects_in([*spec.keys(), *spec.values()])
     elif isinstance(spec, (type, types.FunctionType)):
@@ -344,32 +346,34 @@ def definition_of(value: Any) -> Definition | None:
     return Definition(value.__module__, value.__qualname__)
 
 
-def class_text(one: ModelClass, whole: type, config_name: str, keeps_states: bool) -> str:
-    where = f'    path = "{one.path}"\n    whole = {whole.__name__}\n' if one.path else ""
+def class_text(made: ModelClass, whole: type, config_name: str, keeps_states: bool) -> str:
+    where = f'    path = "{made.path}"\n    whole = {whole.__name__}\n' if made.path else ""
     if keeps_states:  # engines with attention of their own ask for it, and `require_own_attention` does
         where += "    _supports_attention_backend = False  # layers need more of earlier tokens than their keys and values\n"
     return (
-        f"class {one.name}(Bundled, {one.dense.__name__}):\n"
-        f'    """{one.dense.__name__} with the modules of the table."""\n\n'
+        f"class {made.name}(Bundled, {made.dense.__name__}):\n"
+        f'    """{made.dense.__name__} with the modules of the table."""\n\n'
         f"    config_class = {config_name}\n    table = {TABLE}\n{where}"
     ).rstrip()
 
 
 def import_lines(imports: Iterable[Import], extra: Iterable[str]) -> str:
     """Return the statements, those of Python's own modules first."""
-    whole = {one.statement() for one in imports if one.attribute is None} | {one for one in extra if one.startswith("import ")}
+    whole = {imported.statement() for imported in imports if imported.attribute is None} | {
+        text for text in extra if text.startswith("import ")
+    }
     parts: dict[str, set[str]] = {}
-    for one in imports:
-        if one.attribute is not None:
-            alias = f"{one.attribute} as {one.name}" if one.name != one.attribute else one.attribute
-            parts.setdefault(one.module, set()).add(alias)
+    for imported in imports:
+        if imported.attribute is not None:
+            alias = f"{imported.attribute} as {imported.name}" if imported.name != imported.attribute else imported.attribute
+            parts.setdefault(imported.module, set()).add(alias)
     for statement in extra:
         if statement.startswith("from "):
             module, _, name = statement.removeprefix("from ").partition(" import ")
             parts.setdefault(module, set()).add(name)
     statements = [*sorted(whole), *(from_statement(module, sorted(names)) for module, names in sorted(parts.items()))]
-    standard = [one for one in statements if one.split()[1].split(".")[0] in sys.stdlib_module_names]
-    others = [one for one in statements if one not in standard]
+    standard = [statement for statement in statements if statement.split()[1].split(".")[0] in sys.stdlib_module_names]
+    others = [statement for statement in statements if statement not in standard]
     return "\n".join(standard) + "\n\n" + "\n".join(others)
 
 

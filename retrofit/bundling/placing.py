@@ -213,8 +213,8 @@ def shared_values(spec: Any) -> Iterator[Shared]:
         inner = spec
     elif isinstance(spec, dict):
         inner = (*spec.keys(), *spec.values())
-    for one in inner:
-        yield from shared_values(one)
+    for item in inner:
+        yield from shared_values(item)
 
 
 ENGINES = frozenset(("vllm", "sglang"))  # packages with an attention that keeps keys and values by itself

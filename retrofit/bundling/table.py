@@ -150,11 +150,11 @@ class TableText:
         if isinstance(spec, Hook):
             return "Hook(", [("", spec.function), *([("keywords=", True)] if spec.keywords else [])], ")"
         if type(spec) is list:
-            return "[", [("", one) for one in spec], "]"
+            return "[", [("", item) for item in spec], "]"
         if type(spec) is tuple:
-            return "(", [("", one) for one in spec], ")"
+            return "(", [("", item) for item in spec], ")"
         if type(spec) is dict:
-            return "{", [(f"{self.expression(key)}: ", one) for key, one in spec.items()], "}"
+            return "{", [(f"{self.expression(key)}: ", value) for key, value in spec.items()], "}"
         return "", [], ""
 
     def keywords(self, attributes: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -172,7 +172,7 @@ class TableText:
         if isinstance(spec, Shared):
             return f"Shared({self.text(spec.name)})"
         if isinstance(spec, Dense):
-            return f"Dense({', '.join(self.text(one) for one in (spec.path, spec.name)[: 1 + bool(spec.name)])})"
+            return f"Dense({', '.join(self.text(text) for text in (spec.path, spec.name)[: 1 + bool(spec.name)])})"
         if isinstance(spec, (Weight, Buffer)):
             return self.tensor(spec)
         if isinstance(spec, (Child, Gone)):
@@ -308,7 +308,7 @@ class Structure:
     def __init__(self, model: nn.Module, dense: DenseState, default: torch.dtype) -> None:
         self.model, self.dense, self.default = model, dense, default
         self.places = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
-        self.met: dict[int, tuple[Any, New | Copy]] = {}  # an object and its description, by id
+        self.seen: dict[int, tuple[Any, New | Copy]] = {}  # an object and its description, by id
         self.named: dict[int, str] = {}  # ids of those that are met again, with the name they are shared by
         self.mentioned: list[str] = []  # paths of dense modules that an entry names
         self.table: dict[str, Any] = {}
@@ -324,10 +324,10 @@ class Structure:
                 done.add(path)
                 self.compare(path)
             waiting = [path for path in dict.fromkeys(self.mentioned) if path not in done]
-        unmet = [name for one, name in self.named.items() if one not in self.met]
+        unmet = [name for key, name in self.named.items() if key not in self.seen]
         if unmet:
             raise refused(unmet[0], "something refers to it, and it is not in the model")
-        names = {id(self.met[one][1]): name for one, name in self.named.items()}
+        names = {id(self.seen[key][1]): name for key, name in self.named.items()}
         self.table = {key: with_names(spec, names) for key, spec in self.table.items()}
 
     def compare(self, path: str) -> None:
@@ -378,9 +378,9 @@ class Structure:
                 raise refused(where, f"it keeps {value.__qualname__}, a function without a name of its own")
             return value
         if type(value) in (list, tuple, set, frozenset):
-            return type(value)(self.described(one, where) for one in value)
+            return type(value)(self.described(item, where) for item in value)
         if type(value) in (dict, OrderedDict):
-            return {self.described(key, where): self.described(one, where) for key, one in value.items()}
+            return {self.described(key, where): self.described(item, where) for key, item in value.items()}
         if isinstance(value, nn.Module) and id(value) in self.dense.paths:
             path = self.dense.paths[id(value)]
             self.mentioned.append(path)
@@ -424,11 +424,11 @@ class Structure:
 
     def shared(self, value: Any, where: str) -> Any:
         """Return the description of an object that is not plain; by a name where it is met again."""
-        if id(value) in self.met:
+        if id(value) in self.seen:
             return Shared(self.named.setdefault(id(value), self.places.get(id(value), f"{type(value).__name__} of {where}")))
         original = self.copied_from(value) if isinstance(value, nn.Module) and id(value) not in self.places else None
         new: New | Copy = New(type(value)) if original is None else Copy(original)
-        self.met[id(value)] = value, new
+        self.seen[id(value)] = value, new
         if original is not None:
             self.mentioned.append(original)
             before = self.dense.held[original]["_modules"]
@@ -481,12 +481,12 @@ def with_names(spec: Any, names: Mapping[int, str]) -> Any:
         spec.attributes = {name: with_names(attribute, names) for name, attribute in spec.attributes.items()}
         return Shared(names[id(spec)], spec) if id(spec) in names else spec
     if isinstance(spec, (Unregistered, Method, Hook)):
-        for name, one in vars(spec).items():
-            setattr(spec, name, with_names(one, names))
+        for name, value in vars(spec).items():
+            setattr(spec, name, with_names(value, names))
     if type(spec) in (list, tuple, set, frozenset):
-        return type(spec)(with_names(one, names) for one in spec)
+        return type(spec)(with_names(item, names) for item in spec)
     if type(spec) is dict:
-        return {with_names(key, names): with_names(one, names) for key, one in spec.items()}
+        return {with_names(key, names): with_names(value, names) for key, value in spec.items()}
     return spec
 
 
@@ -513,7 +513,7 @@ def differs(value: Any, before: Any) -> bool:
     plain = (*PLAIN, list, tuple, dict, set, frozenset, OrderedDict)
     if type(value) is type(before) and isinstance(value, plain):
         if isinstance(value, (dict, OrderedDict)):
-            return list(value) != list(before) or any(differs(one, before[key]) for key, one in value.items())
+            return list(value) != list(before) or any(differs(item, before[key]) for key, item in value.items())
         if isinstance(value, (list, tuple)):
             return len(value) != len(before) or any(map(differs, value, before))
         return bool(value != before)

@@ -53,7 +53,7 @@ def installed_mixtures(model: nn.Module) -> list[Mixture]:
     found: list[Mixture] = []
     for path, module in model.named_modules(remove_duplicate=False):
         stacked = {parameter.shape[0] for parameter in module.parameters() if parameter.dim() == 3}
-        if path in sites and len(stacked) == 1 and not any(path.startswith(f"{one.path}.") for one in found):
+        if path in sites and len(stacked) == 1 and not any(path.startswith(f"{mixture.path}.") for mixture in found):
             found.append(Mixture(path, module, stacked.pop()))
     return found
 
@@ -83,15 +83,15 @@ def choices_of(module: nn.Module, x: Tensor) -> list[tuple[int, int]]:
 def response(module: nn.Module, x: Tensor) -> Tensor:
     """Return what the module returns for a stream: the first tensor of its shape."""
     out: Any = module(x)
-    for one in out if isinstance(out, (tuple, list)) else (out,):
-        if isinstance(one, Tensor) and one.shape == x.shape:
-            return one
+    for tensor in out if isinstance(out, (tuple, list)) else (out,):
+        if isinstance(tensor, Tensor) and tensor.shape == x.shape:
+            return tensor
     raise TypeError("it returns no stream")
 
 
 def in_float32(module: nn.Module, fill: Callable[[str, Tensor], Tensor]) -> nn.Module:
     """Return a copy of the module in float32, its parameters as `fill` makes them of their names and shapes, its buffers zero."""
-    memo = {id(one): nn.Parameter(torch.empty_like(one, device="meta")) for one in module.parameters()}
+    memo = {id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in module.parameters()}
     made = copy.deepcopy(module, memo).to_empty(device="cpu").float().eval()
     with torch.no_grad():
         for buffer in made.buffers():
@@ -179,7 +179,7 @@ def combinations(wanted: Mapping[str, torch.Size], weights: Mapping[str, Tensor]
     options = [layouts_for(shape, weights) for shape in wanted.values()]
     for chosen in itertools.islice(itertools.product(*options), 4 * MOST):
         used = [part for layout in chosen for part in layout.sources]
-        parts = {name: sorted((half for one, half in used if one == name), key=str) for name in weights}
+        parts = {name: sorted((half for weight, half in used if weight == name), key=str) for name in weights}
         if all(halves in ([None], [0, 1]) for halves in parts.values()):  # whole, or both halves
             yield dict(zip(wanted, chosen, strict=True))
 
@@ -189,12 +189,12 @@ def equal_layout(source: nn.Module, target: nn.Module, weights: Mapping[str, Ten
 
     `weights` are values at random for the source; the target's may be on the meta device.
     """
-    expected = response(in_float32(source, lambda name, one: weights[name]), x)
+    expected = response(in_float32(source, lambda name, parameter: weights[name]), x)
     wanted = {name: parameter.shape for name, parameter in target.named_parameters()}
     nearest = float("inf")
     for layouts in itertools.islice(combinations(wanted, weights), MOST):
         made = {name: layout.made_of(weights, wanted[name]) for name, layout in layouts.items()}
-        found = response(in_float32(target, lambda name, one, made=made: made[name]), x)  # type: ignore[misc]
+        found = response(in_float32(target, lambda name, parameter, made=made: made[name]), x)  # type: ignore[misc]
         gap = distance(found, expected)
         if gap <= CLOSE:
             return layouts, gap
@@ -395,7 +395,7 @@ def trials(value: Any, wanted: Wanted) -> list[Any]:
         return [not value, value]
     if isinstance(value, int) or value is None:
         return list(dict.fromkeys((*wanted.values, 1, 0, None, value)))
-    if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         kinds = list(dict.fromkeys(value))
         other = [[kind if depth in wanted.depths else two for depth in range(wanted.layers)] for kind in kinds for two in kinds]
         return [list(fromkey) for fromkey in dict.fromkeys((*map(tuple, other), tuple(value)))]
@@ -428,7 +428,7 @@ def mixture_paths(model: nn.Module, wanted: Wanted) -> list[str]:
         if not wanted.is_stacked(parameter.shape):
             continue
         path = name.rpartition(".")[0]
-        while path and not any(tuple(one.shape) in routers for one in model.get_submodule(path).parameters()):
+        while path and not any(tuple(parameter.shape) in routers for parameter in model.get_submodule(path).parameters()):
             path = path.rpartition(".")[0]
         if not path:
             return []

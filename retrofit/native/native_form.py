@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from retrofit.passbase import recipe_storage
 from retrofit.passbase.replaying import rewritten_part
 from retrofit.process import serialized
 from retrofit.program.capture import capture
+from retrofit.progress import Progress
 from retrofit.storage.filling import fill_transformers
 from retrofit.surgery.dequantization import is_recipe
 from retrofit.surgery.transformers_bookkeeping import is_transformers
@@ -58,7 +59,6 @@ DENSE = -1  # how far an architecture comes that shows no mixtures
 SHORT = 2  # layers of the skeletons that are tried
 SPREAD = 0.02  # standard deviation of new weights, as most architectures of transformers have it
 WAY_OUT = "docs/native.md says which options make one possible; retrofit bundle writes a directory that loads without retrofit too"
-Progress = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,12 +110,12 @@ def to_native(model: PreTrainedModel, architecture: str | None = None) -> PreTra
 @serialized
 def native_form(model: Any, architecture: str | None = None, progress: Progress | None = None) -> NativeForm:
     """`to_native`, with an account of what the result is."""
-    say = progress or (lambda stage: None)
+    progress = progress or (lambda stage: None)
     part = require_mixtures(model)
     mixtures = installed_mixtures(part)
     with preserve_modes(part), preserve_random_state(), preserve_state(part):
         part.eval()
-        say("capturing the model")
+        progress("capturing the model")
         inputs = named_inputs(part)
         program = capture(part, inputs)
         ours = Surroundings.of(program, [mixture.path for mixture in mixtures])
@@ -123,17 +123,17 @@ def native_form(model: Any, architecture: str | None = None, progress: Progress 
         width = int(entering.meta["val"].shape[-1])
         matches: list[Match] = []
         refusals: list[Refusal] = []
-        for found in examined(part, mixtures, width, architecture, say):
+        for found in examined(part, mixtures, width, architecture, progress):
             if isinstance(found, Match):
                 matches.append(found)
             else:
                 refusals.append(found)
         for match in sorted(matches, key=Match.strangeness):
-            say(f"comparing with {match.architecture.name}")
+            progress(f"comparing with {match.architecture.name}")
             whole = with_whole_depth(match, part)
             try:
                 places = places_of(ours, whole, match, part.dtype)
-                say(f"filling {match.architecture.name}")
+                progress(f"filling {match.architecture.name}")
                 native, zeros = filled(part, whole, match, places, mixtures)
             except (LookupError, CaptureError) as error:
                 refusals.append(Refusal(match.architecture.name, 3, str(error.args[0])))
@@ -190,11 +190,11 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
             site=rounded,
         )
     nearest = max(refusal.stage for refusal in refusals)
-    said = [f"{refusal.architecture}: {refusal.why}" for refusal in refusals if refusal.stage == nearest]
-    more = f"\nand {len(refusals) - len(said[:4])} more differ" if len(refusals) > len(said[:4]) else ""
+    reasons = [f"{refusal.architecture}: {refusal.why}" for refusal in refusals if refusal.stage == nearest]
+    more = f"\nand {len(refusals) - len(reasons[:4])} more differ" if len(refusals) > len(reasons[:4]) else ""
     return DoesNotFitError(
         f"{type(part).__name__} with {', '.join(recipe_storage.stored_recipe(part))} has no native form",
-        why="\n".join(["no architecture of the installed transformers computes this; the nearest:", *said[:4]]) + more,
+        why="\n".join(["no architecture of the installed transformers computes this; the nearest:", *reasons[:4]]) + more,
         remedy=WAY_OUT,
     )
 
@@ -204,24 +204,24 @@ def rounded_buffer(part: PreTrainedModel) -> str:
     fresh = dict(dense_skeleton(part).named_buffers())
     saved = part.state_dict()
     named = ((name, buffer) for name, buffer in part.named_buffers() if name not in saved and name in fresh)
-    return next((name for name, one in named if one.dtype != fresh[name].dtype == torch.float32), "")
+    return next((name for name, parameter in named if parameter.dtype != fresh[name].dtype == torch.float32), "")
 
 
 # ── What is tried without weights ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def examined(
-    part: PreTrainedModel, mixtures: list[Mixture], width: int, only: str | None, say: Progress
+    part: PreTrainedModel, mixtures: list[Mixture], width: int, only: str | None, progress: Progress
 ) -> Iterator[Match | Refusal]:
     """For each architecture how it fits."""
     mixture = mixtures[0]
     weights = random_weights(mixture.weights)
     x = random_stream(width)
-    chosen = choices_of(in_float32(mixture.module, lambda name, one: weights[name]), x)
+    chosen = choices_of(in_float32(mixture.module, lambda name, parameter: weights[name]), x)
     k = next((k for k, of in chosen if of == mixture.experts), mixture.experts)
     wanted, depth = what_is_wanted(part, mixtures, k)
     for architecture in architectures_like(part, only):
-        say(f"trying {architecture.name}")
+        progress(f"trying {architecture.name}")
         short = dataclasses.replace(architecture, fields=of_depth_where(architecture, depth))
         found = sized(short, wanted)
         if found.why:
@@ -258,12 +258,14 @@ def what_is_wanted(part: PreTrainedModel, mixtures: list[Mixture], k: int) -> tu
     stacked = [weight for weight in weights.values() if weight.dim() == 3]
     others = Shapes(tuple(weight.shape) for weight in weights.values() if weight.dim() != 3)
     depths = tuple(range(depth)) if len(mixtures) == whole else depths_of(paths, short)
-    units = {extent for one in stacked for extent in one.shape[1:]}
+    units = {extent for tensor in stacked for extent in tensor.shape[1:]}
     halves = {unit // 2 for unit in units if unit % 2 == 0} if len(stacked) == 2 else set()
     values = (mixtures[0].experts, *sorted(units), *sorted(halves), k)
     count = len(paths)
     routers = Shapes({shape: number * count for shape, number in others.items()})
-    return Wanted(around, mixtures[0].experts, count * sum(one.numel() for one in stacked), routers, values, depths, depth), depth
+    return Wanted(
+        around, mixtures[0].experts, count * sum(tensor.numel() for tensor in stacked), routers, values, depths, depth
+    ), depth
 
 
 def depths_of(paths: list[str], short: PreTrainedModel) -> tuple[int, ...]:
@@ -275,21 +277,21 @@ def with_equal_mixture(
     architecture: Architecture, path: str, mixture: Mixture, weights: Mapping[str, Tensor], x: Tensor, k: int, wanted: Wanted
 ) -> Match | Refusal:
     """Return the architecture with the settings by which its mixture computes what the model's does."""
-    nearest, said = float("inf"), "its mixture does not choose experts as the model's does"
+    nearest, reason = float("inf"), "its mixture does not choose experts as the model's does"
     for settings in routing_settings(architecture, path, x, k, mixture.experts):
         changed = architecture.with_fields(**settings)
         try:
             module = changed.skeleton().get_submodule(path)
             layouts, gap = equal_layout(mixture.module, module, weights, x)
         except Exception as error:  # whatever the architecture's code raises
-            said = f"its mixture does not run by itself: {first_line(error)}"
+            reason = f"its mixture does not run by itself: {first_line(error)}"
             continue
         if layouts:
             zeros = sum(parameter.numel() for name, parameter in module.named_parameters() if not layouts[name].sources)
             return Match(changed, layouts, zeros, wanted)
         if gap < nearest:
-            nearest, said = gap, f"its mixture computes something else ({gap:.1e} of the largest output away at the nearest)"
-    return Refusal(architecture.name, 2, said)
+            nearest, reason = gap, f"its mixture computes something else ({gap:.1e} of the largest output away at the nearest)"
+    return Refusal(architecture.name, 2, reason)
 
 
 def routing_settings(architecture: Architecture, path: str, x: Tensor, k: int, experts: int) -> Iterator[dict[str, Any]]:
@@ -318,7 +320,9 @@ def sends(architecture: Architecture, path: str, x: Tensor, settings: dict[str, 
     try:
         module = architecture.skeleton(**settings).get_submodule(path)
         generator = torch.Generator().manual_seed(0)
-        made = in_float32(module, lambda name, one: torch.randn(one.shape, generator=generator) / max(1, one.shape[-1]) ** 0.5)
+        made = in_float32(
+            module, lambda name, parameter: torch.randn(parameter.shape, generator=generator) / max(1, parameter.shape[-1]) ** 0.5
+        )
         return (k, experts) in choices_of(made, x)
     except Exception:  # whatever the architecture's code raises
         return False
@@ -371,7 +375,7 @@ def filled(
     around = {same[name]: source for name, source in places.around.items()}
     inside = [(f"{path}.", mixture.weights) for path, mixture in zip(places.mixtures, mixtures, strict=True)]
     state: dict[str, Tensor] = {}
-    for name, one in skeleton.state_dict().items():
+    for name, tensor in skeleton.state_dict().items():
         if same.get(name) in around:
             state[name] = part.get_parameter(around[same[name]]).detach().clone()
             continue
@@ -381,7 +385,7 @@ def filled(
         prefix, weights = found
         layout = match.layouts.get(name.removeprefix(prefix))
         dtype = next(iter(weights.values())).dtype
-        state[name] = torch.zeros(one.shape, dtype=dtype) if layout is None else layout.made_of(weights, one.shape).to(dtype)
+        state[name] = torch.zeros(tensor.shape, dtype=dtype) if layout is None else layout.made_of(weights, tensor.shape).to(dtype)
         if name in same and layout is not None and not layout.sources:
             zeros.append(name)
     config = whole.config_kind(**whole.fields).to_dict()
@@ -409,13 +413,13 @@ def fill_idle(native: PreTrainedModel, zeros: Sequence[str], mixtures: Sequence[
     before, idle = logits_of(run(native, inputs)), list[str]()
     for names in sorted(groups.values(), key=lambda names: native.get_parameter(names[0]).numel()):
         parameters = [native.get_parameter(name) for name in names]
-        for one in parameters:
-            one.copy_(SPREAD * torch.randn(one.shape, generator=generator))
+        for parameter in parameters:
+            parameter.copy_(SPREAD * torch.randn(parameter.shape, generator=generator))
         if torch.equal(logits_of(run(native, inputs)), before):
             idle += names
         else:
-            for one in parameters:
-                one.zero_()
+            for parameter in parameters:
+                parameter.zero_()
     return tuple(idle)
 
 
@@ -424,7 +428,7 @@ def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[s
     batch, length = extent_of(inputs)
     shapes = [inputs, resized(part, inputs, batch + 1, 2 * length + 1, seed=1)]
     found = [compared(part, native, given) for given in shapes]
-    worst = max(found, key=lambda one: (not one.agrees, one.gap))
+    worst = max(found, key=lambda finding: (not finding.agrees, finding.gap))
     if not worst.agrees:
         raise VerificationError(
             f"{type(native).__name__} computes another function than the model, though every part agrees: a bug in retrofit",

@@ -77,10 +77,10 @@ class Surroundings:
 
     def arguments(self, node: fx.Node) -> list[str]:
         """Return the arguments of a node by their digests, in an order of their own where their order does not matter."""
-        args = [one for one in node.args if not isinstance(one, torch.device)]
+        args = [argument for argument in node.args if not isinstance(argument, torch.device)]
         kwargs = {key: value for key, value in node.kwargs.items() if key not in PLACES}
-        said = [repr(fx.node.map_arg(one, lambda operand: Quoted(self.digests[operand]))) for one in (*args, kwargs)]
-        return [*sorted(said[:2]), *said[2:]] if node.target in COMMUTES else said
+        arguments = [repr(fx.node.map_arg(argument, lambda operand: Quoted(self.digests[operand]))) for argument in (*args, kwargs)]
+        return [*sorted(arguments[:2]), *arguments[2:]] if node.target in COMMUTES else arguments
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """Return what a node is computed from; of two that may be swapped the one of the lesser digest first."""
@@ -96,11 +96,11 @@ class Surroundings:
         seen: set[fx.Node] = set()
         waiting = [node]
         while waiting:
-            one = waiting.pop()
-            if one not in seen:
-                seen.add(one)
-                waiting.extend(self.operands(one))
-        return [one for one in self.program.graph.nodes if one in seen]
+            waiting_node = waiting.pop()
+            if waiting_node not in seen:
+                seen.add(waiting_node)
+                waiting.extend(self.operands(waiting_node))
+        return [node for node in self.program.graph.nodes if node in seen]
 
     def place(self, node: fx.Node) -> str:
         """Return a node in words: the operation, and the module it is in."""
@@ -146,9 +146,9 @@ def logits_in(program: Program) -> fx.Node:
     return program.outputs.get(LOGITS) or next(iter(program.outputs.values()))
 
 
-def root_of(one: Surroundings) -> fx.Node:
+def root_of(surroundings: Surroundings) -> fx.Node:
     """Return the node whose values the logits are."""
-    return one.origin(logits_in(one.program))
+    return surroundings.origin(logits_in(surroundings.program))
 
 
 def first_difference(one: Surroundings, other: Surroundings) -> str:

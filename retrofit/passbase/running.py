@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,13 +18,11 @@ from retrofit.passbase.protocol import AnyPass, Plan, Recipe, Rewrite
 from retrofit.passbase.recipe_storage import AppliedTo
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
-from retrofit.progress import reported_to
+from retrofit.progress import Progress, reported_to
 from retrofit.surgery.dequantization import is_quantized
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import shared_names
 from retrofit.surgery.user_hooks import HookWatch
-
-Progress = Callable[[str], None]
 
 
 def run_passes(
@@ -32,7 +30,7 @@ def run_passes(
     passes: Recipe,
     inputs: dict[str, Any],
     edit: Edit,
-    say: Progress,
+    progress: Progress,
     program: Program | None = None,
     anatomy: Anatomy | None = None,
 ) -> tuple[tuple[Rewrite, ...], int]:
@@ -43,16 +41,16 @@ def run_passes(
     rewrites: list[Rewrite] = []
     dense_flops = 0
     for one in passes:
-        say(f"inspecting for {one.name}")
+        progress(f"inspecting for {one.name}")
         if rewrites or anatomy is None:
             anatomy = inspect(model, inputs) if program is None or rewrites else read_anatomy(model, program)
         dense_flops = dense_flops or flops_per_token(anatomy.program)
-        say(f"rewriting with {one.spec()}")
+        progress(f"rewriting with {one.spec()}")
         before, lost = parameter_sizes(model), dropped_elements(edit)
         names, modules = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
         hooks = HookWatch(model)
         try:
-            with torch.no_grad(), reported_to(say):
+            with torch.no_grad(), reported_to(progress):
                 account = one.rewrite(anatomy, edit)
         except DoesNotFitError as refusal:
             hooks.explain(refusal)

@@ -38,9 +38,9 @@ from retrofit.planning.variants import (
     structure,
 )
 from retrofit.program.program import Program
+from retrofit.progress import Progress
 from retrofit.training.teaching import short_hash
 
-Progress = Callable[[str], None]
 NOISE = 0.01  # of a time
 SAME = 1e-3  # of a distance that is measured again
 SAMPLE = 4  # sites that a candidate is fitted in first, where the time is limited

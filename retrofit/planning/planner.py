@@ -77,7 +77,7 @@ def plan(
     read, or nothing fits.
     """
     deadline = Deadline(minutes)
-    say = progress or (lambda stage: None)
+    progress = progress or (lambda stage: None)
     wanted = parse_targets([targets] if isinstance(targets, str) else list(targets)) if targets else ()
     candidates = candidates_of(passes)
     require_module(model)
@@ -93,7 +93,7 @@ def plan(
             code="rewritten",
         )
     with evaluation_mode(part):
-        dense, inputs, program = prepare_model(part, example_inputs, "module", say)
+        dense, inputs, program = prepare_model(part, example_inputs, "module", progress)
         place = None if folder is None else Path(folder)
         counts = token_counts(dense, tokens, deadline, None if force else place)
         data = planning_data(dense, calibration, tokenizer, counts, inputs)
@@ -125,7 +125,7 @@ def plan(
                     seconds=seconds,
                     deadline=deadline,
                     program=program,
-                    progress=say,
+                    progress=progress,
                 )
         except OutOfTime:
             raise PlanningError(
@@ -134,7 +134,7 @@ def plan(
         require_quality(measurements, wanted)
         kept.put("tokens", list(dataclasses.astuple(counts)))
         measurements.measure_candidates(wanted_costs(wanted, quantities), [limits_of(one) for one in wanted])
-        return Planner(measurements, wanted, say).planned(measure)
+        return Planner(measurements, wanted, progress).planned(measure)
 
 
 def token_counts(model: nn.Module, tokens: int | None, deadline: Deadline, folder: Path | None) -> TokenCounts:
@@ -180,8 +180,8 @@ def require_quality(measurements: Measurements, targets: Sequence[Target]) -> No
 class Planner:
     """The choice for each target, from what was measured."""
 
-    def __init__(self, measurements: Measurements, targets: Sequence[Target], say: Callable[[str], None]) -> None:
-        self.measurements, self.targets, self.say = measurements, tuple(targets), say
+    def __init__(self, measurements: Measurements, targets: Sequence[Target], progress: Callable[[str], None]) -> None:
+        self.measurements, self.targets, self.say = measurements, tuple(targets), progress
         self.deadline = measurements.deadline
         self.sites: list[Site] = measurements.sites
         if not self.sites:

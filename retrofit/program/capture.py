@@ -260,8 +260,8 @@ def failure_in(model: nn.Module, error: BaseException, at: str = "") -> str:
         id(vars(module)): f"{at}.{path}".strip(".") for path, module in model.named_modules()
     }
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    inside = [id(vars(one)) for one in owners if isinstance(one, nn.Module)]
-    path = next((paths[one] for one in reversed(inside) if one in paths), "")
+    inside = [id(vars(owner)) for owner in owners if isinstance(owner, nn.Module)]
+    path = next((paths[owner] for owner in reversed(inside) if owner in paths), "")
     return f"{path}: {first_line(error)}" if path else first_line(error)
 
 

@@ -39,14 +39,14 @@ def write_card(model: nn.Module, folder: Path, replaced: Path | None = None) -> 
     former = replaced / CARD if replaced is not None else None
     if former is not None and former.is_file() and not former.is_symlink() and not (folder / CARD).exists():
         shutil.copyfile(former, folder / CARD)
-    said = description(model)
-    if said is not None:
-        put_on_card(said, folder)
+    text = description(model)
+    if text is not None:
+        put_on_card(text, folder)
     else:
         take_off_card(folder)
 
 
-def put_on_card(said: str, folder: Path) -> None:
+def put_on_card(text: str, folder: Path) -> None:
     """README.md in `folder` says this of the model, before what it said of the dense one."""
     file = folder / CARD
     before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
@@ -54,7 +54,7 @@ def put_on_card(said: str, folder: Path) -> None:
     front = found[0] if found else "" if before else METADATA
     rest = OURS.sub("", before[found.end() if found else 0 :]).lstrip("\n")
     of_dense = f"\n\nOf the dense model:\n{END}\n\n{rest}" if rest else f"\n{END}\n"
-    file.write_text(f"{front}{BEGIN}\n{said}{of_dense}", encoding="utf-8", errors="surrogateescape")
+    file.write_text(f"{front}{BEGIN}\n{text}{of_dense}", encoding="utf-8", errors="surrogateescape")
 
 
 def take_off_card(folder: Path) -> None:
@@ -98,10 +98,10 @@ def description(model: nn.Module) -> str | None:
 def row(spec: str) -> str:
     """Return what a pass does; of one that is not installed any more, only its name and options."""
     try:
-        one = as_pass(spec)
+        pass_ = as_pass(spec)
     except RetrofitError:
         return f"| `{spec}` | | | |"
-    return f"| `{one.spec()}` | {one.summary} | {one.paper} | {'the same' if one.exact else 'another'} |"
+    return f"| `{pass_.spec()}` | {pass_.summary} | {pass_.paper} | {'the same' if pass_.exact else 'another'} |"
 
 
 WEIGHTS = (  # how the names of files of weights end
@@ -161,7 +161,7 @@ def companion_files(source: Path) -> list[Path]:
     files = [*kept_files(source), *(kept_files(source / TEMPLATES) if (source / TEMPLATES).is_dir() else ())]
     if (source / MODULES).is_file():
         folder = transformer_folder(source)
-        others = {one for one in module_folders(source) if one not in (source, folder)}
+        others = {folder_ for folder_ in module_folders(source) if folder_ not in (source, folder)}
         for place, folders, names in os.walk(source):
             inner = Path(place)
             if not others.isdisjoint((inner, *inner.parents)):

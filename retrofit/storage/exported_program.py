@@ -170,15 +170,15 @@ def refuse_pickle(content: bytes, record: str, path: Path) -> None:
 def refuse_program(value: Any, path: Path, key: str = "") -> None:
     """Every string in the program is a name, an operator or an expression of sizes, as the entry it belongs to takes."""
     if isinstance(value, dict):
-        for name, one in value.items():
+        for name, item in value.items():
             require(is_size(name) if key == "range_constraints" else NAME.fullmatch(name), name, path)
             if name == "metadata":
-                refuse_module_paths(one, path)
+                refuse_module_paths(item, path)
             elif name not in TEXTS:
-                refuse_program(one, path, name)
+                refuse_program(item, path, name)
     elif isinstance(value, list):
-        for one in value:
-            refuse_program(one, path, key)
+        for item in value:
+            refuse_program(item, path, key)
     elif isinstance(value, str):
         if key in ("target", "as_operator"):
             require(is_operator(value), value, path)
@@ -204,16 +204,16 @@ def refuse_module_paths(metadata: Any, path: Path) -> None:
 def refuse_tree(value: Any, path: Path) -> None:
     """The tree of a call's arguments or results names no module to import, and its keys are names."""
     if isinstance(value, dict):
-        for name, one in value.items():
+        for name, item in value.items():
             require(name not in IMPORTS, name, path)
-            if name == "context" and isinstance(one, str):
-                refuse_tree(as_json(one), path)
+            if name == "context" and isinstance(item, str):
+                refuse_tree(as_json(item), path)
             else:
                 refuse_tree(name, path)
-                refuse_tree(one, path)
+                refuse_tree(item, path)
     elif isinstance(value, list):
-        for one in value:
-            refuse_tree(one, path)
+        for item in value:
+            refuse_tree(item, path)
     elif isinstance(value, str):
         require(NAME.fullmatch(value), value, path)
 
@@ -304,7 +304,7 @@ def rewrite_again(
     model = from_exported(dense)
     record_provenance(model, examples=examples)
     record_provenance(model, dense=DenseGraph.of(model))
-    trained = {name: one.requires_grad for name, one in rewritten.state_dict.items()}
+    trained = {name: tensor.requires_grad for name, tensor in rewritten.state_dict.items()}
     fill_model(model, recipe, rewritten.state_dict, None)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])
@@ -399,8 +399,8 @@ def graph_of(programs: Programs, recipe: list[str], path: Path) -> fx.GraphModul
             return rewrite_again(programs[DENSE], program, recipe, examples)
         except Exception as error:  # torch's too
             lost = "what its passes do in training is not in the model"
-            said = f"{path}: {lost}, whose recipe cannot be replayed: {first_line(error)}"
-            warnings.warn(said, RetrofitWarning, stacklevel=2)
+            message = f"{path}: {lost}, whose recipe cannot be replayed: {first_line(error)}"
+            warnings.warn(message, RetrofitWarning, stacklevel=2)
     model = from_exported(program)
     record_provenance(model, examples=examples)
     if recipe:

@@ -283,11 +283,11 @@ def refuse_foreign_code(config: dict[str, Any], place: str) -> None:
 def chosen_attentions(value: Any, key: str = "") -> Iterator[str]:
     """Yield the names of attentions in a config, and in the configs in it."""
     if isinstance(value, dict):
-        for name, one in value.items():
-            yield from chosen_attentions(one, key if key.endswith(ATTENTION) else str(name))
+        for name, item in value.items():
+            yield from chosen_attentions(item, key if key.endswith(ATTENTION) else str(name))
     elif isinstance(value, list):
-        for one in value:
-            yield from chosen_attentions(one, key)
+        for item in value:
+            yield from chosen_attentions(item, key)
     elif isinstance(value, str) and key.removesuffix("_internal").endswith(ATTENTION):
         yield value
 

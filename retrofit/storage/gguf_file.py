@@ -45,18 +45,18 @@ EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 
 def take_settings(config: Any, path: Path, header: Header) -> None:
     """The config has the numbers of the file, else `CheckpointError`."""
-    said = settings_of(header)
+    settings = settings_of(header)
     for key, names in SIZES.items():
-        if said.get(key):
-            take(config, names, said[key])
+        if settings.get(key):
+            take(config, names, settings[key])
     norms = tuple(name for name in config.to_dict() if name.endswith(("eps", "epsilon")))
     for key, names in {**FUNCTION, **dict.fromkeys(EPSILONS, norms)}.items():
-        value = said.get(key)
-        unlimited = key == "attention.sliding_window" and value and value >= said.get("context_length", math.inf)
+        value = settings.get(key)
+        unlimited = key == "attention.sliding_window" and value and value >= settings.get("context_length", math.inf)
         if value and not unlimited and not take(config, names, value):
             name = f"{header.architecture}.{key}"
             raise another_function(path, f"its metadata say {name} = {value}, and {type(config).__name__} has no place for it")
-    width, scores = said.get("attention.key_length"), getattr(config, "query_pre_attn_scalar", None)
+    width, scores = settings.get("attention.key_length"), getattr(config, "query_pre_attn_scalar", None)
     if width and scores and width != scores:  # 27B Gemmas, of which llama.cpp knows it by their depth
         kind = type(config).__name__
         why = f"it does not say what attention scores are divided by: √{scores} in {kind}, its heads are {width} wide"
@@ -73,7 +73,7 @@ def take(config: Any, names: tuple[str, ...], value: float) -> bool:
     """Return whether one of these entries of the config has the value now; it is written where there is but one of them."""
     there = [name for name in names if hasattr(config, name)]
     held = [getattr(config, name) for name in there]
-    if any(isinstance(one, (int, float)) and math.isclose(one, value, rel_tol=1e-6) for one in held):
+    if any(isinstance(number, (int, float)) and math.isclose(number, value, rel_tol=1e-6) for number in held):
         return True
     if len(there) == 1:
         setattr(config, there[0], value)
@@ -103,10 +103,10 @@ def stretch_positions(config: Any, path: Path, header: Header) -> None:
     """The config stretches rotary positions as the file does, else `CheckpointError`."""
     every = getattr(config, "rope_parameters", None) or {}
     rope = every.get("full_attention", every)  # where layers have a sliding window, the others are stretched
-    said = settings_of(header)
-    if rope and said.get("rope.freq_base"):
-        rope["rope_theta"] = said["rope.freq_base"]
-    if rope is every and (rotated := said.get("rope.dimension_count")):
+    settings = settings_of(header)
+    if rope and settings.get("rope.freq_base"):
+        rope["rope_theta"] = settings["rope.freq_base"]
+    if rope is every and (rotated := settings.get("rope.dimension_count")):
         width = head_width(config)
         if rotated != int(width * (rope.get("partial_rotary_factor") or 1.0)):
             rope["partial_rotary_factor"] = rotated / width
@@ -134,18 +134,18 @@ def require_rotated(model: PreTrainedModel, path: Path, header: Header) -> None:
 def said_scaling(path: Path, header: Header) -> dict[str, Any]:
     """Return what the metadata say, as entries of transformers' `rope_parameters`."""
     prefix = f"{header.architecture}.rope.scaling."
-    said = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    kind = said.get("type", "linear")  # as llama.cpp takes it
-    factor = said.get("factor") or header.metadata.get(f"{header.architecture}.rope.scale_linear") or 1.0
+    scaling = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
+    kind = scaling.get("type", "linear")  # as llama.cpp takes it
+    factor = scaling.get("factor") or header.metadata.get(f"{header.architecture}.rope.scale_linear") or 1.0
     if not isinstance(factor, (int, float)) or not factor > 0:
         raise unknown(path, f"its metadata say {prefix}factor = {factor}")
-    entries = {name: said.pop(key) for key, name in YARN.items() if key in said} if kind == "yarn" else {}
-    strange = [key for key, value in said.items() if key not in WITHOUT_EFFECT and NEUTRAL.get(key) != value]
+    entries = {name: scaling.pop(key) for key, name in YARN.items() if key in scaling} if kind == "yarn" else {}
+    strange = [key for key, value in scaling.items() if key not in WITHOUT_EFFECT and NEUTRAL.get(key) != value]
     if kind == "none" or (factor == 1.0 and kind in ("linear", "yarn") and not strange):
         return {}
     if kind not in ("linear", "yarn") or strange:
         raise unknown(
-            path, f"its metadata say {prefix}{strange[0] if strange else 'type'} = {said[strange[0]] if strange else kind}"
+            path, f"its metadata say {prefix}{strange[0] if strange else 'type'} = {scaling[strange[0]] if strange else kind}"
         )
     return {"rope_type": kind, "factor": float(factor), **entries}
 
@@ -223,7 +223,7 @@ def require_whole(path: Path, header: Header) -> None:
             remedy="use a file with weights, not one with a vocabulary or settings only",
             code="missing",
         )
-    known = {int(one) for one in GGMLQuantizationType}
+    known = {int(kind) for kind in GGMLQuantizationType}
     for tensor in header.tensors:
         if tensor.type not in known:
             raise CheckpointError(

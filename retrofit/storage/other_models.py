@@ -126,9 +126,9 @@ def known_ancestor(path: str, modules: Mapping[str, Any]) -> str:
 def table_sizes(whole: Any, model: Any) -> tuple[int, int]:
     """Return how many rows the two models' token tables have: tokens may have been added since; zeros where there is no table."""
     sizes = []
-    for one in (whole, model):
+    for network in (whole, model):
         with contextlib.suppress(NotImplementedError, AttributeError):
-            sizes.append(len(one.get_input_embeddings().weight))
+            sizes.append(len(network.get_input_embeddings().weight))
     return (sizes[0], sizes[1]) if len(sizes) == 2 else (0, 0)
 
 
@@ -145,14 +145,14 @@ def same_module(ours: Any, theirs: Any, tables: tuple[int, int]) -> bool:
 
 def ties_in(model: nn.Module, *structures: Structure) -> set[frozenset[str]]:
     """Return the groups of names that are one parameter, as far as all the structures have them."""
-    names = set.intersection(*({f"{path}.{name}" for path, one in found.items() for name in one[2]} for found in structures))
+    names = set.intersection(*({f"{path}.{name}" for path, entry in found.items() for name in entry[2]} for found in structures))
     groups = (frozenset(names.intersection(group)) for group in shared_names(model.named_parameters(remove_duplicate=False)))
     return {group for group in groups if len(group) > 1}
 
 
 def config_differences(whole: Any, model: Any) -> list[str]:
     """Return what the configs of the two models differ in, one text a setting."""
-    then, now = (dict(settings_in(one.config.to_dict())) for one in (whole, model))
+    then, now = (dict(settings_in(network.config.to_dict())) for network in (whole, model))
     return [f"{key} is {now[key]}, and was {then[key]}" for key in then if key in now and now[key] != then[key]]
 
 
@@ -500,7 +500,7 @@ def apply_changes(module: nn.Module, table: str, values: Mapping[Any, Any], edit
 def unfit_parameter(common: Common) -> str:
     """Return why a parameter of a part that only `model` has does not fit the rewritten part, "" where all do."""
     model, whole = common.model, common.whole
-    present, kept = ({id(parameter) for parameter in one.parameters()} for one in (model, whole))
+    present, kept = ({id(parameter) for parameter in network.parameters()} for network in (model, whole))
     for name, parameter in common.own_parameters().items():
         if id(parameter) not in present:
             return f"{name}, which {type(whole).__name__} does not have, is inside what the recipe replaces"

@@ -172,7 +172,7 @@ def require_held(content: Any, path: Path) -> Any:
     """`content`; raises `CheckpointError` where its tensors repeat the little that the file holds beyond what fits in memory."""
     tensors = list(tensors_in(content))
     repeated = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()]
-    require_memory(sum(one.numel() * one.element_size() for one in repeated), f"{path}: what its tensors repeat")
+    require_memory(sum(tensor.numel() * tensor.element_size() for tensor in repeated), f"{path}: what its tensors repeat")
     return content
 
 

@@ -251,7 +251,7 @@ def rewrite_same_class(model: Any, entry: RecipeConfig) -> set[nn.Module]:
     whole = recorded_skeleton(type(model), entry.applied_to, model)
     if whole is None or structure_of(whole) == structure_of(model):
         return rewrite_skeleton(model, entry.recipe, entry.applied_to)
-    before, whole_before = (dict(one.named_modules(remove_duplicate=False)) for one in (model, whole))
+    before, whole_before = (dict(network.named_modules(remove_duplicate=False)) for network in (model, whole))
     unfreeze(whole)
     dense = rewrite_skeleton(model, entry.recipe, entry.applied_to, same=False)
     rewrite_skeleton(whole, entry.recipe, entry.applied_to)
@@ -306,7 +306,7 @@ def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple
     own, count = type(model).__name__, len(entry.recipe)
     classes = [(entry.architecture or own, 0), *((str(name), int(after)) for name, after in entry.through)]
     classes += [(name, count) for name in (saved, own) if name is not None]
-    classes = [one for place, one in enumerate(classes) if not place or one[0] != classes[place - 1][0]]
+    classes = [named for place, named in enumerate(classes) if not place or named[0] != classes[place - 1][0]]
     recorded, steps = entry.applied_to.get("passes", []), []
     for place, (name, after) in enumerate(classes):
         kind = transformers_class(name)

@@ -57,7 +57,7 @@ def model_without_weights(folder: Path) -> Any:
         model: Any = load_directory(folder, None, device_map="meta")
     if apart(model):  # the files hold both weights, and whether these are equal, and so tied, cannot be seen without them
         files = TensorFiles()
-        tied = model_on_files(folder, files, lambda name, one: drop_values(one, files)).all_tied_weights_keys
+        tied = model_on_files(folder, files, lambda name, parameter: drop_values(parameter, files)).all_tied_weights_keys
         model.all_tied_weights_keys = {target: source for target, source in model.all_tied_weights_keys.items() if target in tied}
         tie(model)
     return model
@@ -82,8 +82,8 @@ def model_on_files(folder: Path, files: TensorFiles, place: Place) -> Any:
     config = config_class(kind).from_pretrained(folder, **ONLY_DATA)
     within = name_file_in_errors(folder), no_larger_than(len(state), in_memory=False), quiet(progress_bars=True)
     with contextlib.ExitStack() as stack:
-        for one in (*within, leave_weights_mapped(), one_weight_at_a_time(), each_parameter(place)):
-            stack.enter_context(one)
+        for context in (*within, leave_weights_mapped(), one_weight_at_a_time(), each_parameter(place)):
+            stack.enter_context(context)
         model, found = kind.from_pretrained(
             None, config=config, state_dict=state, dtype="auto", output_loading_info=True, **ONLY_DATA
         )

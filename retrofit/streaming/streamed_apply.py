@@ -38,11 +38,12 @@ from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.calibration import calibration_from
 from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite
-from retrofit.passbase.running import Progress, refuse_early, run_passes
+from retrofit.passbase.running import refuse_early, run_passes
 from retrofit.preview import parse_passes
 from retrofit.process import quiet, serialized
 from retrofit.program.capture import capture
 from retrofit.program.program import Program
+from retrofit.progress import Progress
 from retrofit.rewriting import Applied, require_use, rewrite_once
 from retrofit.storage.companions import add_companions, companion_files
 from retrofit.storage.directories import transformer_folder
@@ -83,10 +84,10 @@ def verify_directory(model: Path, dense: Path | None, progress: Progress | None 
     Where loading one merges weights, these are in files beside `model` meanwhile. Raises `CheckpointError` where there is no room
     for them, and where something is no directory of safetensors.
     """
-    say = progress or (lambda stage: None)
-    for one in filter(None, (model, dense)):
-        require_directory(one)
-    folders = [transformer_folder(one) for one in (model, dense) if one is not None]
+    progress = progress or (lambda stage: None)
+    for place in filter(None, (model, dense)):
+        require_directory(place)
+    folders = [transformer_folder(folder) for folder in (model, dense) if folder is not None]
     computed = sum(
         sum(bytes_computed_on_loading(model_without_weights(folder), source_extents(folder)).values()) for folder in folders
     )
@@ -102,16 +103,16 @@ def verify_directory(model: Path, dense: Path | None, progress: Progress | None 
         reference = None
         keep = SetAside(aside, files)
         if dense is not None:
-            say(f"measuring {dense}")
+            progress(f"measuring {dense}")
             before = model_on_files(folders[1], files, keep)
             reference = Reference.of(before, named_inputs(before), checks=STREAMED)
-        say(f"verifying {model}")
+        progress(f"verifying {model}")
         report = verify(model_on_files(folders[0], files, keep), reference, checks=STREAMED)
     return with_others(report)
 
 
 def verify_streamed(
-    folder: Path, result: Path, applied: Applied, rewrites: tuple[Rewrite, ...], aside: Path, say: Progress
+    folder: Path, result: Path, applied: Applied, rewrites: tuple[Rewrite, ...], aside: Path, progress: Progress
 ) -> Report:
     """Return the report on the model in the directory `result`, read from its files; raise `VerificationError` if a check fails.
 
@@ -119,11 +120,11 @@ def verify_streamed(
     """
     files = TensorFiles()
     with kept_out_of_memory(files):
-        say("measuring the dense model")
+        progress("measuring the dense model")
         keep = SetAside(aside, files)
         dense = model_on_files(folder, files, keep)
         reference = Reference.of(dense, named_inputs(dense), checks=STREAMED)
-        say("verifying")
+        progress("verifying")
         model = model_on_files(result, files, keep)
         report = with_others(check_rewrite(model, reference, rewrites, applied.fates, checks=STREAMED))
     if not report.ok:
@@ -193,27 +194,27 @@ def apply_streamed(
     not fit on the disk and where `output` exists (unless `force`), `DoesNotFitError` where a pass does not fit.
     """
     source, output = Path(source), Path(output)
-    say = progress or (lambda stage: None)
+    progress = progress or (lambda stage: None)
     recipe = parse_passes(passes)
     require_use(calibration, recipe)
     require_directories(source, output)
     output = final_name(output, force=force, directory=True)
     folder, companions = transformer_folder(source), companion_files(source)
     with preserve_random_state():
-        say(f"reading {source} without its weights")
+        progress(f"reading {source} without its weights")
         sources = source_extents(folder)
         skeleton = model_without_weights(folder)
         computed = bytes_computed_on_loading(skeleton, sources)
-        mapped = None if computed else map_and_capture(folder, seed, say)
-        layouts = run_without_weights(skeleton, computed, mapped, recipe, calibration, say, shard_size)
+        mapped = None if computed else map_and_capture(folder, seed, progress)
+        layouts = run_without_weights(skeleton, computed, mapped, recipe, calibration, progress, shard_size)
         require_room(output, layouts, verify)
         identity = identity_of(folder, layouts, seed)
         with resumable_directory(output, identity, force=force) as unfinished:
             place = unfinished.folder / folder.relative_to(source)
             place.mkdir(parents=True, exist_ok=True)
-            accounts = write_weights(folder, place, layouts, mapped, recipe, seed, unfinished, say)
+            accounts = write_weights(folder, place, layouts, mapped, recipe, seed, unfinished, progress)
             del mapped  # its files may be of parameters that were set aside
-            say(f"writing {output}")
+            progress(f"writing {output}")
             keep_weights_alone(unfinished.folder, place, layouts.result)
             write_configuration(layouts.applied.model, place)
             add_companions(layouts.applied.model, source, companions, unfinished.folder, output)  # type: ignore[arg-type]
@@ -221,7 +222,7 @@ def apply_streamed(
             if verify:
                 gc.collect()  # the model whose parameters were set aside is gone
                 shutil.rmtree(unfinished.aside)
-                report = verify_streamed(folder, place, layouts.applied, accounts, unfinished.aside, say)
+                report = verify_streamed(folder, place, layouts.applied, accounts, unfinished.aside, progress)
     return dataclasses.replace(layouts.applied, rewrites=accounts, report=report)
 
 
@@ -237,15 +238,15 @@ def require_directories(source: Path, output: Path) -> None:
         )
 
 
-def map_and_capture(folder: Path, seed: int, say: Progress) -> Mapped | None:
+def map_and_capture(folder: Path, seed: int, progress: Progress) -> Mapped | None:
     """Return the model on its mapped weights and its program; None where loading computes weights, which need a place first."""
     files = TensorFiles()
     with kept_out_of_memory(files):
-        say("mapping its weights")
+        progress("mapping its weights")
         model = model_as_it_lies(folder, files)
         if model is None:
             return None
-        say("capturing the dense model")
+        progress("capturing the dense model")
         inputs = named_inputs(model)
         torch.manual_seed(seed)
         return Mapped(files, model, capture(model, inputs), torch.get_rng_state())
@@ -257,7 +258,7 @@ def run_without_weights(
     mapped: Mapped | None,
     passes: Recipe,
     calibration: Any,
-    say: Progress,
+    progress: Progress,
     shard_size: int,
 ) -> Layouts:
     """Return what the passes make of the model, but for its values; raises `DoesNotFitError` where they do not fit.
@@ -276,7 +277,7 @@ def run_without_weights(
         calibration=None,
         checks=(),
         emit="module",
-        say=say,
+        progress=progress,
         count_flops=True,
         keep=order,
         dense=None if mapped is None else mapped.program,
@@ -286,7 +287,7 @@ def run_without_weights(
     new = expected_parameters(order, model, saved)
     loaded = {name: fate.name for name, fate in applied.fates.items() if fate.kind in ("kept", "moved") and fate.name in saved}
     aside = sum(size for name, size in computed.items() if name not in loaded)
-    aside += sum(one.size for one in new if not one.name)
+    aside += sum(tensor.size for tensor in new if not tensor.name)
     return Layouts(applied, data, result, new, loaded, aside, sum(computed.values()))
 
 
@@ -344,16 +345,18 @@ def write_weights(
     passes: Recipe,
     seed: int,
     unfinished: Unfinished,
-    say: Progress,
+    progress: Progress,
 ) -> tuple[Rewrite, ...]:
     """Write every tensor of the result to its file in `place`; return what the passes say of what they did."""
     files = TensorFiles() if mapped is None else mapped.files
     if layouts.data is not None:  # some are fitted where they lie: a file may hold values of half a fit
-        unfinished.steps.difference_update(one.name for one in layouts.new)
+        unfinished.steps.difference_update(tensor.name for tensor in layouts.new)
     with ResultFiles(place, layouts.result, files, unfinished) as result, kept_out_of_memory(files):
         if mapped is None:
-            say("mapping its weights")
-            model = model_on_files(folder, files, lambda name, one: result.move_out_of_memory(layouts.loaded.get(name, ""), one))
+            progress("mapping its weights")
+            model = model_on_files(
+                folder, files, lambda name, parameter: result.move_out_of_memory(layouts.loaded.get(name, ""), parameter)
+            )
         else:
             model = mapped.model
         with one_thread():
@@ -377,14 +380,14 @@ def write_weights(
             torch.set_rng_state(mapped.random_state)
         recipe_storage.make_room(model, edit)
         with recordings_kept_by(RecordingsOnDisk(unfinished.aside, files)):
-            accounts, _ = run_passes(model, passes, inputs, edit, say, None if mapped is None else mapped.program)
+            accounts, _ = run_passes(model, passes, inputs, edit, progress, None if mapped is None else mapped.program)
         files.release()
         require_same(accounts, layouts.applied.rewrites)
-        write_rest(model, result, {*layouts.loaded.values()}, say)
+        write_rest(model, result, {*layouts.loaded.values()}, progress)
     return accounts
 
 
-def write_rest(model: nn.Module, result: ResultFiles, dense: set[str], say: Progress) -> None:
+def write_rest(model: nn.Module, result: ResultFiles, dense: set[str], progress: Progress) -> None:
     """Every tensor that no edit has put into its place is there; the `dense` ones hold numbers, else `RetrofitError`."""
     tensors = saved_by_layout(model, result.layout)
     done = 0
@@ -393,7 +396,7 @@ def write_rest(model: nn.Module, result: ResultFiles, dense: set[str], say: Prog
             result.write(name, tensors[name], finite=name in dense)
             result.files.release()
             done += extent.size
-            say(f"writing, {done / result.layout.size:.0%}")
+            progress(f"writing, {done / result.layout.size:.0%}")
     result.record()
 
 

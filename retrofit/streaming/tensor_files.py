@@ -43,16 +43,16 @@ def header_and_extents(file: Path, tensors: Mapping[str, Tensor]) -> tuple[bytes
     entries: dict[str, Any] = {METADATA: {"format": "pt"}}
     end = 0
     for name in order:
-        one = tensors[name]
-        if one.dtype not in NAMES:
+        tensor = tensors[name]
+        if tensor.dtype not in NAMES:
             raise CheckpointError(
                 f"{name} cannot be written",
-                why=f"it is {one.dtype}",
+                why=f"it is {tensor.dtype}",
                 remedy="rewrite the model without --stream",
                 code="unwritable",
             )
-        entries[name] = {"dtype": NAMES[one.dtype], "shape": list(one.shape), "data_offsets": [end, end + one.nbytes]}
-        end += one.nbytes
+        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [end, end + tensor.nbytes]}
+        end += tensor.nbytes
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % CACHE_LINE)
     first = 8 + len(text)
@@ -99,9 +99,9 @@ class TensorFiles:
 
     def release(self) -> None:
         """Nothing of the files is in this process's memory; what is read again comes from the file."""
-        for one in self.maps.values():
+        for mapping in self.maps.values():
             if hasattr(mmap, "MADV_DONTNEED"):
-                one.madvise(mmap.MADV_DONTNEED)
+                mapping.madvise(mmap.MADV_DONTNEED)
 
 
 @contextlib.contextmanager
@@ -273,9 +273,9 @@ class ModelLayout:
         shards: list[Shard] = []
         extents: dict[str, Extent] = {}
         for name, names in split.filename_to_tensors.items():
-            header, placed = header_and_extents(Path(name), {one: tensors[one] for one in names})
+            header, placed = header_and_extents(Path(name), {name: tensors[name] for name in names})
             extents |= placed
-            shards.append(Shard(Path(name), header, len(header) + sum(one.size for one in placed.values())))
+            shards.append(Shard(Path(name), header, len(header) + sum(extent.size for extent in placed.values())))
         index = ""
         if split.is_sharded:
             content = {
@@ -297,7 +297,7 @@ class ParametersInOrder:
 
     def __init__(self, model: nn.Module) -> None:
         self.before = {id(parameter): parameter for parameter in model.parameters()}
-        self.met: dict[int, nn.Parameter] = {}
+        self.seen: dict[int, nn.Parameter] = {}
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
         """An edit put these into the model."""
@@ -307,9 +307,9 @@ class ParametersInOrder:
     def new_among(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[int, nn.Parameter]]:
         """Yield those that are met for the first time, with their numbers."""
         for parameter in parameters:
-            if id(parameter) not in self.before and id(parameter) not in self.met:
-                self.met[id(parameter)] = parameter
-                yield len(self.met) - 1, parameter
+            if id(parameter) not in self.before and id(parameter) not in self.seen:
+                self.seen[id(parameter)] = parameter
+                yield len(self.seen) - 1, parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,7 +339,9 @@ class Expected:
 def expected_parameters(order: ParametersInOrder, model: nn.Module, saved: Mapping[str, object]) -> tuple[Expected, ...]:
     """Return what the edits put into the model without weights, and what became of it; `saved` has the names that are written."""
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False) if name in saved}
-    return tuple(Expected(names.get(id(one), ""), tuple(one.shape), one.dtype) for one in order.met.values())
+    return tuple(
+        Expected(names.get(id(parameter), ""), tuple(parameter.shape), parameter.dtype) for parameter in order.seen.values()
+    )
 
 
 # ── The files of a result ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -156,7 +156,7 @@ class ForwardWithAuxiliaryLosses(ForwardReplacement):
         key, loss = loss_in(output, labelled=kwargs.get("labels") is not None, number_is_loss=self.number_is_loss)
         if loss is not None:
             weight = batch_fraction(module, kwargs)
-            return with_item(output, key, loss + sum(weight * one.to(loss) for one in recorded))
+            return with_item(output, key, loss + sum(weight * recorded_loss.to(loss) for recorded_loss in recorded))
         if outer is not None:
             outer.extend(recorded)
         elif recorded and not self.has_warned and not torch.compiler.is_compiling():
@@ -202,5 +202,9 @@ def loss_in(output: Any, *, labelled: bool, number_is_loss: bool = False) -> tup
         return output._fields.index("loss"), output.loss  # type: ignore[union-attr]
     if labelled and isinstance(output, tuple) and output and isinstance(output[0], Tensor) and output[0].dim() == 0:
         return 0, output[0]
-    numbers = [(index, one) for index, one in enumerate(output) if isinstance(one, Tensor) and one.dim() == 0 and one.requires_grad]
+    numbers = [
+        (index, value)
+        for index, value in enumerate(output)
+        if isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
+    ]
     return numbers[0] if number_is_loss and len(numbers) == 1 else (None, None)

@@ -108,11 +108,11 @@ def dequantize(model: Any) -> Any:
     if not packed and (not came_through_quantizer(model) or has_plain_weights(model)):
         return model
     quantizer = getattr(model, "hf_quantizer", None)
-    if packed and all(is_packed_tensor(one) for one in packed.values()):
+    if packed and all(is_packed_tensor(tensor) for tensor in packed.values()):
         made: dict[int, nn.Parameter] = {}
-        for name, one in packed.items():
+        for name, tensor in packed.items():
             owner, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(owner), leaf, made.setdefault(id(one), plain_parameter(one)))
+            setattr(model.get_submodule(owner), leaf, made.setdefault(id(tensor), plain_parameter(tensor)))
         quantizer.remove_quantization_config(model) if quantizer is not None else forget_quantization(model)
     elif quantizer is not None:
         paths, dtype = dict.fromkeys(name.rpartition(".")[0] for name in packed), model.dtype

@@ -188,7 +188,7 @@ def forget_packed_reading(model: Any) -> None:
     """
     for name in ("_weight_conversions", "_published_conversions"):
         if model.__dict__.get(name):
-            setattr(model, name, [one for one in map(without_quantizer, getattr(model, name)) if one is not None])
+            setattr(model, name, [item for item in map(without_quantizer, getattr(model, name)) if item is not None])
 
 
 def without_quantizer(conversion: Any) -> Any:

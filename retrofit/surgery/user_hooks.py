@@ -153,7 +153,7 @@ class HookWatch:
 
     def require_kept(self, model: nn.Module, name: str) -> None:
         """Every module with a hook is still there and has its parameters, else `DoesNotFitError` of the pass `name`."""
-        present = {id(one) for one in (*model.modules(), *model.parameters())}
+        present = {id(held) for held in (*model.modules(), *model.parameters())}
         for hook in self.hooks:
             if id(hook.owner) not in present:
                 raise refusal(hook, name, "the pass replaces it, and the hook would be lost, or act a second time")
@@ -162,11 +162,11 @@ class HookWatch:
 
     def explain(self, refusal: DoesNotFitError) -> None:
         """`refusal`, of a pass that does not fit, names a hook: what it does is part of what its module was seen to compute."""
-        said = f"{refusal.what} {refusal.why}"
+        text = f"{refusal.what} {refusal.why}"
         called = [hook for hook in self.hooks if hook.kind != "gradient hook" and hook.kind not in SAVING.values()]
-        places = [word.strip(".") for word in re.findall(r"[\w.]+", said)]
+        places = [word.strip(".") for word in re.findall(r"[\w.]+", text)]
         hook = next((hook for hook in called if any(is_at(hook.path, place) for place in places)), None)
-        if hook is not None and hook.kind not in said:
+        if hook is not None and hook.kind not in text:
             own = f"{hook.path or 'the model'} has a {hook.kind} ({hook.name}), which is part of what it computes"
             refusal.why = f"{refusal.why}; {own}" if refusal.why else own
             refusal.remedies += (REMOVE,)
@@ -234,7 +234,7 @@ def own_tensors(owner: nn.Module | nn.Parameter) -> tuple[int, ...]:
     if isinstance(owner, nn.Parameter):
         return (id(owner),)
     nested = owner.parametrizations.parameters() if parametrize.is_parametrized(owner) else ()  # type: ignore[union-attr,operator]
-    return tuple(id(one) for one in (*owner.parameters(recurse=False), *nested))
+    return tuple(id(tensor) for tensor in (*owner.parameters(recurse=False), *nested))
 
 
 def is_at(path: str, place: str) -> bool:

@@ -49,7 +49,7 @@ def whole_checkpoint(folder: Path) -> Iterator[None]:
 
 def reason_of(error: Exception, folder: Path) -> str:
     """Why a file could not be written: torch says that it was not, and seldom why."""
-    known = error if isinstance(error, OSError) else next((one for one in causes(error) if isinstance(one, OSError)), None)
+    known = error if isinstance(error, OSError) else next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
     if known is not None and known.errno is not None:
         return os.strerror(known.errno).lower()
     with contextlib.suppress(OSError):
@@ -60,11 +60,11 @@ def reason_of(error: Exception, folder: Path) -> str:
 
 def causes(error: BaseException) -> Iterator[BaseException]:
     """Yield what an exception was raised from, or while handling."""
-    one: BaseException | None = error
-    while one is not None:
-        one = one.__cause__ or one.__context__
-        if one is not None:
-            yield one
+    cause: BaseException | None = error
+    while cause is not None:
+        cause = cause.__cause__ or cause.__context__
+        if cause is not None:
+            yield cause
 
 
 DIAL = "dial.json"  # in a checkpoint: where the dials stood

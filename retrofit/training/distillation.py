@@ -82,7 +82,7 @@ class LargestPredictions:
         return LargestPredictions(ids, largest, log_p.scatter(-1, ids, -torch.inf).logsumexp(-1).clamp_min(NEVER))
 
     def divergence(self, student: Tensor, rows: slice, temperature: float) -> Tensor:
-        ids, log_p, log_rest = (one[rows].to(student.device) for one in (self.ids, self.log_p, self.log_rest))
+        ids, log_p, log_rest = (tensor[rows].to(student.device) for tensor in (self.ids, self.log_p, self.log_rest))
         ids, log_rest = ids.long(), log_rest.float().clamp_min(NEVER)
         log_all = torch.cat([log_p.float(), log_rest[:, None]], -1).log_softmax(-1)  # they were rounded
         scaled = student.float() / temperature
@@ -107,11 +107,11 @@ class SumOverChunks(torch.autograd.Function):
         ctx: Any, function: Callable[[Tensor, slice], Tensor], size: int, learns: bool, x: Tensor, *parameters: nn.Parameter
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=x.device)
-        wanted = [(place, one) for place, one in enumerate((x, *parameters)) if learns and one.requires_grad]
+        wanted = [(place, tensor) for place, tensor in enumerate((x, *parameters)) if learns and tensor.requires_grad]
         gradients: list[Tensor | None] = [None] * (1 + len(parameters))
-        for place, one in wanted:
-            exact = torch.promote_types(one.dtype, torch.float32)
-            gradients[place] = torch.zeros_like(one, dtype=exact) if place else torch.empty_like(one)
+        for place, tensor in wanted:
+            exact = torch.promote_types(tensor.dtype, torch.float32)
+            gradients[place] = torch.zeros_like(tensor, dtype=exact) if place else torch.empty_like(tensor)
         for start in range(0, len(x), size):
             rows = slice(start, min(start + size, len(x)))
             with torch.set_grad_enabled(bool(wanted)):
@@ -120,7 +120,7 @@ class SumOverChunks(torch.autograd.Function):
             total += value.detach()
             if not wanted:
                 continue
-            found = torch.autograd.grad(value, [one if place else leaf for place, one in wanted], allow_unused=True)
+            found = torch.autograd.grad(value, [tensor if place else leaf for place, tensor in wanted], allow_unused=True)
             for (place, _), gradient in zip(wanted, found, strict=True):
                 held = gradients[place]
                 assert held is not None
@@ -128,14 +128,19 @@ class SumOverChunks(torch.autograd.Function):
                     held.add_(0.0 if gradient is None else gradient)
                 else:
                     held[rows] = torch.zeros_like(leaf) if gradient is None else gradient
-        ctx.gradients, ctx.dtypes = gradients, [one.dtype for one in (x, *parameters)]
+        ctx.gradients, ctx.dtypes = gradients, [tensor.dtype for tensor in (x, *parameters)]
         return total
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, ()
-        scaled = (None if one is None else one.mul_(outer.to(one.dtype)) for one in gradients)
-        return None, None, None, *(None if one is None else one.to(like) for one, like in zip(scaled, ctx.dtypes, strict=True))
+        scaled = (None if gradient is None else gradient.mul_(outer.to(gradient.dtype)) for gradient in gradients)
+        return (
+            None,
+            None,
+            None,
+            *(None if gradient is None else gradient.to(like) for gradient, like in zip(scaled, ctx.dtypes, strict=True)),
+        )
 
 
 def sum_over_chunks(
@@ -181,7 +186,7 @@ class LogitHead:
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
-        return tuple(one for one in self.module.parameters() if one.requires_grad)
+        return tuple(parameter for parameter in self.module.parameters() if parameter.requires_grad)
 
     def logits(self, h: Tensor) -> Tensor:
         """Return those of some tokens: (tokens, d) to (tokens, vocabulary)."""
@@ -264,7 +269,7 @@ def head_of(call: Call, anatomy: Anatomy) -> LogitHead | None:
     result = next(iter(call.outputs.values()))
     if not isinstance(result, fx.Node) or len(shape(given[0]) or ()) != 3 or (shape(result) or ())[:2] != shape(given[0])[:2]:  # type: ignore[index]
         return None
-    if sum(one.path == call.path for one in program.calls) != 1:
+    if sum(module_call.path == call.path for module_call in program.calls) != 1:
         return None
     after: list[fx.Node] = []
     node = logits

@@ -63,7 +63,8 @@ class DenseSites:
     def __init__(self, model: nn.Module, dense: nn.Module, sites: Sequence[CorrespondingSite]) -> None:
         self.model = model
         self.sites = [
-            DenseSite(one.rewritten, model.get_submodule(one.rewritten), dense.get_submodule(one.dense), one.dial) for one in sites
+            DenseSite(site.rewritten, model.get_submodule(site.rewritten), dense.get_submodule(site.dense), site.dial)
+            for site in sites
         ]
         self.dialled: dict[str, Dial] = {}  # by the names of the sites that are turned by a dial of their own
 
@@ -74,7 +75,7 @@ class DenseSites:
 
     def replace(self, module: nn.Module) -> bool:
         """Return whether a site is this module, or lies in it."""
-        inside = {id(one) for one in module.modules()}
+        inside = {id(part) for part in module.modules()}
         return any(id(site.module) in inside for site in self.sites)
 
     @contextlib.contextmanager
@@ -153,7 +154,7 @@ class DenseSites:
 def known_keywords(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments that a module's forward takes: a pass may have added others."""
     parameters = signature(module.forward).parameters
-    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
     return {name: value for name, value in kwargs.items() if name in parameters}
 
@@ -243,7 +244,7 @@ class HiddenStates:
         ]
         for pair in self.layers:
             handles.append(pair.dense.register_forward_hook(record.hook(pair, pair.dense, of_teacher=True)))
-            handles += [one.register_forward_hook(record.hook(pair, one, of_teacher=False)) for one in pair.rewritten]
+            handles += [module.register_forward_hook(record.hook(pair, module, of_teacher=False)) for module in pair.rewritten]
         try:
             yield record
         finally:
@@ -275,7 +276,7 @@ class RecordedStreams:
     def error(self) -> Tensor:
         """Return the mean over the layers of their squared error relative to the dense stream, as sites are aligned by."""
         errors = [self.error_of(pair) for pair in self.states.layers]
-        comparable = [one for one in errors if one is not None]
+        comparable = [error for error in errors if error is not None]
         if not comparable:
             raise TrainingError(
                 "--distil-hidden: no layer returns a stream of the shape that the teacher's has",
@@ -293,7 +294,7 @@ class RecordedStreams:
         around: list[Tensor] = []
         for layer in pair.rewritten:
             streams = self.found.get(id(layer), [])
-            if streams and [one.shape for one in streams] == [one.shape for one in expected]:
+            if streams and [stream.shape for stream in streams] == [tensor.shape for tensor in expected]:
                 if len(around) == len(streams):
                     streams = [with_gradient(*both) for both in zip(streams, around, strict=True)]
                 both = zip(streams, expected, strict=True)
@@ -310,7 +311,7 @@ def with_gradient(stream: Tensor, around: Tensor) -> Tensor:
     if not (stream.requires_grad and stream.grad_fn is None):
         return stream
     parts = around.split(stream.shape[-1], -1)
-    found = next((one for one in parts if one.shape == stream.shape and torch.equal(one, stream)), None)
+    found = next((part for part in parts if part.shape == stream.shape and torch.equal(part, stream)), None)
     if found is None:
         raise TrainingError(
             "--distil-hidden: the stream after a layer has no gradient",

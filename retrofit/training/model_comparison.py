@@ -127,7 +127,7 @@ def predictions(model: nn.Module, dense: nn.Module, batches: Sequence[Example]) 
     learner, teacher = add_loss(model), add_loss(dense)
     with evaluation_mode(learner), evaluation_mode(teacher):
         for batch in batches:
-            here, there = ({name: value.to(device_of(one)) for name, value in batch.items()} for one in (model, dense))
+            here, there = ({name: value.to(device_of(network)) for name, value in batch.items()} for network in (model, dense))
             loss = learner(**here)[0]
             ours = token_logits(learner(**without_labels(learner, here))).float().cpu()
             theirs = ours if model is dense else token_logits(teacher(**without_labels(teacher, there))).float().cpu()
@@ -202,12 +202,12 @@ def timed(models: Mapping[str, nn.Module], batch: Example) -> dict[str, tuple[fl
             inputs = {key: value.to(device_of(model)) for key, value in window.items()}
             with evaluation_mode(model):
                 learner = add_loss(model)
-                taken = seconds(lambda one=learner, given=inputs: one(**given))  # type: ignore[misc]
+                taken = seconds(lambda network=learner, given=inputs: network(**given))  # type: ignore[misc]
                 if turn:  # the first time is for warmth
                     prefill[name].append(taken)
                 if decodes:
-                    taken = seconds(lambda one=model, given=inputs: generated(one, given, DECODED + 1))  # type: ignore[misc]
-                    taken -= seconds(lambda one=model, given=inputs: generated(one, given, 1))  # type: ignore[misc]
+                    taken = seconds(lambda network=model, given=inputs: generated(network, given, DECODED + 1))  # type: ignore[misc]
+                    taken -= seconds(lambda network=model, given=inputs: generated(network, given, 1))  # type: ignore[misc]
                     if turn:
                         decode[name].append(taken / DECODED)
     return {name: (statistics.median(prefill[name]), statistics.median(decode[name]) if decodes else None) for name in models}
@@ -243,16 +243,16 @@ def draw_comparison(path: Path, figures: Sequence[Figures], *, force: bool = Fal
     from matplotlib.figure import Figure
 
     dense = figures[0]
-    speeds = {"forward of a window": [dense.prefill / one.prefill for one in figures]}
+    speeds = {"forward of a window": [dense.prefill / result.prefill for result in figures]}
     if dense.decode is not None:
-        speeds["decoding"] = [dense.decode / one.decode if one.decode else 0.0 for one in figures]
+        speeds["decoding"] = [dense.decode / result.decode if result.decode else 0.0 for result in figures]
     figure = Figure(figsize=(SIZE[0] * (1 + len(speeds)) / 2, SIZE[1]), dpi=DPI, layout="constrained")
     for panel, (what, speed) in enumerate(speeds.items(), 1):
         axes = figure.add_subplot(1, len(speeds), panel)
         axes.axhline(dense.loss, color="#555555", linewidth=1.0, linestyle="--")
         axes.axvline(1.0, color="#555555", linewidth=1.0, linestyle="--")
-        for colour, one, times in zip(itertools.cycle(COLOURS), figures, speed, strict=False):
-            axes.plot([times], [one.loss], "o", color=colour, markersize=8, label=f"{one.name}, {one.loss:.3f}")
+        for colour, result, times in zip(itertools.cycle(COLOURS), figures, speed, strict=False):
+            axes.plot([times], [result.loss], "o", color=colour, markersize=8, label=f"{result.name}, {result.loss:.3f}")
         axes.margins(0.2)
         axes.set_xlabel(f"speed of {what} (times {dense.name}'s)")
         axes.set_ylabel("held-out loss (nats a token)")

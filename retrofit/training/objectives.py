@@ -65,7 +65,7 @@ REMEDY = "train a Hugging Face model with a language-modelling head, or one that
 def accepts_labels(model: nn.Module) -> bool:
     """Return whether the model's forward takes `labels`, or any keyword."""
     parameters = forward_parameters(model).values()
-    return any(one.name == "labels" or one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters)
+    return any(parameter.name == "labels" or parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
 
 
 def add_loss(model: nn.Module) -> nn.Module:
@@ -73,7 +73,7 @@ def add_loss(model: nn.Module) -> nn.Module:
     if accepts_labels(model):
         return model
     parameters = forward_parameters(model)
-    required = [name for name, one in parameters.items() if is_required(one)]
+    required = [name for name, parameter in parameters.items() if is_required(parameter)]
     ids = "input_ids" if "input_ids" in parameters else required[0] if len(required) == 1 else None
     kinds = kinds_beside_ids(model)
     underivable = [name for name in required if name not in kinds and name != ids]
@@ -117,7 +117,7 @@ class WithLabelLoss(nn.Module):
         if labels is None:
             return (logits,)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-        return (loss + sum(one.to(loss) for one in others), logits)
+        return (loss + sum(other.to(loss) for other in others), logits)
 
     def inputs(self, ids: Tensor) -> dict[str, Any]:
         """Return the ids of windows without padding, and the other inputs the model takes with them."""
@@ -157,12 +157,12 @@ class WithContrastiveLoss(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
         """(batch, seq) ids to the loss, if there are labels, and the embeddings: (batch, width)."""
-        one = self.embed(input_ids)
+        embedding = self.embed(input_ids)
         if labels is None:
-            return (one,)
+            return (embedding,)
         other = self.embed(input_ids)
-        similarity = F.normalize(one.float(), dim=-1) @ F.normalize(other.float(), dim=-1).T / TEMPERATURE  # (batch, batch)
-        return F.cross_entropy(similarity, torch.arange(len(similarity), device=similarity.device)), one
+        similarity = F.normalize(embedding.float(), dim=-1) @ F.normalize(other.float(), dim=-1).T / TEMPERATURE  # (batch, batch)
+        return F.cross_entropy(similarity, torch.arange(len(similarity), device=similarity.device)), embedding
 
     def embed(self, ids: Tensor) -> Tensor:
         embedding: Tensor = self.model({"input_ids": ids, "attention_mask": torch.ones_like(ids)})[EMBEDDING]
@@ -278,10 +278,10 @@ class Collator:
     objective: Objective
 
     def __call__(self, windows: Sequence[Mapping[str, Any]]) -> Example:
-        examples = [self.objective.example(one["ids"], torch.Generator().manual_seed(one["seed"])) for one in windows]
+        examples = [self.objective.example(window["ids"], torch.Generator().manual_seed(window["seed"])) for window in windows]
         batch = {key: torch.stack([example[key] for example in examples]) for key in examples[0]}
         if WINDOW in windows[0]:
-            batch[WINDOW] = torch.tensor([one[WINDOW] for one in windows])
+            batch[WINDOW] = torch.tensor([window[WINDOW] for window in windows])
         return batch
 
 

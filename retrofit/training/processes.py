@@ -46,8 +46,8 @@ def disconnect() -> None:
     The threads end once nothing holds the connection. Meshes do, and torch keeps these for good, in tables of its own.
     """
     if dist.is_available() and dist.is_initialized():
-        for one in MESHES:
-            getattr(one, "_pg_registry", {}).clear()
+        for mesh in MESHES:
+            getattr(mesh, "_pg_registry", {}).clear()
         MESHES.clear()
         gc.collect()
         dist.destroy_process_group()
@@ -58,9 +58,9 @@ def count() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def sharded(asked: bool) -> bool:
+def sharded(requested: bool) -> bool:
     """Return whether parameters are divided among processes: where that is asked for, and there are several."""
-    return asked and count() > 1
+    return requested and count() > 1
 
 
 def number() -> int:
@@ -80,9 +80,9 @@ def in_first(action: Callable[[], Result]) -> Result:
         if number() == 0:
             answer, done = action(), True
     finally:
-        told: list[Any] = [done, answer]
-        dist.broadcast_object_list(told, src=0)
-    done, answer = told
+        message: list[Any] = [done, answer]
+        dist.broadcast_object_list(message, src=0)
+    done, answer = message
     if not done:
         raise FirstProcessError
     return cast(Result, answer)

@@ -81,27 +81,29 @@ class Stages:
     def of(settings: Settings, model: nn.Module, teacher: Teacher | KeptTeacher | None) -> Stages:
         """Return what the settings say, else what the model's passes propose; nothing without a dense model or rewritten sites."""
         if not isinstance(teacher, Teacher) or settings.fsdp:
-            asked = [field for field in dataclasses.fields(settings) if field.name in NEED_MODEL and getattr(settings, field.name)]
-            if asked:
-                name = flag(asked[0])
+            needing = [
+                field for field in dataclasses.fields(settings) if field.name in NEED_MODEL and getattr(settings, field.name)
+            ]
+            if needing:
+                name = flag(needing[0])
                 needs, remedy = "a teacher", "name the dense model with --teacher"
                 if isinstance(teacher, Teacher):
                     needs, remedy = "the dense modules whole, in every process", f"drop {name} or --fsdp"
                 elif teacher is not None:
                     needs, remedy = "the dense model, not its predictions alone", f"{remedy}, or drop {name}"
                 raise TrainingError(
-                    f"{name} {getattr(settings, asked[0].name)} needs {needs}",
+                    f"{name} {getattr(settings, needing[0].name)} needs {needs}",
                     why="rewritten sites learn from the dense modules",
                     remedy=remedy,
-                    option=asked[0].name,
+                    option=needing[0].name,
                 )
             return Stages()
         if not teacher.sites.sites:
             return Stages()
-        proposals = [one.recovery for one in recipe(model) or () if not one.exact]
+        proposals = [pass_.recovery for pass_ in recipe(model) or () if not pass_.exact]
         learns = any(parameter.requires_grad for parameter in teacher.sites.parameters())
-        align = max((one.align for one in proposals if learns), default=0.0)
-        anneal = max((one.anneal for one in proposals), default=0.0)
+        align = max((proposal.align for proposal in proposals if learns), default=0.0)
+        anneal = max((proposal.anneal for proposal in proposals), default=0.0)
         found = Stages(
             round(align * settings.steps) if settings.align is None else settings.align,
             round(anneal * settings.steps) if settings.anneal is None else settings.anneal,
@@ -121,11 +123,11 @@ class Stages:
 def require_one_dtype(teacher: Teacher) -> None:
     """Raises `TrainingError` where the dense modules cannot compute next to the sites that replaced them."""
     theirs, ours = (
-        next((one.dtype for one in model.parameters() if one.is_floating_point()), None)
+        next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
         for model in (teacher.part, teacher.sites.model)
     )
     if theirs != ours and not is_quantized(teacher.part):
-        names = [str(one).removeprefix("torch.") for one in (theirs, ours)]
+        names = [str(dtype).removeprefix("torch.") for dtype in (theirs, ours)]
         raise TrainingError(
             f"the teacher is in {names[0]}, the model in {names[1]}",
             why="aligned and annealed sites run dense and rewritten modules on the same activations",

@@ -143,7 +143,7 @@ class TrainingRun:
     def read(output: str | Path) -> TrainingRun:
         """Return the finished run that wrote `output`; raises `TrainingError` where there is none."""
         folder = folder_of(Path(output))
-        record = next((one for one in map(read_record, (folder, folder / REPLACED)) if is_finished(one)), None)
+        record = next((found for found in map(read_record, (folder, folder / REPLACED)) if is_finished(found)), None)
         if record is None:
             raise TrainingError(f"{folder} holds no finished run", remedy="train the model first", code="missing")
         values: dict[str, Any] = {field.name: record.get(field.name) for field in dataclasses.fields(TrainingRun)}
@@ -326,7 +326,7 @@ def remove_unfinished(folder: Path) -> None:
 
 def has_checkpoint(folder: Path) -> bool:
     """Return whether any stage of the run has a whole checkpoint."""
-    return any(last_checkpoint(one) is not None for one in (folder, folder / ALIGNMENT))
+    return any(last_checkpoint(place) is not None for place in (folder, folder / ALIGNMENT))
 
 
 @contextlib.contextmanager

@@ -71,9 +71,9 @@ def fill(sharded: nn.Module, model: nn.Module, device: torch.device) -> None:
     moved: dict[int, Tensor] = {}
     for copied, own in zip(sharded.modules(), model.modules(), strict=True):
         for table, theirs in ((copied._buffers, own._buffers), (vars(copied), vars(own))):
-            for name, one in list(theirs.items()):
-                if isinstance(one, Tensor):
-                    table[name] = moved.setdefault(id(one), one.detach().to(device, copy=True))
+            for name, value in list(theirs.items()):
+                if isinstance(value, Tensor):
+                    table[name] = moved.setdefault(id(value), value.detach().to(device, copy=True))
 
 
 def own_rows(whole: Tensor) -> slice:
@@ -88,8 +88,8 @@ def collect(sharded: nn.Module, model: nn.Module) -> None:
     """In the first process `model` has the values of its sharded copy; in the others it stays as it was."""
     theirs = (*sharded.named_parameters(), *sharded.named_buffers())
     mine = dict((*model.named_parameters(), *model.named_buffers()))
-    for name, one in theirs:
-        whole = one.full_tensor() if hasattr(one, "full_tensor") else one  # sent by all processes, parameter by parameter
+    for name, value in theirs:
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # sent by all processes, parameter by parameter
         if processes.number() == 0:
             mine[name].copy_(whole)
     if dist.is_initialized():
@@ -111,8 +111,8 @@ def shard_groups(model: nn.Module) -> list[nn.Module]:
     taken: set[nn.Parameter] = set()
     for candidate in candidates:
         inside = set(candidate.modules())
-        own = [one for one in candidate.parameters() if one not in taken]
-        if own and candidate is not model and all(set(owners[one]) <= inside for one in own):
+        own = [parameter for parameter in candidate.parameters() if parameter not in taken]
+        if own and candidate is not model and all(set(owners[parameter]) <= inside for parameter in own):
             found.append(candidate)
             taken |= set(own)
     return found
@@ -134,13 +134,13 @@ def require_rows(model: nn.Module) -> None:
 def require_one_dtype_a_group(model: nn.Module) -> None:
     """Raise `TrainingError` unless the trained parameters of each group, which is gathered as one, have one dtype."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    if len({one.dtype for one in names if one.requires_grad}) < 2:
+    if len({parameter.dtype for parameter in names if parameter.requires_grad}) < 2:
         return
     taken: set[nn.Parameter] = set()
     for group in (*shard_groups(model), model):
-        own = [one for one in group.parameters() if one not in taken]
+        own = [parameter for parameter in group.parameters() if parameter not in taken]
         taken |= set(own)
-        firsts = {one.dtype: names[one] for one in reversed(own) if one.requires_grad}
+        firsts = {parameter.dtype: names[parameter] for parameter in reversed(own) if parameter.requires_grad}
         if len(firsts) > 1:
             raise TrainingError(
                 "--fsdp: parameters of one shard group have several dtypes",
@@ -163,14 +163,14 @@ def layer_modules(model: nn.Module) -> list[nn.Module]:
     named = dict(model.named_modules())
     names = list(dict.fromkeys(layer.name for stack in stacks for layer in stack.layers if layer.name in named and layer.name))
     found = [outermost(name, names, named) for name in names]
-    return [one for one in dict.fromkeys(found) if one is not model and not isinstance(one, CONTAINERS)]
+    return [module for module in dict.fromkeys(found) if module is not model and not isinstance(module, CONTAINERS)]
 
 
 def outermost(name: str, layers: list[str], named: dict[str, nn.Module]) -> nn.Module:
     """Return the largest module around a layer that holds no other one."""
     while True:
         parent = name.rpartition(".")[0]
-        others = sum(one == parent or one.startswith(f"{parent}.") for one in layers)
+        others = sum(layer == parent or layer.startswith(f"{parent}.") for layer in layers)
         if not parent or others > 1 or isinstance(named[parent], CONTAINERS):
             return named[name]
         name = parent

@@ -82,8 +82,8 @@ class PredictionsOfWindows:
         for window in range(rows.start // tokens, -(-rows.stop // tokens)):
             if window != self.window:
                 self.logits = torch.empty(0)  # before the next ones are computed
-                one = {name: value[window : window + 1] for name, value in self.batch.items()}
-                self.window, self.logits = window, self.teacher.logits(one)[0]
+                window_batch = {name: value[window : window + 1] for name, value in self.batch.items()}
+                self.window, self.logits = window, self.teacher.logits(window_batch)[0]
             first, last = max(rows.start, window * tokens), min(rows.stop, (window + 1) * tokens)
             ours = student[first - rows.start : last - rows.start]
             theirs = slice(first - window * tokens, last - window * tokens)
@@ -118,7 +118,7 @@ class Teacher:
             dense = as_dense_graph_of(student, dense, named_inputs(student))
         part = transformer_inside(dense) if embeds_sentences(dense) else dense
         rewritten = rewritten_part(student) if embeds_sentences(student) else student
-        theirs, ours = (vocabulary_of(one) or vocabulary_size(one) for one in (part, rewritten))
+        theirs, ours = (vocabulary_of(network) or vocabulary_size(network) for network in (part, rewritten))
         if theirs != ours:
             raise TrainingError(
                 "the teacher has another vocabulary",
@@ -276,4 +276,4 @@ class ChunkedLoss:
             return total
 
         loss = sum_over_chunks(part, h, self.vocabulary, self.head.parameters)
-        return loss + (1 - weight) * sum(one.to(loss) for one in others)  # type: ignore[return-value]
+        return loss + (1 - weight) * sum(other.to(loss) for other in others)  # type: ignore[return-value]

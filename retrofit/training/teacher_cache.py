@@ -182,8 +182,9 @@ def are_facts(facts: Facts) -> bool:
     """Return whether every fact is of its type, and the numbers of what is counted are at least one."""
     kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     typed = all(
-        isinstance(value := getattr(facts, one.name), kinds[str(one.type)]) and (one.type == "bool" or not isinstance(value, bool))
-        for one in dataclasses.fields(Facts)
+        isinstance(value := getattr(facts, field.name), kinds[str(field.type)])
+        and (field.type == "bool" or not isinstance(value, bool))
+        for field in dataclasses.fields(Facts)
     )
     return typed and min(facts.vocabulary, facts.length, facts.windows, facts.shard) >= 1 and facts.top >= 0
 

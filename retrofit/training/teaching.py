@@ -56,7 +56,7 @@ def hash_example(example: Mapping[str, torch.Tensor]) -> str:
 
 def hash_tokenizer(codec: Codec, tokenizer: Any = None) -> str:
     """Of every word of the tokenizer and its id, or how bytes become ids where there is no tokenizer."""
-    words = [codec.name] if tokenizer is None else sorted(f"{word} {one}" for word, one in tokenizer.get_vocab().items())
+    words = [codec.name] if tokenizer is None else sorted(f"{word} {index}" for word, index in tokenizer.get_vocab().items())
     return short_hash(chr(10).join(words).encode(errors="surrogatepass"))
 
 
@@ -170,7 +170,7 @@ def teach(
             parts = []
             for start in range(numbers.start, numbers.stop, batch_size):
                 some = range(start, min(start + batch_size, numbers.stop))
-                batch = {key: value.to(target) for key, value in collator([data[one] for one in some]).items()}
+                batch = {key: value.to(target) for key, value in collator([data[index] for index in some]).items()}
                 parts.append(predicted(learner, batch, objective.shift, facts))
                 left = remaining(began, done + (some.stop - numbers.start) / len(numbers), len(missing))
                 progress(f"window {some.stop:,}/{len(windows):,}{left}")
@@ -229,7 +229,7 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
     if before is not None and before != dataclasses.replace(facts, teacher=before.teacher):
         if not force:
             apart = difference(before, facts)
-            names = [one.name for one in dataclasses.fields(Facts) if getattr(before, one.name) != getattr(facts, one.name)]
+            names = [field.name for field in dataclasses.fields(Facts) if getattr(before, field.name) != getattr(facts, field.name)]
             shown = [name for name in names if name in ("top", "seed", "bf16", "weights")]
             why = (
                 f"they are of {apart.what}: {apart.why}"
@@ -263,12 +263,12 @@ def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: F
         )
     parts: dict[str, list[Tensor]] = {}
     for row, labels in zip(logits, batch["labels"], strict=True):
-        one = LargestPredictions.of(row, facts.top, facts.temperature)
+        largest = LargestPredictions.of(row, facts.top, facts.temperature)
         targets = F.pad(labels[shift:], (0, shift), value=IGNORED)
         kept = {
-            "ids": one.ids.to(torch.uint16 if facts.vocabulary <= SMALL_IDS else torch.int32),
-            "log_probabilities": one.log_p.half(),
-            "log_rest": one.log_rest.half(),
+            "ids": largest.ids.to(torch.uint16 if facts.vocabulary <= SMALL_IDS else torch.int32),
+            "log_probabilities": largest.log_p.half(),
+            "log_rest": largest.log_rest.half(),
             "loss": F.cross_entropy(row.float(), targets),
         }
         for name, value in kept.items():

@@ -56,7 +56,7 @@ class PretrainingTrainer(Trainer):
         data: Any = self.eval_dataset
         batch = self.args.per_device_eval_batch_size
         self.sample = None if data is None else pace.sample(len(data), self.args.max_steps, batch)
-        self.new, self.new_rate = {id(one) for one in new}, new_rate
+        self.new, self.new_rate = {id(parameter) for parameter in new}, new_rate
         self.step: contextlib.ExitStack | None = None  # what lasts until the gradients of a step are computed
 
     def training_step(self, *args: Any, **named: Any) -> Tensor:
@@ -75,9 +75,9 @@ class PretrainingTrainer(Trainer):
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(*args)
         for group in list(optimizer.param_groups if self.new_rate is not None else ()):
-            new = [one for one in group["params"] if id(one) in self.new]
+            new = [parameter for parameter in group["params"] if id(parameter) in self.new]
             if new:
-                group["params"] = [one for one in group["params"] if id(one) not in self.new]
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in self.new]
                 optimizer.add_param_group({**group, "params": new, "lr": self.new_rate})
         return optimizer
 
@@ -289,9 +289,9 @@ class ShardedTrainer(PretrainingTrainer):
         parts = read_parts(folder, OPTIMIZER)
         groups = parts[0].get(GROUPS)
         own = optimizer.state_dict()[GROUPS]
-        if not isinstance(groups, list) or [len(one["params"]) for one in groups] != [len(one["params"]) for one in own]:
+        if not isinstance(groups, list) or [len(group["params"]) for group in groups] != [len(group["params"]) for group in own]:
             raise not_whole(folder, "the optimizer's groups are not those of the model")
-        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         optimizer.load_state_dict({"state": dict(states(parameters, parts, folder)), GROUPS: groups})
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(dict(read_entry(folder / SCHEDULER)))
@@ -357,8 +357,10 @@ class TrainerSetup:
         self, kind: type[SomeTrainer], watch: StepMonitor, *, folder: Path, settings: Settings, fresh: bool, **more: Any
     ) -> SomeTrainer:
         """Return a trainer of this kind for the steps of `settings`, which keeps its checkpoints in `folder`."""
-        trained = sum(one.numel() * one.element_size() for one in self.learner.parameters() if one.requires_grad)
-        held = sum(one.numel() * one.element_size() for one in self.learner.parameters())
+        trained = sum(
+            parameter.numel() * parameter.element_size() for parameter in self.learner.parameters() if parameter.requires_grad
+        )
+        held = sum(parameter.numel() * parameter.element_size() for parameter in self.learner.parameters())
         watch.pace = Pace(
             evaluations=settings.eval_every is None, checkpoints=settings.paces_checkpoints, checkpoint_bytes=held + 2 * trained
         )
@@ -423,16 +425,16 @@ class TrainerSetup:
     def training_data(self, settings: Settings) -> WindowDataset:
         """Return the windows to train on, in their order."""
         data = shuffled_windows(self.windows, settings.steps * settings.batch_size, settings.seed)
-        one = self.numbering
-        return data if one is None else numbered_windows(self.windows, one.train, one.seed, data.order)
+        numbering = self.numbering
+        return data if numbering is None else numbered_windows(self.windows, numbering.train, numbering.seed, data.order)
 
     def held_out_data(self) -> WindowDataset:
         """Return every window held out, once."""
-        one = self.numbering
+        numbering = self.numbering
         return (
             ordered_windows(self.held_out, self.settings.seed)
-            if one is None
-            else numbered_windows(self.held_out, one.held_out, one.seed)
+            if numbering is None
+            else numbered_windows(self.held_out, numbering.held_out, numbering.seed)
         )
 
     def one_window(self) -> Example:

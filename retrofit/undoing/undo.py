@@ -157,8 +157,8 @@ class DenseForm:
         """Return which elements of the parameter `name` of the rewritten model are of the dense model: booleans of its shape."""
         shape = model.get_parameter(name).shape
         places = torch.arange(1, shape.numel() + 1).view(shape)  # numbers that are carried back as values are
-        found = {one: Recovered(buffer.detach().cpu(), one) for one, buffer in model.named_buffers(remove_duplicate=False)}
-        found |= {one: Recovered(places, name) for one in names_of(model, name)}
+        found = {path: Recovered(buffer.detach().cpu(), path) for path, buffer in model.named_buffers(remove_duplicate=False)}
+        found |= {alias: Recovered(places, name) for alias in names_of(model, name)}
         for step in reversed(self.steps):
             found = before_step(step, found, scaled=False)
         held = torch.zeros(shape.numel() + 1, dtype=torch.bool)
@@ -179,24 +179,26 @@ def dense_form(model: nn.Module) -> DenseForm:
     rewritten = dense_skeleton(part)
     steps = list(replayed_steps(rewritten, part))
     require_same_shapes(rewritten, part)
-    values = {name: Recovered(one.detach(), name) for name, one in tensors_of(part).items()}
+    values = {name: Recovered(tensor.detach(), name) for name, tensor in tensors_of(part).items()}
     for step in reversed(steps):
         values = before_step(step, values)
     wanted = tensors_of(skeleton)
     saved = {*skeleton.state_dict(), *(name for name, _ in skeleton.named_parameters(remove_duplicate=False))}
     found = {name: values.get(name, Recovered(None, why="nothing of it is left")) for name in wanted if name in saved}
-    places = {one.place for one in found.values()}
+    places = {recovered.place for recovered in found.values()}
     named = dict(part.named_parameters(remove_duplicate=False))
     held = {id(named[place]) for place in places if place in named}
     added = frozenset(name for name, parameter in part.named_parameters() if id(parameter) not in held)
-    unsaved = {name: one.value for name in wanted if name not in saved and (one := values.get(name)) and one.value is not None}
+    unsaved = {
+        name: value.value for name in wanted if name not in saved and (value := values.get(name)) and value.value is not None
+    }
     return DenseForm(skeleton, found, added, tuple(steps), unsaved)
 
 
 def names_of(model: nn.Module, name: str) -> list[str]:
     """Return all names of a parameter."""
     wanted = model.get_parameter(name)
-    return [one for one, parameter in model.named_parameters(remove_duplicate=False) if parameter is wanted]
+    return [path for path, parameter in model.named_parameters(remove_duplicate=False) if parameter is wanted]
 
 
 def replayed_steps(skeleton: nn.Module, model: nn.Module) -> list[Step]:
@@ -204,13 +206,13 @@ def replayed_steps(skeleton: nn.Module, model: nn.Module) -> list[Step]:
     steps: list[Step] = []
     inputs = replayed_inputs(skeleton, recipe_storage.stored_inputs(model))
     try:
-        for one in parse_recipe(recipe_storage.stored_recipe(model)):
+        for pass_ in parse_recipe(recipe_storage.stored_recipe(model)):
             edit = Edit(skeleton)
             buffers = dict(skeleton.named_buffers(remove_duplicate=False))
-            run_passes(skeleton, (one,), inputs, edit, lambda stage: None)
+            run_passes(skeleton, (pass_,), inputs, edit, lambda stage: None)
             names = {id(buffer): name for name, buffer in skeleton.named_buffers()}
             still = {name: names[id(buffer)] for name, buffer in buffers.items() if id(buffer) in names}
-            steps.append(Step(one.name, edit.account(), still))
+            steps.append(Step(pass_.name, edit.account(), still))
     except RetrofitError as error:
         raise CheckpointError(
             f"the recipe of {type(model).__name__} cannot be replayed",
@@ -326,7 +328,7 @@ def filled(part: nn.Module, form: DenseForm) -> nn.Module:
     wanted = form.skeleton.state_dict()
     state = {name: value_of(form, name) for name in wanted}
     dense = dense_model(part, state)
-    trained = {name: one.requires_grad for name, one in part.named_parameters(remove_duplicate=False)}
+    trained = {name: parameter.requires_grad for name, parameter in part.named_parameters(remove_duplicate=False)}
     for name, buffer in dict(dense.named_buffers(remove_duplicate=False)).items():
         now = form.unsaved.get(name, buffer)
         if now.shape == buffer.shape and not same_bits(now.cpu(), buffer.cpu()):  # rounded in memory, say
@@ -391,7 +393,7 @@ def shapes_to_compare(part: nn.Module, dense: nn.Module, inputs: Inputs) -> Iter
         sizes = itertools.product((batch + 1, batch), (2 * length + 1, length))  # the model may have a fixed one, or a largest
         others = (resized(part, inputs, *size, seed=1) for size in sizes)
         yield next((other for other in others if runs(dense, other)), dict(inputs))
-        for limit in sorted({one.exact_up_to for one in recipe(part) or () if one.exact_up_to is not None}):
+        for limit in sorted({pass_.exact_up_to for pass_ in recipe(part) or () if pass_.exact_up_to is not None}):
             longer = resized(part, inputs, 1, 2 * limit + 1, seed=2)
             if runs(dense, longer):
                 yield longer
@@ -415,7 +417,7 @@ def moved_parameters(part: nn.Module, dense: nn.Module, form: DenseForm) -> dict
     replaying.replay(again, recipe_storage.stored_recipe(part))
     starts = dict(again.named_parameters())
     named = part.named_parameters()
-    moved = {name: ~form.covered(part, name) for name, one in named if not same_bits(one.cpu(), starts[name].cpu())}
+    moved = {name: ~form.covered(part, name) for name, parameter in named if not same_bits(parameter.cpu(), starts[name].cpu())}
     return {name: free for name, free in moved.items() if bool(free.any())}
 
 
@@ -432,13 +434,13 @@ def where(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs, li
         with Arithmetic(dense, inputs).computing(), record_activations(model, also=sites) as activations:
             run(model, inputs)
         found.append(activations)
-    ours, theirs = ({path: [value.shape for value in values] for path, values in one.items()} for one in found)
+    ours, theirs = ({path: [value.shape for value in values] for path, values in shapes.items()} for shapes in found)
     places = ((path, path if path in sites else place_of(form, path)) for path in theirs)
     names = {path: now for path, now in places if now is not None and ours.get(now) == theirs[path]}  # others are of another width
     divergence = first_divergence(found[0], found[1], max(limit, 1e-5), names)
 
     def place(name: str) -> str:
-        site = next((one for one in sites if name == one or name.startswith(f"{one}.")), "")
+        site = next((site for site in sites if name == site or name.startswith(f"{site}.")), "")
         return f"{name} (of the site {site})" if site and site != name else name
 
     return divergence.describe(place)
@@ -452,4 +454,4 @@ def place_of(form: DenseForm, path: str) -> str | None:
 
 def described(part: nn.Module) -> str:
     """Return the class of a model and its recipe."""
-    return f"{type(part).__name__} with {', '.join(one.name for one in recipe(part) or ())}"
+    return f"{type(part).__name__} with {', '.join(pass_.name for pass_ in recipe(part) or ())}"

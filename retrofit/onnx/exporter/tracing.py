@@ -256,11 +256,11 @@ def make_topk_extents_dynamic(model: onnx_ir.Model) -> None:
         extent = None if shape is None else shape[node.attributes["axis"].as_int()]
         if few is None or onnx_ir.convenience.get_const_tensor(few) is not None or not isinstance(extent, int):
             continue
-        reached, met = list(node.outputs), set(node.outputs)
+        reached, seen = list(node.outputs), set(node.outputs)
         for value in reached:
-            after = [output for user in value.consumers() for output in user.outputs if output not in met]
+            after = [output for user in value.consumers() for output in user.outputs if output not in seen]
             reached.extend(after)
-            met.update(after)
+            seen.update(after)
             if value.shape is not None:
                 value.shape = onnx_ir.Shape([None if size == extent else size for size in value.shape])
 
@@ -350,10 +350,15 @@ def ask_sizes_once(model: onnx_ir.Model) -> None:
             if isinstance(extent, onnx_ir.SymbolicDim) and extent.value is not None:
                 first.setdefault(extent.value, (value, axis))
     for node in [node for node in model.graph.all_nodes() if node.op_type == "Shape" and {"start", "end"} <= set(node.attributes)]:
-        asked, axis = node.inputs[0], node.attributes["start"].as_int()
-        if asked is None or not asked.is_graph_input() or asked.shape is None or node.attributes["end"].as_int() != axis + 1:
+        measured, axis = node.inputs[0], node.attributes["start"].as_int()
+        if (
+            measured is None
+            or not measured.is_graph_input()
+            or measured.shape is None
+            or node.attributes["end"].as_int() != axis + 1
+        ):
             continue
-        extent = asked.shape[axis]
+        extent = measured.shape[axis]
         if isinstance(extent, onnx_ir.SymbolicDim) and extent.value in first:
             source, place = first[extent.value]
             node.replace_input_with(0, source)
@@ -365,8 +370,8 @@ def named(extent: onnx_ir.SymbolicDim, symbols: Mapping[str, str]) -> onnx_ir.Sy
     """Return the extent with names of dynamic sizes for torch's symbols: fusions compare extents of inputs with others."""
     if extent.value is None:
         return extent
-    said = str(extent.value)
-    return symbols.get(said) or re.sub(r"\bs\d+\b", lambda found: symbols.get(found[0], found[0]), said)
+    text = str(extent.value)
+    return symbols.get(text) or re.sub(r"\bs\d+\b", lambda found: symbols.get(found[0], found[0]), text)
 
 
 @contextlib.contextmanager
@@ -379,8 +384,8 @@ def transformers_patches() -> Iterator[None]:
         return utils.import_dotted_path(place, missing_ok=True) if isinstance(place, str) else place
 
     def in_torch(place: Any) -> bool:
-        said = place if isinstance(place, str) else getattr(place, "__module__", None) or place.__name__
-        return str(said).startswith("torch")
+        owner = place if isinstance(place, str) else getattr(place, "__module__", None) or place.__name__
+        return str(owner).startswith("torch")
 
     owners = [(owner_of(place), name) for place, name, _ in utils._PATCHES["onnx"] if in_torch(place)]
     originals = [(owner, name, getattr(owner, name)) for owner, name in owners if owner is not None]

@@ -63,8 +63,8 @@ def convert_to_oldest(model: onnx_ir.Model, opset: int, path: Path) -> onnx_ir.M
     proto = onnx_ir.to_proto(model)
     for name, weight in weights.items():
         if name not in inputs:
-            told = onnx_ir.Value(name=name, type=weight.type, shape=onnx_ir.Shape(weight.shape))
-            proto.graph.input.append(onnx_ir.to_proto(told))
+            declared = onnx_ir.Value(name=name, type=weight.type, shape=onnx_ir.Shape(weight.shape))
+            proto.graph.input.append(onnx_ir.to_proto(declared))
     converted = onnx_ir.from_proto(convert(proto, opset, path))
     converted.metadata_props.update(model.metadata_props)
     put_weights(converted.graph, weights)
