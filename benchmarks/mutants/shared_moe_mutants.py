@@ -232,14 +232,14 @@ MUTANTS = [
     ),
     losses(
         "the balance loss is taken away from the model's loss",
-        "loss + sum(weight * one.to(loss) for one in recorded)",
-        "loss - sum(weight * one.to(loss) for one in recorded)",
+        "loss + sum(weight * recorded_loss.to(loss) for recorded_loss in recorded)",
+        "loss - sum(weight * recorded_loss.to(loss) for recorded_loss in recorded)",
         trials=SHARED,
     ),
     losses(
         "of several routings' balance losses only the last is added",
-        "sum(weight * one.to(loss) for one in recorded)",
-        "sum(weight * one.to(loss) for one in recorded[-1:])",
+        "sum(weight * recorded_loss.to(loss) for recorded_loss in recorded)",
+        "sum(weight * recorded_loss.to(loss) for recorded_loss in recorded[-1:])",
         trials=SHARED,
     ),
     losses(
