@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import types
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ def test_a_failed_rewrite_leaves_a_loaded_model_as_it_was(packed: Path, monkeypa
         raise VerificationError("no")
 
     monkeypatch.setattr("retrofit.rewriting.check_rewrite", failing)
-    measured = type("Measured", (dict,), {"optional": ()})(parameters=None)
+    measured = types.SimpleNamespace(optional=(), parameters=None)
     monkeypatch.setattr("retrofit.rewriting.Reference.of", lambda *args, **kwargs: measured)
     with pytest.raises(VerificationError):
         retrofit.apply(model, "sum")
