@@ -26,7 +26,7 @@ WAITING = (signal.SIGINT, signal.SIGTERM)
 
 
 def serialized(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The function, which waits until no other thread runs one of those that are declared so."""
+    """Return the function, which waits until no other thread runs a serialized one, and runs outside inference mode."""
 
     @functools.wraps(function)
     def waiting(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -93,13 +93,13 @@ class Sink(io.RawIOBase):
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Nothing happens: what has been written is not written again."""
+        """Do nothing: what has been written is not written again."""
         return 0
 
 
 @contextlib.contextmanager
 def unbroken(file: BinaryIO) -> Iterator[BinaryIO]:
-    """A sink that writes to `file`; after the block a failure to write is raised, and a signal that came meanwhile is heeded."""
+    """Yield a sink that writes to `file`; after the block a failure to write is raised, and a signal that came is heeded."""
     with deferred_signals() as stopped:
         sink = Sink(file, stopped)
         try:

@@ -29,12 +29,12 @@ ROOM = 2**30  # bytes that work on several layers at once may take
 
 
 def one_line(text: str) -> str:
-    """The text with its line breaks written out: a name from a file begins no line of ours."""
+    """Return the text with its line breaks written out: a name from a file begins no line of ours."""
     return text.replace("\n", "\\n")
 
 
 def fold_lines(lines: Iterable[str]) -> list[str]:
-    """The lines in order, those that differ in their numbers only as one, with their count and the range of each number.
+    """Return the lines in order, those that differ in their numbers only as one, with their count and each number's range.
 
     `h.0: kept 91%`, `h.1: kept 95%`, `h.2: kept 93%` become `3 × h.0–2: kept 91–95%`.
     """
@@ -45,7 +45,7 @@ def fold_lines(lines: Iterable[str]) -> list[str]:
 
 
 def merge(group: Sequence[str]) -> str:
-    """One text for lines that differ in their numbers only."""
+    """Return one text for lines that differ in their numbers only."""
     between = NUMBER.split(group[0])
     merged = between[0]
     for numbers, text in zip(zip(*map(NUMBER.findall, group), strict=True), between[1:], strict=True):
@@ -54,7 +54,7 @@ def merge(group: Sequence[str]) -> str:
 
 
 def number_range(numbers: Sequence[str], in_path: bool) -> str:
-    """The smallest and the largest of the numbers; `*` for the indices of a module path between which some are missing."""
+    """Return the smallest and the largest of the numbers; `*` for the indices of a path of which some are missing."""
     ordered = sorted(dict.fromkeys(numbers), key=lambda number: float(number.replace(",", "")))
     if len(ordered) == 1:
         return ordered[0]
@@ -91,7 +91,7 @@ class Milestone(str):
 
 
 def fold_notes(notes: Iterable[str]) -> list[str]:
-    """The notes in order: one table for each kind that was measured at several sites, lines that differ in numbers only as one."""
+    """Return the notes in order: a table for each kind measured at several sites, lines that differ in numbers only as one."""
     tables: dict[tuple[str, ...], list[Note]] = {}
     texts: list[str] = []
     for note in notes:
@@ -104,7 +104,7 @@ def fold_notes(notes: Iterable[str]) -> list[str]:
 
 
 def table_lines(notes: Sequence[Note]) -> list[str]:
-    """Notes of one kind in aligned columns: each site, or of many the median, the range and the worst."""
+    """Return notes of one kind in aligned columns: each site, or of many the median, the range and the worst."""
     first = notes[0]
     columns = list(first.values)
     rows = [[first.kind, *columns]]

@@ -144,7 +144,7 @@ def stream_in(site: ObservedSite) -> Tensor:
 
 def stream_out(site: ObservedSite) -> Tensor:
     module: Any = site.module
-    returned, key = site.calls[0].returned, module.stream_out
+    returned, key = site.calls[0].output, module.stream_out
     if isinstance(returned, Tensor):
         return returned
     value: Tensor = list(returned.values())[key] if isinstance(key, int) and hasattr(returned, "values") else returned[key]

@@ -27,7 +27,6 @@ from retrofit.sdk.data import (
     DensePredictions,
     RecordedCall,
     evaluation_mode,
-    record_calls,
     split_calibration,
     token_weights,
     weighted_error,
@@ -61,7 +60,7 @@ class DenseModel:
         """Return None where there is no calibration data."""
         if edit.calibration is None:
             return None
-        fitted, held_out = (record_calls(edit.model, part, paths) for part in split_calibration(edit.calibration, TOKENS))
+        fitted, held_out = (part.record(edit.model, paths) for part in split_calibration(edit.calibration, TOKENS))
         fitting = {
             path: calls for path, calls in fitted.items() if calls and calls[0].is_repeatable(edit.model.get_submodule(path))
         }

@@ -47,7 +47,7 @@ from retrofit.sdk import (
     selected_layers,
 )
 from retrofit.sdk.anatomy import REST, AttentionSite, SiteProjection, find_attention_sites
-from retrofit.sdk.data import record_calls, split_calibration
+from retrofit.sdk.data import split_calibration
 from retrofit.sdk.program import is_all_zeros, refuse_state_inputs
 
 RESULT_TOKENS = 2048  # whose attention results are fitted
@@ -279,7 +279,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         outs = {site.name: None if self.output == "keep" or site.out is None else site.out.module for site in masked}
         scopes = {name: path for name, out in outs.items() if (path := scope_of(name, out))}
         fitted, held_out = (
-            record_calls(edit.model, part, set(scopes.values())) for part in split_calibration(edit.calibration, RESULT_TOKENS)
+            part.record(edit.model, set(scopes.values())) for part in split_calibration(edit.calibration, RESULT_TOKENS)
         )
         attentions = {name: DenseAttention(path, fitted[path], held_out[path]) for name, path in scopes.items()}
         return {

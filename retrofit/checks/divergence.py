@@ -12,7 +12,7 @@ from torch import nn
 
 from retrofit.checks.report import Finding, failed, passed, skipped
 from retrofit.checks.subject import Context
-from retrofit.inputs.module_calls import first_tensor, watch_calls
+from retrofit.inputs.module_calls import first_tensor, watched
 from retrofit.inputs.probes import Inputs, run
 from retrofit.numerics.agreement import Comparison
 from retrofit.numerics.distances import distance
@@ -88,18 +88,18 @@ def record_activations(
     """
     activations: Activations = {}
 
-    def record(path: str, args: Any, kwargs: Any, output: Any) -> None:
+    def record(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         value = first_tensor(output)
         if value is not None:
             dense = value.to_padded_tensor(0.0) if value.is_nested else value
             activations.setdefault(path, []).append(keep(dense.detach()))
 
-    owners = [
-        path
+    owners = {
+        path: module
         for path, module in model.named_modules()
         if path and (path in also or next(module.parameters(recurse=False), None) is not None)
-    ]
-    with watch_calls(model, owners, record):
+    }
+    with watched(owners, after=record):
         yield activations
 
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.checks.gradients import loss_of
-from retrofit.checks.recording import CallRecorder, SiteWays, Way, has_cache
+from retrofit.checks.recording import SiteWays, Way, recorder_of
 from retrofit.checks.replay import Mode, PerturbedParameters, ReplayResult, own_modules, replay
 from retrofit.checks.report import Finding, failed, passed, skipped
 from retrofit.checks.subject import Context, Subject
 from retrofit.errors import first_line
-from retrofit.inputs.module_calls import first_tensor, watch_calls
+from retrofit.inputs.module_calls import RecordedCall, first_tensor, watched
 from retrofit.inputs.usable_models import is_adapted
 from retrofit.passbase.method_reference import (
     DenseModules,
@@ -31,7 +31,6 @@ from retrofit.passbase.method_reference import (
     ModuleReference,
     Observed,
     ObservedSite,
-    RecordedCall,
     SiteCall,
 )
 from retrofit.passbase.protocol import parse_spec
@@ -86,7 +85,7 @@ def watch_method(subject: Subject, context: Context | None = None) -> contextlib
     if context is None:
         return dense_calls(subject.model)
     sites = SiteComparison(subject, None, context).sites
-    recorder = CallRecorder(subject.model, references_of(sites))
+    recorder = recorder_of(subject.model, references_of(sites))
     recorder.inputs = subject.inputs
     return recorder.recording()
 
@@ -129,7 +128,7 @@ def dense_calls(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
     """Within this context, keep the last rows of what each module with parameters receives and returns, where both are floats."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
-    def keep(path: str, args: Any, kwargs: Any, output: Any) -> None:
+    def keep(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         received = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()]
         returned = first_tensor(output)
         if path not in found and received and returned is not None and received[0].dim() and returned.dim():
@@ -137,7 +136,7 @@ def dense_calls(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
             if len(x) == len(y):
                 found[path] = x, y  # (rows, d), (rows, d')
 
-    with watch_calls(model, [path for path, module in model.named_modules() if path and has_parameters(module)], keep):
+    with watched({path: module for path, module in model.named_modules() if path and has_parameters(module)}, after=keep):
         yield found
 
 
@@ -402,7 +401,7 @@ def replay_or_stop(
 
 def site_call(site: InstalledSite, call: RecordedCall, before: tuple[SiteCall, ...]) -> SiteCall:
     """Return a recorded call as its reference sees it, its given children left out."""
-    return SiteCall(site.module, site.options[-1], call.args, call.kwargs, call.inputs, {}, before=before, cached=has_cache(call))
+    return SiteCall(site.module, site.options[-1], call.args, call.kwargs, call.inputs, {}, before=before, cached=call.had_cache)
 
 
 def references_of(sites: Sequence[InstalledSite]) -> dict[str, ModuleReference]:

@@ -6,128 +6,33 @@ no model of the kind has it: one that keeps no cache, or takes no mask.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from retrofit.checks.cache import PADDED, PLAIN, section, step_batch, ways_to_step
 from retrofit.checks.subject import pad_both_sides, takes_padding, without_mask
 from retrofit.errors import RetrofitError, first_line
 from retrofit.inputs.model_state import same_bits
-from retrofit.inputs.module_calls import is_cache
+from retrofit.inputs.module_calls import CallRecorder, RecordedCall, tensors_in
 from retrofit.inputs.probes import Inputs, accepts, extent_of, is_per_token, output_ids_name, resized, run
-from retrofit.passbase.method_reference import ModuleReference, RecordedCall
+from retrofit.passbase.method_reference import ModuleReference
 
 MOST = 2  # calls of a module that are kept of one forward: one that several depths share has many
 
 
-@dataclasses.dataclass(frozen=True)
-class CacheMark:
-    """Where an argument was a cache: what it is when the call is made again."""
-
-    two_sided: bool
-
-    def empty(self) -> Cache:
-        return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.two_sided else DynamicCache()
-
-
-def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `value` with `change` applied to everything in its lists, tuples and mappings; a cache is not taken apart."""
-    return pytree.tree_map(change, value, is_leaf=is_cache)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """Return the tensors in lists, tuples and mappings."""
-    return [leaf for leaf in pytree.tree_leaves(value, is_leaf=is_cache) if isinstance(leaf, Tensor)]
+def recorder_of(model: nn.Module, references: Mapping[str, ModuleReference], most: int = MOST) -> CallRecorder:
+    """Return a recorder of the calls of the sites at the paths of `references`, with those of their given children."""
+    return CallRecorder(model, {path: reference.given for path, reference in references.items()}, most=most, first=True)
 
 
 def same_calls(*both: Sequence[RecordedCall]) -> bool:
     """Return whether the tensors that two lists of calls received and returned are the same bits."""
-    ours, theirs = (tensors_of([(call.args, call.kwargs, call.returned) for call in calls]) for calls in both)
+    ours, theirs = (tensors_in([(call.args, call.kwargs, call.output) for call in calls]) for calls in both)
     return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
-
-
-def has_cache(call: RecordedCall) -> bool:
-    """Return whether the call received a cache."""
-    return any(isinstance(leaf, CacheMark) for leaf in pytree.tree_leaves((call.args, call.kwargs)))
-
-
-def copied(value: Any) -> Any:
-    """Return a copy that no later operation changes; a cache is only marked."""
-
-    def copy(leaf: Any) -> Any:
-        if is_cache(leaf):
-            return CacheMark(isinstance(leaf, EncoderDecoderCache))
-        return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-    return map_leaves(value, copy)
-
-
-@dataclasses.dataclass
-class OpenCall:
-    """A call that has begun."""
-
-    number: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    children: dict[str, list[tuple[tuple[Any, ...], dict[str, Any], Any]]]
-
-
-class CallRecorder:
-    """Records the calls of some modules, by path, while its hooks are in place."""
-
-    def __init__(self, model: nn.Module, references: Mapping[str, ModuleReference], most: int = MOST) -> None:
-        self.model, self.references, self.most = model, references, most
-        self.calls: dict[str, list[RecordedCall]] = {path: [] for path in references}
-        self.open: dict[str, list[OpenCall]] = {path: [] for path in references}
-        self.begun = 0
-        self.inputs: Mapping[str, Any] = {}  # of the model, in the forward under way
-
-    @contextlib.contextmanager
-    def recording(self) -> Iterator[dict[str, list[RecordedCall]]]:
-        """Within this context the calls are recorded, the first `most` of each module."""
-        handles = [handle for path, reference in self.references.items() for handle in self.watch(path, reference)]
-        try:
-            yield self.calls
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def watch(self, path: str, reference: ModuleReference) -> Iterator[Any]:
-        module = self.model.get_submodule(path)
-        opened = self.open[path]
-
-        def begin(_: nn.Module, args: Any, kwargs: Any) -> None:
-            opened.append(OpenCall(self.begun, copied(tuple(args)), copied(dict(kwargs)), {}))
-            self.begun += 1
-
-        def end(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            call = opened.pop()
-            if len(self.calls[path]) < self.most:
-                children = {name: tuple(calls) for name, calls in call.children.items()}
-                self.calls[path].append(RecordedCall(call.number, call.args, call.kwargs, copied(output), self.inputs, children))
-
-        yield module.register_forward_pre_hook(begin, with_kwargs=True)
-        yield module.register_forward_hook(end, with_kwargs=True, prepend=True)
-        for name in reference.given:
-            child = module._modules.get(name)
-            if child is not None:
-                yield child.register_forward_hook(self.child_hook(name, opened), with_kwargs=True)
-
-    @staticmethod
-    def child_hook(name: str, opened: list[OpenCall]) -> Callable[..., None]:
-        def hook(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if opened:
-                opened[-1].children.setdefault(name, []).append((copied(tuple(args)), copied(dict(kwargs)), copied(output)))
-
-        return hook
 
 
 # ── Ways to run the model ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -153,7 +58,7 @@ class Way:
 
 def record_sites(model: nn.Module, references: References, inputs: Inputs, most: int = MOST) -> Calls:
     """Return the calls of the sites in a forward on these inputs, at most so many of each."""
-    recorder = CallRecorder(model, references, most)
+    recorder = recorder_of(model, references, most)
     recorder.inputs = inputs
     with recorder.recording() as calls:
         run(model, inputs)
@@ -244,7 +149,7 @@ class SiteWays:
             self.missing.append((f"no module was compared {words}", f"the inputs are {total} tokens long"))
             return {}
         cached = {path: reference for path, reference in self.references.items() if reference.cached}
-        recorder, cache, count = CallRecorder(self.model, cached, len(lengths) + 2), None, len(lengths) + 1
+        recorder, cache, count = recorder_of(self.model, cached, len(lengths) + 2), None, len(lengths) + 1
         with recorder.recording() as calls:
             for start, stop in itertools.pairwise((0, *itertools.accumulate((total - sum(lengths), *lengths)))):
                 recorder.inputs = chunk = {**section(whole, name, start, stop), "use_cache": True}
@@ -260,9 +165,9 @@ class SiteWays:
         Inside a strided layer there are fewer: a step without an anchor does not call it.
         """
         strided = any(reference.inside is not None and path.startswith(f"{outer}.") for outer, reference in self.references.items())
-        if (len(calls) == count or (strided and 0 < len(calls) < count)) and all(map(has_cache, calls)):
+        if (len(calls) == count or (strided and 0 < len(calls) < count)) and all(call.had_cache for call in calls):
             return True
-        shapes = [[tensor.shape for tensor in tensors_of((call.args, call.kwargs))[:1]] for call in (*calls[:1], *calls[-1:])]
+        shapes = [[tensor.shape for tensor in tensors_in((call.args, call.kwargs))[:1]] for call in (*calls[:1], *calls[-1:])]
         if calls and shapes[0] != shapes[-1]:
             is_shared = len(calls) > count
             why = "several depths share it" if is_shared else "it receives no cache"

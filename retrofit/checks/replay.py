@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
-from retrofit.checks.recording import CacheMark, map_leaves, tensors_of
+from retrofit.inputs.module_calls import CacheMark, RecordedCall, map_tensors, tensors_in
 from retrofit.numerics.distances import distance
 from retrofit.numerics.precision import Widened
 from retrofit.passbase.method_reference import (
@@ -29,7 +29,6 @@ from retrofit.passbase.method_reference import (
     ModuleReference,
     OneOf,
     Place,
-    RecordedCall,
     SiteCall,
     item,
     linked,
@@ -159,7 +158,7 @@ def repeated_noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 def used_integers(calls: Sequence[RecordedCall]) -> Tensor:
     """Return the integers among the arguments of some calls, each once: rows of a table that may be read."""
-    tensors = tensors_of([(call.args, call.kwargs) for call in calls])
+    tensors = tensors_in([(call.args, call.kwargs) for call in calls])
     found = [torch.zeros(1, dtype=torch.long), *(tensor.cpu().flatten() for tensor in tensors if tensor.dtype == torch.long)]
     unique = torch.cat(found).unique()
     return unique[unique >= 0]
@@ -236,7 +235,7 @@ def compare_others(name: str, expected: Expected, call: SiteCall, args: Any, kwa
 
 def first_difference(value: Any, other: Any) -> str:
     """Return how the first two tensors inside differ that do, "" where none do."""
-    pairs = zip(tensors_of(value), tensors_of(other), strict=False)
+    pairs = zip(tensors_in(value), tensors_in(other), strict=False)
     return next((problem for pair in pairs if (problem := difference(*pair))), "")
 
 
@@ -341,19 +340,19 @@ class Replay:
                 return cache
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 return value
-            return self.memo.setdefault(id(value), value.double())
+            return self.memo.setdefault(id(value), value.detach().to(torch.float64, copy=True))
 
         def leaf(value: Any) -> Any:
-            wide = map_leaves(value, widen)
+            wide = map_tensors(value, widen)
             if isinstance(wide, Tensor) and wide.is_floating_point() and wide.dim() > 1 and not wide.requires_grad:
                 self.inputs.append(wide.requires_grad_())
             return wide
 
         self.args = tuple(map(leaf, call.args))
         self.kwargs = {name: leaf(value) for name, value in call.kwargs.items()}
-        self.results = {name: [map_leaves(returned, widen) for _, _, returned in made] for name, made in call.children.items()}
+        self.results = {name: [map_tensors(child.output, widen) for child in made] for name, made in call.children.items()}
         with torch.enable_grad():  # gradients go on from the CPU to the arguments
-            args, kwargs, inputs, results = map_leaves((self.args, self.kwargs, call.inputs, self.results), self.on_the_cpu)
+            args, kwargs, inputs, results = map_tensors((self.args, self.kwargs, call.inputs, self.results), self.on_the_cpu)
         staying = self.on_the_cpu(call.staying)
         self.site = SiteCall(module, options, args, kwargs, inputs, results, (), before, cached, staying)
 
@@ -382,7 +381,7 @@ class Replay:
 
     def module_draws(self, seed: int) -> list[Draw]:
         """Return the random numbers that the module draws; its caches stay as they are."""
-        args, kwargs = map_leaves((self.args, self.kwargs), lambda leaf: copy.deepcopy(leaf) if isinstance(leaf, Cache) else leaf)
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda leaf: copy.deepcopy(leaf) if isinstance(leaf, Cache) else leaf)
         torch.manual_seed(seed)
         with torch.no_grad(), self.children(False), Widened(), RandomDraws() as drawn:
             self.module.forward(*args, **kwargs)  # its hooks ran when the call was recorded

@@ -26,14 +26,14 @@ NAME = re.compile(r"\.retrofit-[0-9a-f]{16}\.partial")
 YOUNGEST = 60  # seconds since the last change of a draft that is removed: one that was just made may not be locked yet
 LONGEST = 100  # characters of a name that are kept
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
-NUMBERS, TEXTS = "|".join(map(str, FULL)), "|".join(re.escape(os.strerror(one)) for one in FULL)
+NUMBERS, TEXTS = "|".join(map(str, FULL)), "|".join(re.escape(os.strerror(number)) for number in FULL)
 OF_TORCH = r"PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+"  # it does not say why
 IN_WORDS = re.compile(rf"os error ({NUMBERS})\b|{TEXTS}|{OF_TORCH}")  # safetensors, in Rust, says the number
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, force: bool = False) -> Iterator[BinaryIO]:
-    """A file to write to; it is at `path`, on the disk, once the block ends, and nowhere if the block raises."""
+    """Yield a file to write to; it is at `path`, on the disk, once the block ends, and nowhere if the block raises."""
     path = final_name(path, force=force, directory=False)
     draft = draft_of(path)
     with explained(path):
@@ -52,7 +52,7 @@ def whole_file(path: Path, *, force: bool = False) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
-    """A directory to write a model into; once the block ends it is at `path`, and if it raises it is gone.
+    """Yield a directory to write a model into; once the block ends it is at `path`, and if it raises it is gone.
 
     With `force` it replaces another model, and what its directory held besides stays. Nothing else is replaced.
     """
@@ -77,7 +77,7 @@ def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> Iterator[Path]:
-    """A directory to write into, of which every file has its name in `folder` once the block ends, and none if it raises.
+    """Yield a directory to write into; its files get their names in `folder` once the block ends, and none does if it raises.
 
     Raises at once where one of `names` exists, and before any has its name where another file that was written does.
     """
@@ -93,7 +93,7 @@ def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> I
 
 
 def place_files(drafts: Sequence[Path], folder: Path, *, force: bool) -> None:
-    """Each file has its name in `folder`; without `force` all have, or none."""
+    """Give each file its name in `folder`; without `force` to all of them, or to none."""
     for draft in drafts:
         final_name(folder / draft.name, force=force, directory=False)
     placed: list[Path] = []
@@ -108,7 +108,7 @@ def place_files(drafts: Sequence[Path], folder: Path, *, force: bool) -> None:
 
 
 def place_file(draft: Path, path: Path, *, force: bool) -> None:
-    """The file has its name; raises `CheckpointError` where another has it and may not be replaced."""
+    """Give the file its name. Raise `CheckpointError` where another has it and may not be replaced."""
     if not force:
         try:
             os.link(draft, path)  # unlike a rename, it never replaces
@@ -124,7 +124,7 @@ def place_file(draft: Path, path: Path, *, force: bool) -> None:
 
 
 def place_directory(draft: Path, path: Path) -> None:
-    """The directory has its name; raises `CheckpointError` where something has it already, be it not an empty directory."""
+    """Give the directory its name. Raise `CheckpointError` where anything but an empty directory has it."""
     try:
         draft.rename(path)
     except OSError:
@@ -134,7 +134,7 @@ def place_directory(draft: Path, path: Path) -> None:
 
 
 def put_away(previous: Path, path: Path, *, replaced: bool) -> None:
-    """A directory that was renamed to make room is back where nothing replaced it, else gone but for what is not a model's."""
+    """Put back a directory that was renamed to make room; where it was replaced, keep only what is not a model's."""
     if not previous.exists():
         return
     try:
@@ -149,7 +149,7 @@ def put_away(previous: Path, path: Path, *, replaced: bool) -> None:
 
 
 def final_name(path: Path, *, force: bool, directory: bool) -> Path:
-    """`path` with its links followed; raises where something exists there that may not be replaced, or nothing can be written."""
+    """Return `path` with its links followed. Raise where what is there may not be replaced, or nothing can be written."""
     if path.exists():
         if path.is_dir() != directory:
             kinds = ("a directory", "a file") if path.is_dir() else ("a file", "a directory")
@@ -171,7 +171,7 @@ def exists_already(path: Path) -> CheckpointError:
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """A failure to write is a `CheckpointError` that names `path` and the reason."""
+    """Raise a failure to write as a `CheckpointError` that names `path` and the reason."""
     try:
         yield
     except RetrofitError:
@@ -188,13 +188,13 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def flush_file(path: Path) -> None:
-    """The file's contents are on the disk."""
+    """Write the file's contents to the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def flush_directory(path: Path) -> None:
-    """The directory's entries are on the disk, where the system can say so."""
+    """Write the directory's entries to the disk, where the system can do that."""
     if os.name == "posix":
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -207,13 +207,13 @@ def flush_directory(path: Path) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """A new hidden name in the directory of `path` for what is being written; drafts of processes that were killed are gone."""
+    """Return a new hidden name in the directory of `path` for a draft; remove drafts of processes that were killed."""
     remove_abandoned(path.parent)
     return path.parent / f".retrofit-{secrets.token_hex(8)}.partial"
 
 
 def aside_of(path: Path) -> Path:
-    """A new hidden name in the directory of `path` for what stood there, which nobody removes unasked."""
+    """Return a new hidden name in the directory of `path` for what was there, which nobody removes unasked."""
     return path.parent / f".retrofit-{secrets.token_hex(8)}.{path.name[:LONGEST]}.replaced"
 
 
@@ -230,7 +230,7 @@ def held(draft: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def draft_folder(beside: Path) -> Iterator[Path]:
-    """A new folder in the directory of `beside`, gone after the block."""
+    """Yield a new folder in the directory of `beside`, removed after the block."""
     draft = draft_of(beside)
     try:
         draft.mkdir()
@@ -242,7 +242,7 @@ def draft_folder(beside: Path) -> Iterator[Path]:
 
 
 def is_held(path: Path) -> bool:
-    """Whether another process, or another part of this one, holds the file or folder."""
+    """Return whether another process, or another part of this one, holds the file or folder."""
     try:
         import fcntl  # of Unix alone
 
@@ -261,7 +261,7 @@ def is_held(path: Path) -> bool:
 
 
 def lock(descriptor: int) -> bool:
-    """Whether the open file is this process's now, until it is closed; False where another has it or the system has no locks."""
+    """Lock the open file until it is closed; return False where another process has it or the system has no locks."""
     with contextlib.suppress(ImportError, OSError):
         import fcntl  # of Unix alone
 
@@ -271,7 +271,7 @@ def lock(descriptor: int) -> bool:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """No draft is in the folder whose process is gone; what cannot be removed stays."""
+    """Remove the drafts in the folder whose process is gone; what cannot be removed stays."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
             if NAME.fullmatch(entry.name) and not entry.is_symlink():
@@ -294,12 +294,12 @@ def remove_if_abandoned(draft: Path) -> None:
 
 
 def why_full(error: BaseException) -> str:
-    """What the system says of the disk, where that is why `error` was raised, else ""."""
-    one: BaseException | None = error
-    while one is not None:
-        if isinstance(one, OSError) and one.errno in FULL:
-            return os.strerror(one.errno).lower()
-        if found := IN_WORDS.search(str(one)):
+    """Return what the system says of the disk, where that is why `error` was raised, else ""."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in FULL:
+            return os.strerror(cause.errno).lower()
+        if found := IN_WORDS.search(str(cause)):
             return os.strerror(int(found[1])).lower() if found[1] else found[0].lower()
-        one = one.__cause__ or one.__context__
+        cause = cause.__cause__ or cause.__context__
     return ""

@@ -54,7 +54,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of the file; raises `CheckpointError` where it is no GGUF file, or one that is cut short or damaged."""
+    """Return the header of the file. Raise `CheckpointError` where it is no GGUF file, or is cut short or damaged."""
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise CheckpointError(
@@ -105,7 +105,7 @@ class Cursor:
         return Header(metadata, places, -(-self.position // alignment) * alignment, len(self.content))
 
     def number(self, letter: str) -> Any:
-        """The number of struct's format `letter`."""
+        """Return the number of struct's format `letter`."""
         (value,) = struct.unpack_from(self.order + letter, self.content, self.position)
         self.position += struct.calcsize(letter)
         return value
@@ -122,7 +122,7 @@ class Cursor:
         self.position += length
 
     def value(self, kind: int) -> Any:
-        """The value of that kind, of an array its length."""
+        """Return the value of that kind, of an array its length."""
         if kind == STRING:
             return self.text()
         if kind != ARRAY:

@@ -23,7 +23,7 @@ MOST = 1 << 62  # bytes, where nothing says
 
 
 def memory_limit() -> int:
-    """The least, in bytes, of the machine's memory with its swap, the control group's and the process's own limits."""
+    """Return the least, in bytes, of the machine's memory with its swap, the control group's and the process's own limits."""
     limits = [MOST]
     with contextlib.suppress(OSError, ValueError, IndexError):
         entries = dict(line.split(":", 1) for line in MACHINE.read_text().splitlines())
@@ -34,13 +34,13 @@ def memory_limit() -> int:
     with contextlib.suppress(ImportError):
         import resource  # of Unix alone
 
-        own = [resource.getrlimit(one)[0] for one in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
-        limits += [one for one in own if one != resource.RLIM_INFINITY]
-    return min(one for one in limits if one > 0)
+        own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
+        limits += [limit for limit in own if limit != resource.RLIM_INFINITY]
+    return min(limit for limit in limits if limit > 0)
 
 
 def require_memory(needed: int, what: str, *, remedy: str = "") -> None:
-    """`needed` bytes could be in memory at once, else `CheckpointError` about `what`."""
+    """Raise `CheckpointError` about `what` unless `needed` bytes could be in memory at once."""
     limit = memory_limit()
     if needed > limit:
         raise CheckpointError(
@@ -56,7 +56,7 @@ def in_gigabytes(size: int) -> str:
 
 
 def require_unpacked_fits(path: Path) -> None:
-    """What the archive at `path` unpacks to fits in memory, else `CheckpointError`; nothing is unpacked. No archive is none."""
+    """Raise `CheckpointError` unless what the archive at `path` unpacks to fits in memory; nothing is unpacked."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             require_memory(sum(entry.file_size for entry in archive.infolist()), f"what {path} unpacks to")
@@ -67,26 +67,26 @@ PAGE_OUT = 21  # MADV_PAGEOUT, since Linux 5.4: pages mapped from a file are rea
 
 @functools.cache
 def c_library() -> Any:
-    """The C library of this process; None where it is not Linux."""
+    """Return the C library of this process; None where it is not Linux."""
     return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def release_freed_memory() -> None:
-    """What was freed, and kept to be given out again, is the system's, where the C library can do that."""
+    """Return freed memory that the C library keeps to the system, where it can do that."""
     trim = getattr(c_library(), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def page_out(tensors: Iterable[Tensor]) -> None:
-    """Whole pages of these tensors leave memory where they can be read again: from the file they are mapped from, or swap space."""
+    """Release the memory of tensors whose pages can be read again: from the file they are mapped from, or swap space."""
     advise = getattr(c_library(), "madvise", None)
     if advise is None:
         return
-    for one in tensors:
-        if one.device.type != "cpu" or not one.is_contiguous():
+    for tensor in tensors:
+        if tensor.device.type != "cpu" or not tensor.is_contiguous():
             continue
-        first = -(-one.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = (one.data_ptr() + one.numel() * one.element_size() - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (tensor.data_ptr() + tensor.numel() * tensor.element_size() - first) // mmap.PAGESIZE * mmap.PAGESIZE
         if size > 0:
             advise(ctypes.c_void_p(first), ctypes.c_size_t(size), PAGE_OUT)  # refused, it changes nothing

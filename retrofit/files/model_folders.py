@@ -28,10 +28,10 @@ SHOWN = 3  # names in an error
 
 
 def is_model_folder(path: Path) -> bool:
-    """Whether the directory holds a model that transformers or sentence-transformers wrote."""
+    """Return whether the directory holds a model that transformers or sentence-transformers wrote."""
     config, modules = read_json(path / "config.json"), read_json(path / "modules.json")
     described = isinstance(config, dict) and ("model_type" in config or "architectures" in config)
-    return described or (isinstance(modules, list) and all(isinstance(one, dict) and "path" in one for one in modules))
+    return described or (isinstance(modules, list) and all(isinstance(module, dict) and "path" in module for module in modules))
 
 
 def require_replaceable(path: Path) -> None:
@@ -55,7 +55,7 @@ def require_replaceable(path: Path) -> None:
 
 
 def carry_over(old: Path, new: Path) -> None:
-    """What `old` holds that is not its model's, and that `new` has no other of, is in `new`; `old` is gone."""
+    """Move into `new` what `old` holds that is not its model's, unless `new` has its own; remove `old`."""
     for entry in sorted(old.iterdir()):
         place, folder = new / entry.name, entry.is_dir() and not entry.is_symlink()
         if folder and entry.name == TEMPLATES:
@@ -70,17 +70,17 @@ def carry_over(old: Path, new: Path) -> None:
 
 
 def is_own(file: Path) -> bool:
-    """Whether a file is a model's, by its name, or a card that says what the model went through."""
+    """Return whether a file is a model's, by its name, or a card that describes how the model was rewritten."""
     return any(fnmatch.fnmatchcase(file.name, pattern) for pattern in OWN) or (file.name == CARD and says_recipe(file))
 
 
 def says_recipe(card: Path) -> bool:
-    """Whether a card says of a model what it went through."""
+    """Return whether a card describes how the model was rewritten."""
     return card.is_file() and OF_A_RECIPE in card.read_text(encoding="utf-8", errors="surrogateescape")
 
 
 def read_json(file: Path) -> Any:
-    """What the file holds; None where it is not there, or not JSON."""
+    """Return what the file holds; None where it does not exist, or is not JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -88,7 +88,7 @@ def read_json(file: Path) -> Any:
 
 
 def as_path(given: object) -> Path:
-    """A path that a user gave, as text or as a path; else `CheckpointError`."""
+    """Return a path that a user gave, as text or as a path. Raise `CheckpointError` for anything else."""
     if isinstance(given, (str, os.PathLike)):
         return Path(given)
     raise CheckpointError(

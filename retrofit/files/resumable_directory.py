@@ -28,28 +28,28 @@ class Unfinished:
         self.state = state
         self.folder = state / "directory"  # what will have the name
         self.aside = state / "aside"  # what is needed on the way
-        for one in (self.folder, self.aside):
-            one.mkdir(exist_ok=True)
+        for folder in (self.folder, self.aside):
+            folder.mkdir(exist_ok=True)
         self.steps = set(read_steps(state / STEPS))
 
     def record(self, steps: Iterable[str]) -> None:
-        """These steps need not be done again: their results are on the disk."""
-        new = [one for one in dict.fromkeys(steps) if one not in self.steps]
+        """Record that these steps need not be done again: their results are on the disk."""
+        new = [step for step in dict.fromkeys(steps) if step not in self.steps]
         with (self.state / STEPS).open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(one) + "\n" for one in new)
+            file.writelines(json.dumps(step) + "\n" for step in new)
             file.flush()
             os.fsync(file.fileno())
         self.steps.update(new)
 
 
 def unfinished_of(path: Path) -> Path:
-    """Where a directory lies until it is whole."""
+    """Return where a directory lies until it is whole."""
     path = path.resolve()
     return path.parent / f".retrofit-{path.name}.unfinished"
 
 
 def read_steps(file: Path) -> Iterator[str]:
-    """The steps that were recorded; a line that was cut short is none."""
+    """Yield the steps that were recorded; a line that was cut short is none."""
     if file.is_file():
         for line in file.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
@@ -57,7 +57,7 @@ def read_steps(file: Path) -> Iterator[str]:
 
 
 def is_same(state: Path, identity: Mapping[str, Any]) -> bool:
-    """Whether what lies there was to become the same."""
+    """Return whether the directory under way there has the same identity."""
     try:
         found = json.loads((state / IDENTITY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -67,7 +67,7 @@ def is_same(state: Path, identity: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def resumable_directory(path: Path, identity: Mapping[str, Any], *, force: bool = False) -> Iterator[Unfinished]:
-    """A directory to write a model into; it is at `path` once the block ends, and what was there before is replaced with `force`.
+    """Yield a directory to write a model into; once the block ends it is at `path`, where `force` replaces what was there.
 
     Where the block raises, or the process is killed, nothing is at `path`. After a kill, an interruption or a failure of the system
     what was done is kept, and found again with the same `identity`; after any other failure it is gone.
@@ -112,7 +112,7 @@ def resumable_directory(path: Path, identity: Mapping[str, Any], *, force: bool 
 
 
 def clear(state: Path, lock: IO[str]) -> None:
-    """Nothing but the lock is there."""
+    """Remove everything but the lock."""
     for entry in state.iterdir():
         if entry.name != Path(lock.name).name:
             shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
@@ -120,7 +120,7 @@ def clear(state: Path, lock: IO[str]) -> None:
 
 @contextlib.contextmanager
 def locked(state: Path, path: Path) -> Iterator[IO[str]]:
-    """The folder is there, and no other process has it."""
+    """Make the folder, and lock it against other processes."""
     import fcntl  # of Unix alone
 
     try:

@@ -52,12 +52,12 @@ class Extent:
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Return the size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def extents_in(file: Path) -> dict[str, Extent]:
-    """Where the tensors of a safetensors file lie, by name; raises `CheckpointError` where it is not one, or is cut short.
+    """Return where the tensors of a safetensors file lie, by name. Raise `CheckpointError` where it is none, or is cut short.
 
     Every byte after the header belongs to exactly one tensor.
     """
@@ -65,10 +65,10 @@ def extents_in(file: Path) -> dict[str, Extent]:
         header, begin, whole = read_header(file)
         found = {name: extent_of(file, begin, name, entry) for name, entry in header.items() if name != METADATA}
         end = begin
-        for name, one in sorted(found.items(), key=lambda item: (item[1].start, item[1].size)):
-            if one.start != end:
-                raise ValueError(f"{name} begins at byte {one.start:,}, and what is before it ends at {end:,}")
-            end += one.size
+        for name, extent in sorted(found.items(), key=lambda item: (item[1].start, item[1].size)):
+            if extent.start != end:
+                raise ValueError(f"{name} begins at byte {extent.start:,}, and what is before it ends at {end:,}")
+            end += extent.size
         if end != whole:
             raise ValueError(f"its tensors end at byte {end:,}, the file at {whole:,}")
     except OSError as error:
@@ -87,7 +87,7 @@ def extents_in(file: Path) -> dict[str, Extent]:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int, int]:
-    """The header, the byte at which the tensors begin, and the size of the file; raises `ValueError` where there is none."""
+    """Return the header, the byte at which the tensors begin, and the size of the file. Raise `ValueError` without a header."""
     if not stat.S_ISREG(os.stat(file).st_mode):
         raise ValueError("it is not a regular file")
     with file.open("rb") as opened:
@@ -111,17 +111,17 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def extent_of(file: Path, begin: int, name: str, entry: Any) -> Extent:
-    """The place that an entry of the header says; raises `ValueError` where it contradicts itself."""
+    """Return the place that an entry of the header gives. Raise `ValueError` where it contradicts itself."""
     if not isinstance(entry, dict) or not are_sizes(entry.get("shape")) or not are_sizes(entry.get(PLACE)):
         raise ValueError(f"{name} has no shape or no place in the file")
     if entry.get("dtype") not in DTYPES:
         raise ValueError(f"{name} is of type {entry.get('dtype')!r}, which is not known")
-    one = Extent(file, begin + entry[PLACE][0], DTYPES[entry["dtype"]], tuple(entry["shape"]))
-    if entry[PLACE] != [entry[PLACE][0], entry[PLACE][0] + one.size]:
-        raise ValueError(f"{name} of the shape {list(one.shape)} takes {one.size:,} bytes, and its place has another size")
-    return one
+    extent = Extent(file, begin + entry[PLACE][0], DTYPES[entry["dtype"]], tuple(entry["shape"]))
+    if entry[PLACE] != [entry[PLACE][0], entry[PLACE][0] + extent.size]:
+        raise ValueError(f"{name} of the shape {list(extent.shape)} takes {extent.size:,} bytes, and its place has another size")
+    return extent
 
 
 def are_sizes(value: Any) -> bool:
-    """Whether the value is a list of whole numbers from 0 on."""
-    return isinstance(value, list) and all(type(one) is int and one >= 0 for one in value)
+    """Return whether the value is a list of integers ≥ 0."""
+    return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, cat, nn
 
 from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_memory import set_aside
 from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.module_calls import CallRecorder, RecordedCall, real_rows, real_tokens, watched
 from retrofit.inputs.probes import accepts, extent_of, run
 from retrofit.progress import counted
 
@@ -36,70 +39,88 @@ class Calibration:
 
     batches: tuple[dict[str, Any], ...]
 
-    @torch.no_grad()
     def observe(self, model: nn.Module, watchers: Mapping[str, Watcher]) -> None:
-        """Each watcher has seen the input of the module at its path, batch by batch: (tokens, d), padding left out.
+        """Show each watcher the input of the module at its path, batch by batch: (tokens, d), padding left out.
 
-        A watcher that raises `Enough` sees no more; when all have, the rest of the batches is not run. Every forward but the first
-        ends with the last call that a watcher waits for: as many of them as the first one made. The model runs in evaluation mode,
-        without a cache, and is left as it was.
+        A watcher that raises `Enough` sees no more; when all have, the rest of the batches is not run.
         """
-        waiting, made = set(watchers), collections.Counter[str]()
+        masks: list[Tensor] = []
+
+        def begin(inputs: Mapping[str, Any]) -> None:
+            masks[:] = real_tokens(inputs)
+
+        def see(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+            values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()]
+            if values and len(rows := real_rows(values[0].detach(), masks)):
+                watchers[path](rows)
+
+        self.run(model, watchers, begin, see)
+
+    def record(self, model: nn.Module, paths: Collection[str]) -> dict[str, list[RecordedCall]]:
+        """Return the calls of the modules at `paths`, in order, so that what replaces a module can be called likewise."""
+        recorder = CallRecorder(model, dict.fromkeys(paths, ()), store=set_aside)
+
+        def begin(inputs: Mapping[str, Any]) -> None:
+            recorder.inputs = inputs
+
+        with recorder.recording():
+            self.run(model, paths, begin, lambda *call: None, returned=True)
+        return recorder.calls
+
+    @torch.no_grad()
+    def run(
+        self,
+        model: nn.Module,
+        paths: Collection[str],
+        begin: Callable[[Mapping[str, Any]], None],
+        see: Callable[..., None],
+        *,
+        returned: bool = False,
+    ) -> None:
+        """Run the model on the batches, while `see` gets each call of the modules at `paths`, as `watched` gives it.
+
+        With `returned` it also gets what they returned. `begin` gets the inputs of each forward. A module whose watcher raises
+        `Enough` is not waited for any more; where none is, the rest is not run. Every forward but the first ends with the last call
+        that is waited for: as many of them as the first one made. The model runs in evaluation mode, without a cache, and stays as
+        it was.
+        """
+        waiting, usual = set(paths), collections.Counter[str]()  # calls by path, as the first forward made them
         without_cache = {"use_cache": False} if accepts(model, "use_cache") else {}
         with evaluation_mode(model):
             for batch in counted(self.batches, "running the model on text, batch", len(self.batches)):
                 inputs = named_inputs(model, batch)
-                last = sum(made[path] for path in waiting) if all(made[path] for path in waiting) else None
-                watched = WatchedForward(real_tokens(model, inputs), waiting, last)
-                handles = [watched.watch(model.get_submodule(path), path, watchers[path]) for path in waiting]
-                try:
+                begin(inputs)
+                last = sum(usual[path] for path in waiting) if all(usual[path] for path in waiting) else None
+                forward = WatchedForward(see, waiting, last)
+                modules = {path: model.get_submodule(path) for path in waiting}
+                hooks = watched(modules, after=forward.see) if returned else watched(modules, before=forward.see)
+                with hooks, contextlib.suppress(Stop):
                     run(model, {**inputs, **without_cache})
-                except Stop:
-                    pass
-                finally:
-                    for handle in handles:
-                        handle.remove()
                 if not waiting:
                     return
-                made = made or watched.made
+                usual = usual or forward.made
 
 
 class WatchedForward:
-    """A forward whose modules' inputs watchers see, those in `waiting`; raises `Stop` in it when they have seen the last call."""
+    """A forward that ends, by `Stop`, with the last call that a watcher waits for."""
 
-    def __init__(self, masks: list[Tensor], waiting: set[str], last: int | None) -> None:
-        self.masks, self.waiting, self.last = masks, waiting, last
+    def __init__(self, watcher: Callable[..., None], waiting: set[str], last: int | None) -> None:
+        self.watcher, self.waiting, self.last = watcher, waiting, last
         self.made = collections.Counter[str]()  # calls by path
 
-    def watch(self, module: nn.Module, path: str, watcher: Watcher) -> Any:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self.made[path] += 1
-            values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.is_floating_point()]
-            if values and path in self.waiting:
-                try:
-                    if len(rows := self.real(values[0].detach())):
-                        watcher(rows)
-                except Enough:
-                    self.waiting.discard(path)
-            if not self.waiting or self.made.total() == self.last:
-                raise Stop
-
-        return module.register_forward_pre_hook(hook, with_kwargs=True)
-
-    def real(self, x: Tensor) -> Tensor:
-        """The rows of x that are no padding: (tokens, d)."""
-        mask = next((mask for mask in self.masks if mask.shape == x.shape[:-1]), None)
-        return x.reshape(-1, x.shape[-1]) if mask is None else x[mask]
-
-
-def real_tokens(model: nn.Module, inputs: Mapping[str, Any]) -> list[Tensor]:
-    """The masks among the inputs that say which positions are no padding: (batch, length), boolean."""
-    masks = [value for name, value in inputs.items() if name.endswith("attention_mask") and isinstance(value, Tensor)]
-    return [mask.bool() for mask in masks if mask.dim() == 2]
+    def see(self, path: str, *call: Any) -> None:
+        self.made[path] += 1
+        if path in self.waiting:
+            try:
+                self.watcher(path, *call)
+            except Enough:
+                self.waiting.discard(path)
+        if not self.waiting or self.made.total() == self.last:
+            raise Stop
 
 
 def split_calibration(calibration: Calibration, tokens: int, held_out_tokens: int = 0) -> tuple[Calibration, Calibration]:
-    """Windows of about `tokens` tokens to fit on, spread evenly over the data, and windows of about `held_out_tokens` held out.
+    """Return windows of about `tokens` tokens to fit on, spread evenly, and windows of about `held_out_tokens` held out.
 
     Without `held_out_tokens` these are a quarter as many. Where the data is a single window, both parts are that window.
     """
@@ -114,14 +135,14 @@ def split_calibration(calibration: Calibration, tokens: int, held_out_tokens: in
 
 
 def sample_calibration(calibration: Calibration, tokens: int) -> Calibration:
-    """Windows of about `tokens` tokens, spread evenly over the data; all of it where it is no more."""
+    """Return windows of about `tokens` tokens, spread evenly over the data; all of it where it is no more."""
     windows = [window for batch in calibration.batches for window in windows_of_batch(batch)]
     length = max(1, max(length_of(window) for window in windows))
     return Calibration(tuple(batched(spread(windows, max(1, tokens // length)))))
 
 
 def windows_of_batch(batch: Window) -> Iterator[Window]:
-    """Each row of a batch as a batch of one; a value without rows is in all of them."""
+    """Yield each row of a batch as a batch of one; a value without rows is in all of them."""
     rows, _ = extent_of(batch)
     for row in range(rows):
         yield {
@@ -131,12 +152,12 @@ def windows_of_batch(batch: Window) -> Iterator[Window]:
 
 
 def length_of(window: Window) -> int:
-    """The tokens of a window; those of an image are not known before it is run, and count as its rows of pixels."""
+    """Return the tokens of a window; those of an image are not known before it is run, and count as its rows of pixels."""
     return max((value.shape[-1] for value in window.values() if isinstance(value, Tensor) and value.dim()), default=1)
 
 
 def spread(windows: Sequence[Window], most: int) -> list[Window]:
-    """At most so many of the windows, at even distances, the last one included."""
+    """Return at most so many of the windows, at even distances, the last one included."""
     count = min(most, len(windows))
     return [windows[(index + 1) * len(windows) // count - 1] for index in range(count)]
 
@@ -147,12 +168,12 @@ def evenly_spaced(x: Tensor, most: int) -> Tensor:
 
 
 def batched(windows: Iterable[Window]) -> Iterator[Window]:
-    """The windows in batches of up to `BATCH`, in order; one whose shapes differ from the last one's begins a batch."""
+    """Yield the windows in batches of up to `BATCH`, in order; a batch ends where shapes change."""
     for _, equal in itertools.groupby(windows, shapes_of):
         alike = list(equal)
         for first in range(0, len(alike), BATCH):
             part = alike[first : first + BATCH]
-            yield {name: cat([one[name] for one in part]) if is_row(value) else value for name, value in part[0].items()}
+            yield {name: cat([window[name] for window in part]) if is_row(value) else value for name, value in part[0].items()}
 
 
 def shapes_of(window: Window) -> list[Any]:

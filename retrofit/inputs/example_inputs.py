@@ -25,15 +25,17 @@ WIDTHS = 6  # of operations that may be the first, whose inputs are tried
 
 
 def forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
-    """The parameters of the model's forward by name; of a module that only hands its arguments on, those of the model inside."""
+    """Return the parameters of the model's forward by name; of a module that passes its arguments on, those of the one inside."""
     inside = handed_to(model)
     return dict(inspect.signature(model.forward).parameters) if inside is None else forward_parameters(inside)
 
 
 def handed_to(model: nn.Module) -> nn.Module | None:
-    """The only module inside one that takes whatever it is given, has no weights of its own, and so hands its arguments on."""
+    """Return the only module inside one that takes any arguments and has no weights of its own, to which it passes them on."""
     parameters, inside = inspect.signature(model.forward).parameters.values(), list(model.children())
-    takes_anything = len(parameters) == 2 and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters)
+    takes_anything = len(parameters) == 2 and all(
+        parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters
+    )
     return inside[0] if takes_anything and len(inside) == 1 and not (model._parameters or model._buffers) else None
 
 
@@ -41,8 +43,12 @@ def device_of(model: nn.Module) -> torch.device:
     return next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
 
 
+def dtype_of(model: nn.Module) -> torch.dtype:
+    return next((tensor.dtype for tensor in model.parameters() if tensor.is_floating_point()), torch.float32)
+
+
 def vocabulary_of(model: nn.Module) -> int:
-    """The number of token ids the model takes, from its config or else from its largest embedding."""
+    """Return the number of token ids the model takes, from its config or else from its largest embedding."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
@@ -52,7 +58,7 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def special_ids(model: nn.Module) -> set[int]:
-    """The ids that the model's config gives a meaning of their own."""
+    """Return the ids to which the model's config gives a meaning of their own."""
     config = getattr(model, "config", None)
     found: set[int] = set()
     for source in filter(None, (config, getattr(model, "generation_config", None))):
@@ -63,7 +69,7 @@ def special_ids(model: nn.Module) -> set[int]:
 
 
 def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Ordinary token ids, special ones left out: (batch, length)."""
+    """Return ordinary token ids, special ones left out: (batch, length)."""
     size = vocabulary_of(model)
     if size < 1:
         raise CaptureError(
@@ -79,14 +85,14 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
 
 
 def kinds_beside_ids(model: nn.Module) -> dict[str, torch.dtype]:
-    """What the model's forward takes beside token ids and follows from them where there is no padding, by name: its dtype."""
+    """Return the dtypes, by name, of what the forward takes beside token ids and follows from them without padding."""
     examples, named = provenance_of(model).examples or {}, forward_parameters(model)
     names = (name for name in ("attention_mask", "position_ids", "token_type_ids") if name in named)
     return {name: examples[name].dtype if name in examples else torch.long for name in names}
 
 
 def beside_ids(ids: torch.Tensor, kinds: Mapping[str, torch.dtype]) -> dict[str, torch.Tensor]:
-    """These inputs for token ids (batch, length): a mask that hides nothing, the numbers of the positions, one segment."""
+    """Return these inputs for token ids (batch, length): a mask that hides nothing, the positions, one segment."""
     values = {
         "attention_mask": torch.ones_like(ids),
         "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids),
@@ -96,12 +102,12 @@ def beside_ids(ids: torch.Tensor, kinds: Mapping[str, torch.dtype]) -> dict[str,
 
 
 def said_of(config: Any, *names: str) -> Any:
-    """The first of these values that the config gives; None where it gives none."""
+    """Return the first of these values that the config gives; None where it gives none."""
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def pixel_values(model: nn.Module, batch: int, seed: int = 0, *, film: bool = False) -> torch.Tensor:
-    """A batch of images, or of films, of the size that the config names: (batch, [frames,] channels, height, width)."""
+    """Return a batch of images, or of films, of the config's size: (batch, [frames,] channels, height, width)."""
     config = getattr(model, "config", None)
     encoder = said_of(config, "encoder")
     nested = (said_of(config, "vision_config", "image_config"), said_of(encoder, "vision_config"), encoder)
@@ -116,23 +122,23 @@ def pixel_values(model: nn.Module, batch: int, seed: int = 0, *, film: bool = Fa
 
 
 def is_film(model: nn.Module, batch: int) -> bool:
-    """Whether what a model sees has frames: it says so, or has a number of frames and takes no image."""
+    """Return whether what a model sees has frames: it says so, or has a number of frames and takes no image."""
     if "video" in modalities(model) and "image" not in modalities(model):
         return True
     if said_of(getattr(model, "config", None), "num_frames") is None:
         return False
-    image, film = ({"pixel_values": pixel_values(model, batch, film=one)} for one in (False, True))
+    image, film = ({"pixel_values": pixel_values(model, batch, film=has_frames)} for has_frames in (False, True))
     return not accepts(model, image) and accepts(model, film)
 
 
 def modalities(model: nn.Module) -> tuple[str, ...]:
-    """What a transformers model says it reads: text, image, video, audio, time; nothing of another model."""
+    """Return what a transformers model says it reads: text, image, video, audio, time; nothing of another model."""
     said = getattr(model, "input_modalities", ())
     return (said,) if isinstance(said, str) else tuple(said)
 
 
 def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
-    """What a model that hears may take: waves (batch, samples), or features of them by time, or time by features.
+    """Yield what a model that hears may take: waves (batch, samples), or features by time, or time by features.
 
     There are as many features as an operation of the model reads. Convolutions leave a few frames, or as many as a table has rows;
     otherwise both are as many as the config says.
@@ -155,7 +161,7 @@ def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, to
 
 
 def series(model: nn.Module, batch: int, seed: int = 0) -> dict[str, torch.Tensor] | None:
-    """What a model of time series accepts, of the sizes that its config names; None of another model.
+    """Return what a model of time series accepts, of the sizes that its config names; None of another model.
 
     Its values are (batch, time, channels) or (batch, time); a decoder continues them.
     """
@@ -166,7 +172,7 @@ def series(model: nn.Module, batch: int, seed: int = 0) -> dict[str, torch.Tenso
     generator = torch.Generator().manual_seed(seed)
     length += max(said_of(config, "lags_sequence") or [0])
     features = (said_of(config, "num_time_features") or 0) + (said_of(config, "num_dynamic_real_features") or 0)
-    reals, kinds = (said_of(config, f"num_static_{one}_features") for one in ("real", "categorical"))
+    reals, kinds = (said_of(config, f"num_static_{kind}_features") for kind in ("real", "categorical"))
     channels = said_of(config, "num_input_channels", "input_size") or 1
 
     def noise(*size: int) -> torch.Tensor:
@@ -189,9 +195,9 @@ def series(model: nn.Module, batch: int, seed: int = 0) -> dict[str, torch.Tenso
 
 
 def accepts(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether the model's code runs on inputs like these: a copy without weights is run, and nothing is computed."""
+    """Return whether the model's code runs on inputs like these: a copy without weights is run, and nothing is computed."""
     try:
-        hollow = all(one.is_meta for one in (*model.parameters(), *model.buffers()))
+        hollow = all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         skeleton = model if hollow else without_weights(model).eval()
     except Exception:  # whatever the model's own code raises
         return False
@@ -200,7 +206,7 @@ def accepts(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
 
 
 def runs_without_values(skeleton: nn.Module, inputs: Mapping[str, torch.Tensor], context: AbstractContextManager[Any]) -> bool:
-    """Whether the code of a model without weights runs on inputs like these."""
+    """Return whether the code of a model without weights runs on inputs like these."""
     try:
         with torch.no_grad(), HollowGroupedProducts(), context:
             skeleton(**{name: value.to("meta") for name, value in inputs.items()})
@@ -212,7 +218,7 @@ def runs_without_values(skeleton: nn.Module, inputs: Mapping[str, torch.Tensor],
 def example_inputs(
     model: nn.Module, batch: int = BATCH, length: int = LENGTH, seed: int = 0, *, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """Inputs the model accepts, by argument name, on `device` or else its own; raises `CaptureError` where they cannot be inferred.
+    """Return inputs the model accepts, by argument name, on `device` or its own. Raise `CaptureError` where none can be inferred.
 
     A graph module brings its own (`Provenance.examples`).
     """
@@ -223,7 +229,7 @@ def example_inputs(
     config = getattr(model, "config", None)
     inputs: dict[str, Any] = {}
     main = getattr(model, "main_input_name", None)
-    required = [name for name, one in parameters.items() if is_required(one)]
+    required = [name for name, parameter in parameters.items() if is_required(parameter)]
     seen = "pixel_values" if "pixel_values" in parameters else "pixel_values_videos"
     sees, reads = seen in parameters, "input_ids" in parameters
     if sees or reads:
@@ -242,7 +248,7 @@ def example_inputs(
         if sees and reads and not accepts(model, inputs):
             both = ("input_ids", seen)
             inputs = next((more for more in (made(*both), made(*both, "decoder_input_ids")) if accepts(model, more)), inputs)
-        dtype = next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+        dtype = dtype_of(model)
         if seen in inputs and dtype != torch.float32 and not accepts(model, inputs):  # code that casts no images
             inputs = {**inputs, seen: inputs[seen].to(dtype)}
     elif found := heard_by(model, batch, length, seed) or series(model, batch, seed):
@@ -260,7 +266,7 @@ def example_inputs(
 
 
 def heard_by(model: nn.Module, batch: int, length: int, seed: int) -> dict[str, torch.Tensor] | None:
-    """Sound that the model accepts, and its decoder's token ids where it has such; None of a model that hears nothing."""
+    """Return sound that the model accepts, and its decoder's token ids where it has such; None of a model that hears nothing."""
     parameters = forward_parameters(model)
     if not parameters.keys() & {"input_features", "input_values"}:
         return None
@@ -271,7 +277,7 @@ def heard_by(model: nn.Module, batch: int, length: int, seed: int) -> dict[str, 
 
 
 def as_written(parameter: inspect.Parameter) -> str:
-    """The name of a parameter with its stars."""
+    """Return the name of a parameter with its stars."""
     stars: dict[Any, str] = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}
     return stars.get(parameter.kind, "") + parameter.name
 
@@ -285,7 +291,7 @@ def is_named(parameter: inspect.Parameter) -> bool:
 
 
 def why_underivable(parameters: Mapping[str, inspect.Parameter], required: list[str], main: str | None) -> str:
-    """Why no inputs can be derived, from the parameters of the forward, the required ones and the model's main input."""
+    """Return why no inputs can be derived, from the parameters of the forward, the required ones and the main input."""
     if len(required) > 1:
         return f"it needs {', '.join(required[:-1])} and {required[-1]}, and what they hold is unknown"
     if not any(map(is_named, parameters.values())):
@@ -297,7 +303,7 @@ def why_underivable(parameters: Mapping[str, inspect.Parameter], required: list[
 
 
 def by_name(model: nn.Module, parameters: Mapping[str, inspect.Parameter], values: list[Any]) -> dict[str, Any]:
-    """The values as arguments in the order of the parameters; raises `CaptureError` where there are more than have names."""
+    """Return the values as arguments in the order of the parameters. Raise `CaptureError` where more are given than have names."""
     names = [name for name, parameter in parameters.items() if is_named(parameter)]
     if len(values) > len(names):
         raise CaptureError(
@@ -310,12 +316,12 @@ def by_name(model: nn.Module, parameters: Mapping[str, inspect.Parameter], value
 
 
 def trainable(value: torch.Tensor) -> torch.Tensor:
-    """The tensor, or its copy where it was made under `torch.inference_mode`: a backward pass may keep it."""
+    """Return the tensor, or its copy where it was made under `torch.inference_mode`: a backward pass may keep it."""
     return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value
 
 
 def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
-    """What the model is captured with: `given` (mapping, tensor, sequence) or derived inputs, by argument name, without a cache."""
+    """Return inputs to capture the model with, `given` (mapping, tensor, sequence) or derived ones, by name, without a cache."""
     parameters = forward_parameters(model)
     if given is None:
         inputs = example_inputs(model)

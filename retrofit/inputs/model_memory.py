@@ -24,12 +24,12 @@ SHARE = 4  # a quarter of its own
 
 
 def own_bytes(model: nn.Module) -> int:
-    """The bytes of the parameters and buffers, shared ones once."""
-    return sum(one.numel() * one.element_size() for one in (*model.parameters(), *model.buffers()))
+    """Return the bytes of the parameters and buffers, shared ones once."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def peak_bytes(action: Callable[[], Any]) -> int:
-    """The most bytes that the tensors made by the action took at one time; without what an operation needs while it runs."""
+    """Return the most bytes that the tensors made by the action took at a time, without what an operation needs as it runs."""
     with HeldStorages() as held:
         action()
     return held.most
@@ -47,10 +47,10 @@ class HeldStorages(TorchDispatchMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = function(*args, **(kwargs or {}))
-        given = {storage_of(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
-        made = {storage_of(one): one for one in tree_leaves(result) if isinstance(one, Tensor)}
+        given = {storage_of(tensor) for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)}
+        made = {storage_of(tensor): tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)}
         self.sizes = {storage: size for storage, size in self.sizes.items() if not storage.expired()}
-        self.sizes |= {storage: one.untyped_storage().nbytes() for storage, one in made.items() if storage not in given}
+        self.sizes |= {storage: tensor.untyped_storage().nbytes() for storage, tensor in made.items() if storage not in given}
         self.most = max(self.most, sum(self.sizes.values()))
         return result
 
@@ -60,22 +60,22 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 
 
 def offloaded_module(model: nn.Module) -> str | None:
-    """The path of the first module whose weights are elsewhere between its calls; None where there is none."""
+    """Return the path of the first module whose weights are elsewhere between its calls; None where there is none."""
     return next((path for path, module in model.named_modules() if has_offloaded_params(module)), None)
 
 
 def hooks_to_leave_out(model: nn.Module) -> dict[int, ModelHook]:
-    """By identity, for a deep copy: hooks that do nothing, for the hooks of accelerate with all that they hold."""
+    """Return, by identity, for a deep copy: hooks that do nothing, for accelerate's hooks with all that they hold."""
     return {id(module._hf_hook): ModelHook() for module in model.modules() if hasattr(module, "_hf_hook")}
 
 
 def without_hooks(copy: nn.Module) -> nn.Module:
-    """`copy` itself, whose modules run their own code again."""
+    """Return `copy` itself, whose modules run their own code again."""
     return remove_hook_from_module(copy, recurse=True)
 
 
 def value_of(model: nn.Module, name: str) -> Tensor:
-    """The value of a parameter, wherever it is kept."""
+    """Return the value of a parameter, wherever it is kept."""
     module = model.get_submodule(name.rpartition(".")[0])
     with align_module_device(module):
         value = model.get_parameter(name).detach()
@@ -83,7 +83,7 @@ def value_of(model: nn.Module, name: str) -> Tensor:
 
 
 def without_weights(model: nn.Module, *, keep_buffers: bool = False) -> nn.Module:
-    """A copy of the model on the meta device: its tensors have shapes and no values, tied ones are tied.
+    """Return a copy of the model on the meta device: its tensors have shapes and no values, tied ones are tied.
 
     With `keep_buffers` its buffers are those of the model, with their values.
     """
@@ -100,7 +100,7 @@ def without_weights(model: nn.Module, *, keep_buffers: bool = False) -> nn.Modul
 
 
 def zeros_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Zeros of its shape and dtype on the CPU, which take memory only once they are written.
+    """Return zeros of its shape and dtype on the CPU, which take memory only once they are written.
 
     They are the weights of a model that is rewritten before its own are loaded: uninitialised memory may hold NaN, and no start can
     be fitted to that.
@@ -123,13 +123,13 @@ class HollowGroupedProducts(TorchDispatchMode):
 
 
 def set_aside(tensor: Tensor) -> Tensor:
-    """The same values, where recordings are kept: the tensor itself, unless the model under way is larger than memory."""
+    """Return the same values, where recordings are kept: the tensor itself, unless the model is larger than memory."""
     store = STORE.get()
     return tensor if store is None else store(tensor)
 
 
 def groups_in_room(sizes: Mapping[str, int], model: nn.Module) -> list[list[str]]:
-    """The modules of `model` that are recorded in one run, then those of the next, in order and of about as many bytes each.
+    """Return the modules of `model` that are recorded in one run, then those of the next, in order and of about as many bytes each.
 
     `sizes` are the bytes of their recordings, by path. Where recordings are not kept in memory all are of one run.
     """

@@ -19,7 +19,7 @@ HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(va
 
 @contextlib.contextmanager
 def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Afterwards every module of `model` is in training or evaluation mode as it was."""
+    """Within this context modules may change their modes; afterwards each of `model` is in training or evaluation as it was."""
     training = {module: module.training for module in model.modules()}
     try:
         yield
@@ -76,12 +76,12 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
 
 def without_history(model: nn.Module) -> list[torch.Tensor]:
-    """The buffers that hold values and no graph that these were computed by."""
+    """Return the buffers that hold values and no graph that these were computed by."""
     return [buffer for buffer in model.buffers() if buffer.grad_fn is None]
 
 
 def forget_history(buffers: list[torch.Tensor]) -> None:
-    """The buffers hold values alone: what a model writes into them (a cache, say) may have come with a graph."""
+    """Detach the buffers: what a model writes into them (a cache, say) may have come with a graph."""
     for buffer in buffers:
         if buffer.grad_fn is not None:
             buffer.detach_()
@@ -89,7 +89,7 @@ def forget_history(buffers: list[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Afterwards torch, numpy and Python draw the numbers they would have drawn."""
+    """Within this context numbers may be drawn; afterwards torch, numpy and Python draw those they would have drawn."""
     python, numbers = random.getstate(), numpy.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
     try:
@@ -101,25 +101,25 @@ def preserve_random_state() -> Iterator[None]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """What the module holds other than parameters, buffers and children."""
+    """Return what the module holds other than parameters, buffers and children."""
     return {name: value for name, value in vars(module).items() if name not in REGISTRIES}
 
 
 def settings_of(model: nn.Module) -> list[Any]:
-    """The config objects that a model and its modules read."""
+    """Return the config objects that a model and its modules read."""
     found = [vars(module).get(name) for module in model.modules() for name in ("config", "generation_config")]
     return list({id(owner): owner for owner in found if hasattr(owner, "__dict__")}.values())
 
 
 def restore(table: dict[str, Any], values: dict[str, Any], keep: tuple[str, ...] = ()) -> None:
-    """`table` holds `values` again, and nothing else but what is in `keep`."""
+    """Give `table` its `values` again, and nothing else but what is in `keep`."""
     for key in [key for key in table if key not in values and key not in keep]:
         del table[key]
     table.update(values)
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits; a NaN equals itself."""
+    """Return whether two tensors hold the same bits; a NaN equals itself."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(torch.equal(one, other)) or bool(torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))))

@@ -1,94 +1,72 @@
-"""The calls that a model makes of its modules on calibration data, kept so that what replaces a module can be called likewise."""
+"""The calls that a model makes of its modules: watched as they are made, recorded, and made again."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
-from retrofit.inputs.calibration import Calibration, Stop, real_tokens
-from retrofit.inputs.example_inputs import named_inputs
-from retrofit.inputs.model_memory import set_aside
 from retrofit.inputs.model_state import evaluation_mode
-from retrofit.inputs.probes import accepts, run
 
-
-@dataclasses.dataclass(frozen=True)
-class RecordedCall:
-    """One call of a module: its arguments, what it returned, and which tokens are no padding."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-    masks: tuple[Tensor, ...]  # (batch, length) of the inputs, true for real tokens
-
-    def real(self, stream: Tensor) -> Tensor:
-        """The tokens of a stream, (batch, length, d) or (length, batch, d), that are no padding: (tokens, d)."""
-        for mask in self.masks:
-            if mask.shape == stream.shape[:2]:
-                return stream[mask]
-            if mask.shape == stream.shape[1::-1]:
-                return stream[mask.t()]
-        return stream.reshape(-1, stream.shape[-1])
-
-    def repeat(self, module: nn.Module) -> Any:
-        """What `module` returns for the same arguments."""
-        return module(*self.args, **self.kwargs)
-
-    @torch.no_grad()
-    def is_repeatable(self, module: nn.Module) -> bool:
-        """Whether `module`, which was called, returns the same again for the same arguments, without a cache."""
-        try:
-            with evaluation_mode(module):
-                again = float_tensors(self.repeat(module))
-        except Exception:  # whatever the module's own code raises where it misses its cache
-            return False
-        before = float_tensors(self.output)
-        return len(again) == len(before) > 0 and all(
-            one.shape == other.shape and torch.allclose(one.float(), other.float(), rtol=1e-2, atol=1e-4, equal_nan=True)
-            for one, other in zip(again, before, strict=True)
-        )
-
-
-@torch.no_grad()
-def record_calls(model: nn.Module, calibration: Calibration, paths: Collection[str]) -> dict[str, list[RecordedCall]]:
-    """The calls of the modules at `paths` in evaluation mode, in order, without caches; the model is left as it was.
-
-    Every forward but the first ends once as many calls have been made in it as in the first, if that has called all of them.
-    """
-    found: dict[str, list[RecordedCall]] = {path: [] for path in paths}
-    without_cache = {"use_cache": False} if accepts(model, "use_cache") else {}
-    last: int | None = None
-    with evaluation_mode(model):
-        for batch in calibration.batches:
-            inputs = named_inputs(model, batch)
-            recorder = Recorder(tuple(real_tokens(model, inputs)), found, last)
-            with contextlib.suppress(Stop), watch_calls(model, paths, recorder.record):
-                run(model, {**inputs, **without_cache})
-            last = last or (recorder.made if all(found.values()) else None)
-    return found
+Key = TypeVar("Key")
+Before = Callable[[Key, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+After = Callable[[Key, nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 @contextlib.contextmanager
-def watch_calls(
-    model: nn.Module, paths: Iterable[str], saw: Callable[[str, tuple[Any, ...], dict[str, Any], Any], None]
+def watched(
+    modules: Mapping[Key, nn.Module], *, before: Before[Key] | None = None, after: After[Key] | None = None, first: bool = False
 ) -> Iterator[None]:
-    """Within this context, `saw` gets the path, the arguments and the result of each call of the modules at `paths`."""
+    """Within this context `before` gets each call of these modules, and `after` also what it returned.
 
-    def hook(path: str) -> Callable[..., None]:
-        return lambda module, args, kwargs, output: saw(path, args, kwargs, output)
-
-    handles = [model.get_submodule(path).register_forward_hook(hook(path), with_kwargs=True) for path in paths]
-    try:
+    Their arguments are the key of the module, such as its path, then those of a forward hook with keywords; torch uses what they
+    return as that of such hooks. With `first` the output is the module's own: hooks that were there come after.
+    """
+    with contextlib.ExitStack() as stack:
+        for key, module in modules.items():
+            if before is not None:
+                handle = module.register_forward_pre_hook(functools.partial(before, key), with_kwargs=True)
+                stack.callback(handle.remove)
+            if after is not None:
+                handle = module.register_forward_hook(functools.partial(after, key), with_kwargs=True, prepend=first)
+                stack.callback(handle.remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+# ── Nested values ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheMark:
+    """Where an argument was a cache of keys and values."""
+
+    two_sided: bool
+
+    def empty(self) -> Cache:
+        return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.two_sided else DynamicCache()
+
+
+def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with `change` applied to every tensor, cache and mark in its lists, tuples and mappings."""
+    return pytree.tree_map_only((Tensor, Cache, CacheMark), change, value, is_leaf=is_cache)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors among nested values."""
+    return [leaf for leaf in pytree.tree_leaves(value, is_leaf=is_cache) if isinstance(leaf, Tensor)]
+
+
+def float_tensors(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors among nested values."""
+    return [tensor for tensor in tensors_in(value) if tensor.is_floating_point()]
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -97,40 +75,135 @@ def first_tensor(output: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) and value.is_floating_point() else None
 
 
-def float_tensors(values: Any) -> list[Tensor]:
-    """The floating-point tensors among nested values."""
-    return [one for one in pytree.tree_leaves(values) if isinstance(one, Tensor) and one.is_floating_point()]
+def is_cache(value: Any) -> bool:
+    """Return whether a value is a model's cache of keys and values."""
+    return isinstance(value, Cache)
 
 
-class Recorder:
-    """Keeps the calls of one forward, up to the `last`; a tensor that several calls receive is kept once."""
+# ── Real tokens ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def __init__(self, masks: tuple[Tensor, ...], found: Mapping[str, list[RecordedCall]], last: int | None) -> None:
-        self.masks, self.found, self.last = masks, found, last
-        self.made = 0  # calls
-        self.copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}  # of tensors, by identity and version
 
-    def record(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        args, kwargs, output = pytree.tree_map(self.kept, (args, kwargs, output), is_leaf=is_cache)
-        self.found[path].append(RecordedCall(args, kwargs, output, self.masks))
-        self.made += 1
-        if self.made == self.last:
-            raise Stop
+def real_tokens(inputs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the masks among a model's inputs that say which positions are no padding: (batch, length), boolean."""
+    masks = [value for name, value in inputs.items() if name.endswith("attention_mask") and isinstance(value, Tensor)]
+    return [mask.bool() for mask in masks if mask.dim() == 2]
+
+
+def real_rows(stream: Tensor, masks: Sequence[Tensor]) -> Tensor:
+    """Return the tokens of a stream, (batch, length, …, d) or (length, batch, …, d), that are no padding: (tokens, d)."""
+    if stream.dim() > 2:
+        for mask in masks:
+            if mask.shape == stream.shape[:2]:
+                return stream[mask].reshape(-1, stream.shape[-1])
+            if mask.shape == stream.shape[1::-1]:
+                return stream[mask.t()].reshape(-1, stream.shape[-1])
+    return stream.reshape(-1, stream.shape[-1])
+
+
+# ── Recorded calls ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedCall:
+    """One call of a module in a forward of a model."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+    inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the model
+    number: int = 0  # in the order in which the calls of all recorded modules began
+    children: Mapping[str, Sequence[RecordedCall]] = dataclasses.field(default_factory=dict)  # the calls of some of its children
+    staying: Tensor | None = None  # (batch, tokens): which belong to their sequences after it; None: all
+
+    def real(self, stream: Tensor) -> Tensor:
+        """Return the tokens of a stream that are no padding: (tokens, d)."""
+        return real_rows(stream, real_tokens(self.inputs))
+
+    @property
+    def had_cache(self) -> bool:
+        """Return whether it received a cache."""
+        return any(isinstance(leaf, CacheMark) for leaf in pytree.tree_leaves((self.args, self.kwargs)))
+
+    def repeat(self, module: nn.Module) -> Any:
+        """Return what `module` returns for the same arguments, without a cache."""
+        args, kwargs = map_tensors((self.args, self.kwargs), lambda leaf: leaf if isinstance(leaf, Tensor) else None)
+        return module(*args, **kwargs)
+
+    @torch.no_grad()
+    def is_repeatable(self, module: nn.Module) -> bool:
+        """Return whether `module`, which was called, returns the same again for the same arguments, without a cache."""
+        try:
+            with evaluation_mode(module):
+                again = float_tensors(self.repeat(module))
+        except Exception:  # whatever the module's own code raises where it misses its cache
+            return False
+        before = float_tensors(self.output)
+        return len(again) == len(before) > 0 and all(
+            found.shape == known.shape and torch.allclose(found.float(), known.float(), rtol=1e-2, atol=1e-4, equal_nan=True)
+            for found, known in zip(again, before, strict=True)
+        )
+
+
+class CallRecorder:
+    """Records the calls of the modules at some paths, the first `most` of each, with the calls of their `children` of some names.
+
+    `store` puts the copies of tensors where they are kept. A tensor that several calls receive is copied once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        children: Mapping[str, Sequence[str]],
+        *,
+        most: int | None = None,
+        store: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        first: bool = False,
+    ) -> None:
+        self.model, self.children, self.most, self.store, self.first = model, children, most, store, first
+        self.calls: dict[str, list[RecordedCall]] = {path: [] for path in children}
+        self.inputs: Mapping[str, Any] = {}  # of the model, in the forward under way
+        self.begun = 0
+        self.open: dict[str, list[RecordedCall]] = {path: [] for path in children}
+        self.copies: Any = WeakIdKeyDictionary()  # of tensors, with the versions that were copied
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[dict[str, list[RecordedCall]]]:
+        """Within this context the calls are recorded, by path."""
+        modules = {path: self.model.get_submodule(path) for path in self.children}
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(watched(modules, before=self.begin, after=self.end, first=self.first))
+            for path, module in modules.items():
+                inside = {name: child for name in self.children[path] if (child := module._modules.get(name)) is not None}
+                stack.enter_context(watched(inside, after=functools.partial(self.end_child, path)))
+            yield self.calls
+
+    def begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        args, kwargs = self.kept((tuple(args), dict(kwargs)))
+        self.open[path].append(RecordedCall(args, kwargs, None, self.inputs, self.begun, {}))
+        self.begun += 1
+
+    def end(self, path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        call = self.open[path].pop()
+        if self.most is None or len(self.calls[path]) < self.most:
+            self.calls[path].append(dataclasses.replace(call, output=self.kept(output)))
+
+    def end_child(self, path: str, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if self.open[path]:
+            args, kwargs, output = self.kept((tuple(args), dict(kwargs), output))
+            children: Any = self.open[path][-1].children
+            children.setdefault(name, []).append(RecordedCall(args, kwargs, output, self.inputs))
 
     def kept(self, value: Any) -> Any:
-        """A copy of a tensor, since the model may change it in place; no cache."""
-        if is_cache(value):
-            return None
-        if not isinstance(value, Tensor):
-            return value
-        key = id(value), value._version
-        if key not in self.copies:
-            self.copies[key] = value, set_aside(value.detach().clone())
-        return self.copies[key][1]
+        """Return the values with copies of their tensors, and a mark in place of a cache."""
+        return map_tensors(value, self.copy)
 
-
-def is_cache(value: Any) -> bool:
-    """Whether a value is a model's cache of keys and values."""
-    from transformers.cache_utils import Cache
-
-    return isinstance(value, Cache)
+    def copy(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return CacheMark(isinstance(leaf, EncoderDecoderCache))
+        if leaf.is_inference():
+            return self.store(leaf.detach().clone())
+        version, copy = self.copies.get(leaf, (None, None))
+        if copy is None or version != leaf._version:
+            copy = self.store(leaf.detach().clone())
+            self.copies[leaf] = leaf._version, copy
+        return copy

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.inputs.example_inputs import device_of, forward_parameters, is_named, modalities, pixel_values, said_of
+from retrofit.inputs.example_inputs import device_of, dtype_of, forward_parameters, is_named, modalities, pixel_values, said_of
 from retrofit.inputs.model_memory import HollowGroupedProducts, without_weights
 from retrofit.inputs.model_state import preserve_state, same_bits
 from retrofit.inputs.probes import Inputs, ids_name, is_floating, logits_of, run
@@ -57,7 +57,7 @@ def left_out(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
 
 
 def adds_arguments(inputs: Inputs, first: Inputs) -> bool:
-    """Whether the inputs hold arguments that the first do not."""
+    """Return whether the inputs hold arguments that the first do not."""
     return any(name not in first for name in inputs)
 
 
@@ -72,7 +72,7 @@ def with_optional(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], ...
         return ()
     row = {key: value[:1] if isinstance(value, torch.Tensor) and value.dim() else value for key, value in inputs.items()}
     found: dict[str, dict[str, Any]] = {}
-    for main in (one for one in optional if one in READ and READ[one] not in found):
+    for main in (argument for argument in optional if argument in READ and READ[argument] not in found):
         fitting = next((more for more in beside_text(model, row, name, main) if changes_output(model, row, more)), None)
         found |= {READ[main]: fitting} if fitting is not None else {}
     segments = "token_type_ids"
@@ -84,7 +84,7 @@ def with_optional(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], ...
 
 
 def changes_output(model: nn.Module, row: Inputs, more: Inputs) -> bool:
-    """Whether the model runs on the further inputs and returns something else than without them."""
+    """Return whether the model runs on the further inputs and returns something else than without them."""
     try:
         with preserve_state(model):
             with_more = logits_of(run(model, more))
@@ -95,8 +95,8 @@ def changes_output(model: nn.Module, row: Inputs, more: Inputs) -> bool:
 
 
 def beside_text(model: nn.Module, row: Inputs, name: str, main: str) -> Iterator[dict[str, Any]]:
-    """The inputs of one row with what `main` may hold, as many tokens as it has features among the others if an id is theirs."""
-    device, dtype = device_of(model), next((one.dtype for one in model.parameters() if one.is_floating_point()), torch.float32)
+    """Yield the inputs of one row with what `main` may hold, and as many of its tokens among the others as it has features."""
+    device, dtype = device_of(model), dtype_of(model)
     token, reader = standing_for(model, READ[main]), feature_reader(model, READ[main], main)
     skeleton = without_weights(model, keep_buffers=True).eval() if reader else None
     for given in candidates(model, main):
@@ -124,7 +124,7 @@ def standing_for(model: nn.Module, kind: str) -> int | None:
     """Return the id that stands for a part of an image, a film or a sound, which the config gives; None where it gives none."""
     config = getattr(model, "config", None)
     found = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
-    return next((int(one) for one in found if isinstance(one, int)), None)
+    return next((int(token) for token in found if isinstance(token, int)), None)
 
 
 def feature_reader(model: nn.Module, kind: str, main: str) -> str | None:
@@ -161,15 +161,15 @@ def rows_in(output: Any) -> int:
 
 
 def candidates(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
-    """What the argument `main` may hold for one sequence, with what the forward takes beside it."""
+    """Yield what the argument `main` may hold for one sequence, with what the forward takes beside it."""
     makers = {"image": pictures, "video": films, "audio": recordings}
     named = forward_parameters(model)
-    for one in makers[READ[main]](model, main):
-        yield {name: value for name, value in one.items() if name in named}
+    for candidate in makers[READ[main]](model, main):
+        yield {name: value for name, value in candidate.items() if name in named}
 
 
 def pictures(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Images as patches on a grid, as patches in rows, alone, and in a list of images or of parts of one."""
+    """Yield images as patches on a grid, as patches in rows, alone, and in a list of images or of parts of one."""
     named = forward_parameters(model)
     if "image_grid_thw" in named:
         yield from patches(model, main, "image_grid_thw", "image_merge_sizes", 1)
@@ -198,7 +198,7 @@ def patch_of(model: nn.Module) -> int:
 
 
 def films(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Films as patches on a grid, and as frames."""
+    """Yield films as patches on a grid, and as frames."""
     if "video_grid_thw" in forward_parameters(model):
         yield from patches(model, main, "video_grid_thw", "video_merge_sizes", FRAMES)
         return
@@ -208,7 +208,7 @@ def films(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def patches(model: nn.Module, main: str, grid: str, merging: str, frames: int) -> Iterator[dict[str, torch.Tensor]]:
-    """A small image or film as flat patches, with its extents in patches."""
+    """Yield a small image or film as flat patches, with its extents in patches."""
     vision, size = vision_of(model), patch_of(model)
     channels, depth = said_of(vision, "in_channels", "in_chans", "num_channels") or 3, said_of(vision, "temporal_patch_size") or 1
     merge = said_of(vision, "spatial_merge_size", "merge_size") or 2
@@ -222,9 +222,9 @@ def patches(model: nn.Module, main: str, grid: str, merging: str, frames: int) -
 
 
 def recordings(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Sound as features by time, time by features, and waves, with a mask that hides nothing."""
+    """Yield sound as features by time, time by features, and waves, with a mask that hides nothing."""
     config = getattr(model, "config", None)
-    parts = [config, *(one for one in vars(config).values() if hasattr(one, "to_dict"))] if config is not None else []
+    parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))] if config is not None else []
     bins = next((found for part in parts if (found := said_of(part, "num_mel_bins", "input_dim", "feature_size"))), 80)
     places = next((found for part in parts if (found := said_of(part, "max_source_positions"))), None)
     masks = [name for name in optional_tensors(model) if name.startswith((main, "feature"))]

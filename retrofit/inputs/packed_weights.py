@@ -19,20 +19,20 @@ APART: Any = WeakIdKeyDictionary()  # of each packed matrix that was asked for, 
 
 
 def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that hold such an object and say what it stands for: `weight()` is a method of theirs; by path."""
+    """Return, by path, the layers that hold such an object and have a method `weight()` that gives the matrix."""
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
-        if callable(getattr(module, "weight", None)) and any(holds_object(one) for one in module.modules())
+        if callable(getattr(module, "weight", None)) and any(holds_object(part) for part in module.modules())
     }
 
 
 def holds_object(module: nn.Module) -> bool:
-    return any(type(one) is torch.ScriptObject for one in vars(module).values())
+    return any(type(value) is torch.ScriptObject for value in vars(module).values())
 
 
 def unpacked_linear(layer: Any) -> nn.Linear:
-    """The linear layer whose weight is what the packed one stands for, in float32: such layers compute in nothing else."""
+    """Return a linear layer with the packed one's weight in float32: such layers compute in nothing else."""
     weight, bias = layer.weight().detach().dequantize().float(), layer.bias()
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")  # no random number is drawn
     linear.weight = nn.Parameter(weight.contiguous())
@@ -52,17 +52,17 @@ def refuse_packed_layers(model: nn.Module, error: type[RetrofitError], done: str
 
 
 def is_packed_tensor(weight: Tensor) -> bool:
-    """Whether the tensor is of a class of its own that consists of other tensors."""
+    """Return whether the tensor is of a class of its own that consists of other tensors."""
     return type(weight.detach()) is not Tensor and hasattr(weight, "__tensor_flatten__") and hasattr(weight, "dequantize")
 
 
 def unpacked(weight: Tensor) -> Tensor:
-    """The numbers that a packed matrix represents; a plain one itself."""
+    """Return the numbers that a packed matrix represents; a plain one itself."""
     return weight.dequantize() if is_packed_tensor(weight) else weight
 
 
 def has_rows_apart(weight: Tensor) -> bool:
-    """Whether `rows_at` reads the rows of this packed matrix as they are in the whole; tried once for each matrix."""
+    """Return whether `rows_at` reads the rows of this packed matrix as they are in the whole; tried once for each matrix."""
     if weight not in APART:
         APART[weight] = is_packed_tensor(weight) and weight.dim() == 2 and agrees_by_rows(weight)
     return bool(APART[weight])
@@ -70,7 +70,7 @@ def has_rows_apart(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def agrees_by_rows(weight: Tensor) -> bool:
-    """Whether a few of the rows, read alone, are those of the whole."""
+    """Return whether a few of the rows, read alone, are those of the whole."""
     parts, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined] # of tensors with a class of their own
     if any(getattr(weight, name).dim() == 0 or len(getattr(weight, name)) != len(weight) for name in parts):
         return False
@@ -82,7 +82,7 @@ def agrees_by_rows(weight: Tensor) -> bool:
 
 
 def rows_at(weight: Tensor, indices: Tensor) -> Tensor:
-    """The rows of a packed matrix with these indices, unpacked: (indices, columns)."""
+    """Return the rows of a packed matrix with these indices, unpacked: (indices, columns)."""
     parts, rest = weight.__tensor_flatten__()  # type: ignore[attr-defined]
     read = {name: getattr(weight, name).index_select(0, indices) for name in parts}
     shape = torch.Size((len(indices), *weight.shape[1:]))

@@ -22,12 +22,12 @@ Inputs = Mapping[str, Any]
 
 
 def is_per_token(value: Any) -> bool:
-    """Whether an input holds one integer a token: (batch, length)."""
+    """Return whether an input holds one integer a token: (batch, length)."""
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def is_token_ids(value: Any) -> bool:
-    """Whether an input holds token ids: one integer a token, and neither a mask nor a numbering of the positions."""
+    """Return whether an input holds token ids: an integer a token, and neither a mask nor a numbering of the positions."""
     if not is_per_token(value) or value.dtype == torch.bool or value.numel() == 0 or int(value.max()) <= 1:
         return False
     return value.unique().numel() > 1 and not is_numbering(value)
@@ -42,13 +42,13 @@ def is_numbering(value: torch.Tensor) -> bool:
 
 
 def extent_of(inputs: Inputs) -> tuple[int, int]:
-    """Batch and length of the inputs; the length is that of the longest input of token ids, 0 where there is none."""
+    """Return batch and length of the inputs; the length is that of the longest input of token ids, 0 where there is none."""
     batch = next((value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
     return batch, max((value.shape[1] for value in inputs.values() if is_token_ids(value)), default=0)
 
 
 def resized(model: nn.Module, inputs: Inputs, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
-    """Fresh inputs of the same kinds for a batch and length: new token ids, masks and numberings continued, the rest redrawn.
+    """Return fresh inputs of the same kinds for a batch and length: new token ids, masks and numberings continued, others redrawn.
 
     Tokens that stand for another input stay where they are, if the length leaves room for all of them.
     """
@@ -69,7 +69,7 @@ def resized(model: nn.Module, inputs: Inputs, batch: int, length: int, seed: int
 
 
 def resized_like(model: nn.Module, inputs: Inputs, batch: int, seed: int) -> dict[str, Any]:
-    """Fresh inputs of the same kinds and length for another batch."""
+    """Return fresh inputs of the same kinds and length for another batch."""
     return resized(model, inputs, batch, extent_of(inputs)[1], seed)
 
 
@@ -83,7 +83,7 @@ def resized_tokens(value: torch.Tensor, batch: int, length: int, pool: torch.Ten
 
 
 def placeholders(inputs: Inputs, name: str) -> torch.Tensor:
-    """At which positions tokens stand for parts of another input, an image's patches say: (length,).
+    """Return at which positions tokens stand for parts of another input, such as an image's patches: (length,).
 
     There every row has the same id in a run, and floating-point numbers are among the inputs; never at all positions.
     """
@@ -98,14 +98,14 @@ def placeholders(inputs: Inputs, name: str) -> torch.Tensor:
 
 
 def drawn(count: int, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Numbers below `count`, (batch, length), no row with one twice if it need not: among equals a model chooses by rounding."""
+    """Return numbers below `count`, (batch, length), none twice in a row if possible: among equals a model chooses by rounding."""
     if length > count:
         return torch.randint(count, (batch, length), generator=generator)
     return torch.rand(batch, count, generator=generator).argsort(-1)[:, :length]
 
 
 def ordinary_ids(model: nn.Module, inputs: Inputs, name: str) -> torch.Tensor:
-    """The ids between the least and the greatest of an input, without special ones and those that stand for another input."""
+    """Return the ids between the least and the greatest of an input, but special ones and those that stand for another input."""
     ids = inputs[name]
     special = special_ids(model).union(ids[:, placeholders(inputs, name)].flatten().tolist())
     low, high = int(ids.min()), int(ids.max())
@@ -124,21 +124,23 @@ def redrawn(value: torch.Tensor, batch: int, length: int | None, generator: torc
 
 
 def describe(inputs: Inputs) -> str:
-    """The shapes of the inputs, `input_ids 2×11`."""
+    """Return the shapes of the inputs, `input_ids 2×11`."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
     return ", ".join(f"{name} {'×'.join(map(str, value.shape))}" for name, value in tensors.items())
 
 
 def accepts(model: nn.Module, name: str) -> bool:
-    """Whether the model's forward names the argument `name`, or takes any argument on behalf of a model with a config."""
+    """Return whether the model's forward names the argument `name`, or takes any argument on behalf of a model with a config."""
     parameters = forward_parameters(model)
     if name in parameters:
         return True
-    return hasattr(model, "config") and all(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD) for one in parameters.values())
+    return hasattr(model, "config") and all(
+        parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters.values()
+    )
 
 
 def has_two_sides(inputs: Inputs) -> bool:
-    """Whether the inputs are those of an encoder and a decoder, as Hugging Face names them."""
+    """Return whether the inputs are those of an encoder and a decoder, as Hugging Face names them."""
     return any(map(is_decoder_side, inputs))
 
 
@@ -147,18 +149,18 @@ def is_decoder_side(name: str) -> bool:
 
 
 def ids_name(inputs: Inputs, decoder: bool = False) -> str | None:
-    """The argument that holds the token ids of one side."""
+    """Return the argument that holds the token ids of one side."""
     return next((name for name, value in inputs.items() if is_token_ids(value) and is_decoder_side(name) == decoder), None)
 
 
 def can_generate(model: nn.Module, inputs: Inputs) -> bool:
-    """Whether the model says it can generate, and takes token ids to go on from."""
+    """Return whether the model says it can generate, and takes token ids to continue."""
     says = getattr(model, "can_generate", None)
     return ids_name(inputs) is not None and callable(says) and bool(says())
 
 
 def filler_id(model: nn.Module) -> int:
-    """The token that pads."""
+    """Return the token that pads."""
     config = getattr(model, "config", None)
     pad, size = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     return pad if isinstance(pad, int) and pad >= 0 and (not isinstance(size, int) or pad < size) else 0
@@ -172,7 +174,7 @@ GIVEN: ContextVar[set[str] | None] = ContextVar("given", default=None)
 
 @contextlib.contextmanager
 def recording_arguments() -> Iterator[set[str]]:
-    """Record the names of the arguments that models are run with within this context."""
+    """Within this context the names of the arguments that models are run with are recorded."""
     names: set[str] = set()
     token = GIVEN.set(names)
     try:
@@ -182,7 +184,7 @@ def recording_arguments() -> Iterator[set[str]]:
 
 
 def record_arguments(inputs: Inputs) -> None:
-    """Note the arguments, those that are None left out, where arguments are recorded."""
+    """Record the arguments, those that are None left out, where arguments are recorded."""
     names = GIVEN.get()
     if names is not None:
         names.update(name for name, value in inputs.items() if value is not None)
@@ -190,14 +192,14 @@ def record_arguments(inputs: Inputs) -> None:
 
 @torch.no_grad()
 def run(model: nn.Module, inputs: Inputs, **more: Any) -> Any:
-    """What the model returns for the inputs."""
+    """Return what the model returns for the inputs."""
     given = {**inputs, **more}
     record_arguments(given)
     return model(**given)
 
 
 def named_outputs(output: Any) -> dict[str, torch.Tensor]:
-    """The floating-point tensors of what a model returned, by key or position, nested ones left out."""
+    """Return the floating-point tensors of what a model returned, by key or position, nested ones left out."""
     if isinstance(output, torch.Tensor):
         return {"output": output}
     if isinstance(output, (tuple, list)):
@@ -207,13 +209,13 @@ def named_outputs(output: Any) -> dict[str, torch.Tensor]:
 
 
 def output_ids_name(inputs: Inputs, outputs: torch.Tensor) -> str | None:
-    """The argument of token ids with one output a token; None where there is none."""
+    """Return the argument of token ids with one output a token; None where there is none."""
     name = ids_name(inputs, decoder=has_two_sides(inputs))
     return name if name is not None and outputs.dim() == 3 and inputs[name].shape[1] == outputs.shape[1] else None
 
 
 def logits_of(output: Any) -> torch.Tensor:
-    """What the model is for: its logits, else its last hidden state, else the first floating-point tensor it returned."""
+    """Return a model's main output: its logits, else its last hidden state, else the first floating-point tensor."""
     outputs = named_outputs(output)
     for name in ("logits", "last_hidden_state", *outputs):
         if name in outputs:
@@ -226,7 +228,7 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def distinct_lengths(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """The inputs; of two sides as long as each other the second is one token longer, where the model runs on that.
+    """Return the inputs; of two sides of one length the second is one token longer, where the model runs on that.
 
     Which argument is of which side nobody says: the two that hold token ids, and what is named like the second of them. Inputs
     without values (on the meta device) are left as they are.
@@ -243,22 +245,22 @@ def distinct_lengths(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
 
 
 def second_side(inputs: Inputs) -> set[str]:
-    """The arguments that may be of the second side; none where there are not two sides of one length."""
-    ids = [name for name, one in inputs.items() if isinstance(one, torch.Tensor) and not one.is_meta and is_token_ids(one)]
+    """Return the arguments that may be of the second side; none where there are not two sides of one length."""
+    ids = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and not value.is_meta and is_token_ids(value)]
     if len(ids) != 2 or inputs[ids[0]].shape != inputs[ids[1]].shape:
         return set()
     shape = inputs[ids[0]].shape
-    named = [name for name, one in inputs.items() if isinstance(one, torch.Tensor) and one.shape[:2] == shape]
+    named = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and value.shape[:2] == shape]
     return {name for name in named if likeness(name, ids[1]) > likeness(name, ids[0])}
 
 
-def likeness(one: str, other: str) -> int:
-    """How many letters two names begin with together."""
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+def likeness(name: str, other: str) -> int:
+    """Return how many letters two names begin with together."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
 
 
 def one_token_longer(value: torch.Tensor) -> torch.Tensor:
-    """The values with the first token's once more at the end; a numbering goes on."""
+    """Return the values with the first token's once more at the end; a numbering goes on."""
     if is_per_token(value) and is_numbering(value):
         return torch.arange(value.shape[1] + 1).to(value).expand(len(value), -1).contiguous()
     return torch.cat([value, value[:, :1]], 1)

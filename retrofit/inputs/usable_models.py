@@ -17,7 +17,7 @@ from retrofit.provenance import provenance_of
 
 
 def require_module(model: Any) -> None:
-    """`model` is a module whose code is Python, else `RetrofitError`."""
+    """Raise `RetrofitError` unless `model` is a module whose code is Python."""
     require_torch_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise RetrofitError(
@@ -46,7 +46,7 @@ def require_module(model: Any) -> None:
 
 
 def require_torch_module(model: Any, name: str = "") -> None:
-    """`model`, given as the argument `name`, is a module of whatever kind, else `RetrofitError`."""
+    """Raise `RetrofitError` unless `model`, given as the argument `name`, is a module of whatever kind."""
     if not isinstance(model, nn.Module):
         raise RetrofitError(
             f"{f'{name}=' if name else ''}{str(model)[:80]!r} is not a model",
@@ -57,7 +57,7 @@ def require_torch_module(model: Any, name: str = "") -> None:
 
 
 def require_uncompiled(model: nn.Module) -> None:
-    """No module in `model` runs code that torch.compile made of it, else `RetrofitError`; `model` itself may be its wrapper."""
+    """Raise `RetrofitError` where a module in `model` runs code that torch.compile made of it; `model` may be its wrapper."""
     for path, module in model.named_modules():
         if module._compiled_call_impl is not None or (path and "_orig_mod" in module._modules):
             raise RetrofitError(
@@ -69,7 +69,7 @@ def require_uncompiled(model: nn.Module) -> None:
 
 
 def require_no_prompt(model: Any) -> None:
-    """PEFT puts no tokens or states of its own before the model's, else `RetrofitError`."""
+    """Raise `RetrofitError` where PEFT puts tokens or states of its own before the model's."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise RetrofitError(
             f"{type(model).__name__} is a prompt-tuned model",
@@ -80,7 +80,7 @@ def require_no_prompt(model: Any) -> None:
 
 
 def require_trainable(model: nn.Module) -> None:
-    """No parameter or buffer was made under `torch.inference_mode`, else `RetrofitError`."""
+    """Raise `RetrofitError` where a parameter or buffer was made under `torch.inference_mode`."""
     name = untrainable_tensor(model)
     if name is not None:
         raise RetrofitError(
@@ -92,13 +92,13 @@ def require_trainable(model: nn.Module) -> None:
 
 
 def untrainable_tensor(model: nn.Module) -> str | None:
-    """The name of a parameter or buffer that was made under `torch.inference_mode`."""
+    """Return the name of a parameter or buffer that was made under `torch.inference_mode`."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return next((name for name, tensor in named if tensor.is_inference()), None)
 
 
 def require_values(model: nn.Module, what: str, remedy: str) -> None:
-    """Every parameter has values, else `RetrofitError` that says what cannot be done."""
+    """Raise `RetrofitError` that says what cannot be done, unless every parameter has values."""
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         raise RetrofitError(
@@ -111,7 +111,7 @@ def require_values(model: nn.Module, what: str, remedy: str) -> None:
 
 
 def require_in_memory(model: nn.Module, what: str) -> None:
-    """No module has its weights elsewhere between its calls, else `RetrofitError` that says what cannot be done."""
+    """Raise `RetrofitError` that says what cannot be done, where a module's weights are elsewhere between its calls."""
     path = offloaded_module(model)
     if path is not None:
         raise RetrofitError(
@@ -123,7 +123,7 @@ def require_in_memory(model: nn.Module, what: str) -> None:
 
 
 def transformer_inside(model: nn.Module, example_inputs: Any = None) -> nn.Module:
-    """The one transformers model inside `model` where that is what can be run; else `model` itself.
+    """Return the one transformers model inside `model` where that is what can be run; else `model` itself.
 
     A module that takes the inputs (those given, else those derived from it) is a model of its own, whatever it contains. One that
     takes none of them, such as a pipeline that takes a dict of features, only feeds the transformers model it holds.
@@ -137,7 +137,7 @@ def transformer_inside(model: nn.Module, example_inputs: Any = None) -> nn.Modul
 
 
 def transformers_models(model: nn.Module) -> list[nn.Module]:
-    """The outermost transformers models in `model`."""
+    """Return the outermost transformers models in `model`."""
     transformers = sys.modules.get("transformers.modeling_utils")
     found: list[nn.Module] = []
     if transformers is None:
@@ -151,20 +151,20 @@ def transformers_models(model: nn.Module) -> list[nn.Module]:
 
 
 def holds_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has put adapters into `model`, which `save_pretrained` then leaves out of the model or saves alone."""
+    """Return whether PEFT has put adapters into `model`, which `save_pretrained` then leaves out or saves alone."""
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         return True
     return any(is_adapted(module) for module in model.modules())
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether the module is one that PEFT put around another, which it adapts."""
+    """Return whether the module is one that PEFT put around another, which it adapts."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
     return peft is not None and isinstance(module, peft.BaseTunerLayer)
 
 
 def takes(model: nn.Module, example_inputs: Any) -> bool:
-    """Whether the model runs on the inputs."""
+    """Return whether the model runs on the inputs."""
     try:
         inputs = named_inputs(model, example_inputs)
         with preserve_state(model), torch.no_grad():

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from retrofit.anatomy.anatomy import plural
 from retrofit.errors import first_few, first_line
+from retrofit.numerics.choices import Choices
 from retrofit.numerics.distances import distance
 from retrofit.passbase.replaying import rewrites
 from retrofit.process import quiet
@@ -58,25 +58,12 @@ def installed_mixtures(model: nn.Module) -> list[Mixture]:
     return found
 
 
-class Choices(TorchDispatchMode):
-    """Records of how many things the greatest are chosen, and how many: (k, of)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: list[tuple[int, int]] = []
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.ops.aten.topk.default:
-            self.made.append((int(args[1]), int(args[0].shape[-1])))
-        return function(*args, **(kwargs or {}))
-
-
 @torch.no_grad()
 def choices_of(module: nn.Module, x: Tensor) -> list[tuple[int, int]]:
     """Return how many of how many things the module chooses for x."""
-    with Choices() as choices:
+    with Choices(picks_only=True) as choices:
         module(x)
-    return choices.made
+    return choices.sizes
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import first_line
+from retrofit.inputs.example_inputs import dtype_of
 from retrofit.inputs.probes import logits_of, run
 from retrofit.numerics.choices import Choices, OtherChoicesError
 from retrofit.numerics.distances import TOLERANCE, distance
@@ -50,7 +51,7 @@ class Comparison:
 
     @property
     def measured(self) -> str:
-        """The gaps in words: `1.1e-06 in float32, 3.1e-16 in float64 (limit 1e-09)`."""
+        """Return the gaps in words: `1.1e-06 in float32, 3.1e-16 in float64 (limit 1e-09)`."""
         if self.wide is None:
             return f"{self.gap:.1e} in {self.narrow}" + (f" ({self.note})" if self.note else "")
         limit = self.limit if self.in_float64 or (self.agrees and self.limit) else LIMIT
@@ -59,8 +60,8 @@ class Comparison:
 
 
 def is_large(model: nn.Module) -> bool:
-    """Whether not every gap is settled in float64, and few forwards are made: each reads all the weights."""
-    return sum(one.numel() for one in model.parameters() if one.is_floating_point()) > SETTLED
+    """Return whether not every gap is settled in float64, and few forwards are made: each reads all the weights."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.is_floating_point()) > SETTLED
 
 
 class Arithmetic:
@@ -69,8 +70,7 @@ class Arithmetic:
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], computed: Callable[[], Tensor] | None = None) -> None:
         """`computed` gives the outputs for the inputs, where somebody has them already."""
         self.model, self.inputs, self.computed = model, inputs, computed
-        parameters = [one for one in model.parameters() if one.is_floating_point()]
-        self.stored = parameters[0].dtype if parameters else torch.float32
+        self.stored = dtype_of(model)
         self.dtype = torch.float32 if self.stored in HALF else self.stored
         self.settles_everything = not is_large(model)
         self.remembered: dict[Hashable, Any] = {}  # what was computed in the arithmetic that the model is measured in
@@ -82,7 +82,7 @@ class Arithmetic:
 
     @property
     def note(self) -> str:
-        """Why the model is not measured in the dtype of its weights; "" where it is."""
+        """Return why the model is not measured in the dtype of its weights; "" where it is."""
         stored = str(self.stored).removeprefix("torch.")
         return f"computed in {self.name}: its weights are {stored}" if self.stored in HALF else ""
 
@@ -94,7 +94,7 @@ class Arithmetic:
 
     @functools.cached_property
     def outputs(self) -> Tensor:
-        """What the model returns for the inputs."""
+        """Return the model's outputs for the inputs."""
         if self.computed is not None:
             return self.computed()
         with self.computing():
@@ -102,11 +102,11 @@ class Arithmetic:
 
     @functools.cached_property
     def wide_outputs(self) -> Tensor | None:
-        """The same in float64; None where its code refuses it."""
+        """Return the same in float64; None where its code refuses it."""
         return self.wide_outputs_for(self.inputs)
 
     def wide_outputs_for(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """What the model returns for those inputs in float64; None where its code refuses it."""
+        """Return the model's outputs for those inputs in float64; None where its code refuses it."""
         try:
             with self.computing(in_float64=True):
                 return logits_of(run(self.model, inputs)).cpu()
@@ -115,7 +115,7 @@ class Arithmetic:
 
     @functools.cached_property
     def rounding(self) -> float:
-        """How far rounding moves the model's outputs: float32 from float64, in a large model one order of its sums from another."""
+        """Return how far rounding moves the outputs: float32 from float64, in a large model one order of its sums from another."""
         if self.dtype == torch.float64:
             return 0.0
         if not self.settles_everything and "wide_outputs" not in self.__dict__:
@@ -134,7 +134,7 @@ class Arithmetic:
 
     @property
     def explained(self) -> float:
-        """How far outputs may lie apart that differ by rounding alone."""
+        """Return how far outputs may lie apart that differ by rounding alone."""
         return max(TOLERANCE[torch.float32], EXPLAINED * self.rounding)
 
     @contextlib.contextmanager
@@ -147,17 +147,17 @@ class Arithmetic:
             self.remembers = False
 
     def logits(self, inputs: Mapping[str, Any]) -> Tensor:
-        """What the model returns for those inputs."""
+        """Return the model's outputs for those inputs."""
         return self.once(identity_of(inputs), lambda: logits_of(run(self.model, inputs)))
 
     def remember(self, inputs: Mapping[str, Any], logits: Tensor) -> None:
-        """`logits` is what the model returns for those inputs: whoever asks need not run it."""
+        """Keep `logits` as the model's outputs for those inputs, so that it need not be run."""
         key = identity_of(inputs)
         if key is not None:
             self.remembered[key] = logits
 
     def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
-        """What `compute` gives; while `remembering` it is computed once a key, but for the key None."""
+        """Return what `compute` gives; while `remembering` it is computed once a key, but for the key None."""
         if not self.remembers or key is None:
             return compute()
         if key not in self.remembered:
@@ -166,7 +166,7 @@ class Arithmetic:
         return found
 
     def compare(self, ways: Ways, in_doubt: bool = False, same_kernels: bool = False) -> Comparison:
-        """Whether the two ways agree; `in_doubt` float64 is asked in any case. Raises what the ways raise.
+        """Return whether the two ways agree; `in_doubt` float64 is used in any case. Raise what the ways raise.
 
         Ways that run the `same_kernels` on the same numbers round alike, so that even in a large model any gap is a doubt.
         """
@@ -194,11 +194,11 @@ class Arithmetic:
         return self.decided(one, other, self.explain(ways, Comparison(gap, self.name, wide)))
 
     def decided(self, one: Tensor, other: Tensor, found: Comparison) -> Comparison:
-        """The comparison with its outputs, where they are needed."""
+        """Return the comparison with its outputs, where they are needed."""
         return found if found.agrees else dataclasses.replace(found, outputs=one.detach().cpu(), others=other.detach().cpu())
 
     def explain(self, ways: Ways, found: Comparison) -> Comparison:
-        """Whether a gap that is none in float64 is one of choices that nearly tied."""
+        """Return whether a gap that is none in float64 comes of choices that nearly tied."""
         forced = self.gap_with_choices(ways)
         if forced is not None and forced[1] and forced[0] <= self.explained:
             gap, changed, margin = forced
@@ -208,7 +208,7 @@ class Arithmetic:
         return dataclasses.replace(found, agrees=False, limit=self.explained, note=note)
 
     def gap_with_choices(self, ways: Ways, expected: Tensor | None = None) -> tuple[float, int, float] | None:
-        """The gap where the choices made in float64 are forced, how many had fallen otherwise, and by what margin.
+        """Return the gap with the choices made in float64, how many had fallen otherwise, and by what margin.
 
         None where they cannot be.
         """
@@ -223,7 +223,7 @@ class Arithmetic:
 
 
 def identity_of(inputs: Mapping[str, Any]) -> Hashable:
-    """What tells these inputs from others; None where they hold more than tensors and plain values."""
+    """Return what distinguishes these inputs from others; None where they hold more than tensors and plain values."""
     parts: list[Hashable] = []
     for name, value in sorted(inputs.items()):
         if isinstance(value, Tensor):

@@ -44,6 +44,7 @@ class Choices(TorchDispatchMode):
         super().__init__()
         self.picks_only = picks_only
         self.made: list[Tensor] = []
+        self.sizes: list[tuple[int, int]] = []  # of each choice of the greatest: how many of how many
         self.forced = forced
         self.changed, self.margin = 0, 0.0
 
@@ -54,6 +55,8 @@ class Choices(TorchDispatchMode):
             return result
         if function in PICKED:
             dim, keeps = dim_of(function, args, kwargs or {}), result[1].dim() == args[0].dim()
+            if function is aten.topk.default and args[0].dim():
+                self.sizes.append((result[1].shape[dim], args[0].shape[dim]))
             places = self.choose(result[1])
             if places is result[1]:
                 return result
@@ -70,7 +73,7 @@ class Choices(TorchDispatchMode):
         return result
 
     def choose(self, result: Tensor) -> Tensor:
-        """The choice that was recorded in its place; `result` itself where it is the same, or none was."""
+        """Return the choice that was recorded in its place; `result` itself where it is the same, or none was."""
         if self.forced is None:
             self.made.append(result.clone())
             return result
@@ -92,14 +95,14 @@ def is_discrete(value: Tensor) -> bool:
 
 
 def dim_of(function: Any, args: Any, kwargs: Any) -> int:
-    """The dimension that an operation picks along."""
+    """Return the dimension that an operation picks along."""
     place = PICKED[function]
     found = args[place] if len(args) > place else kwargs.get("dim", -1)
     return int(found)
 
 
 def candidates(function: Any, args: Any, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """The numbers between which was chosen, as far as they are known."""
+    """Return the numbers between which was chosen, as far as they are known."""
     value = args[0]
     if function in PLACES:
         dim = args[1] if len(args) > 1 else None
@@ -107,7 +110,7 @@ def candidates(function: Any, args: Any, ours: Tensor, theirs: Tensor) -> tuple[
             flat = value.reshape(-1)
             return flat[ours].reshape(()), flat[theirs].reshape(())
         keeps = ours.dim() == value.dim()
-        picked = [value.gather(dim, one if keeps else one.unsqueeze(dim)) for one in (ours, theirs)]
+        picked = [value.gather(dim, places if keeps else places.unsqueeze(dim)) for places in (ours, theirs)]
         return (picked[0], picked[1]) if keeps else (picked[0].squeeze(dim), picked[1].squeeze(dim))
     if function.overloadpacket in COMPARED:
         one, other = torch.broadcast_tensors(value, torch.as_tensor(args[1], dtype=value.dtype, device=value.device))

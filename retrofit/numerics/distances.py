@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.inputs.calibration import Calibration, real_tokens, windows_of_batch
+from retrofit.inputs.calibration import Calibration, windows_of_batch
 from retrofit.inputs.example_inputs import named_inputs, vocabulary_of
 from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.module_calls import real_rows, real_tokens
 from retrofit.inputs.probes import accepts, logits_of
 
 # How far two ways of computing the same thing may lie apart, relative to the largest magnitude.
@@ -58,21 +59,26 @@ def kl_divergence(logits: Tensor, dense: Tensor) -> Tensor:
 
 
 def token_weights(y: Tensor, *others: Tensor) -> Tensor:
-    """w of the formula above for each row of y, (tokens, d): (tokens), in float32.
+    """Return w of the formula above for each row of y, (tokens, d): (tokens), in float32.
 
     With `others`, of the same shape, such as what is to be combined into y, the longest of a token's rows counts.
     """
-    lengths = torch.stack([one.detach().float().square().sum(-1) for one in (y, *others)]).amax(0)
+    lengths = torch.stack([rows.detach().float().square().sum(-1) for rows in (y, *others)]).amax(0)
     median = lengths.median()
     median = median if bool(median > 0) else lengths.mean()
     return (median / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)).clamp(max=1.0)
 
 
 def weighted_error(found: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
-    """The error of `found` relative to y, (tokens, d) both, in float32; `weights`, (tokens), are those of y where not given."""
-    weights = token_weights(y) if weights is None else weights
+    """Return the error of `found` relative to y, (tokens, d) both, in float32; `weights`, (tokens), are those of y by default."""
+    return squared_weighted_error(found, y, y, weights).sqrt()
+
+
+def squared_weighted_error(found: Tensor, y: Tensor, r: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Return its square, relative to r, by whose lengths the tokens are weighted."""
+    weights = token_weights(r) if weights is None else weights
     missed = (found.float() - y.float()).square().sum(-1) @ weights
-    return (missed / (y.float().square().sum(-1) @ weights).clamp_min(torch.finfo(torch.float32).tiny)).sqrt()
+    return missed / (r.float().square().sum(-1) @ weights).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +95,7 @@ class DensePredictions:
 
     @classmethod
     def record(cls, model: nn.Module, fitted: Calibration, held_out: Calibration) -> DensePredictions:
-        """The outputs of `model`, which is the dense one still; one window a batch."""
+        """Return the outputs of `model`, which is the dense one still; one window a batch."""
         known, other = (tuple(outputs_of(model, part)) for part in (fitted, held_out))
         return cls(known, other, known[0][1].shape[-1] == vocabulary_of(model))
 
@@ -99,7 +105,7 @@ class DensePredictions:
 
     @torch.no_grad()
     def distance(self, model: nn.Module) -> float:
-        """How far the outputs of `model` are from the dense ones on the windows held out."""
+        """Return how far the outputs of `model` are from the dense ones on the windows held out."""
         with evaluation_mode(model):
             return sum(float(self.distance_of(model, batch)) for batch in self.held_out) / len(self.held_out)
 
@@ -112,7 +118,7 @@ class DensePredictions:
 
     @torch.enable_grad()
     def descend(self, model: nn.Module, parameters: Sequence[nn.Parameter], steps: int, rate: float) -> None:
-        """The `parameters` have made so many steps of Adam, a window each, that lower the distance on the windows to fit on.
+        """Make so many steps of Adam with the `parameters`, a window each, to lower the distance on the windows to fit on.
 
         The rate falls to zero along a cosine. No other parameter changes or has a gradient.
         """
@@ -144,7 +150,7 @@ class DensePredictions:
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, calibration: Calibration) -> list[Batch]:
-    """The inputs of each window and the model's outputs for its real tokens."""
+    """Return the inputs of each window and the model's outputs for its real tokens."""
     batches: list[Batch] = []
     with evaluation_mode(model):
         for batch in (window for several in calibration.batches for window in windows_of_batch(several)):
@@ -154,7 +160,5 @@ def outputs_of(model: nn.Module, calibration: Calibration) -> list[Batch]:
 
 
 def real_outputs(model: nn.Module, inputs: dict[str, object]) -> Tensor:
-    """The model's outputs for the tokens that are no padding: (tokens, d)."""
-    outputs = logits_of(model(**inputs))
-    mask = next((mask for mask in real_tokens(model, inputs) if mask.shape == outputs.shape[:-1]), None)
-    return outputs.reshape(-1, outputs.shape[-1]) if mask is None else outputs[mask]
+    """Return the model's outputs for the tokens that are no padding: (tokens, d)."""
+    return real_rows(logits_of(model(**inputs)), real_tokens(inputs))

@@ -55,12 +55,12 @@ OF_DEFAULT = {aten.rand.default, aten.rand.generator, aten.randn.default, aten.r
 
 @functools.cache
 def kind_of(function: OpOverload) -> Kind:
-    """What an operation does with the memory of its arguments."""
+    """Return what an operation does with the memory of its arguments."""
     if function._schema.name.removeprefix("aten::").rstrip("_") in RANDOM:
         return "random"
     if written_arguments(function):
         return "write"
-    if any(one.alias_info is not None for one in function._schema.returns):
+    if any(result.alias_info is not None for result in function._schema.returns):
         return "view"
     return "selection" if function in SELECTIONS else "plain"
 
@@ -105,13 +105,13 @@ BACKWARD = ("backward", "grad")
 
 
 def computes(name: str) -> bool:
-    """Whether the function of that name computes something of tensors, and neither reads an attribute nor changes them."""
+    """Return whether the function of that name computes something, and neither reads an attribute nor changes a tensor."""
     in_place = name.endswith("_") and not name.endswith("__")
     return not in_place and name not in ("__get__", "__set__", "retain_grad", "register_hook", "untyped_storage")
 
 
 def needs_gradient(value: Any) -> bool:
-    """Whether a tensor among the arguments does."""
+    """Return whether a tensor among the arguments needs a gradient."""
     if isinstance(value, (tuple, list)):
         return any(map(needs_gradient, value))
     return isinstance(value, Tensor) and value.requires_grad
@@ -187,7 +187,7 @@ class Widened(TorchDispatchMode):
         return WIDTH.get(dtype, 8) < self.width or (dtype is torch.complex64 and self.width == 8)
 
     def widen(self, value: Any) -> Any:
-        """The value with every narrow tensor and dtype in it wide."""
+        """Return the value with every narrow tensor and dtype in it wide."""
         if isinstance(value, Tensor):
             if not self.is_narrow(value.dtype):
                 return value
@@ -202,7 +202,7 @@ class Widened(TorchDispatchMode):
         return value
 
     def multiply_in_slices(self, function: OpOverload, args: Any) -> Tensor | None:
-        """The product with a large narrow matrix, some of its columns (or, in a batch, some matrices) at a time; else None."""
+        """Return the product with a large narrow matrix, some columns (in a batch, some matrices) at a time; else None."""
         *others, weight = args[: PRODUCTS[function]]
         if not self.is_narrow(weight.dtype) or weight.numel() <= SLICE or self.is_written(weight):
             return None
@@ -228,22 +228,22 @@ class Widened(TorchDispatchMode):
         return torch.cat(parts, along if batched else -1)
 
     def multiply_groups(
-        self, one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, *_: Any
+        self, first: Tensor, other: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, *_: Any
     ) -> Tensor:
-        """The products of consecutive rows (or columns) with a matrix each, for which there is no kernel in float64."""
+        """Return the products of consecutive rows (or columns) with a matrix each, for which float64 has no kernel."""
         if offs is None:
-            return self.widen(torch.bmm(self.widen(one), self.widen(other)))
+            return self.widen(torch.bmm(self.widen(first), self.widen(other)))
         ends = offs.tolist()
         parts = []
         for group, (start, end) in enumerate(itertools.pairwise((0, *ends))):
-            left = one[group] if one.dim() == 3 else one[:, start:end] if other.dim() == 2 else one[start:end]
-            right = other[group] if other.dim() == 3 else other[start:end] if one.dim() == 2 else other[:, start:end]
+            left = first[group] if first.dim() == 3 else first[:, start:end] if other.dim() == 2 else first[start:end]
+            right = other[group] if other.dim() == 3 else other[start:end] if first.dim() == 2 else other[:, start:end]
             product = self.widen(left) @ self.widen(right)
             parts.append(product if bias is None else product + self.widen(bias[group] if bias.dim() == 2 else bias))
-        if one.dim() == other.dim() == 2:
+        if first.dim() == other.dim() == 2:
             return torch.stack(parts)
-        along = 1 if one.dim() == 3 else 0
-        total = other.shape[1] if one.dim() == 3 else one.shape[0]
+        along = 1 if first.dim() == 3 else 0
+        total = other.shape[1] if first.dim() == 3 else first.shape[0]
         rest = total - sum(part.shape[along] for part in parts)  # rows of no group
         shape = [*parts[0].shape]
         shape[along] = rest
@@ -255,7 +255,7 @@ class Widened(TorchDispatchMode):
         return bool(self.written) and storage_key(value) in self.written
 
     def wide_memory(self, value: Any) -> Any:
-        """The wide memory of what is written into: of the tensor itself, or beside a narrow one."""
+        """Return the wide memory of what is written into: of the tensor itself, or beside a narrow one."""
         if isinstance(value, (tuple, list)):
             return type(value)(map(self.wide_memory, value))
         if not isinstance(value, Tensor) or not self.is_narrow(value.dtype):
@@ -267,7 +267,7 @@ class Widened(TorchDispatchMode):
         return self.widen(value)
 
     def write(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
-        """The operation on wide memory, and rounded in the narrow one."""
+        """Run the operation on wide memory, and round the result into the narrow one."""
         given = bind(function, args, kwargs)
         targets = {name: value for name, value in given.items() if name in written_arguments(function)}
         wide = {name: self.wide_memory(value) for name, value in targets.items()}
@@ -281,11 +281,11 @@ class Widened(TorchDispatchMode):
         if isinstance(results, Tensor):
             return originals[id(results)] if id(results) in originals else self.widen(results)
         if isinstance(results, (tuple, list)):
-            return type(results)(originals.get(id(one), self.widen(one)) for one in results)
+            return type(results)(originals.get(id(result), self.widen(result)) for result in results)
         return results
 
     def draw(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Random numbers as they are drawn without this context in the default dtype, in its width."""
+        """Return random numbers as they are drawn without this context in the default dtype, in its width."""
         given = bind(function, args, kwargs)
         targets = [name for name in written_arguments(function) if isinstance(given.get(name), Tensor)]
         if given.get("dtype") is self.dtype or (given.get("dtype") is None and function in OF_DEFAULT):
@@ -319,33 +319,37 @@ def storage_key(value: Tensor) -> int:
 
 @functools.cache
 def is_composite(function: OpOverload) -> bool:
-    """Whether an operation is made of others, which is then intercepted one by one (as in inference mode)."""
+    """Return whether an operation is made of others, which are then intercepted one by one (as in inference mode)."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"))
 
 
 @functools.cache
 def written_arguments(function: OpOverload) -> frozenset[str]:
-    """The names of the arguments that an operation writes into."""
+    """Return the names of the arguments that an operation writes into."""
     schema = function._schema
-    return frozenset(one.name for one in schema.arguments if one.alias_info is not None and one.alias_info.is_write)
+    return frozenset(
+        argument.name for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write
+    )
 
 
 def bind(function: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments by name."""
-    return {**{one.name: value for one, value in zip(function._schema.arguments, args, strict=False)}, **kwargs}
+    """Return the arguments by name."""
+    return {**{argument.name: value for argument, value in zip(function._schema.arguments, args, strict=False)}, **kwargs}
 
 
 def call(function: OpOverload, arguments: dict[str, Any]) -> Any:
-    """What an operation returns for arguments by name."""
-    positional = [one.name for one in function._schema.arguments if not one.kwarg_only and one.name in arguments]
+    """Return what an operation returns for arguments by name."""
+    positional = [
+        argument.name for argument in function._schema.arguments if not argument.kwarg_only and argument.name in arguments
+    ]
     rest = {name: value for name, value in arguments.items() if name not in positional}
     return function(*(arguments[name] for name in positional), **rest)
 
 
 def pairs(narrow: Any, wide: Any) -> list[tuple[Tensor, Tensor]]:
-    """The tensors of an argument with the wide ones, in order."""
+    """Return the tensors of an argument with the wide ones, in order."""
     if isinstance(narrow, (tuple, list)):
-        return [pair for one, other in zip(narrow, wide, strict=True) for pair in pairs(one, other)]
+        return [pair for part, other in zip(narrow, wide, strict=True) for pair in pairs(part, other)]
     return [(narrow, wide)] if isinstance(narrow, Tensor) else []
 
 
@@ -364,6 +368,6 @@ class SplitReductions(TorchDispatchMode):
 
 
 def sum_of_halves(left: Tensor, right: Tensor) -> Tensor:
-    """The product of (n, k) and (k, m)."""
+    """Return the product of (n, k) and (k, m)."""
     half = left.shape[1] // 2
     return aten.mm(left[:, :half], right[:half]) + aten.mm(left[:, half:], right[half:])

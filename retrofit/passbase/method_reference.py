@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.inputs.calibration import Calibration
+from retrofit.inputs.module_calls import RecordedCall
 
 Place = tuple[int | None, str | None]  # an argument of a call: its position, its keyword
 Key = int | str | None  # an item of what a module returns; None: the value itself
@@ -177,19 +178,6 @@ class Inside:
 
     inputs: Mapping[str, Any]  # the model's
     staying: Tensor | None = None  # (batch, tokens): which belong to their sequences after the call; None: all
-
-
-@dataclasses.dataclass(frozen=True)
-class RecordedCall:
-    """One call of a module in a forward of the model: the arguments, and what its given children received and returned."""
-
-    number: int  # in the order in which the calls of all sites began
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    returned: Any
-    inputs: Mapping[str, Any]  # of the model
-    children: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any], Any], ...]]
-    staying: Tensor | None = None  # (batch, tokens): which belong to their sequences after it; None: all
 
 
 @dataclasses.dataclass

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from retrofit.errors import PlanningError, RetrofitError, TrainingError
-from retrofit.inputs.calibration import real_tokens
 from retrofit.inputs.example_inputs import vocabulary_of
 from retrofit.inputs.model_state import evaluation_mode, same_bits
+from retrofit.inputs.module_calls import real_tokens
 from retrofit.inputs.probes import logits_of, run
 from retrofit.numerics.distances import token_weights
 from retrofit.passbase.tokenization import vocabulary_size
@@ -157,7 +157,7 @@ def projections(width: int, device: torch.device) -> Tensor:
 def outputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
     """The outputs for the tokens that are no padding, (tokens, d), and which tokens those are, None where all."""
     outputs = logits_of(run(model, inputs))
-    mask = next((mask for mask in real_tokens(model, inputs) if mask.shape == outputs.shape[:-1]), None)
+    mask = next((mask for mask in real_tokens(inputs) if mask.shape == outputs.shape[:-1]), None)
     return (outputs.reshape(-1, outputs.shape[-1]) if mask is None else outputs[mask]), mask
 
 

@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.errors import CaptureError, DoesNotFitError, first_line
 from retrofit.inputs.model_state import preserve_modes, preserve_state
+from retrofit.inputs.module_calls import watched
 from retrofit.inputs.packed_weights import refuse_packed_layers
 from retrofit.inputs.probes import extent_of, resized, run
 from retrofit.process import serialized
@@ -294,32 +295,22 @@ def trying(model: nn.Module, trials: Mapping[str, Trial], failed: dict[str, str]
     """Within this context each call of a module at a path is preceded by its trial; `failed` gets the first failure of each."""
     in_trial = False
 
-    def hook_for(path: str, trial: Trial) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal in_trial
-            if in_trial or path in failed:
-                return
-            in_trial = True
-            try:
-                with torch.no_grad():
-                    trial(module, args, dict(kwargs))
-            except GuardOnDataDependentSymNode:  # the capture goes on with values
-                raise
-            except DoesNotFitError as error:
-                failed[path] = error.what
-            except Exception as error:  # whatever the module's own code raises
-                failed[path] = failure_in(module, error, path)
-            finally:
-                in_trial = False
+    def attempt(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        nonlocal in_trial
+        if in_trial or path in failed:
+            return
+        in_trial = True
+        try:
+            with torch.no_grad():
+                trials[path](module, args, dict(kwargs))
+        except GuardOnDataDependentSymNode:  # the capture goes on with values
+            raise
+        except DoesNotFitError as error:
+            failed[path] = error.what
+        except Exception as error:  # whatever the module's own code raises
+            failed[path] = failure_in(module, error, path)
+        finally:
+            in_trial = False
 
-        return hook
-
-    handles = [
-        model.get_submodule(path).register_forward_pre_hook(hook_for(path, trial), with_kwargs=True)
-        for path, trial in trials.items()
-    ]
-    try:
+    with watched({path: model.get_submodule(path) for path in trials}, before=attempt):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -6,13 +6,15 @@ import contextlib
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+
+from retrofit.inputs.module_calls import watched
 
 MUTATION = "mutation "  # before a number, in the name of an output that is the new value of a buffer
 
@@ -205,26 +207,22 @@ def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
     stack = [calls[0]]
     held: list[dict[str, torch.Tensor]] = []  # the attributes of the modules on the stack when they were called
     counts: dict[str, int] = {}
-    handles: list[Any] = []
     names = [(module, set(vars(module))) for module in model.modules()]
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     other_names = {first: tuple(others) for first, *others in paths.values()}
 
-    def before(path: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = Call(path, counts.get(path, 0), len(calls), stack[-1], other_names.get(path, ()))
-            counts[path] = call.index + 1
-            calls.append(call)
-            stack.append(call)
-            held.append(tensor_attributes(module))
-            marker = Marker(call.number, leaves=False)
-            return marker.mark_all(tuple(args)), marker.mark_all(dict(kwargs))
+    def before(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = Call(path, counts.get(path, 0), len(calls), stack[-1], other_names.get(path, ()))
+        counts[path] = call.index + 1
+        calls.append(call)
+        stack.append(call)
+        held.append(tensor_attributes(module))
+        marker = Marker(call.number, leaves=False)
+        return marker.mark_all(tuple(args)), marker.mark_all(dict(kwargs))
 
-        return hook
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def after(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         call, before = stack.pop(), held.pop()
         for name, value in tensor_attributes(module).items():
             if value is not before.get(name):
@@ -232,14 +230,9 @@ def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
         return Marker(call.number, leaves=True).mark_all(output)
 
     try:
-        for path, module in model.named_modules():
-            if path:
-                handles.append(module.register_forward_pre_hook(before(path), with_kwargs=True))
-                handles.append(module.register_forward_hook(after, with_kwargs=True))
-        yield calls
+        with watched({path: module for path, module in model.named_modules() if path}, before=before, after=after):
+            yield calls
     finally:
-        for handle in handles:
-            handle.remove()
         for module, known in names:  # `torch.export` restores what was there before, and leaves what is new: tensors of the trace
             for name in tensor_attributes(module).keys() - known:
                 delattr(module, name)

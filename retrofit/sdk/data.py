@@ -12,7 +12,7 @@ from retrofit.inputs.calibration import evenly_spaced as evenly_spaced
 
 # Calls of modules, to repeat them with what replaces the module.
 from retrofit.inputs.module_calls import RecordedCall as RecordedCall
-from retrofit.inputs.module_calls import record_calls as record_calls
+from retrofit.inputs.module_calls import watched as watched
 from retrofit.inputs.module_calls import float_tensors as float_tensors
 
 # Errors in which no token decides by its length.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import itertools
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,10 +19,10 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import fx, nn
-from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError, first_few
 from retrofit.inputs.example_inputs import accepts, forward_parameters, named_inputs
+from retrofit.inputs.module_calls import tensors_in, watched
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.protocol import Rewrite
 from retrofit.passbase.recipe_storage import stored_inputs
@@ -374,10 +373,12 @@ class Interface:
         """Return the shapes by path; nothing where the model does not run without values."""
         found: dict[str, list[torch.Size]] = {}
         modules = {path: self.common.whole.get_submodule(path) for path in self.paths}
-        handles = [module.register_forward_hook(functools.partial(note_shapes, found, path)) for path, module in modules.items()]
-        runs = bool(handles) and accepts(self.common.whole, self.inputs)
-        for handle in handles:
-            handle.remove()
+
+        def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            found[path] = [tensor.shape for tensor in tensors_in(output)]
+
+        with watched(modules, after=note):
+            runs = bool(modules) and accepts(self.common.whole, self.inputs)
         return found if runs else {}
 
     def changed(self) -> str:
@@ -388,11 +389,6 @@ class Interface:
             return ""
         widths = [list(shapes[path][0]) for shapes in (self.dense, now)]
         return f"{path} returns {widths[1]} where it returned {widths[0]}, which parts of {type(self.common.model).__name__} read"
-
-
-def note_shapes(found: dict[str, list[torch.Size]], path: str, module: nn.Module, args: Any, output: Any) -> None:
-    """A forward hook: `found` has the shapes of what the module at `path` returned."""
-    found[path] = [value.shape for value in tree_leaves(output) if isinstance(value, torch.Tensor)]
 
 
 def outermost_shared(common: Common, module: nn.Module, path: str) -> list[str]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from inspect import signature
 from typing import Any
@@ -30,15 +31,13 @@ from retrofit.anatomy.inspection import inspect
 from retrofit.anatomy.parts import NoStream
 from retrofit.errors import TrainingError
 from retrofit.inputs.model_state import evaluation_mode
-from retrofit.inputs.module_calls import float_tensors
-from retrofit.numerics.distances import token_weights
+from retrofit.inputs.module_calls import float_tensors, watched
+from retrofit.numerics.distances import squared_weighted_error, token_weights
 from retrofit.passbase.protocol import Dial
 from retrofit.passbase.replaying import CorrespondingSite
 
-Hook = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DenseSite:
     """A site of the rewritten model, and the dense module, which is frozen and in evaluation mode."""
 
@@ -87,19 +86,16 @@ class DenseSites:
         """
         errors: list[Tensor] = []
 
-        def hook_of(site: DenseSite) -> Hook:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-                expected = site.dense_output(args, kwargs)
-                errors.append(squared_error(output, expected, float_tensors((args, kwargs))))
-                return expected
-
-            return hook
+        def align(site: DenseSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            expected = site.dense_output(args, kwargs)
+            errors.append(squared_error(output, expected, float_tensors((args, kwargs))))
+            return expected
 
         with evaluation_mode(self.model):
             for site in self.sites:
                 if training and not any(self.replace(child) for child in site.module.children()):
                     site.module.train()
-            with self.hooked(hook_of, self.sites):
+            with watched({site: site.module for site in self.sites}, after=align):
                 yield errors
 
     @contextlib.contextmanager
@@ -109,18 +105,15 @@ class DenseSites:
         It lasts until the gradients are computed, where layers are computed again for them.
         """
 
-        def hook_of(site: DenseSite) -> Hook:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-                return mixture(site.with_gradient(args, kwargs), output, share)
-
-            return hook
+        def mix(site: DenseSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            return mixture(site.with_gradient(args, kwargs), output, share)
 
         turned = [(site.module, self.dialled[site.name]) for site in self.sites if site.name in self.dialled]
-        mixed = [site for site in self.sites if site.name not in self.dialled]
+        mixed = {site: site.module for site in self.sites if site.name not in self.dialled}
         try:
             for module, dial in turned:
                 dial.turn(module, share)
-            with self.hooked(hook_of, mixed) if share < 1 else contextlib.nullcontext():
+            with watched(mixed, after=mix) if share < 1 else contextlib.nullcontext():
                 yield
         finally:
             for module, dial in turned:
@@ -130,25 +123,14 @@ class DenseSites:
         """Return how far each site is from the dense module, relative to its size, for the calls that are made in `run`."""
         found: dict[str, float] = {}
 
-        def hook_of(site: DenseSite) -> Hook:
-            def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-                error = squared_error(output, site.dense_output(args, kwargs), float_tensors((args, kwargs)))
-                found[site.name] = max(found.get(site.name, 0.0), float(error) ** 0.5)
+        def measure(site: DenseSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+            error = squared_error(output, site.dense_output(args, kwargs), float_tensors((args, kwargs)))
+            found[site.name] = max(found.get(site.name, 0.0), float(error) ** 0.5)
 
-            return hook
-
-        with torch.no_grad(), evaluation_mode(self.model), self.hooked(hook_of, self.sites):
+        modules = {site: site.module for site in self.sites}
+        with torch.no_grad(), evaluation_mode(self.model), watched(modules, after=measure):
             run()
         return found
-
-    @contextlib.contextmanager
-    def hooked(self, hook_of: Callable[[DenseSite], Hook], sites: Sequence[DenseSite]) -> Iterator[None]:
-        handles = [site.module.register_forward_hook(hook_of(site), with_kwargs=True) for site in sites]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def known_keywords(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -162,7 +144,7 @@ def known_keywords(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 def squared_error(found: Any, expected: Any, inputs: Sequence[Tensor]) -> Tensor:
     """Return how far the first tensor of an output is from the expected one, relative to its size, no token deciding by its length.
 
-        Σ_t w_t ‖found_t − y_t‖² / Σ_t w_t ‖r_t‖²        w as in `weighted_errors`, of r
+        Σ_t w_t ‖found_t − y_t‖² / Σ_t w_t ‖r_t‖²        w as in `numerics.distances`, of r
 
     r is y, or, where the module returns one of its inputs x and adds to it, what it adds: y − x.
     """
@@ -170,9 +152,7 @@ def squared_error(found: Any, expected: Any, inputs: Sequence[Tensor]) -> Tensor
     streams = [rows_of(value) for value in inputs if value.dim() > 1]
     added = [y] + [y - x for x in streams if x.shape == y.shape]
     r = min(added, key=lambda each: float(token_weights(each) @ each.detach().square().sum(-1)))
-    weights = token_weights(r)
-    missed = (one - y).square().sum(-1) @ weights
-    return missed / (r.square().sum(-1) @ weights).clamp_min(torch.finfo(torch.float32).tiny)
+    return squared_weighted_error(one, y, r)
 
 
 def rows_of(value: Tensor) -> Tensor:
@@ -238,18 +218,14 @@ class HiddenStates:
     def recorded(self) -> Iterator[RecordedStreams]:
         """Within this context the streams of both models are recorded: the dense one's where it is called as a whole."""
         record = RecordedStreams(self)
-        handles = [
-            self.dense.register_forward_pre_hook(lambda module, args: record.teach(True)),
-            self.dense.register_forward_hook(lambda module, args, output: record.teach(False)),
-        ]
-        for pair in self.layers:
-            handles.append(pair.dense.register_forward_hook(record.hook(pair, pair.dense, of_teacher=True)))
-            handles += [module.register_forward_hook(record.hook(pair, module, of_teacher=False)) for module in pair.rewritten]
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(watched({True: self.dense}, before=record.teach))
+            stack.enter_context(watched({False: self.dense}, after=record.teach))
+            for pair in self.layers:
+                stack.enter_context(watched({pair: pair.dense}, after=functools.partial(record.record, True)))
+                for layer in pair.rewritten:
+                    stack.enter_context(watched({pair: layer}, after=functools.partial(record.record, False)))
             yield record
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 class RecordedStreams:
@@ -261,17 +237,14 @@ class RecordedStreams:
         self.teaching = False
         self.forwards = 0  # of the teacher
 
-    def teach(self, begins: bool) -> None:
+    def teach(self, begins: bool, *call: Any) -> None:
         self.teaching = begins
         self.forwards += begins
 
-    def hook(self, pair: LayerPair, layer: nn.Module, *, of_teacher: bool) -> Callable[[nn.Module, Any, Any], None]:
-        def record(module: nn.Module, args: Any, output: Any) -> None:
-            stream = pair.stream_of(output)
-            if stream is not None and of_teacher == self.teaching:
-                self.found.setdefault(id(layer), []).append(stream)
-
-        return record
+    def record(self, of_teacher: bool, pair: LayerPair, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        stream = pair.stream_of(output)
+        if stream is not None and of_teacher == self.teaching:
+            self.found.setdefault(id(layer), []).append(stream)
 
     def error(self) -> Tensor:
         """Return the mean over the layers of their squared error relative to the dense stream, as sites are aligned by."""

@@ -13,7 +13,6 @@ from torch import nn
 
 from retrofit.inputs import model_memory
 from retrofit.inputs.calibration import HELD_OUT, Calibration, sample_calibration, split_calibration
-from retrofit.inputs.module_calls import record_calls
 from retrofit.numerics.distances import token_weights, weighted_error
 
 
@@ -74,7 +73,7 @@ def test_a_recorded_call_can_be_repeated() -> None:
     mask = torch.ones_like(ids)
     mask[0, :2] = 0
     path = "model.layers.1.self_attn"
-    calls = record_calls(model, Calibration(({"input_ids": ids, "attention_mask": mask},)), [path])[path]
+    calls = Calibration(({"input_ids": ids, "attention_mask": mask},)).record(model, [path])[path]
     assert len(calls) == 1
     repeated = calls[0].repeat(model.get_submodule(path))
     torch.testing.assert_close(repeated[0], calls[0].output[0])
@@ -82,7 +81,13 @@ def test_a_recorded_call_can_be_repeated() -> None:
     assert not model.get_submodule(path)._forward_hooks
 
 
-@pytest.mark.parametrize("record", [record_calls, lambda model, data, paths: data.observe(model, {paths[0]: lambda x: None})])
+@pytest.mark.parametrize(
+    "record",
+    [
+        lambda model, data, paths: data.record(model, paths),
+        lambda model, data, paths: data.observe(model, {paths[0]: lambda x: None}),
+    ],
+)
 def test_a_forward_ends_after_the_calls_that_are_wanted(record: Callable[[nn.Module, Calibration, list[str]], object]) -> None:
     """The first one shows how many there are, so it is run whole."""
     entry = zoo.entry("causal/llama")
@@ -114,7 +119,7 @@ def test_where_the_first_inputs_miss_a_module_every_forward_is_run_whole() -> No
 
     data.observe(Either(), {path: counter(path) for path in tokens})
     assert tokens == {"longer": 6, "every": 8}
-    assert {path: len(calls) for path, calls in record_calls(Either(), data, list(tokens)).items()} == {"longer": 2, "every": 3}
+    assert {path: len(calls) for path, calls in data.record(Either(), list(tokens)).items()} == {"longer": 2, "every": 3}
 
 
 @given(sizes=st.lists(st.integers(0, 50), max_size=12), room=st.integers(1, 120))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, first_line
 from retrofit.files.atomic_writes import whole_files
 from retrofit.files.model_folders import as_path
-from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.example_inputs import dtype_of, named_inputs
 from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.probes import accepts, can_generate, has_two_sides, ids_name, logits_of
 from retrofit.inputs.usable_models import require_module, require_values, transformer_inside
@@ -59,7 +59,6 @@ from retrofit.onnx.exporter.parity import (
     matching,
     other_sizes,
     parameters_by_value,
-    part_dtype,
     torch_rounding,
 )
 from retrofit.onnx.exporter.tracing import trace_part
@@ -363,7 +362,7 @@ def export_part(
     graph.producer_name = "retrofit"
     graph.metadata_props["retrofit.part"] = part.name
     graph.metadata_props["retrofit.recipe"] = "\n".join(provenance_of(model).recipe)
-    comparable = not missing_packages("onnxruntime") and is_comparable(part_dtype(part))
+    comparable = not missing_packages("onnxruntime") and is_comparable(dtype_of(part))
     account: PackedWeights | None = None
     if weights is not None:
         progress(f"packing the weights of {path.name}")

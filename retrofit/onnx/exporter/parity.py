@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CaptureError, first_line
+from retrofit.inputs.example_inputs import dtype_of
 from retrofit.numerics.choices import Choices, OtherChoicesError
 from retrofit.numerics.distances import TOLERANCE, distance
 from retrofit.numerics.precision import Widened
@@ -73,10 +74,6 @@ def is_comparable(dtype: torch.dtype) -> bool:
     return dtype in ROUNDING
 
 
-def part_dtype(part: ExportPart) -> torch.dtype:
-    return next((value.dtype for value in part.parameters() if value.is_floating_point()), torch.float32)
-
-
 @torch.no_grad()
 def compare_with_torch(path: Path, part: ExportPart, *, optimize: bool = True) -> Parity:
     """Return how far the file lies from the part, on the worst of several shapes; raises `RetrofitError` where it does not run.
@@ -93,7 +90,7 @@ def compare_with_torch(path: Path, part: ExportPart, *, optimize: bool = True) -
 
 def compare_outputs(outputs: Tensors, part: ExportPart, inputs: Tensors, choosing: Context = contextlib.nullcontext) -> Parity:
     """Return whether the outputs are those of the part but for rounding; `choosing` makes the choices of the part within it."""
-    dtype = part_dtype(part)
+    dtype = dtype_of(part)
     with choosing():
         expected = outputs_of(part, inputs, outputs)
     gap = largest_gap(outputs, expected)
@@ -179,7 +176,7 @@ def torch_rounding(part: ExportPart, inputs: Tensors) -> float:
 
 def rounding_of_same_choices(part: ExportPart, inputs: Tensors, wide: Tensors, own: dict[str, float]) -> dict[str, float]:
     """Return how far torch's outputs lie from those in float64 where it chooses as there: else a choice would pass for rounding."""
-    if max(own.values()) <= TOLERANCE[part_dtype(part)]:
+    if max(own.values()) <= TOLERANCE[dtype_of(part)]:
         return own
     try:
         with Widened(torch.float64), Choices() as recorded:
@@ -206,7 +203,7 @@ def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found:
         return found
     choices = made[-1]  # in float64, where that was needed
     changed = max(attempt.changed for attempt in made)
-    if not changed or choices.margin > TIE[part_dtype(part)] or len(choices.made) != len(chosen):
+    if not changed or choices.margin > TIE[dtype_of(part)] or len(choices.made) != len(chosen):
         return found
     fell = f"{changed} choice{'s' if changed > 1 else ''} within {choices.margin:.1e} of a tie fell otherwise"
     return dataclasses.replace(parity, note=", ".join(filter(None, (f"{fell} (without the same: {found.gap:.1e})", parity.note))))
