@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,6 +28,7 @@ from retrofit.sdk import (
     map_first,
 )
 from retrofit.sdk.anatomy import Part, is_token_id
+from retrofit.sdk.data import watched
 from retrofit.sdk.modules import ForwardWithAuxiliaryLosses, InjectingForward, call_with_keywords, child_modules, own_forward
 from retrofit.sdk.program import capture, shape
 
@@ -135,25 +136,22 @@ def trace_forwarding(
         return []
     arrived: dict[nn.Module, bool] = {}
 
-    def observing(layer: nn.Module) -> Callable[..., Any]:
-        def observe(called: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:  # `called` may be a proxy
-            arrived[layer] = arrived.get(layer, True) and TOKEN_IDS in kwargs
-            return args, {name: value for name, value in kwargs.items() if name != TOKEN_IDS or reads_token_ids(layer)}
+    def add_keyword(reader: TokenIdReader, *call: Any) -> Any:
+        return reader.add_keyword(*call)
 
-        return observe
+    def observe(layer: nn.Module, called: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        arrived[layer] = arrived.get(layer, True) and TOKEN_IDS in kwargs  # `called` may be a proxy
+        return args, {name: value for name, value in kwargs.items() if name != TOKEN_IDS or reads_token_ids(layer)}
 
-    handles = []
-    for source, layers in routes:
-        add_keyword = TokenIdReader(source.place).add_keyword
-        handles.append(model.get_submodule(source.path).register_forward_pre_hook(add_keyword, with_kwargs=True))
-        handles += [layer.register_forward_pre_hook(observing(layer), with_kwargs=True) for layer in layers]
+    readers = {TokenIdReader(source.place): model.get_submodule(source.path) for source, _ in routes}
     try:
-        capture(model, inputs)
+        with (
+            watched(readers, before=add_keyword),
+            watched({layer: layer for _, layers in routes for layer in layers}, before=observe),
+        ):
+            capture(model, inputs)
     except CaptureError:  # a forward takes no other keyword, or passes it to one that does not
         return [False] if len(routes) == 1 else [trace_forwarding(model, [route], inputs)[0] for route in routes]
-    finally:
-        for handle in handles:
-            handle.remove()
     return [all(arrived.get(layer, False) for layer in layers) for _, layers in routes]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.sdk import Observed, Problems, SiteCall, find_argument
+from retrofit.sdk.data import float_tensors, watched
 
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 HIDDEN = -1e4  # an additive mask below this hides
@@ -141,59 +142,35 @@ def streams_of(observed: Observed) -> Iterator[dict[str, list[tuple[tuple[Tensor
     """Yield for each site the stream and the encoder's states in its layer, and the operands it was called with."""
     found: dict[str, list[tuple[tuple[Tensor, Tensor], dict[str, Any]]]] = {}
     open_streams: dict[str, tuple[Tensor, Tensor]] = {}
-    handles = []
 
-    def outer_hook(path: str) -> Any:
-        def hook(module: Any, args: Any, kwargs: Any) -> None:
-            container, key = find_argument(module.stream_in, list(args), kwargs)
-            open_streams[path] = container[key], kwargs["merged"]["source"]
+    def enter(path: str, module: Any, args: Any, kwargs: Any) -> None:
+        container, key = find_argument(module.stream_in, list(args), kwargs)
+        open_streams[path] = container[key], kwargs["merged"]["source"]
 
-        return hook
+    def keep(path: str, module: Any, args: Any, kwargs: Any) -> None:
+        own = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+        found.setdefault(path, []).append((open_streams[path], {"own": own, "other": kwargs.get("other")}))
 
-    def inner_hook(path: str) -> Any:
-        def hook(module: Any, args: Any, kwargs: Any) -> None:
-            own = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
-            found.setdefault(path, []).append((open_streams[path], {"own": own, "other": kwargs.get("other")}))
-
-        return hook
-
-    for site in observed.sites:
-        outer = observed.model.get_submodule(site.path.rpartition(".")[0])
-        handles.append(outer.register_forward_pre_hook(outer_hook(site.path), with_kwargs=True))
-        handles.append(site.module.register_forward_pre_hook(inner_hook(site.path), with_kwargs=True))
-    try:
-        with torch.no_grad():
-            yield found
-    finally:
-        for handle in handles:
-            handle.remove()
+    around = {site.path: observed.model.get_submodule(site.path.rpartition(".")[0]) for site in observed.sites}
+    inside = {site.path: site.module for site in observed.sites}
+    with watched(around, before=enter), watched(inside, before=keep), torch.no_grad():
+        yield found
 
 
 @contextlib.contextmanager
 def added_by_gone(observed: Observed) -> Iterator[dict[str, list[Tensor]]]:
     """Yield, where one attention is left, what replaces the other: it returns the shape of the stream, by site."""
     found: dict[str, list[Tensor]] = {}
-    handles = []
 
-    def hook_of(path: str) -> Any:
-        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-            container, key = find_argument(module.stream_in, list(args), kwargs)
-            parts = (
-                list(output.values()) if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else [output]
-            )
-            streams = [part for part in parts if isinstance(part, Tensor) and part.shape[:-1] == container[key].shape[:-1]]
-            found.setdefault(path, []).extend(stream for stream in streams if stream.is_floating_point())
+    def keep(path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        container, key = find_argument(module.stream_in, list(args), kwargs)
+        streams = [part for part in float_tensors(output) if part.shape[:-1] == container[key].shape[:-1]]
+        found.setdefault(path, []).extend(streams)
 
-        return hook
-
-    for site in observed.sites if observed.options.attentions == 1 else ():
-        replacing = observed.model.get_submodule(site.path.rpartition(".")[0]).__dict__["cross"]
-        handles.append(replacing.register_forward_hook(hook_of(site.path), with_kwargs=True))
-    try:
+    sites = observed.sites if observed.options.attentions == 1 else ()
+    around = {site.path: observed.model.get_submodule(site.path.rpartition(".")[0]) for site in sites}
+    with watched({path: outer.__dict__["cross"] for path, outer in around.items()}, after=keep):
         yield found
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def by_head(values: Tensor, heads: int) -> Tensor:

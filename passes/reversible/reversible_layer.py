@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned
 from retrofit.sdk import ArgumentPlace, RetrofitError, Wrapper, argument_place, find_argument
-from retrofit.sdk.data import accepts, quiet, without_weights
+from retrofit.sdk.data import accepts, quiet, watched, without_weights
 from retrofit.sdk.modules import child_modules, is_exporting, record_auxiliary_loss
 
 Key = int | str
@@ -56,24 +56,18 @@ def written_arguments(model: nn.Module, inputs: Mapping[str, Any], paths: Collec
     """
     calls: list[tuple[str, Key, Tensor, int]] = []
 
-    def hook_for(path: str) -> Any:
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            given: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
-            for key, value in given:
-                calls.extend(
-                    (path, key, tensor, tensor._version) for tensor in tree_flatten(value)[0] if isinstance(tensor, Tensor)
-                )
-
-        return hook
+    def keep(path: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        given: list[tuple[Key, Any]] = [*enumerate(args), *kwargs.items()]
+        for key, value in given:
+            calls.extend((path, key, tensor, tensor._version) for tensor in tree_flatten(value)[0] if isinstance(tensor, Tensor))
 
     called = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
     if accepts(model, "use_cache"):
         called["use_cache"] = True
     with contextlib.suppress(Exception), quiet(), torch.no_grad(), torch.device("meta"):  # what the model's own code raises
         skeleton = without_weights(model).train()
-        for path in paths:
-            skeleton.get_submodule(path).register_forward_pre_hook(hook_for(path), with_kwargs=True)
-        skeleton(**called)
+        with watched({path: skeleton.get_submodule(path) for path in paths}, before=keep):
+            skeleton(**called)
     found: dict[str, dict[Key, None]] = {}
     for path, key, tensor, version in calls:
         if tensor._version != version:

@@ -27,7 +27,7 @@ from retrofit.passes.sequence_altup.arguments import (
 )
 from retrofit.sdk import CaptureError, DoesNotFitError, Layer
 from retrofit.sdk.anatomy import mask_value
-from retrofit.sdk.data import accepts, forward_parameters, is_numbering, is_per_token, preserve_state
+from retrofit.sdk.data import accepts, forward_parameters, is_numbering, is_per_token, preserve_state, watched
 from retrofit.sdk.program import Call, Dataflow, Program, capture
 
 MORE = 8  # tokens
@@ -248,17 +248,13 @@ class ArgumentCaptures:
                     objects.setdefault(path, {})[name] = type(value).__name__
             tensors[path, call] = found
 
-        def begin(module: nn.Module, args: Any) -> None:
+        def begin(*call: Any) -> None:
             """Forget earlier runs: a capture may run the model several times, and the last counts."""
             for table in (tensors, objects, counts):
                 table.clear()
 
-        handle = self.model.register_forward_pre_hook(begin)
-        try:
-            with recording(self.model, self.paths, record):
-                program = capture(self.model, inputs)
-        finally:
-            handle.remove()
+        with watched({"": self.model}, before=begin), recording(self.model, self.paths, record):
+            program = capture(self.model, inputs)
         batches = [int(value.shape[0]) for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
         if not batches:
             raise DoesNotFitError(
@@ -279,22 +275,14 @@ def recording(
 ) -> Iterator[None]:
     """Call `record`, within this context, with the path and named arguments of every call of a module at one of the `paths`."""
 
-    def hook_for(path: str, names: tuple[str, ...]) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            record(path, list(named_arguments(args, kwargs, names)))
-
-        return hook
-
     modules = {path: model.get_submodule(path) for path in paths}
-    handles = [
-        module.register_forward_pre_hook(hook_for(path, positional_names(module)), with_kwargs=True)
-        for path, module in modules.items()
-    ]
-    try:
+    names = {path: positional_names(module) for path, module in modules.items()}
+
+    def see(path: str, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        record(path, list(named_arguments(args, kwargs, names[path])))
+
+    with watched(modules, before=see):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def new_arguments_with_cache(
