@@ -281,17 +281,18 @@ def test_a_refusal_leaves_the_model_exactly_as_it_was(passes: tuple[str, ...]) -
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=next(iter(options))):
+    with pytest.raises(SpecError) as refused:
         AltUp(**options)
+    assert refused.value.option in options
 
 
 def test_unknown_specs_say_what_there_is() -> None:
-    with pytest.raises(SpecError, match="altup") as caught:
+    with pytest.raises(SpecError) as caught:
         retrofit.apply(Own(), "altupp")
     assert "altup" in caught.value.remedy
-    with pytest.raises(SpecError, match="width") as caught:
+    with pytest.raises(SpecError) as caught:
         retrofit.apply(Own(), "altup(width=2)")
-    assert "selection" in caught.value.remedy
+    assert caught.value.option == "width" and "selection" in caught.value.remedy
 
 
 STARTS = [{"selection": "same"}, {"k": 3, "embedding": "recycled"}, {"coefficients": "dynamic"}, {"extra": 8}]

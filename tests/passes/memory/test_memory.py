@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import pickle
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 import torch
 import transformers
 from support import tiny_models, zoo
-from support.own_models import Asking, Own
+from support.own_models import Asking
 from support.retrofitted import moved
 from torch import Tensor, nn
 
@@ -585,20 +584,6 @@ def test_ids_are_forwarded_where_the_code_does_and_injected_elsewhere() -> None:
             isinstance(vars(module).get("forward"), InjectingForward) for module in rewritten(identity, "default").modules()
         )
         assert injected == (identity in INJECTED), identity
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    width: int = 24
-
-
-@pytest.mark.parametrize("config", [{"width": 24}, Frozen()], ids=["a mapping", "a frozen dataclass"])
-def test_a_config_that_takes_no_attributes_stays_as_it_is(config: Any) -> None:
-    model = Own()
-    model.config = config
-    before = copy.deepcopy(config)
-    retrofit.apply(model, Memory())
-    assert model.config == before and len([one for one in model.modules() if isinstance(one, MemoryLayer)]) == 3
 
 
 @pytest.mark.parametrize("lookup", ["softmax", "lsh"])

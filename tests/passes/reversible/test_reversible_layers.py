@@ -285,8 +285,9 @@ def test_a_gradient_of_a_value_from_inside_a_layer_is_an_error_with_the_reason()
     inside: list[Tensor] = []
     model.model.layers[1].layer.mlp.register_forward_hook(lambda module, args, output: inside.append(output))
     model(**given)
-    with pytest.raises(RetrofitError, match="a gradient of a value inside a layer"):
+    with pytest.raises(RetrofitError) as raised:
         inside[0].sum().backward()
+    assert raised.value.code == "inner-gradient"
 
 
 def test_only_what_is_trained_gets_a_gradient() -> None:
@@ -386,13 +387,15 @@ def test_what_cannot_be_computed_again_is_an_error_with_the_reason() -> None:
     x = ROWS.clone().requires_grad_()
     total = model(x)[-1].sum()
     total.backward(retain_graph=True)
-    with pytest.raises(RetrofitError, match="second backward"):
+    with pytest.raises(RetrofitError) as raised:
         total.backward()
+    assert raised.value.code == "second-backward"
     total = model(x)[-1].sum()
     with torch.no_grad():
         model.layers[2].layer[0].weight.mul_(1.5)  # type: ignore[index,union-attr]
-    with pytest.raises(RetrofitError, match="computed another result"):
+    with pytest.raises(RetrofitError) as raised:
         total.backward()
+    assert raised.value.code == "not-reproduced"
 
 
 class Shifted(nn.Module):
@@ -405,8 +408,9 @@ def test_an_argument_that_was_changed_is_an_error() -> None:
     by, x = torch.ones(8), ROWS.clone().requires_grad_()
     y = layer(x, by)
     by.zero_()
-    with pytest.raises(RetrofitError, match="modified in place"):
+    with pytest.raises(RetrofitError) as raised:
         y.sum().backward()
+    assert raised.value.code == "changed-in-place"
 
 
 def test_infinities_are_not_hidden() -> None:

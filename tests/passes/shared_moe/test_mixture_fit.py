@@ -9,7 +9,7 @@ import torch
 from support import zoo
 from torch import Tensor
 
-from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.errors import DoesNotFitError, RetrofitError, SpecError
 from retrofit.numerics.distances import token_weights, weighted_error
 from retrofit.passes import SharedMoE
 from retrofit.passes.shared_moe.mixture_fit import Products, choose_sources, combination_errors, fit_mixture, fit_router, gates_of
@@ -150,14 +150,15 @@ def test_the_recipe_keeps_the_layers_that_were_chosen() -> None:
 
 @pytest.mark.first(2)
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "error"),
     [
-        ({"sources": "0+1"}, SpecError, "does not name 4 layers"),
-        ({"sources": "a"}, SpecError, "not a list of layers"),
-        ({"sources": "0+1/0+1", "experts": 2}, DoesNotFitError, "for 2 groups"),
-        ({"sources": "0+9", "experts": 2}, DoesNotFitError, "layer 9"),
+        ({"sources": "0+1"}, SpecError),
+        ({"sources": "a"}, SpecError),
+        ({"sources": "0+1/0+1", "experts": 2}, DoesNotFitError),
+        ({"sources": "0+9", "experts": 2}, DoesNotFitError),
     ],
 )
-def test_sources_that_are_not_there_are_refused(options: dict[str, object], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_sources_that_are_not_there_are_refused(options: dict[str, object], error: type[RetrofitError]) -> None:
+    with pytest.raises(error) as refused:
         apply_reported(zoo.build(zoo.entry("causal/llama")), SharedMoE(**options), verify=False)
+    assert refused.value.option == "sources"

@@ -213,8 +213,9 @@ def test_a_feed_forward_of_another_form_is_left_alone_with_a_reason() -> None:
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match="shared-moe"):
+    with pytest.raises(SpecError) as refused:
         SharedMoE(**options)
+    assert refused.value.option in options
 
 
 @pytest.mark.first(1)

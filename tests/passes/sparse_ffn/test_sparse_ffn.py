@@ -438,8 +438,9 @@ def test_only_the_selected_layers_become_sparse() -> None:
 
 
 def test_more_active_units_than_a_block_has_are_refused() -> None:
-    with pytest.raises(SpecError, match="active=9 is above sparsity=8"):
+    with pytest.raises(SpecError) as refused:
         SparseFFN(sparsity=8, active=9)
+    assert refused.value.option == "active"
 
 
 def test_a_plain_feed_forward_has_no_gate_to_select_by() -> None:
@@ -486,8 +487,9 @@ def test_the_cost_of_a_token_is_that_of_the_rows_it_reads(options: dict[str, Any
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=next(iter(options))):
+    with pytest.raises(SpecError) as refused:
         SparseFFN(**options)
+    assert refused.value.option in options
 
 
 def test_it_goes_with_altup_as_text() -> None:
