@@ -195,7 +195,7 @@ def rows_of(found: Differences) -> Iterator[tuple[str, str, str, str]]:
 
 
 def folded_rows(tensors: Sequence[TensorDifference]) -> Iterator[tuple[str, str, str]]:
-    """One row for tensors at several depths that differ in the same way, with the range of how far their values are apart."""
+    """Yield one row for tensors at several depths that differ in the same way, with the range of how far their values are apart."""
     groups: dict[tuple[str, str, str, bool], list[TensorDifference]] = {}
     for tensor in tensors:
         key = (NUMBER.sub("*", tensor.name), tensor.one, tensor.other, tensor.largest is None)

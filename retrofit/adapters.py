@@ -31,7 +31,7 @@ ELSEWHERE = "train the adapter on modules that the model calls: their names are 
 
 @serialized
 def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
-    """The model inside a `PeftModel` of LoRA adapters, their products added to its weights: it computes what both did together.
+    """Return the model inside a `PeftModel` of LoRA adapters, with their products added to its weights.
 
     The model is changed in place and returned without any module of PEFT. Raises `CheckpointError` for a model without adapters,
     and `VerificationError` where the merged model would compute something else; the adapters are then still there.
@@ -86,7 +86,7 @@ def merged_for_now(inside: Any) -> Iterator[None]:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """What `adapter_config.json` says; raises `CheckpointError` where it or the weights are missing, or it names code to import."""
+    """Return `adapter_config.json`; raise `CheckpointError` where it or the weights are missing, or it names code to import."""
     file = folder / CONFIG
     if not file.is_file():
         raise CheckpointError(

@@ -31,7 +31,7 @@ CHANGING = ("quantization_config", "transformers_version", "architectures", "_na
 
 
 class NoEntry(enum.Enum):
-    """What a configuration says of an entry that it does not have."""
+    """The entry of a configuration that does not have it."""
 
     ABSENT = "absent"
 
@@ -62,7 +62,7 @@ class SiteDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """What is not the same in two models; all of it empty where nothing is."""
+    """The differences of two models; all of it empty where there are none."""
 
     architectures: tuple[str, str]
     recipes: tuple[tuple[str, ...], tuple[str, ...]]
@@ -74,12 +74,12 @@ class Differences:
 
     @property
     def same(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         (one, other), (recipe, others) = self.architectures, self.recipes
         return one == other and recipe == others and not (self.config or self.sites or self.tensors)
 
     def passes(self) -> list[tuple[str, str, str]]:
-        """The passes side by side: in which model, or which options differ; what the one has, what the other has."""
+        """Return the passes side by side: in which model, or which options differ; what the one has, what the other has."""
         rows: list[tuple[str, str, str]] = []
         ones, others = (parse_recipe(specs) for specs in self.recipes)
         for place in range(max(len(ones), len(others))):
@@ -101,7 +101,7 @@ class Differences:
 
 @serialized
 def diff(one: nn.Module, other: nn.Module) -> Differences:
-    """Which sites, parameters and options of the recipes differ between two models, and by how much; both stay as they are.
+    """Return which sites, parameters and options of the recipes differ between two models, and by how much; both stay as they are.
 
     Raises `CheckpointError` for a model without values, and where a recipe does not lead to its model.
     """
@@ -133,12 +133,12 @@ def diff(one: nn.Module, other: nn.Module) -> Differences:
 
 
 def has_dense_graph(model: nn.Module) -> bool:
-    """Whether it is a graph of which is known what it was before it was rewritten."""
+    """Return whether it is a graph of which is known what it was before it was rewritten."""
     return isinstance(model, fx.GraphModule) and (dense_graph(model) is not None or not recipe_storage.stored_recipe(model))
 
 
 def compare_forms(one: nn.Module, other: nn.Module, ours: DenseForm, theirs: DenseForm) -> tuple[list[TensorDifference], int]:
-    """What is left of the dense model in both, and what each has besides."""
+    """Return what is left of the dense model in both, and what each has besides."""
     found: list[TensorDifference] = []
     values: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for name in ours.skeleton.state_dict():
@@ -157,7 +157,7 @@ def compare_forms(one: nn.Module, other: nn.Module, ours: DenseForm, theirs: Den
 
 
 def compare_tensors(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> tuple[list[TensorDifference], int]:
-    """The tensors that are not the same bits in both, and how many are."""
+    """Return the tensors that are not the same bits in both, and how many are."""
     found: list[TensorDifference] = []
     equal = 0
     for name in dict.fromkeys((*ones, *others)):
@@ -177,7 +177,7 @@ def compare_tensors(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) ->
 
 
 def distances(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """The largest |a − b|, and ‖a − b‖ / ‖a‖."""
+    """Return the largest |a − b|, and ‖a − b‖ / ‖a‖."""
     left, right = one.detach().to("cpu", torch.float64), other.detach().to("cpu", torch.float64)
     gap = left - right
     return float(gap.abs().max()), float(gap.norm() / (left.norm() or 1.0))
@@ -188,7 +188,7 @@ def described(tensor: Tensor) -> str:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """What a file holds of a model, of tied tensors one, of packed ones the numbers that they stand for."""
+    """Return what a file holds of a model, of tied tensors one, of packed ones the numbers that they stand for."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -199,20 +199,20 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def different_sites(one: nn.Module, other: nn.Module) -> Iterable[SiteDifference]:
-    """The places that were rewritten in one of the models alone."""
+    """Yield the places that were rewritten in one of the models alone."""
     ours, theirs = sites_of(one), sites_of(other)
     yield from (SiteDifference(name, method, "first") for method, name in ours if (method, name) not in theirs)
     yield from (SiteDifference(name, method, "second") for method, name in theirs if (method, name) not in ours)
 
 
 def sites_of(model: nn.Module) -> dict[tuple[str, str], None]:
-    """The places that were rewritten, with the method, in order."""
+    """Return the places that were rewritten, with the method, in order."""
     accounts = rewrites(model) or ()
     return {(account.spec.partition("(")[0], site.name): None for account in accounts for site in account.sites}
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """The model's configuration as plain data; empty where it has none."""
+    """Return the model's configuration as plain data; empty where it has none."""
     config: Any = getattr(model, "config", None)
     if dataclasses.is_dataclass(config) and not isinstance(config, type) and not hasattr(config, "to_dict"):
         return dataclasses.asdict(config)
@@ -222,7 +222,7 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def different_entries(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The entries of two configurations that differ; one that is None in the one and absent in the other does not."""
+    """Return the entries of two configurations that differ; one that is None in the one and absent in the other does not."""
     keys = dict.fromkeys((*one, *other))
     return {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in keys if one.get(key) != other.get(key)}
 
@@ -248,7 +248,7 @@ def require_base_of(folder: Path, model: nn.Module, base: Path) -> None:
 
 
 def difference_in_words(found: Differences) -> str:
-    """What differs between the model that an adapter names and another one: the class, the recipe, else parameters."""
+    """Return what differs between the model that an adapter names and another one: the class, the recipe, else parameters."""
     (one, other), recipes = found.architectures, [", ".join(specs) or "none" for specs in found.recipes]
     if one != other:
         return f"that is a {one}, this a {other}"

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class RetrofitWarning(UserWarning):
-    """What is to be known of a result that was not asked for; the command line says it as a note."""
+    """A fact about a result that the user has to know; the command line prints it as a note."""
 
 
 class Remedy(str):
@@ -126,7 +126,7 @@ def first_few(items: Iterable[object], most: int = 5, between: str = ", ") -> st
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its message, with the next one where that says what the first announces."""
+    """Return the kind of an error and the first line of its message, with the next one where that says what the first announces."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -135,7 +135,7 @@ def first_line(error: BaseException) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """What something is, in words: `an int`, `a list`, `None`, `a class`."""
+    """Return what something is, in words: `an int`, `a list`, `None`, `a class`."""
     if value is None:
         return "None"
     name = "class" if isinstance(value, type) else type(value).__name__

@@ -43,7 +43,7 @@ Step = Callable[[Tensor], Tensor]  # the token ids so far, (1, length) → the l
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """What a model wrote after a prompt."""
+    """The text that a model wrote after a prompt."""
 
     prompt: str
     text: str
@@ -56,7 +56,7 @@ class Continuation:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """How many tokens at most, and how each is chosen: the likeliest, or drawn at a temperature."""
+    """The number of tokens at most, and how each is chosen: the likeliest, or drawn at a temperature."""
 
     tokens: int
     temperature: float = 0.0

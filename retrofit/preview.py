@@ -51,13 +51,13 @@ class PlannedPass:
 
     @property
     def fits(self) -> bool:
-        """Whether the pass finds anything to rewrite; `apply` refuses a pass that does not."""
+        """Return whether the pass finds anything to rewrite; `apply` refuses a pass that does not."""
         return bool(self.plan.sites)
 
 
 @dataclasses.dataclass(frozen=True)
 class RecipePlan:
-    """What a sequence of passes would do to one model, and its cost before and after."""
+    """The plan of a sequence of passes on one model, with the cost before and after."""
 
     passes: tuple[PlannedPass, ...]
     parameters_before: int
@@ -68,17 +68,17 @@ class RecipePlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every pass finds something to rewrite."""
+        """Return whether every pass finds something to rewrite."""
         return all(pass_.fits for pass_ in self.passes)
 
     def with_note(self, note: str) -> RecipePlan:
-        """The same with a note on the first pass."""
+        """Return the same with a note on the first pass."""
         first, *others = self.passes
         noted = dataclasses.replace(first, plan=dataclasses.replace(first.plan, notes=(*first.plan.notes, note)))
         return dataclasses.replace(self, passes=(noted, *others))
 
     def with_fix(self, fix: str) -> RecipePlan:
-        """The same with a further remedy for the first near miss of each pass that fits nowhere."""
+        """Return the same with a further remedy for the first near miss of each pass that fits nowhere."""
         passes = []
         for planned in self.passes:
             misses = planned.plan.near_misses
@@ -89,7 +89,7 @@ class RecipePlan:
         return dataclasses.replace(self, passes=tuple(passes))
 
     def without_graph_fix(self) -> RecipePlan:
-        """The same for a model that is a graph already, or cannot be one: no near miss says to make it one."""
+        """Return the same for a model that is a graph already, or cannot be one: no near miss says to make it one."""
         passes = []
         for planned in self.passes:
             found = planned.plan.near_misses
@@ -98,7 +98,7 @@ class RecipePlan:
         return dataclasses.replace(self, passes=tuple(passes))
 
     def rows(self) -> list[tuple[str, str]]:
-        """What each pass would do, then parameters and FLOPs before and after, as rows of two cells."""
+        """Return what each pass would do, then parameters and FLOPs before and after, as rows of two cells."""
         after = "unknown until it is applied" if self.flops_after is None else format_change(self.flops_before, self.flops_after)
         return [
             *separated(plan_rows(planned.spec, planned.exact, planned.plan) for planned in self.passes),
@@ -110,7 +110,7 @@ class RecipePlan:
         return aligned(self.rows())
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data, for `json`."""
+        """Return the plan as plain data, for `json`."""
         return {
             "passes": [
                 {
@@ -136,7 +136,7 @@ class RecipePlan:
 def plan_of(
     model: nn.Module, *passes: AnyPass | str, example_inputs: Any = None, emit: str = "module", progress: Progress | None = None
 ) -> RecipePlan:
-    """What `apply(model, *passes)` would rewrite and what it would leave alone and why, and what the result would cost.
+    """Return what `apply(model, *passes)` would rewrite, what it would leave alone and why, and what the result would cost.
 
     `model` does not change: the first plan is read off the model itself, and every plan is carried out on a copy without weights.
     A pass that fits nowhere has a plan without sites, and the passes after it are planned as if it were not there; where `apply`
@@ -169,7 +169,7 @@ def plan_of(
 
 
 def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, report: Progress) -> tuple[RecipePlan, nn.Module]:
-    """The plan for the model's modules, or its graph; and the model that it is for."""
+    """Return the plan for the model's modules, or its graph; and the model that it is for."""
     with preserve_random_state():
         model = transformer_inside(model, example_inputs)
         model, inputs, program = prepare_model(model, example_inputs, emit, report)
@@ -193,7 +193,7 @@ def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, 
 
 
 def plan_pass(pass_: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool) -> Plan:
-    """The plan of a pass, carried out on the skeleton; one without sites where the pass refuses the model.
+    """Return the plan of a pass, carried out on the skeleton; one without sites where the pass refuses the model.
 
     It refuses what may be wrong on inputs that were not derived, unless the inputs are `seen` to be all that the model reads.
     """
@@ -217,7 +217,7 @@ def plan_pass(pass_: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool)
 
 
 def inspect_skeleton(skeleton: nn.Module, inputs: dict[str, Any], pass_: AnyPass, done: list[str]) -> Anatomy:
-    """The anatomy that a pass finds once the passes before it are done; raises `CaptureError` where it needs weights to be seen."""
+    """Return the anatomy after the passes before this one; raise `CaptureError` where it needs weights to be seen."""
     try:
         return inspect(skeleton, inputs)
     except CaptureError as error:
@@ -229,7 +229,7 @@ def inspect_skeleton(skeleton: nn.Module, inputs: dict[str, Any], pass_: AnyPass
 
 
 def skeleton_flops(skeleton: nn.Module, inputs: dict[str, Any], dense: Cost, run_counts: bool) -> int | None:
-    """The FLOPs a token of a model without weights; None where it does not run so.
+    """Return the FLOPs a token of a model without weights; None where it does not run so.
 
     They are counted on a run where that counted (`run_counts`) what its graph has in the dense model, and else on its graph.
     """
@@ -243,7 +243,7 @@ def skeleton_flops(skeleton: nn.Module, inputs: dict[str, Any], dense: Cost, run
 
 
 def runs_as_captured(skeleton: nn.Module, inputs: dict[str, Any], dense: Cost) -> bool:
-    """Whether a run of the dense model's skeleton counts the FLOPs that its graph has."""
+    """Return whether a run of the dense model's skeleton counts the FLOPs that its graph has."""
     try:
         return flops_of_run(skeleton, named_inputs(skeleton, inputs)) == dense.flops
     except Exception:  # whatever the model's own code raises without values
@@ -258,7 +258,7 @@ def count_parameters(model: nn.Module) -> int:
 
 
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
-    """The passes, from passes or their specs; raises `SpecError` where there is none."""
+    """Return the passes, from passes or their specs; raises `SpecError` where there is none."""
     if not passes:
         raise SpecError("no pass given", remedy="pass at least pass_, e.g. retrofit.apply(model, AltUp(k=2))", option="passes")
     return tuple(as_pass(pass_) for pass_ in passes)
@@ -267,7 +267,7 @@ def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
 def prepare_model(
     model: nn.Module, example_inputs: Any, emit: str, progress: Progress
 ) -> tuple[nn.Module, dict[str, Any], Program]:
-    """The model that passes rewrite, its inputs by name, and its program: a graph module where `emit` or its layers require one."""
+    """Return the model that passes rewrite, its inputs and its program: a graph module where `emit` or its layers require one."""
     if emit not in ("module", "graph"):
         raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'", option="emit")
     inputs = distinct_lengths(model, named_inputs(model, example_inputs))
@@ -282,12 +282,12 @@ def prepare_model(
 
 
 def has_layers_in_code(model: nn.Module, program: Program) -> bool:
-    """Whether some layer is not a module but part of a larger one's code."""
+    """Return whether some layer is not a module but part of a larger one's code."""
     return any(not layer.name for layer in read_anatomy(model, program).layers)
 
 
 def unseen_refusal(pass_: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
-    """The refusal of a pass that may be wrong for arguments that the derived inputs leave out."""
+    """Return the refusal of a pass that may be wrong for arguments that the derived inputs leave out."""
     return DoesNotFitError(
         f"{pass_.name}: the derived example inputs lack {', '.join(unseen)}",
         why="features computed from them may join the stream, which the captured graph does not show",

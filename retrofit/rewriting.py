@@ -58,7 +58,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 @dataclasses.dataclass(frozen=True)
 class Applied:
-    """What `apply` did."""
+    """The result of `apply`."""
 
     model: nn.Module
     rewrites: tuple[Rewrite, ...]
@@ -108,7 +108,7 @@ def apply(
 
 
 def require_use(calibration: Any, passes: Recipe) -> None:
-    """Where there is calibration data a pass uses it, else `SpecError`."""
+    """Raise `SpecError` where there is calibration data and no pass uses it."""
     if calibration is not None and not any(pass_.calibrates for pass_ in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         why = f"passes that use it: {fitted}"
@@ -178,7 +178,7 @@ def apply_reported(
 
 
 def without_graph_fix(refusal: DoesNotFitError) -> DoesNotFitError:
-    """The refusal of a graph, whose fix is not to make it one."""
+    """Return the refusal of a graph, whose fix is not to make it one."""
     refusal.remedies = without_form(refusal.remedies, "graph")
     return refusal
 
@@ -197,7 +197,7 @@ def rewrite_once(
     keep: Keep | None = None,
     dense: Program | None = None,
 ) -> Applied:
-    """What `apply_reported` does, on the model's modules or on its graph, with the named `checks`; `note` goes to the first pass.
+    """Do what `apply_reported` does on the model's modules or its graph, with the named `checks`; `note` goes to the first pass.
 
     `keep` gets the parameters that the edits put into the model (`Edit`). `dense` is the program of the same model with weights,
     whose modules are rewritten as they are: the model is not captured again.
@@ -295,7 +295,7 @@ def rewrite_once(
 
 
 def capture_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> Program:
-    """The rewritten model as a program; raises `DoesNotFitError` where it does not run."""
+    """Return the rewritten model as a program; raises `DoesNotFitError` where it does not run."""
     try:
         return capture(model, inputs)
     except CaptureError as error:
@@ -303,7 +303,7 @@ def capture_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> 
 
 
 def run_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> None:
-    """The rewritten model runs, else `DoesNotFitError`: one short pass, where its program is not needed."""
+    """Raise `DoesNotFitError` unless the rewritten model runs: one short pass, where its program is not needed."""
     try:
         with preserve_state(model):
             run(model, inputs)
@@ -312,7 +312,7 @@ def run_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> None
 
 
 def run_with_optional(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> None:
-    """The rewritten model runs on inputs that the passes have not seen, as the dense model does, else `DoesNotFitError`."""
+    """Raise `DoesNotFitError` unless the rewritten model runs, as the dense does, on inputs that the passes have not seen."""
     try:
         run_result(model, inputs, passes)
     except DoesNotFitError as error:

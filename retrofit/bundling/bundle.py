@@ -227,7 +227,7 @@ def auto_classes(model_type: str, kind: type) -> tuple[str, ...]:
 
 
 def require_equal(file: Path, written: ModellingFile, name: str, config: Any, model: nn.Module) -> None:
-    """The model that the modelling code makes has the modules, the weights and the ties of `model`, else `CheckpointError`."""
+    """Raise `CheckpointError` unless the model that the modelling code makes has the modules, weights and ties of `model`."""
     with imported(file) as module, quiet():
         require_closed(written.text, module)
         kind = getattr(module, written.config_name)
@@ -246,7 +246,7 @@ def require_equal(file: Path, written: ModellingFile, name: str, config: Any, mo
 
 
 def require_closed(text: str, module: Any) -> None:
-    """Every global that the code reads is there, else `CheckpointError`: code that a model seldom runs is not tried here."""
+    """Raise `CheckpointError` unless every global that the code reads exists: code that a model seldom runs is not tried here."""
     wanted, assigned = set[str](), set(dir(builtins)) | set(vars(module))
     waiting = [compile(text, CODE, "exec")]
     while waiting:

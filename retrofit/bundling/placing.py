@@ -69,7 +69,7 @@ class Buffer:
 
 
 class Child:
-    """What is registered as a child without being a module of the table: `Child()` is None."""
+    """A registered child that is no module of the table: `Child()` is None."""
 
 
 class Unregistered:
@@ -109,7 +109,7 @@ class Placing:
         self.shared: dict[str, Any] = {}  # of these, what has been made
 
     def place(self, table: Mapping[str, Any]) -> None:
-        """Every entry of the table that belongs to a module of the model is in place."""
+        """Put every entry of the table that belongs to a module of the model in place."""
         for shared in shared_values(list(table.values())):
             if shared.value is not None:
                 self.named[shared.name] = shared.value

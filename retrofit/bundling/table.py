@@ -286,7 +286,7 @@ GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - TORCHS  # wh
 
 
 class DenseState:
-    """What the modules of a dense model hold, as it was when this was made."""
+    """The state of the modules of a dense model, as it was when this was made."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
@@ -315,7 +315,7 @@ class Structure:
         self.fill()
 
     def fill(self) -> None:
-        """The table has an entry for all that differs, of modules that are in the model or named by an entry."""
+        """Add an entry for all that differs, of modules that are in the model or named by an entry."""
         present = {id(module) for module in self.model.modules()}
         waiting = [path for path, module in self.dense.modules.items() if id(module) in present]
         done = set[str]()

@@ -226,7 +226,7 @@ def anatomy_or_none(model: nn.Module, program: Program) -> Anatomy | None:
 
 
 def register_other_names(model: nn.Module, graph: nn.Module, slices: set[str]) -> None:
-    """Every parameter and saved buffer of the model has its name in the graph module too, tied and unused ones included.
+    """Register every parameter and saved buffer of the model under its names there, tied and unused ones included.
 
     Not those that became parameters for each of their `slices`.
     """

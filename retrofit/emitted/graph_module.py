@@ -67,7 +67,7 @@ AUTOCAST = torch.ops.higher_order.wrap_with_autocast  # (device type, dtype, ena
 
 
 def inline_nested_graphs(module: fx.GraphModule) -> None:
-    """The graph of `module` holds the operations of its nested graphs, annotated where gradients are switched off.
+    """Inline the nested graphs of `module` into its graph, annotated where gradients are switched off.
 
     Raises `CaptureError` for other operations that run a graph of their own.
     """
@@ -88,7 +88,7 @@ def inline_nested_graphs(module: fx.GraphModule) -> None:
 
 
 def inline(module: fx.GraphModule, node: fx.Node, holder: fx.Node, arguments: Any, annotations: dict[str, Any]) -> None:
-    """The operations of the graph that `holder` names replace `node`, which calls it, and have the annotations."""
+    """Replace `node`, which calls the graph that `holder` names, by the operations of that graph, with the annotations."""
     nested = module.get_submodule(str(holder.target))
     assert isinstance(nested, fx.GraphModule)
     inline_nested_graphs(nested)

@@ -382,7 +382,7 @@ def weight_operands(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
 
 
 def replace_by_parameters(program: Program, slices: WeightSlices) -> WeightSlices:
-    """Each part is a placeholder of the program, and a parameter of its own; returns the parts by these placeholders."""
+    """Make each part a placeholder of the program and a parameter of its own; return the parts by these placeholders."""
     first = next(iter(program.graph.nodes))
     placeholders: WeightSlices = {}
     for node, (name, parameter) in slices.items():

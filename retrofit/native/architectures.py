@@ -350,7 +350,7 @@ def absent_weights(model: nn.Module, wanted: Wanted) -> list[Sequence[int]]:
 
 
 def all_trials(architecture: Architecture, model: PreTrainedModel, wanted: Wanted) -> Iterator[tuple[str, Any]]:
-    """Each entry of its own with each value that is tried for it."""
+    """Yield each entry of its own with each value that is tried for it."""
     for key in architecture.own:
         yield from ((key, value) for value in trials(model.config.to_dict().get(key), wanted))
 

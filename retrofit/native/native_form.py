@@ -345,7 +345,7 @@ def with_whole_depth(match: Match, part: PreTrainedModel) -> Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where the parts of a native form are in the model."""
+    """The places of the parts of a native form in the model."""
 
     skeleton: PreTrainedModel
     around: Mapping[str, str]  # parameters outside the mixtures → the model's

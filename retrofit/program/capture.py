@@ -253,7 +253,7 @@ def on_fake_cpu(model: nn.Module) -> nn.Module:
 
 
 def failure_in(model: nn.Module, error: BaseException, at: str = "") -> str:
-    """The first line of the error, after the path of the innermost module of the model in whose code it was raised.
+    """Return the first line of the error, after the path of the innermost module of the model in whose code it was raised.
 
     The model may itself be a part of another, where its path is `at`.
     """

@@ -26,7 +26,7 @@ from retrofit.program.tracing import disable_cache, silence_tracer
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What one forward pass of a program costs."""
+    """The cost of one forward pass of a program."""
 
     parameters: int  # elements that the graph reads, shared ones once
     flops: int  # of the whole pass
@@ -194,7 +194,7 @@ def attention_flops(args: Sequence[Any], out: Any) -> int:
 
 
 def einsum_flops(args: Sequence[Any], out: Any) -> int:
-    """Each operand in turn times the product so far, over all the indices that the two have; one operand alone is no product."""
+    """Return the FLOPs of each operand in turn times the product so far; one operand alone is no product."""
     terms = str(args[0]).replace(" ", "").split("->")[0].split(",")
     operands = args[1]
     assert isinstance(operands, (list, tuple))

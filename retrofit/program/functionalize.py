@@ -161,7 +161,7 @@ class Functionalizer:
             self.aliases[member] = family
 
     def rewrite_in_place_op(self, node: fx.Node, operands: list[fx.Node]) -> None:
-        """The operation is pure: its result is the current contents of what it wrote into, and all aliases of that are stale."""
+        """Make the operation pure: it returns the new contents of what it wrote into, and all aliases of that are stale."""
         written, pure = operands[0], functional_overload(node)
         family = self.aliases.get(written, {written})
         if pure is None or any(view.op != "call_function" for view in family):
@@ -227,7 +227,7 @@ def inverse_permutation(order: list[int]) -> list[int]:
 
 
 def replace_nondifferentiable_copies(graph: fx.Graph) -> None:
-    """Every `aten.copy`, the pure form of `copy_`, becomes a cast with a clone, of an expansion where the shapes differ.
+    """Turn every `aten.copy`, the pure form of `copy_`, into a cast with a clone, of an expansion where the shapes differ.
 
     It has no derivative itself. The clone lies in memory as what it was written into did, or else no view depends on that.
     """

@@ -244,7 +244,7 @@ def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def restore_users(graph: fx.Graph) -> None:
-    """Every node knows its users again: `torch.export` clears those of the result of a region under `no_grad`."""
+    """Tell every node its users again: `torch.export` clears those of the result of a region under `no_grad`."""
     for node in graph.nodes:
         for operand in node.all_input_nodes:
             operand.users.setdefault(node)

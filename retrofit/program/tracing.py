@@ -137,7 +137,7 @@ def open_dataclasses(model: nn.Module, inputs: Any) -> Iterator[None]:
 
 
 def register_classes(value: Any) -> None:
-    """Every class of dataclasses in the value, however nested, is a container to torch."""
+    """Register every class of dataclasses in the value, however nested, as a container of torch."""
     is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if is_instance and type(value) not in _pytree.SUPPORTED_NODES:
         torch.export.register_dataclass(type(value))
@@ -417,7 +417,7 @@ def intercept_queries(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 def is_exporting() -> bool:
-    """Whether an exporter records this call: while torch 2.11 compiles it says so too, and its own flag says what is true."""
+    """Return whether an exporter records this call: while torch 2.11 compiles it says so too, and its own flag is right."""
     return torch.compiler.is_exporting() and bool(getattr(torch.compiler, "_is_exporting_flag", True))
 
 
@@ -449,12 +449,12 @@ def cond(
 
 
 def holds_one_way() -> bool:
-    """Whether a program is exported that holds one way for every size: code that chose by its sizes would bind them."""
+    """Return whether a program is exported that holds one way for every size: code that chose by its sizes would bind them."""
     return is_exporting() and KEPT.get() is None
 
 
 def flattened(branch: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The branch, which returns its numbers in a row: the tracer cannot compare strides that several dynamic sizes make."""
+    """Return the branch, which returns its numbers in a row: the tracer cannot compare strides that several dynamic sizes make."""
     return lambda *operands: branch(*operands).flatten()
 
 

@@ -158,7 +158,7 @@ def pickled_records(reader: PT2ArchiveReader, model: str, path: Path) -> Iterato
 
 
 def refuse_pickle(content: bytes, record: str, path: Path) -> None:
-    """The pickle holds tensors and plain data, which torch unpickles without running code."""
+    """Raise unless the pickle holds tensors and plain data, which torch unpickles without running code."""
     if not content:
         return
     try:
@@ -168,7 +168,7 @@ def refuse_pickle(content: bytes, record: str, path: Path) -> None:
 
 
 def refuse_program(value: Any, path: Path, key: str = "") -> None:
-    """Every string in the program is a name, an operator or an expression of sizes, as the entry it belongs to takes."""
+    """Raise unless every string in the program is a name, an operator or an expression of sizes, as its entry takes."""
     if isinstance(value, dict):
         for name, item in value.items():
             require(is_size(name) if key == "range_constraints" else NAME.fullmatch(name), name, path)
@@ -196,13 +196,13 @@ def require(admitted: Any, text: str, path: Path) -> None:
 
 
 def refuse_module_paths(metadata: Any, path: Path) -> None:
-    """The module paths of a node's metadata hold no quotation marks: they become source code."""
+    """Raise where module paths of a node's metadata hold quotation marks: they become source code."""
     stack = metadata.get("nn_module_stack", "") if isinstance(metadata, dict) else ""
     require(re.fullmatch(r"[^\"'\\\n]*", str(stack)), str(stack), path)
 
 
 def refuse_tree(value: Any, path: Path) -> None:
-    """The tree of a call's arguments or results names no module to import, and its keys are names."""
+    """Raise where the tree of a call's arguments or results names a module to import, or its keys are no names."""
     if isinstance(value, dict):
         for name, item in value.items():
             require(name not in IMPORTS, name, path)
@@ -275,7 +275,7 @@ def leave_out_parameters(program: torch.export.ExportedProgram) -> torch.export.
 
 
 def give_back_parameters(program: torch.export.ExportedProgram) -> None:
-    """The parameters that `leave_out_parameters` left out have their shapes again, and are zeros."""
+    """Give the parameters that `leave_out_parameters` left out their shapes again, as zeros."""
     shapes = dict(parameter_shapes(program))
     require_memory(sum(shape.numel() * shape.element_size() for shape in shapes.values()), "the weights of its dense program")
     made: dict[int, nn.Parameter] = {}
@@ -286,7 +286,7 @@ def give_back_parameters(program: torch.export.ExportedProgram) -> None:
 
 
 def parameter_shapes(program: torch.export.ExportedProgram) -> Iterator[tuple[str, Any]]:
-    """Each parameter's name, and its value in the trace, which has a shape alone."""
+    """Yield each parameter's name, and its value in the trace, which has a shape alone."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for input_spec in program.graph_signature.input_specs:
         if input_spec.kind is InputKind.PARAMETER and input_spec.target is not None:

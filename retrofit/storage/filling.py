@@ -457,7 +457,7 @@ def from_state(
 
 
 def restore_dtypes(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
-    """A weight that was saved in another dtype than its neighbours has that dtype again."""
+    """Cast each weight that was saved in another dtype than its neighbours to that dtype."""
     for name, tensor in state.items():
         weight = model.get_parameter_or_buffer(name)
         if weight.dtype != tensor.dtype:
@@ -465,7 +465,7 @@ def restore_dtypes(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) ->
 
 
 def require_match(missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """The weights are the model's, name by name and shape by shape, else `CheckpointError` with the first few that are not."""
+    """Raise `CheckpointError` with the first few differences unless the weights are the model's by name and shape."""
     problems = [f"missing: {name}" for name in sorted(missing)]
     problems += [f"not in the model: {name}" for name in sorted(unexpected)]
     problems += [f"{name} is {list(saved)}, the model's {list(own)}" for name, saved, own in sorted(mismatched)]

@@ -44,7 +44,7 @@ EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 
 
 def take_settings(config: Any, path: Path, header: Header) -> None:
-    """The config has the numbers of the file, else `CheckpointError`."""
+    """Set the numbers of the file in the config; raise `CheckpointError` where that is not possible."""
     settings = settings_of(header)
     for key, names in SIZES.items():
         if settings.get(key):
@@ -100,7 +100,7 @@ WITHOUT_EFFECT = ("type", "factor", "finetuned", "original_context_length")
 
 
 def stretch_positions(config: Any, path: Path, header: Header) -> None:
-    """The config stretches rotary positions as the file does, else `CheckpointError`."""
+    """Stretch rotary positions in the config as the file does; raise `CheckpointError` where that is not possible."""
     every = getattr(config, "rope_parameters", None) or {}
     rope = every.get("full_attention", every)  # where layers have a sliding window, the others are stretched
     settings = settings_of(header)
@@ -124,7 +124,7 @@ def head_width(config: Any) -> int:
 
 
 def require_rotated(model: PreTrainedModel, path: Path, header: Header) -> None:
-    """The model rotates as many numbers of a head as the file says, else `CheckpointError`."""
+    """Raise `CheckpointError` unless the model rotates as many numbers of a head as the file says."""
     rotated = settings_of(header).get("rope.dimension_count")
     frequencies = [len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     if rotated and frequencies and rotated // 2 not in frequencies:
@@ -157,7 +157,7 @@ def read_divisors(path: Path) -> torch.Tensor:
 
 
 def require_divided(config: Any, layer_type: dict[str, str], rope: dict[str, Any], divisors: torch.Tensor, path: Path) -> None:
-    """The frequencies that transformers computes from the config are the file's, else `CheckpointError`."""
+    """Raise `CheckpointError` unless the frequencies that transformers computes from the config are the file's."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return
@@ -206,7 +206,7 @@ def require_package(path: Path) -> None:
 
 
 def require_whole(path: Path, header: Header) -> None:
-    """The file is a whole model and holds every byte of its tensors, else `CheckpointError`."""
+    """Raise `CheckpointError` unless the file is a whole model and holds every byte of its tensors."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     parts = header.metadata.get("split.count", 0)
@@ -299,7 +299,7 @@ def of_other_sizes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.
 
 
 def require_all_read(model: PreTrainedModel, header: Header) -> None:
-    """No tensor of the file is left out, else `CheckpointError`: transformers' reader drops those that it has no place for."""
+    """Raise `CheckpointError` where a tensor of the file is left out: transformers' reader drops those it has no place for."""
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
     places = {DIVISORS, *get_gguf_hf_weights_map(model, processor)}
     dropped = [

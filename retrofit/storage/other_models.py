@@ -406,7 +406,7 @@ def outermost_shared(common: Common, module: nn.Module, path: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What a module held at one time: its attributes, and what was in its tables of children, parameters, hooks and so on."""
+    """The contents of a module at one time: its attributes, and its tables of children, parameters, hooks and so on."""
 
     tables: Changes
 
@@ -480,7 +480,7 @@ def transfer(common: Common, changes: Mapping[nn.Module, Changes], changed: Coll
 
 
 def apply_changes(module: nn.Module, table: str, values: Mapping[Any, Any], edit: Edit) -> None:
-    """The module holds these values in the table, or as its attributes."""
+    """Set these values in the table of the module, or as its attributes."""
     if table:
         held = vars(module).get(table, {})
         changed = {name: value for name, value in {**table_of(held), **values}.items() if value is not GONE}
@@ -522,7 +522,7 @@ def take_auxiliary_losses(whole: nn.Module) -> ForwardWithAuxiliaryLosses | None
 
 
 def carry_accounts(common: Common) -> None:
-    """The model has the accounts of `whole` under its own names; those of the passes only where it has every site."""
+    """Give the model the accounts of `whole` under its own names; those of the passes only where it has every site."""
     model, whole = common.model, common.whole
     names, paths = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
     theirs, accounts = provenance_of(whole), replaying.rewrites(whole) or ()

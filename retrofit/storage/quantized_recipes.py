@@ -24,7 +24,7 @@ from retrofit.surgery.dequantization import transpose_again, transposed_layers
 
 
 class ReplayFirst(HfQuantizer):
-    """What a quantizer does in addition where there is a recipe: mixed into its class."""
+    """The steps of a quantizer that come first where there is a recipe: mixed into its class."""
 
     replay: Any  # RecipeReplay: what happens to a skeleton without a quantization
     entry: dict[str, Any]  # what config.json says of the recipe alone

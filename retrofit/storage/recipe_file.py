@@ -65,7 +65,7 @@ def pass_of(spec: str | Mapping[str, Any]) -> AnyPass:
 
 
 def specs_in(file: Path) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
-    """Each pass as it is written in a file, and where it is."""
+    """Yield each pass as it is written in a file, and where it is."""
     if file.is_dir():
         from retrofit.storage.directories import (
             CONFIG,
@@ -107,7 +107,7 @@ def read_text(file: Path) -> str:
 
 
 def specs_in_text(file: Path, text: str) -> Iterator[tuple[str, str]]:
-    """Each pass in a text of one pass a line, or of several lines up to the parenthesis that ends it."""
+    """Yield each pass in a text of one pass a line, or of several lines up to the parenthesis that ends it."""
     begun, lines = 0, list[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         part = line.partition("#")[0].strip()
@@ -195,7 +195,7 @@ def recipe_of_checkpoint(file: Path) -> Any:
 
 
 def numbered(file: Path, found: Any) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
-    """Each pass of a list, and where it is; raises `SpecError` where it is no list of passes."""
+    """Yield each pass of a list, and where it is; raise `SpecError` where it is no list of passes."""
     if not isinstance(found, list):
         raise SpecError(f"{file} is not a recipe", why="it holds no list of passes", remedy=READABLE, code="no-recipe")
     for number, spec in enumerate(found, start=1):

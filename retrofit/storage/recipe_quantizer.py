@@ -30,7 +30,7 @@ from retrofit.surgery.dequantization import METHOD, is_packed, is_recipe
 
 @dataclasses.dataclass
 class RecipeConfig(QuantizationConfigMixin):
-    """What `config.json` says of a retrofitted model."""
+    """The entry of `config.json` for a retrofitted model."""
 
     quant_method: Any = METHOD
     recipe: list[str] = dataclasses.field(default_factory=list)
@@ -219,7 +219,7 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Every parameter is trained, those too that the class freezes: transformers makes them so when it reads their weights."""
+    """Set every parameter to be trained, those too that the class freezes, as transformers does when it reads weights."""
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
 
@@ -365,7 +365,7 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def untie(model: Any) -> None:
-    """Each name has a weight of its own again, as `from_pretrained` expects until it ties them itself."""
+    """Give each name a weight of its own again, as `from_pretrained` expects until it ties them itself."""
     for target in model.all_tied_weights_keys:
         owner, _, leaf = target.rpartition(".")
         weight = model.get_parameter(target)

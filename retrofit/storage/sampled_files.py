@@ -45,7 +45,7 @@ def write_samples(model: nn.Module) -> Iterator[None]:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], sampled: set[str], metadata: dict[str, str]) -> None:
-    """A safetensors file of contiguous tensors, with holes in those that are `sampled`.
+    """Write a safetensors file of contiguous tensors, with holes in those that are `sampled`.
 
     The format: the length of a header in 8 bytes, the header as JSON, then the bytes of the tensors one after the other.
     """

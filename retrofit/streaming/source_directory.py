@@ -34,7 +34,7 @@ Place = Callable[[str, nn.Parameter], None]  # of a parameter that is not in a f
 
 
 def require_directory(source: Path) -> None:
-    """A stream reads a directory, else `CheckpointError`."""
+    """Raise `CheckpointError` unless it is a directory."""
     if not source.is_dir():
         raise CheckpointError(f"{source} cannot be streamed", why="--stream reads a directory of safetensors", remedy=SAVE_ONCE)
 
@@ -70,7 +70,7 @@ def apart(model: Any) -> bool:
 
 
 def drop_values(parameter: nn.Parameter, files: TensorFiles) -> None:
-    """The parameter takes no memory, unless it is that of a file."""
+    """Free the memory of the parameter, unless it is that of a file."""
     if is_worth_moving(parameter, files):
         parameter.data = parameter.new_empty(0)
 

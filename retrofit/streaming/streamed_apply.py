@@ -151,7 +151,7 @@ ROOM = 1 << 26  # bytes for what is written besides the weights
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """What a run on the model without weights shows."""
+    """The layouts that a run on the model without weights shows."""
 
     applied: Applied  # its model has no weights
     data: Calibration | None  # what the passes fit to
@@ -227,7 +227,7 @@ def apply_streamed(
 
 
 def require_directories(source: Path, output: Path) -> None:
-    """A stream goes from one directory to another, else `CheckpointError`."""
+    """Raise `CheckpointError` unless a stream goes from one directory to another."""
     require_directory(source)
     if is_file_name(output):
         raise CheckpointError(
@@ -292,14 +292,14 @@ def run_without_weights(
 
 
 def cast_as_run(skeleton: nn.Module, model: nn.Module) -> None:
-    """The weights of the skeleton are of the dtypes that the model has after it ran: some code casts its own (a router)."""
+    """Cast the weights of the skeleton to the dtypes that the model has after it ran: some code casts its own (a router)."""
     with torch.no_grad():
         for own, other in zip(skeleton.parameters(), model.parameters(), strict=True):
             own.data = own.data.to(other.dtype)
 
 
 def require_room(output: Path, layouts: Layouts, verify: bool) -> None:
-    """The disk has room for all that will be written, else `CheckpointError`; what an earlier run left is counted as room."""
+    """Raise `CheckpointError` unless the disk has room for all that will be written; what an earlier run left counts as room."""
     left = unfinished_of(output)
     held = sum(512 * file.stat().st_blocks for file in left.rglob("*") if file.is_file()) if left.is_dir() else 0
     aside = max(layouts.aside, layouts.computed if verify else 0)
@@ -388,7 +388,7 @@ def write_weights(
 
 
 def write_rest(model: nn.Module, result: ResultFiles, dense: set[str], progress: Progress) -> None:
-    """Every tensor that no edit has put into its place is there; the `dense` ones hold numbers, else `RetrofitError`."""
+    """Write every tensor that no edit has put into place; raise `RetrofitError` where the `dense` ones contain NaN or Inf."""
     tensors = saved_by_layout(model, result.layout)
     done = 0
     with one_thread():
@@ -421,7 +421,7 @@ def saved_by_layout(model: nn.Module, layout: ModelLayout) -> dict[str, torch.Te
 
 
 def require_same(accounts: Sequence[Rewrite], planned: Sequence[Rewrite]) -> None:
-    """The passes did with weights what they did without, else `CheckpointError`."""
+    """Raise `CheckpointError` unless the passes did with weights what they did without."""
     for account, other in zip(accounts, planned, strict=True):
         if (account.spec, account.sites) != (other.spec, other.sites):
             raise differs(f"{account.spec} was {other.spec} without weights, or rewrote other sites")

@@ -120,7 +120,7 @@ def reserved_file(file: Path, header: bytes, size: int) -> Iterator[int]:
 
 
 def write_at(descriptor: int, start: int, content: memoryview) -> None:
-    """The bytes are in the file from there on."""
+    """Write the bytes into the file from there on."""
     done = 0
     while done < len(content):
         done += os.pwrite(descriptor, content[done : done + PIECE], start + done)
@@ -133,7 +133,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def copy_bytes(source: Extent, descriptor: int, start: int, seen: Callable[[Tensor], None] | None = None) -> None:
-    """The bytes of a tensor in one file are in another from `start` on; `seen` gets its numbers piece by piece on the way.
+    """Copy the bytes of a tensor in one file to another from `start` on; `seen` gets its numbers piece by piece on the way.
 
     Read and written by way of a buffer they are looked at without being read once more, and no page has to be mapped.
     """
@@ -152,7 +152,7 @@ def copy_bytes(source: Extent, descriptor: int, start: int, seen: Callable[[Tens
 
 
 def forget_pages(descriptor: int, start: int = 0, size: int = 0) -> None:
-    """What the system keeps of the file in memory may go, all from `start` on where `size` is 0: nobody reads it again soon.
+    """Let the system drop the file's pages, all from `start` on where `size` is 0: nobody reads it again soon.
 
     Else a model larger than memory drives out everything else there, and to make room takes longer than to copy.
     """
@@ -161,7 +161,7 @@ def forget_pages(descriptor: int, start: int = 0, size: int = 0) -> None:
 
 
 def read_at(descriptor: int, start: int, into: memoryview) -> None:
-    """The bytes of the file from there on are in the buffer."""
+    """Read the bytes of the file from there on into the buffer."""
     done = 0
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], start + done)
@@ -326,7 +326,7 @@ class Expected:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def require(self, parameter: nn.Parameter) -> None:
-        """`parameter` is this one, else `CheckpointError`."""
+        """Raise `CheckpointError` unless `parameter` is this one."""
         found = tuple(parameter.shape), parameter.dtype
         if found != (self.shape, self.dtype):
             raise CheckpointError(
@@ -436,7 +436,7 @@ class ResultFiles:
         return dataclasses.replace(extent, file=self.folder / extent.file)
 
     def move_out_of_memory(self, name: str, parameter: nn.Parameter) -> None:
-        """The parameter's values are in a file, where they are not few: in their place, or set aside if the name is ""."""
+        """Move the parameter's values, where they are not few, to their place in a file, or set them aside if the name is ""."""
         if not name:
             self.aside(name, parameter)
         elif is_worth_moving(parameter, self.files):

@@ -87,7 +87,7 @@ class TokenHistory:
         return torch.is_grad_enabled() and (new.requires_grad or self.values.requires_grad)
 
     def take_back(self, count: int | Tensor) -> None:
-        """The last `count` values are removed; a number for each row (batch), or the same for all."""
+        """Remove the last `count` values; a number for each row (batch), or the same for all."""
         counts = count if isinstance(count, Tensor) else self.values.new_full((len(self.values),), count, dtype=torch.long)
         most = int(counts.max())
         if most > 0:
@@ -106,7 +106,7 @@ class TokenHistory:
         self.replace(self.values.index_select(0, rows.to(self.values.device)))
 
     def repeat(self, times: int) -> None:
-        """Each row is there so many times."""
+        """Repeat each row so many times."""
         self.replace(self.values.repeat_interleave(times, 0))
 
     def replace(self, values: Tensor) -> None:

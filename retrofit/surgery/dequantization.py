@@ -63,7 +63,7 @@ def skeleton_of(model: Any) -> nn.Module:
 
 
 def transpose_again(model: nn.Module, paths: Iterable[str]) -> None:
-    """The layers at `paths` hold their weights transposed, as before a quantizer replaced them: it unpacks them to linear ones."""
+    """Transpose the weights of the layers at `paths` as before a quantizer replaced them: it unpacks them to linear ones."""
     for path in paths:
         linear = model.get_submodule(path)
         if type(linear) is nn.Linear:
@@ -201,14 +201,14 @@ def unpackable(model: Any, why: str) -> CheckpointError:
 
 
 def is_recipe(quantization_config: Any) -> bool:
-    """Whether `config.quantization_config` holds a recipe and not a quantization."""
+    """Return whether `config.quantization_config` holds a recipe and not a quantization."""
     if isinstance(quantization_config, dict):
         return quantization_config.get("quant_method") == METHOD
     return getattr(quantization_config, "quant_method", None) == METHOD
 
 
 def stored_quantization(quantization_config: Any) -> Any:
-    """The quantization that a config holds with its recipe; None where it holds a recipe alone, or none."""
+    """Return the quantization that a config holds with its recipe; None where it holds a recipe alone, or none."""
     if not is_recipe(quantization_config):
         return None
     if isinstance(quantization_config, dict):
@@ -217,7 +217,7 @@ def stored_quantization(quantization_config: Any) -> Any:
 
 
 def is_quantized(model: Any) -> bool:
-    """Whether the model's config says that it is quantized, and it is: weights that a quantizer unpacked again are not."""
+    """Return whether the model's config says that it is quantized, and it is: weights that a quantizer unpacked again are not."""
     found = quantization_of(model)
     recipe_alone = is_recipe(found) and stored_quantization(found) is None
     return came_through_quantizer(model) and not recipe_alone and not has_plain_weights(model)

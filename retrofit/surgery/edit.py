@@ -51,7 +51,7 @@ class Widened:
 
 @dataclasses.dataclass(frozen=True)
 class Rearranged:
-    """How a dense parameter lies in a new one: as `new[index]`, transposed or not, its hidden units in an order of their own.
+    """The layout of a dense parameter in a new one: as `new[index]`, transposed or not, its hidden units in an order of their own.
 
     The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port is at first + step·u. Where it
     was fitted to data its values are others, and only its place is the same.
@@ -92,7 +92,7 @@ class Rearranged:
 
 @dataclasses.dataclass(frozen=True)
 class Fate:
-    """Where one dense parameter is now."""
+    """The place of one dense parameter in the rewritten model."""
 
     kind: str  # kept, moved, widened, rearranged, dropped
     name: str  # its name in the rewritten model, "" where dropped
@@ -146,11 +146,11 @@ class Edit:
         self.notes.append(Note(text, site, values, form, worst))
 
     def expect_late_gradient(self, parameter: nn.Parameter) -> None:
-        """The gradient of the new `parameter` may be zero until others have moved."""
+        """Declare that the gradient of the new `parameter` may be zero until others have moved."""
         self.late.append(parameter)
 
     def expect_no_gradient(self, parameter: nn.Parameter) -> None:
-        """The gradient of the new `parameter` is always zero: with these options it decides nothing."""
+        """Declare that the gradient of the new `parameter` is always zero: with these options it decides nothing."""
         self.unreached.append(parameter)
 
     def late_parameters(self) -> tuple[str, ...]:
@@ -179,7 +179,7 @@ class Edit:
         self.keep_parameters(value)
 
     def record_provenance(self, **changes: Any) -> None:
-        """The model carries these fields of its `Provenance`."""
+        """Set these fields of the model's `Provenance`."""
         self.set_attribute(self.model, ATTRIBUTE, dataclasses.replace(provenance_of(self.model), **changes))
 
     def delete_attribute(self, owner: Any, name: str) -> None:
@@ -209,7 +209,7 @@ class Edit:
             self.keep([value] if isinstance(value, nn.Parameter) else value.parameters() if isinstance(value, nn.Module) else ())
 
     def replace_module(self, path: str, module: nn.Module) -> None:
-        """The submodule at `path`, under every name it is registered by, is `module`; no code of torch goes past it.
+        """Replace the submodule at `path`, under every name it is registered by, by `module`; no code of torch goes past it.
 
         Raises `DoesNotFitError` where the pass under way has replaced it already, or where `module` would go around a wrapper that
         must stay outermost.
@@ -248,13 +248,13 @@ class Edit:
         self.set_item(owner._modules, name, module)
 
     def make_persistent(self, owner: nn.Module, name: str) -> None:
-        """The buffer `name` of `owner` is saved: the dense model's code cannot compute it again on loading."""
+        """Have the buffer `name` of `owner` saved: the dense model's code cannot compute it again on loading."""
         if name in owner._non_persistent_buffers_set:
             owner._non_persistent_buffers_set.discard(name)
             self.journal.append(lambda: owner._non_persistent_buffers_set.add(name))
 
     def add_handle(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """The hook of `handle`, a pass's, is removed when the edits are undone."""
+        """Have the hook of `handle`, a pass's, removed when the edits are undone."""
         owner = hooked_module(self.model, handle)
         if owner is not None:
             self.set_attribute(owner, OURS, hooks_of_passes(owner) | {handle.id})

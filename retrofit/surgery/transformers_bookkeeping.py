@@ -26,7 +26,7 @@ LEAVE_MAPPED = contextvars.ContextVar("leave_mapped", default=False)
 
 
 def align_weights(model: nn.Module) -> None:
-    """The weights on the CPU begin where a cache line does, as those of a model built in memory do.
+    """Align the weights on the CPU to cache lines, as those of a model built in memory are.
 
     The last bits of a product with a single row depend on it, and weights mapped from a safetensors file begin anywhere: without
     this a model could differ from its own copy. A dense model mapped from a file stays where it is mapped when it is rewritten.
@@ -93,14 +93,14 @@ def own_configs(model: Any, edit: Edit) -> None:
 
 
 def tie(model: Any) -> None:
-    """The weights that transformers takes for tied are: it builds a skeleton untied."""
+    """Tie the weights that transformers takes for tied: it builds a skeleton untied."""
     for target, source in model.all_tied_weights_keys.items():
         owner, _, leaf = target.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter_or_buffer(source))
 
 
 def declare_ties(model: Any) -> None:
-    """The weights that transformers takes for tied are the tied ones: its tables hold the names of the rewritten model."""
+    """Declare to transformers the ties of the rewritten model, by its names."""
     sources = set(getattr(model, "all_tied_weights_keys", {}).values())
     groups = shared_names(model.named_parameters(remove_duplicate=False))
     for path, part in transformers_parts(model):
@@ -149,7 +149,7 @@ def outermost(module: nn.Module, kinds: set[str]) -> list[nn.Module]:
 
 
 def adjust_bias(module: Any, tied: Any) -> None:
-    """What transformers does to the bias of a tied weight: fits it to the rows, but not if it belongs to the columns.
+    """Fit the bias of a tied weight to its rows as transformers does, but not one that belongs to the columns.
 
     It does that whatever it ties: of a bias, or another parameter, nothing has to fit.
     """
@@ -159,7 +159,7 @@ def adjust_bias(module: Any, tied: Any) -> None:
 
 
 def declare_published_ties(model: Any) -> None:
-    """The weights that transformers takes for tied are those that the model's class declares."""
+    """Declare to transformers the ties that the model's class declares."""
     parts = [part for _, part in transformers_parts(model)]
     if not any("_tied_weights_keys" in part.__dict__ for part in parts):
         return
@@ -192,7 +192,7 @@ def forget_packed_reading(model: Any) -> None:
 
 
 def without_quantizer(conversion: Any) -> Any:
-    """One of transformers' conversions without the steps of a quantizer; None where nothing is left."""
+    """Return one of transformers' conversions without the steps of a quantizer; None where nothing is left."""
     steps = getattr(conversion, "operations", None)
     if not steps:
         return conversion

@@ -132,7 +132,7 @@ def take_over_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def lend_hooks(model: nn.Module, other: nn.Module) -> None:
-    """The user's hooks on `model` act on `other`, of the same structure, too, before its own: no file holds them."""
+    """Have the user's hooks on `model` act on `other`, of the same structure, too, before its own: no file holds them."""
     for path, module in model.named_modules():
         theirs = {key for table in CALLED for key, hook in getattr(module, table).items() if is_users(module, key, hook)}
         for name in CARRIED if theirs else ():
@@ -152,7 +152,7 @@ class HookWatch:
         self.tensors = {id(hook.owner): own_tensors(hook.owner) for hook in self.hooks}
 
     def require_kept(self, model: nn.Module, name: str) -> None:
-        """Every module with a hook is still there and has its parameters, else `DoesNotFitError` of the pass `name`."""
+        """Raise `DoesNotFitError` of the pass `name` unless every module with a hook is still there and has its parameters."""
         present = {id(held) for held in (*model.modules(), *model.parameters())}
         for hook in self.hooks:
             if id(hook.owner) not in present:
@@ -193,7 +193,7 @@ class HookWatch:
         return counts
 
     def require_calls(self, before: Mapping[int, int], after: Mapping[int, int], name: str) -> None:
-        """Each hook acts as often `after` as `before`, else `DoesNotFitError` of the passes `name`."""
+        """Raise `DoesNotFitError` of the passes `name` unless each hook acts as often `after` as `before`."""
         for hook in self.hooks if before and after else ():
             old, new = before.get(id(hook.owner), 0), after.get(id(hook.owner), 0)
             if old != new:

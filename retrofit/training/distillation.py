@@ -44,7 +44,7 @@ NEVER = -1e4  # the logarithm of a probability of nothing
 
 
 class Predictions(Protocol):
-    """What a teacher predicts for some tokens."""
+    """The predictions of a teacher for some tokens."""
 
     def divergence(self, student: Tensor, rows: slice, temperature: float) -> Tensor:
         """Σ_t T² KL(p_t ‖ q_t) over the tokens `rows`, of which `student` are the logits: (tokens, vocabulary)."""

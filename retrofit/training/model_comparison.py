@@ -48,7 +48,7 @@ ONE_ORIGIN = "compare models of the same dense model; use --length if they read 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """What one model predicts and costs; ratios are to the first model, and `decode` is None where it generates nothing."""
+    """The predictions and costs of one model; ratios are to the first model, and `decode` is None where it generates nothing."""
 
     name: str
     loss: float  # nats a token

@@ -213,7 +213,7 @@ Example = dict[str, torch.Tensor]
 
 
 class Objective(Protocol):
-    """What a model learns from one window of ids."""
+    """The target that a model learns from one window of ids."""
 
     @property
     def name(self) -> str: ...

@@ -33,7 +33,7 @@ BYTES_A_SECOND = 2e8  # at which a checkpoint is supposed to be written, until t
 
 
 class Pace:
-    """What steps, evaluations and checkpoints of a run have taken, and whether another of those that have no interval is due."""
+    """The durations of a run's steps, evaluations and checkpoints, and whether another of those without an interval is due."""
 
     def __init__(self, *, evaluations: bool, checkpoints: bool, checkpoint_bytes: int = 0) -> None:
         self.evaluations, self.checkpoints = evaluations, checkpoints  # have no interval

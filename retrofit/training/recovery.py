@@ -72,7 +72,7 @@ NEED_MODEL = ("align", "anneal", "distil_hidden")  # settings
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """How many steps each stage has; those of `anneal` are the first of the steps that train the whole."""
+    """The steps of each stage; those of `anneal` are the first of the steps that train the whole."""
 
     align: int = 0
     anneal: int = 0

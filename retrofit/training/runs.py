@@ -116,7 +116,7 @@ MODEL_FILES = (*FILES, EXPORTED)
 
 @dataclasses.dataclass(frozen=True)
 class TrainingRun:
-    """What a training run did."""
+    """The result of a training run."""
 
     settings: Settings
     objective: str

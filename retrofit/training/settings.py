@@ -19,7 +19,7 @@ SCHEDULES = ("linear", "cosine", "constant")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a model's pretraining is continued; raises `TrainingError` where a value makes no sense."""
+    """The settings by which a model's pretraining is continued; raises `TrainingError` where a value makes no sense."""
 
     steps: int = dataclasses.field(metadata={"doc": "optimizer steps", "minimum": 1})
     batch_size: int = option(8, "windows per step", minimum=1)

@@ -45,7 +45,7 @@ OPEN = 64  # shards
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a teacher's predictions depend on."""
+    """The facts that a teacher's predictions depend on."""
 
     teacher: str  # where it was read from, "" where it was in memory
     weights: str  # a hash
@@ -135,7 +135,7 @@ class KeptPredictions:
         return min(self.facts.shard, self.facts.windows - number * self.facts.shard)
 
     def rows(self, name: str, windows: Sequence[int]) -> Tensor:
-        """One of the tensors above for these windows: (windows, …)."""
+        """Return one of the tensors above for these windows: (windows, …)."""
         found = []
         for window in windows:
             number, row = divmod(window, self.facts.shard)

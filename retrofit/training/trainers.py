@@ -255,7 +255,7 @@ class ShardedTrainer(PretrainingTrainer):
             model.to(device)
 
     def shared_batches(self, rows: int, size: int) -> Iterator[tuple[range, bool]]:
-        """As many batches for each process, because each needs the parts of the others; what is too many does not count."""
+        """Return as many batches for each process, because each needs the parts of the others; what is too many does not count."""
         step = size * processes.count()
         for first in range(0, rows, step):
             start = first + size * processes.number()

@@ -132,7 +132,7 @@ class Recovered:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What one pass did with the tensors it found."""
+    """The effect of one pass on the tensors it found."""
 
     method: str
     fates: Mapping[str, Fate]  # of the parameters
@@ -229,7 +229,7 @@ def before_step(step: Step, after: Mapping[str, Recovered], scaled: bool = True)
 
 
 def before_fate(fate: Fate, method: str, after: Mapping[str, Recovered], scaled: bool) -> Recovered:
-    """One parameter before a pass."""
+    """Return one parameter before a pass."""
     now = after.get(fate.name)
     if fate.kind == "dropped" or now is None:
         return Recovered(None, why=f"{method} dropped it: {fate.why}")
@@ -259,7 +259,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def require_same_shapes(replayed: nn.Module, model: nn.Module) -> None:
-    """Both have the same parameters, else `CheckpointError`."""
+    """Raise `CheckpointError` unless both have the same parameters."""
     theirs, ours = shapes_of(replayed), shapes_of(model)
     wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if wrong:

@@ -159,7 +159,7 @@ def attend_on_cache(model: onnx_ir.Model) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """How many heads of queries and of keys there are, and their width. Queries that share keys follow one another."""
+    """The numbers of heads of queries and of keys, and their width. Queries that share keys follow one another."""
 
     queries: int
     keys: int
@@ -358,7 +358,7 @@ def clean(model: onnx_ir.Model) -> None:
 
 
 def return_instead(graph: onnx_ir.Graph | onnx_ir.Function, old: Value, new: Value) -> None:
-    """Where the graph returned `one` it returns `now`, under the same name."""
+    """Return `now` from the graph wherever it returned `one`, under the same name."""
     for place, output in enumerate(graph.outputs):
         if output is old:
             graph.outputs[place] = new

@@ -76,7 +76,7 @@ def states_of(cache: Any) -> States:
 
 @dataclasses.dataclass(frozen=True)
 class StateSlot:
-    """Where a cache layer, or the cache itself, holds a tensor other than keys and values: an attribute, or an entry of one."""
+    """The slot of a cache layer, or of the cache, with a tensor other than keys and values: an attribute, or an entry of one."""
 
     attribute: str
     entry: Any = None

@@ -218,7 +218,7 @@ MOST_INLINE_BYTES = 2**30  # bytes of weights in one file: protobuf ends at 2 Gi
 
 @dataclasses.dataclass(frozen=True)
 class PackedWeights:
-    """What was packed in a file: how many matrices, the file's bytes now and before, and what that does to its outputs."""
+    """The packed weights of a file: how many matrices, the file's bytes now and before, and the effect on its outputs."""
 
     matrices: int
     bytes: int
@@ -260,7 +260,7 @@ class ExportedFile:
 
 @dataclasses.dataclass(frozen=True)
 class ExportResult:
-    """What `export_onnx` wrote, whether with the model's cache, and if not though it generates, why."""
+    """The files that `export_onnx` wrote, whether with the model's cache, and if not though it generates, why."""
 
     files: tuple[ExportedFile, ...]
     cached: bool
@@ -421,7 +421,7 @@ def check_other_sizes_run(part: ExportPart) -> None:
 
 
 def save_model(graph: onnx_ir.Model, path: Path) -> None:
-    """The graph is in the file, its weights inside or, where one file cannot hold them, in `{name}_data`."""
+    """Write the graph to the file, its weights inside or, where one file cannot hold them, in `{name}_data`."""
     import onnx_ir
 
     if weight_bytes(graph) > MOST_INLINE_BYTES:
@@ -431,7 +431,7 @@ def save_model(graph: onnx_ir.Model, path: Path) -> None:
 
 
 def write_in_one_file(graph: onnx_ir.Model, path: Path) -> None:
-    """The graph is in the file, its weights written one after another as fields of the message; `graph` no longer holds them.
+    """Write the graph, its weights one after another as fields of the message; `graph` no longer holds them.
 
     protobuf would hold all of them twice while it writes.
     """

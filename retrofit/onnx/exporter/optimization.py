@@ -238,7 +238,7 @@ def largest_gap(outputs: Tensors, others: Tensors) -> float:
 
 
 def remove_unused_inputs(model: onnx_ir.Model) -> None:
-    """The model declares no input that nothing reads."""
+    """Remove the inputs that nothing reads."""
     graph = model.graph
     for value in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
         graph.inputs.remove(value)

@@ -53,7 +53,7 @@ Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """How far a file's outputs lie from torch's, relative to the largest, and whether rounding explains that."""
+    """The distance of a file's outputs from torch's, relative to the largest, and whether rounding explains it."""
 
     gap: float
     agrees: bool
@@ -238,7 +238,7 @@ LEAST_LIMIT = 1e-2  # relative to the largest output: 8 bits have steps of 1/127
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedParity:
-    """What was found about a file with packed weights; distances are relative to the largest output."""
+    """The parity of a file with packed weights; distances are relative to the largest output."""
 
     exact: Parity  # the file in float arithmetic against torch with the packed weights' numbers
     moved: float  # how far packing the weights moved torch's outputs

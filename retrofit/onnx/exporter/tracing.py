@@ -200,7 +200,7 @@ def export_program(
 
 
 def constrain_sizes(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]) -> None:
-    """The tracer may assume that each dynamic size is 1 or more, except the number of earlier tokens."""
+    """Let the tracer assume that each dynamic size is 1 or more, except the number of earlier tokens."""
     from torch.fx.experimental.symbolic_shapes import constrain_range
 
     for name, value in inputs.items():
@@ -248,7 +248,7 @@ def translate_to_onnx(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
 
 
 def make_topk_extents_dynamic(model: onnx_ir.Model) -> None:
-    """Where a `TopK` takes the k largest of what may be fewer, the values computed from them have a dynamic extent, not k."""
+    """Make the extents dynamic that a `TopK` of the k largest of what may be fewer gives what is computed from it."""
     import onnx_ir
 
     for node in [node for node in model.graph.all_nodes() if node.op_type == "TopK"]:
@@ -317,7 +317,7 @@ def custom_translations() -> dict[Any, Callable[..., Any]]:
 
 
 def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
-    """The inputs, the outputs and the dynamic sizes of the model have these names, the sizes wherever they are spoken of."""
+    """Give the inputs, the outputs and the dynamic sizes of the model these names, the sizes wherever they are mentioned."""
     import onnx_ir
 
     graph = model.graph
@@ -341,7 +341,7 @@ def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], sy
 
 
 def ask_sizes_once(model: onnx_ir.Model) -> None:
-    """A dynamic size is that of the first input that is read and has it, so that what follows from it is computed once."""
+    """Read each dynamic size from the first input that is read and has it, so that what follows from it is computed once."""
     import onnx_ir
 
     first: dict[str, tuple[onnx_ir.Value, int]] = {}

@@ -109,7 +109,7 @@ def matrices_that_choose(model: onnx_ir.Model) -> set[onnx_ir.Value]:
 
 
 def share_copies(model: onnx_ir.Model) -> None:
-    """A matrix that the graph holds several times, as it is or transposed, is in it once: copies would be packed differently."""
+    """Keep once a matrix that the graph holds several times, as it is or transposed: copies would be packed differently."""
     import onnx_ir
 
     kept: dict[int, list[tuple[onnx_ir.Value, Tensor]]] = {}
@@ -308,7 +308,7 @@ def only_product(gather: Any) -> Product | None:
 
 
 def scale_product(model: Any, product: Product, scales: Any, columns: Any, indices: Any) -> None:
-    """The product with gathered rows is one with scaled rows: its results are scaled, or its operand where it is not transposed.
+    """Turn the product with gathered rows into one with scaled rows: scale its results, or its operand where it is not transposed.
 
     Rows (…, K, d) have scales (…, 1, K), of indices (…, K); `columns` (d), or None, are those of the results of one not transposed.
     """
@@ -358,7 +358,7 @@ def replace(node: Any, nodes: list[Any]) -> None:
 
 
 def drop(model: Any, value: Any) -> None:
-    """The matrix is no longer in the graph, nor what nothing but it was for."""
+    """Remove the matrix from the graph, and what nothing but it was for."""
     for node in [node for node, _ in value.uses()]:
         if not node.outputs[0].uses():  # a transpose whose products have gone
             node.graph.remove(node, safe=True)

@@ -113,7 +113,7 @@ class SizeConditional(nn.Module):
 
 
 class BranchTrial:
-    """Which branches of a conditional ran on some operands, and whether those that did compute the same."""
+    """A trial of a conditional: which branches ran on some operands, and whether those that did compute the same."""
 
     def __init__(self, ran: frozenset[str], agreed: bool) -> None:
         self.ran, self.agreed = ran, agreed
@@ -135,7 +135,7 @@ def agree(a: Any, b: Any) -> bool:
 
 
 def select_general_branches(module: fx.GraphModule, examples: Iterable[Mapping[str, Tensor]]) -> None:
-    """Every conditional in the module has its `general` branch selected by running both on the examples."""
+    """Select the `general` branch of every conditional in the module by running both on the examples."""
     conditionals = [part for part in module.modules() if isinstance(part, SizeConditional)]
     if not conditionals:
         return
@@ -299,7 +299,7 @@ class GraphBuilder:
     # ── Nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def add_nodes(self, graph: onnx_ir.Graph) -> None:
-        """Every node of the graph has its values."""
+        """Compute the values of every node of the graph."""
         for node in graph:
             if all(not value.name or value in self.values or value in self.weights for value in node.outputs):
                 continue  # read together with an earlier one, or a constant

@@ -75,7 +75,7 @@ def convert_to_oldest(model: onnx_ir.Model, opset: int, path: Path) -> onnx_ir.M
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """What the converter learns of a weight, and its values."""
+    """A weight as the converter needs it, and its values."""
 
     type: onnx_ir.TypeProtocol
     shape: tuple[int, ...]
@@ -101,7 +101,7 @@ def take_weights(graph: onnx_ir.Graph) -> dict[str, Weight]:
 
 
 def put_weights(graph: onnx_ir.Graph, weights: dict[str, Weight]) -> None:
-    """The inputs that stood for the weights are initializers again, and no inputs."""
+    """Turn the inputs that stood for the weights into initializers again."""
     for value in list(graph.inputs):
         if value.name in weights:
             graph.inputs.remove(value)
@@ -169,7 +169,7 @@ REPEATS = ("Tile", "Reshape")  # what makes the rows' mask: of one for all heads
 
 
 def read_rows_as_heads(model: onnx_ir.Model) -> None:
-    """Each such attention is one `MultiHeadAttention` of all queries, with `kv_num_heads` of keys and values."""
+    """Make each such attention one `MultiHeadAttention` of all queries, with `kv_num_heads` of keys and values."""
     import onnx_ir
 
     for node in [node for node in model.graph if (node.domain, node.op_type) == (MICROSOFT, "MultiHeadAttention")]:
@@ -319,7 +319,7 @@ def check_external_data(graph: onnx_ir.Graph) -> None:
 
 
 def require_inlined_fits(model: onnx_ir.Model) -> None:
-    """The functions of the file, written out where they are called, are a graph of a bearable size; else `CheckpointError`.
+    """Raise `CheckpointError` unless the functions of the file, written out where they are called, are a graph of bearable size.
 
     A function that calls another ten times, which calls another ten times, and so on, takes a line each and is a billion nodes.
     """
@@ -374,7 +374,7 @@ def constant_tensors(graph: onnx_ir.Graph) -> Iterator[onnx_ir.TensorProtocol]:
 
 
 def release_tensors(graph: onnx_ir.Graph) -> None:
-    """The graph no longer holds its constants; as its nodes and values refer to one another, it is itself freed much later."""
+    """Free the constants of the graph; as its nodes and values refer to one another, it is itself freed much later."""
     for part in (graph, *list(graph.subgraphs())):
         for value in part.initializers.values():
             value.const_value = None

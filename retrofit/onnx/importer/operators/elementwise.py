@@ -190,7 +190,7 @@ def hard_sigmoid(x: Tensor, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
 
 @operator("Dropout")
 def dropout(x: Tensor, ratio: Value = None, training: Value = None, **seed: Any) -> tuple[Tensor, Tensor]:
-    """As in inference: an exported model drops nothing."""
+    """Return the input, as in inference: an exported model drops nothing."""
     return x, torch.ones_like(x, dtype=torch.bool)
 
 
