@@ -54,3 +54,25 @@ def record_provenance(model: nn.Module, **changes: Any) -> None:
     """Set these fields of what `model` carries."""
     now = dataclasses.replace(provenance_of(model), **changes)
     vars(model).pop(ATTRIBUTE, None) if now.is_empty else vars(model).update({ATTRIBUTE: now})
+
+
+def describe_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the names, types and shapes of the tensors a model was captured with, as `Provenance.inputs` keeps them.
+
+    A tensor is described as `[dtype, [extent, …]]`, a container of tensors as `{"entries": {key: …}}` or `{"items": […, …]}`.
+    """
+    described = {name: describe_input(value) for name, value in inputs.items()}
+    return {name: description for name, description in described.items() if description is not None}
+
+
+def describe_input(value: Any) -> Any:
+    """Return the description of one input; None for what holds anything but tensors."""
+    if hasattr(value, "shape"):
+        return [str(value.dtype).removeprefix("torch."), [int(size) for size in value.shape]]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        entries = {key: describe_input(item) for key, item in value.items()}
+        return {"entries": entries} if entries and None not in entries.values() else None
+    if type(value) in (tuple, list):
+        items = [describe_input(item) for item in value]
+        return {"items": items} if items and None not in items else None
+    return None

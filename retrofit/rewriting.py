@@ -47,7 +47,7 @@ from retrofit.program.capture import capture, failure_in
 from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.program.program import Program
 from retrofit.progress import Progress
-from retrofit.provenance import provenance_of
+from retrofit.provenance import describe_inputs, provenance_of
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import refuse_packed
 from retrofit.surgery.edit import Edit, Fate, Keep
@@ -232,7 +232,7 @@ def rewrite_once(
     modules = dict(model.named_modules(remove_duplicate=False))
     earlier, earlier_record = recipe_storage.stored_recipe(model), recipe_storage.stored_record(model)
     if example_inputs is not None:
-        edit.record_provenance(inputs=recipe_storage.describe_inputs(inputs))
+        edit.record_provenance(inputs=describe_inputs(inputs))
     if isinstance(model, fx.GraphModule) and not earlier:
         edit.record_provenance(dense=DenseGraph.of(model))
     try:

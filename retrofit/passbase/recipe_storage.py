@@ -127,28 +127,6 @@ def entry_of(config: Any) -> dict[str, Any]:
     return dict(found) if isinstance(found, dict) else dict(vars(found))
 
 
-def describe_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Names, types and shapes of the tensors a model was captured with: kept with the recipe.
-
-    A tensor is described as `[dtype, [extent, …]]`, a container of tensors as `{"entries": {key: …}}` or `{"items": […, …]}`.
-    """
-    described = {name: describe_input(value) for name, value in inputs.items()}
-    return {name: one for name, one in described.items() if one is not None}
-
-
-def describe_input(value: Any) -> Any:
-    """The description of one input; None for what holds anything but tensors."""
-    if hasattr(value, "shape"):
-        return [str(value.dtype).removeprefix("torch."), [int(size) for size in value.shape]]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        entries = {key: describe_input(item) for key, item in value.items()}
-        return {"entries": entries} if entries and None not in entries.values() else None
-    if type(value) in (tuple, list):
-        items = [describe_input(item) for item in value]
-        return {"items": items} if items and None not in items else None
-    return None
-
-
 def stored_inputs(model: nn.Module) -> dict[str, Any]:
     """The descriptions of the inputs, on the model or in its config; empty where the inputs were derived from the model."""
     if (own := provenance_of(model).inputs) is not None:

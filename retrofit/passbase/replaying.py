@@ -78,7 +78,7 @@ def replayed_inputs(model: nn.Module, descriptions: Mapping[str, Any]) -> dict[s
 
 
 def input_from_description(note: Any, device: torch.device) -> Any:
-    """An input of the types and shapes that `note` tells, as `recipe_storage.input_notes` writes it."""
+    """Return an input of the types and shapes that `note` describes, as `describe_inputs` writes it."""
     if isinstance(note, Mapping):
         if "entries" in note:
             return {key: input_from_description(one, device) for key, one in note["entries"].items()}

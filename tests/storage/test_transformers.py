@@ -23,7 +23,7 @@ from transformers.quantizers import auto
 from retrofit.errors import CheckpointError
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.replaying import input_from_description
-from retrofit.provenance import ATTRIBUTE, provenance_of
+from retrofit.provenance import ATTRIBUTE, describe_inputs, provenance_of
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
 from retrofit.surgery import transformers_bookkeeping
@@ -513,14 +513,14 @@ NESTED = st.recursive(
 @given(st.dictionaries(st.text(max_size=3), NESTED, max_size=3))
 def test_inputs_are_made_again_from_what_config_json_says_of_them(inputs):
     """Keys and values that layers share come as dictionaries of pairs."""
-    notes = json.loads(json.dumps(recipe_storage.describe_inputs(inputs)))
+    notes = json.loads(json.dumps(describe_inputs(inputs)))
     made = {name: input_from_description(note, torch.device("cpu")) for name, note in notes.items()}
     assert tree_map(what, made) == tree_map(what, inputs)
 
 
 def test_what_is_no_tensor_is_not_noted():
     given = {"a": torch.zeros(2), "flag": True, "odd": {"a": torch.zeros(2), "b": object()}, "empty": {}, "none": None}
-    assert recipe_storage.describe_inputs(given) == {"a": ["float32", [2]]}
+    assert describe_inputs(given) == {"a": ["float32", [2]]}
 
 
 def what(tensor):
