@@ -15,18 +15,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from retrofit.errors import PlanningError, RetrofitError, TrainingError
 from retrofit.inputs.example_inputs import vocabulary_of
 from retrofit.inputs.model_state import evaluation_mode, same_bits
-from retrofit.inputs.module_calls import real_tokens
+from retrofit.inputs.module_calls import map_tensors, real_tokens, watched
 from retrofit.inputs.probes import logits_of, run
 from retrofit.numerics.distances import token_weights
 from retrofit.passbase.tokenization import vocabulary_size
@@ -186,24 +185,16 @@ class PrefixCache:
         """Which layer returned what, call by call."""
         calls: list[tuple[str, Any]] = []
 
-        def hook_of(path: str) -> Callable[..., None]:
-            return lambda module, args, output: calls.append((path, copied(output)))
+        def keep(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            calls.append((path, copied(output)))
 
-        def watch(path: str) -> Callable[..., None]:
-            def note(module: nn.Module, args: Any) -> None:
-                self.returned.setdefault(path, len(calls))
+        def note(path: str, *call: Any) -> None:
+            self.returned.setdefault(path, len(calls))
 
-            return note
-
-        handles = [self.model.get_submodule(path).register_forward_hook(hook_of(path)) for path in paths]
-        if not self.calls:
-            handles += [module.register_forward_pre_hook(watch(path)) for path, module in self.model.named_modules()]
-        try:
-            with evaluation_mode(self.model):
-                run(self.model, batch)
-        finally:
-            for handle in handles:
-                handle.remove()
+        layers = {path: self.model.get_submodule(path) for path in paths}
+        others = {} if self.calls else dict(self.model.named_modules())
+        with evaluation_mode(self.model), watched(layers, after=keep), watched(others, before=note):
+            run(self.model, batch)
         return calls
 
     def is_faithful(self, batch: Batch) -> bool:
@@ -260,7 +251,7 @@ def forward_replaced(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None
 
 def copied(value: Any) -> Any:
     """The value with tensors of its own: a model may change one in place."""
-    return pytree.tree_map(lambda one: one.detach().clone() if isinstance(one, Tensor) else one, value)
+    return map_tensors(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
 
 
 HELD_BACK = 8  # windows at most, and one in so many: the rest is fitted on
