@@ -337,7 +337,7 @@ def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | 
 
 
 def is_numbered(subject: Subject) -> bool:
-    """Return whether the model is told the positions of the tokens that it is given with padding; of two sides none are."""
+    """Return whether the model receives the positions of padded tokens; of two sides it never does."""
     return "position_ids" in subject.padded("left").batch
 
 
@@ -374,7 +374,7 @@ def refill_padding(padded: Padded) -> dict[str, Any]:
 
 
 def locate_contents(model: nn.Module, padded: Padded, limit: float) -> Divergence:
-    """Return the first module whose output for a sequence depends on what stands in its padding."""
+    """Return the first module whose output for a sequence depends on the tokens in its padding."""
     mask = padded.batch["attention_mask"]
     real = row_of(mask, padded)[0].bool()
 

@@ -298,7 +298,7 @@ class SiteComparison:
         if site.is_adapted:
             self.missing.append((f"{site.path} was not compared", ADAPTED))
             return
-        if not groups and not any(site.path.startswith(f"{one.path}.") for one in self.sites):  # else it is part of that one
+        if not groups and not any(site.path.startswith(f"{outer.path}.") for outer in self.sites):  # else it is part of that site
             self.missing.append((f"{site.path} was not compared", "the model does not call it"))
         parameters = PerturbedParameters.of(site.module, site.reference, [call for _, calls in groups for call in calls])
         for way, calls in groups:

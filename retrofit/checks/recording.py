@@ -56,15 +56,6 @@ class Way:
     matters: bool = True  # whether any site has a call to compare then
 
 
-def record_sites(model: nn.Module, references: References, inputs: Inputs, most: int = MOST) -> Calls:
-    """Return the calls of the sites in a forward on these inputs, at most so many of each."""
-    recorder = recorder_of(model, references, most)
-    recorder.inputs = inputs
-    with recorder.recording() as calls:
-        run(model, inputs)
-    return calls
-
-
 class SiteWays:
     """The ways in which the calls of some sites of a model are recorded, but for the plain one."""
 
@@ -80,11 +71,11 @@ class SiteWays:
         self.uncached: set[str] = set()  # sites that received no cache though the model decoded on one
 
     def ways(self) -> Iterator[Way]:
+        """Yield the ways that the inputs and the sites allow."""
         batch, length = extent_of(self.inputs)
         if length > 1:
-            yield Way(" on one token", lambda: self.plain(resized(self.model, self.inputs, 1, 1, seed=11)))
-        pads = takes_padding(self.model, self.inputs)
-        if pads:
+            yield Way(" on one token", lambda: self.record(resized(self.model, self.inputs, 1, 1, seed=11)))
+        if takes_padding(self.model, self.inputs):
             yield Way(" where sequences are padded", self.padded, trains=True, spared=True)
         if length > 1 and accepts(self.model, "use_cache"):
             plans = {"step by step on a cache": (PLAIN, (1,) * STEPS), "in chunks on a cache": (PLAIN, CHUNKS)}
@@ -98,14 +89,20 @@ class SiteWays:
         if length > 1 and most > batch * length:
             rows = -(-(most + 1) // length)
             large = self.references_where(lambda reference: reference.tokens > batch * length)
-            many = lambda: record_sites(self.model, large, resized(self.model, self.inputs, rows, length, 13))  # noqa: E731
-            yield Way(f" on {rows * length} tokens", many, trains=True)
-        shortest = shortest_of(self.inputs)
+            yield Way(
+                f" on {rows * length} tokens",
+                lambda: self.record(resized(self.model, self.inputs, rows, length, 13), large),
+                trains=True,
+            )
+        shortest = min((value.shape[1] for value in self.inputs.values() if is_per_token(value)), default=0)
         for_longer = self.references_where(lambda reference: reference.length >= shortest > 1)
         if for_longer:
             total = length + 1 + max(reference.length for reference in for_longer.values()) - shortest
-            long = lambda: record_sites(self.model, for_longer, resized(self.model, self.inputs, 1, total, 19))  # noqa: E731
-            yield Way(f" on {total} tokens", long, trains=True)
+            yield Way(
+                f" on {total} tokens",
+                lambda: self.record(resized(self.model, self.inputs, 1, total, 19), for_longer),
+                trains=True,
+            )
 
     def calls(self) -> Iterator[tuple[Way, Calls]]:
         """Return what was recorded in each way; what stopped one is kept in `missing`."""
@@ -129,13 +126,18 @@ class SiteWays:
             return {}
         return {path: reference for path, reference in self.references.items() if matter(reference) or reference.inside is not None}
 
-    def plain(self, inputs: Inputs) -> Calls:
-        return record_sites(self.model, self.references, inputs)
+    def record(self, inputs: Inputs, references: References | None = None) -> Calls:
+        """Return the calls of the sites, or of those with these references, in a forward on these inputs."""
+        recorder = recorder_of(self.model, self.references if references is None else references)
+        recorder.inputs = inputs
+        with recorder.recording() as calls:
+            run(self.model, inputs)
+        return calls
 
     def padded(self) -> Calls:
         """Return the calls with padded sequences; for a module that is not shown the padding, those with no token masked."""
         inputs = pad_both_sides(self.model, self.inputs)
-        masked, unmasked = (self.plain(given) for given in (inputs, without_mask(inputs)))
+        masked, unmasked = (self.record(given) for given in (inputs, without_mask(inputs)))
         return {path: unmasked[path] if same_calls(calls, unmasked[path]) else calls for path, calls in masked.items()}
 
     def on_cache(self, words: str, kind: str, lengths: tuple[int, ...]) -> Calls:
@@ -174,8 +176,3 @@ class SiteWays:
             self.uncached |= set() if is_shared else {path}
             self.missing.append((f"{path} was not compared {words}", why))
         return False
-
-
-def shortest_of(inputs: Inputs) -> int:
-    """Return the length of the shortest side of the inputs; 0 where none has tokens."""
-    return min((value.shape[1] for value in inputs.values() if is_per_token(value)), default=0)

@@ -265,7 +265,7 @@ def save_weights(subject: Subject, path: Path) -> Trip:
     trainable = {name for name, parameter in subject.parameters.items() if parameter.requires_grad}
     for name in trainable & set(state):
         state[name].requires_grad_()  # torch multiplies differently by weights that do not train
-    state = {name: state[name] for name in one_name_each(subject.model, state)}
+    state = {name: state[name] for name in unique_names(subject.model, state)}
     with torch.no_grad():
         # the state has every name of a tied weight
         output = torch.func.functional_call(subject.model, state, (), dict(subject.inputs), tie_weights=False)
@@ -276,7 +276,7 @@ def save_weights(subject: Subject, path: Path) -> Trip:
     return Trip(STATE_DICT, distance(theirs, ours), culprit="the reloaded weights compute something else")
 
 
-def one_name_each(model: nn.Module, names: Iterable[str]) -> list[str]:
+def unique_names(model: nn.Module, names: Iterable[str]) -> list[str]:
     """Return one name for each weight of each module: a module registered in several layers has its weights once."""
     found: dict[tuple[int, str], str] = {}
     for name in names:
