@@ -10,12 +10,12 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from retrofit.checks.report import Finding, failed, passed, skipped
 from retrofit.checks.subject import Context, Subject
 from retrofit.errors import CaptureError, RetrofitError, first_few
+from retrofit.inputs.example_inputs import dtype_of
 from retrofit.onnx.exporter.export_onnx import export_onnx, plan_export
 from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, ExportPart
 from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
@@ -89,7 +89,7 @@ def why_unsupported(model: nn.Module) -> str:
     """Return why nothing can be compared here; "" where it can."""
     if missing := missing_packages("onnxscript", "onnxruntime"):
         return f"{missing[0]} is not installed: pip install 'retrofit-transformers[onnx]'"
-    dtype = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
+    dtype = dtype_of(model)
     return "" if is_comparable(dtype) else f"ONNX Runtime does not compute in {str(dtype).removeprefix('torch.')} on the CPU"
 
 
