@@ -22,7 +22,7 @@ import transformers
 
 import retrofit
 from retrofit.onnx.exporter import optimization
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 
 FORMS = ("no fused operators", "keys repeated", "as it is exported")
 

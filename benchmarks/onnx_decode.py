@@ -23,7 +23,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 from retrofit.passbase.protocol import parse_recipe
 
 SIZES = {"t5-base": (768, 3072, 12), "t5-large": (1024, 4096, 16), "smoke": (32, 64, 2)}  # d, d_ff, heads

@@ -28,7 +28,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch.nn import functional as F
 
 import retrofit
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 from retrofit.onnx.exporter.weight_quantization import BLOCK, quantize_weights
 from retrofit.passbase.protocol import parse_recipe
 

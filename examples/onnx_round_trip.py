@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import retrofit
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+from retrofit.onnx.exporter.export_parts import OnnxSession
 from retrofit.passes import AltUp
 
 STEPS = 60

@@ -22,7 +22,7 @@ from retrofit.files.model_folders import ONNX
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.probes import accepts, has_two_sides, ids_name, is_decoder_side, is_numbering, is_per_token, logits_of
 from retrofit.numerics.distances import scale_of
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 from retrofit.passbase.tokenization import (
     Codec,
     byte_codec,

@@ -95,7 +95,7 @@ def read_back(model: Any, made: Any, inputs: dict[str, Any]) -> float:
     from retrofit.inputs.example_inputs import named_inputs
     from retrofit.numerics.distances import distance
     from retrofit.onnx.exporter.export_onnx import other_sizes, plan_export
-    from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+    from retrofit.onnx.exporter.export_parts import OnnxSession
     from retrofit.onnx.importer.from_onnx import from_onnx
     from retrofit.onnx.importer.weights import argument_name
 
@@ -131,7 +131,7 @@ def same_tokens(model: Any, made: Any) -> bool | str:
     from support.onnx_files import decode_greedily, translate
 
     from retrofit.inputs.example_inputs import token_ids
-    from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+    from retrofit.onnx.exporter.export_parts import OnnxSession
 
     ids = token_ids(model, 2, 6, seed=3)
     mask = torch.ones_like(ids)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 
 import retrofit
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 
 ROOM = 192  # tokens behind the prompt in a static cache: as many as are decoded in all rounds
 INT8_FILE = "int8.onnx"

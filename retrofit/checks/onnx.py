@@ -17,8 +17,7 @@ from retrofit.checks.subject import Context, Subject
 from retrofit.errors import CaptureError, RetrofitError, first_few
 from retrofit.inputs.example_inputs import dtype_of
 from retrofit.onnx.exporter.export_onnx import export_onnx, plan_export
-from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, ExportPart
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, missing_packages
+from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, ExportPart, OnnxSession, missing_packages
 from retrofit.onnx.exporter.parity import compare_with_torch, is_comparable, other_sizes
 from retrofit.passbase.replaying import recipe
 

@@ -25,6 +25,7 @@ from retrofit.passbase.tokenization import text_codec, windows_of
 from retrofit.storage.checkpoint import require_savable, save
 from retrofit.surgery.dequantization import is_quantized
 from retrofit.training import processes
+from retrofit.training.checkpoints import StepMonitor
 from retrofit.training.objectives import (
     Collator,
     Objective,
@@ -34,7 +35,6 @@ from retrofit.training.objectives import (
     objective_for,
     same_text,
 )
-from retrofit.training.pace import StepMonitor
 from retrofit.training.recovery import Stages, recover
 from retrofit.training.runs import TrainingRun, draw_run, finish_folder, refuse_to_overwrite, run_folder
 from retrofit.training.settings import Settings

@@ -21,10 +21,9 @@ from retrofit.inputs.model_state import evaluation_mode
 from retrofit.passbase.replaying import recipe
 from retrofit.surgery.dequantization import is_quantized
 from retrofit.training import processes
-from retrofit.training.checkpoints import read_dial
+from retrofit.training.checkpoints import StepMonitor, read_dial
 from retrofit.training.layerwise import HiddenStates
 from retrofit.training.objectives import without_labels
-from retrofit.training.pace import StepMonitor
 from retrofit.training.runs import ALIGNMENT, FINDINGS, last_checkpoint
 from retrofit.training.settings import Settings, flag
 from retrofit.training.teacher import ChunkedLoss, Teacher, sharing_weights

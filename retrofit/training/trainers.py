@@ -23,6 +23,8 @@ from retrofit.inputs.model_state import evaluation_mode
 from retrofit.training import processes
 from retrofit.training.checkpoints import (
     SCHEDULER,
+    Pace,
+    StepMonitor,
     not_whole,
     read_entry,
     require_numbers,
@@ -33,7 +35,6 @@ from retrofit.training.checkpoints import (
 )
 from retrofit.training.layerwise import DenseSites, HiddenStates
 from retrofit.training.objectives import Collator, Example, without_labels
-from retrofit.training.pace import Pace, StepMonitor
 from retrofit.training.settings import Settings
 from retrofit.training.sharding import fill_from_parts, read_parts, write_parts
 from retrofit.training.teacher import ChunkedLoss, Teacher

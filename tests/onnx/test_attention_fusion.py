@@ -17,7 +17,7 @@ from support import zoo
 import retrofit
 from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter import optimization
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 from retrofit.onnx.importer.from_onnx import GraphBuilder
 
 PARITY = 2e-6

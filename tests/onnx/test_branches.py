@@ -19,7 +19,7 @@ import retrofit
 from retrofit.errors import CaptureError
 from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter import export_onnx, optimization
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 from retrofit.onnx.exporter.optimization import make_branches
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.operators.table import CHOICE

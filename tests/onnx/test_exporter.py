@@ -23,8 +23,7 @@ from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter import export_onnx, optimization
-from retrofit.onnx.exporter.export_parts import WholeModel
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, WholeModel, next_step_states
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.passes import AltUp, SequenceAltUp, SparseFFN, SparseQKV
 from retrofit.provenance import record_provenance

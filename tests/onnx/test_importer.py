@@ -26,7 +26,7 @@ from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, RetrofitError
 from retrofit.inputs.probes import resized
 from retrofit.numerics.distances import distance
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.weights import argument_name
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward

@@ -18,7 +18,7 @@ from support.onnx_files import by_tracing
 
 import retrofit
 from retrofit.errors import CheckpointError
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+from retrofit.onnx.exporter.export_parts import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.provenance import provenance_of
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+from retrofit.onnx.exporter.export_parts import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.operators import elementwise, shapes
 from retrofit.onnx.importer.operators.table import MICROSOFT, OPERATORS, tensor

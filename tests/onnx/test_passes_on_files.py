@@ -17,7 +17,7 @@ from support.onnx_files import decode_greedily, translate
 import retrofit
 from retrofit.inputs.probes import resized
 from retrofit.numerics.distances import distance
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+from retrofit.onnx.exporter.export_parts import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.weights import argument_name
 from retrofit.passbase.protocol import parse_recipe

@@ -12,7 +12,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from retrofit.errors import CaptureError
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+from retrofit.onnx.exporter.export_parts import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
 from retrofit.onnx.importer.operators.table import MICROSOFT
 

@@ -15,8 +15,7 @@ from retrofit.errors import CaptureError, RetrofitError
 from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.cache_states import growth_axes, new_like
 from retrofit.onnx.exporter.export_onnx import plan_export
-from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, Decoder
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, Decoder, OnnxSession
 
 NEW = 4  # tokens decoded
 SIZES = {"vocab_size": tiny_models.VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2}

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import RetrofitError
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 from retrofit.onnx.exporter.weight_quantization import quantize_weights
 
 WIDE, NARROW, BLOCK = 64, 48, 32

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession, next_step_states
+from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 from support import zoo
 
 FOLDER = tempfile.TemporaryDirectory(prefix="retrofit-test-")

@@ -11,9 +11,9 @@ import pytest
 from support.training_runs import TEXTS, changed, llama, same_weights
 
 from retrofit.errors import TrainingError
-from retrofit.training import pace
+from retrofit.training import checkpoints
+from retrofit.training.checkpoints import FIRST_CHECKPOINT, SHARE, Pace
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.pace import FIRST_CHECKPOINT, SHARE, Pace
 from retrofit.training.runs import TrainingRun, folder_of, last_checkpoint
 from retrofit.training.trainers import PretrainingTrainer
 
@@ -69,7 +69,7 @@ def test_explicit_intervals_are_always_due() -> None:
 def test_a_sample_is_of_different_windows_spread_over_all(windows: int, steps: int, batch: int) -> None:
     rows = Pace(evaluations=True, checkpoints=True).sample(windows, steps, batch)
     if rows is None:
-        assert batch * steps * pace.SAMPLE + batch > windows
+        assert batch * steps * checkpoints.SAMPLE + batch > windows
     else:
         assert len(set(rows)) == len(rows) < windows and set(rows) <= set(range(windows))
         assert len(rows) == 1 or (rows[0], rows[-1]) == (0, windows - 1)
@@ -145,8 +145,8 @@ def test_the_second_signal_is_heeded_at_once() -> None:
 def test_of_checkpoints_one_is_kept_and_the_old_one_goes_when_the_new_one_is_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "FIRST_CHECKPOINT", 0.0)
-    monkeypatch.setattr(pace, "SHARE", 1e6)
+    monkeypatch.setattr(checkpoints, "FIRST_CHECKPOINT", 0.0)
+    monkeypatch.setattr(checkpoints, "SHARE", 1e6)
     seen: list[list[str]] = []
     write = PretrainingTrainer.save_model
 

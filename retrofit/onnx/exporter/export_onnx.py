@@ -37,8 +37,8 @@ from retrofit.onnx.exporter.export_parts import (
     FirstStep,
     NextStep,
     WholeModel,
+    missing_packages,
 )
-from retrofit.onnx.exporter.onnxruntime_session import missing_packages
 from retrofit.onnx.exporter.optimization import (
     RewriteStep,
     branch_file,

@@ -34,8 +34,7 @@ from retrofit.inputs.example_inputs import dtype_of
 from retrofit.numerics.choices import Choices, OtherChoicesError
 from retrofit.numerics.distances import TOLERANCE, distance
 from retrofit.numerics.precision import Widened
-from retrofit.onnx.exporter.export_parts import ExportPart, Tensors, other_sizes
-from retrofit.onnx.exporter.onnxruntime_session import OnnxSession
+from retrofit.onnx.exporter.export_parts import ExportPart, OnnxSession, Tensors, other_sizes
 from retrofit.onnx.exporter.optimization import CHOOSES, choosing_nodes, largest_gap
 from retrofit.onnx.exporter.weight_quantization import QuantizedWeight
 

@@ -222,7 +222,7 @@ def pack_blocks(model: Any, value: Any, products: list[Product], gathers: list[A
 
 def block_packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """ONNX Runtime's packing of an (out, in) matrix: (out, blocks, bytes) and the scales (out, blocks)."""
-    from retrofit.onnx.exporter.onnxruntime_session import import_onnxruntime
+    from retrofit.onnx.exporter.export_parts import import_onnxruntime
 
     import_onnxruntime()
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
