@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from support import tiny_models
+from support.refusals import refused
 from torch import nn
 
 import retrofit
@@ -88,10 +89,10 @@ def test_an_adapter_that_the_model_goes_around_is_not_merged() -> None:
     torch.manual_seed(0)
     adapted = peft.get_peft_model(Bypass(), peft.LoraConfig(r=2, target_modules=["inner"], init_lora_weights=False))
     before = {name: one.clone() for name, one in adapted.state_dict().items()}
-    with pytest.raises(VerificationError, match="the merged model computes another function"):
+    with refused(VerificationError, code="differs"):
         retrofit.merge_adapters(adapted)
     assert all(torch.equal(one, before[name]) for name, one in adapted.state_dict().items())
-    with pytest.raises(CheckpointError, match="holds no adapters"):
+    with refused(CheckpointError, "Bypass", code="no-adapters"):
         retrofit.merge_adapters(Bypass())
 
 
@@ -109,7 +110,7 @@ def test_what_has_adapters_of_its_own_is_verified_and_undone_when_they_are_merge
     report = retrofit.verify(adapted)
     assert report.ok, report
     assert "merge_adapters" in next(check for check in report.checks if check.name == "method").why
-    with pytest.raises(CheckpointError, match="has adapters") as caught:
+    with refused(CheckpointError, code="adapters") as caught:
         retrofit.undo(adapted)
     assert "retrofit merge" in caught.value.remedy
     again = next(check for check in retrofit.verify(retrofit.merge_adapters(adapted)).checks if check.name == "method")
@@ -120,16 +121,16 @@ def test_adapters_that_cannot_be_read_are_refused(
     places: tuple[Path, Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base, adapter, _ = places
-    assert main(["merge", str(base)]) == 2 and "holds no adapter" in capsys.readouterr().err
+    assert main(["merge", str(base)]) == 2 and "adapter_config.json" in capsys.readouterr().err
     assert main(["merge", str(adapter), "--base", str(tmp_path / "none")]) == 2
-    assert "is not at" in capsys.readouterr().err
+    assert str(tmp_path / "none") in capsys.readouterr().err
     config = json.loads((adapter / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "megatron_config": {"a": 1}, "megatron_core": "this"}))
     assert main(["merge", str(tmp_path)]) == 2 and "adapter_model.safetensors" in capsys.readouterr().err
     (tmp_path / "adapter_model.safetensors").write_bytes((adapter / "adapter_model.safetensors").read_bytes())
-    assert main(["merge", str(tmp_path)]) == 2 and "names a module to import" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path)]) == 2 and "megatron_config" in capsys.readouterr().err
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": 7}))
-    assert main(["merge", str(tmp_path)]) == 2 and "not at 7" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path)]) == 2 and " 7" in capsys.readouterr().err
 
 
 def test_a_prompt_is_no_adapter_that_can_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,7 +139,7 @@ def test_a_prompt_is_no_adapter_that_can_be_merged(tmp_path: Path, capsys: pytes
     prompt = peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     prompt.save_pretrained(tmp_path / "prompt")
     assert main(["merge", str(tmp_path / "prompt"), "--base", str(tmp_path / "dense")]) == 2
-    assert "cannot be merged" in (said := capsys.readouterr().err) and "PROMPT_TUNING" in said
+    assert "PROMPT_TUNING" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -155,7 +156,7 @@ def test_a_prompt_is_no_adapter_that_can_be_merged(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize("kind", [peft.PromptTuningConfig, peft.PrefixTuningConfig])
 def test_a_model_behind_a_prompt_is_told_of_the_model_inside(does: Any, kind: Any) -> None:
     prompt = peft.get_peft_model(tiny_models.llama(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
-    with pytest.raises(RetrofitError, match="prompt-tuned") as caught:
+    with refused(RetrofitError, code="prompt") as caught:
         does(prompt)
     assert "get_base_model" in caught.value.remedy
 
@@ -168,11 +169,11 @@ def test_an_adapter_of_another_model_is_refused_and_not_left_out(tmp_path: Path,
     peft.get_peft_model(rewritten, config).save_pretrained(tmp_path / "adapter")
     merge = ["merge", str(tmp_path / "adapter"), "--base", str(tmp_path / "dense")]
     assert main(merge) == 2
-    assert "belongs to another model than this LlamaForCausalLM" in (said := capsys.readouterr().err) and "layers.0.layer." in said
+    assert "LlamaForCausalLM" in (said := capsys.readouterr().err) and "layers.0.layer." in said
     assert not (tmp_path / "adapter.merged").exists()
     weights = tmp_path / "adapter" / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-50])
-    assert main(merge) == 2 and "cannot be read as safetensors" in capsys.readouterr().err
+    assert main(merge) == 2 and weights.name in capsys.readouterr().err
 
 
 def saved(model: Any, folder: Path) -> Path:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.functional_models import VOCABULARY, Functional
 from support.own_models import Block, Own
+from support.refusals import refused
 from support.tiny_models import Plain, bert, gpt2, llama, t5, vit
 from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
@@ -211,7 +212,7 @@ def test_a_pass_that_fits_nowhere_says_why_and_apply_refuses_it(build: Callable[
     (planned,) = plan.passes
     assert not plan.fits and planned.plan.sites == ()
     assert planned.plan.near_misses and all(miss.why for miss in planned.plan.near_misses)
-    assert "no site: apply would refuse it" in str(plan) and planned.plan.near_misses[0].why in str(plan)
+    assert planned.plan.near_misses[0].why in str(plan)
     assert plan.parameters_after == plan.parameters_before and plan.flops_after == plan.flops_before
     with pytest.raises(DoesNotFitError):
         retrofit.apply(model, spec)
@@ -243,7 +244,7 @@ def test_passes_after_one_that_fits_nowhere_are_planned_as_if_it_were_not_there(
 
 
 def test_what_no_plan_can_be_made_of_is_an_error() -> None:
-    with pytest.raises(SpecError, match="no pass given"):
+    with refused(SpecError, option="passes"):
         retrofit.plan_of(llama())
     with pytest.raises(CaptureError):
         retrofit.plan_of(functional(), FFN)

@@ -95,10 +95,11 @@ def test_memory_is_that_of_a_process_of_its_own(tmp_path: Path) -> None:
     known = os.pathsep.join(str(ROOT / folder) for folder in ("benchmarks", "benchmarks/learning"))
     command = [sys.executable, "-c", LARGE, str(tmp_path)]
     found = []
-    for _ in range(3):  # pages may be taken back meanwhile
+    for _ in range(3):  # pages may be taken back meanwhile: a process never has more than it should, and may have less
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": known})
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout.splitlines()[-1]))
-        if 190 << 20 < found[-1]["loading"] < 220 << 20 and 94 << 20 < found[-1]["running"] < 120 << 20:
+        assert found[-1]["loading"] < 220 << 20 and found[-1]["running"] < 120 << 20, found
+        if found[-1]["loading"] > 190 << 20 and found[-1]["running"] > 94 << 20:
             return
-    pytest.fail(f"no process took what it should: {found}")
+    pytest.fail(f"each process took less than its weights: {found}")

@@ -132,7 +132,7 @@ def read_config(source: Path) -> dict[str, Any]:
     try:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{file} is not a config", why=str(error)) from error
+        raise CheckpointError(f"{file} is not a config", why=str(error), code="unreadable") from error
     if recipe_storage.BUNDLE in config:
         raise CheckpointError(f"{source} is a bundle already", remedy="copy it", code="bundle")
     entry = config.get("quantization_config")

@@ -94,6 +94,7 @@ class Cursor:
                 f"unsupported GGUF version {version}",
                 why=f"supported: {' and '.join(map(str, VERSIONS))}",
                 remedy="convert it with the tools of llama.cpp",
+                code="unknown-version",
             )
         tensors, entries = self.number("Q"), self.number("Q")
         metadata = {}

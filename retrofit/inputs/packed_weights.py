@@ -48,6 +48,7 @@ def refuse_packed_layers(model: nn.Module, error: type[RetrofitError], done: str
             f"{type(model).__name__} is quantized and cannot be {done}",
             why=f"{first_few(found, 1)}: weights in an object of torch's engine, {because}",
             remedy="dequantize it first: retrofit.dequantize(model) (docs/quantization.md); the result can be quantized again",
+            code="quantized",
         )
 
 

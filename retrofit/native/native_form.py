@@ -181,7 +181,7 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
     if not refusals:
         named = f"architecture {architecture}" if architecture else "architecture"
         why = f"transformers has no {named} with mixtures for that task"
-        return DoesNotFitError(f"{type(part).__name__} has no native form", why=why, remedy=WAY_OUT)
+        return DoesNotFitError(f"{type(part).__name__} has no native form", why=why, remedy=WAY_OUT, option="architecture")
     if rounded := rounded_buffer(part):
         return DoesNotFitError(
             f"{type(part).__name__} has no native form",

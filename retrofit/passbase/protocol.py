@@ -251,7 +251,7 @@ GROUP = "retrofit.passes"
 def parse_spec(text: str) -> AnyPass:
     """The pass that `text` names, `altup` or `altup(k=2, init=hop)`."""
     if not isinstance(text, str):
-        raise SpecError(f"{text!r} is not a pass", remedy="use a Pass, or its spec: altup(k=2)")
+        raise SpecError(f"{text!r} is not a pass", remedy="use a Pass, or its spec: altup(k=2)", code="no-pass")
     return make_pass(*split_spec(text))
 
 
@@ -259,7 +259,9 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
     """The name in a spec, and the texts of its options; raises `SpecError` where it cannot be read."""
     match = re.fullmatch(r"\s*([A-Za-z][\w-]*)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
     if match is None:
-        raise SpecError(f"cannot read the pass {text!r}", remedy="write it as name(option=value, …), e.g. altup(k=2)")
+        raise SpecError(
+            f"cannot read the pass {text!r}", remedy="write it as name(option=value, …), e.g. altup(k=2)", code="unreadable"
+        )
     name, inside = match.group(1), match.group(2) or ""
     options: dict[str, str] = {}
     for item in filter(str.strip, inside.split(",")):
@@ -293,12 +295,13 @@ def load_pass(name: str) -> type[AnyPass]:
                     f"the entry point {name!r} is not a retrofit pass",
                     why=f"it is {kind!r}",
                     remedy="name a subclass of Pass there",
+                    code="no-pass",
                 )
             return kind
     imported = next((kind for kind in subclasses(Pass) if getattr(kind, "name", None) == name), None)
     if imported is not None:
         return imported
-    raise SpecError(f"unknown pass {name!r}", remedy=f"choose one of {', '.join(pass_names())}")
+    raise SpecError(f"unknown pass {name!r}", remedy=f"choose one of {', '.join(pass_names())}", code="unknown-pass")
 
 
 def subclasses(kind: type[Any]) -> Iterator[type[Any]]:

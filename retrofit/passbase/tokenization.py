@@ -41,7 +41,9 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
     files = [file for path in paths for file in text_files(path)]
     texts = [read_text(file) for file in files]
     if not any(text.strip() for text in texts):
-        raise TrainingError(f"no text in {', '.join(map(str, files))}", why="the files are empty", remedy="use a file with text")
+        raise TrainingError(
+            f"no text in {', '.join(map(str, files))}", why="the files are empty", remedy="use a file with text", code="missing"
+        )
     return texts
 
 

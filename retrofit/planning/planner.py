@@ -318,6 +318,7 @@ class Planner:
             if fits
             else f"no candidate lowers what {name} costs{within}",
             remedy=(f'ask for at most "{name} {best}", or name' if fits else "name") + " other passes or settings with --pass",
+            code="out-of-reach",
         )
 
     def choice(self, target: Target) -> frozenset[int]:
@@ -340,13 +341,17 @@ class Planner:
             name, lost = target.quality.quantity, self.lost(target, least)
             why = f"meeting the other limits adds {name} +{lost:.2g}"
             return PlanningError(
-                f"the target {str(target)!r} cannot be reached", why=why, remedy=f'allow "{name} +{lost:.2g}", or name other passes'
+                f"the target {str(target)!r} cannot be reached",
+                why=why,
+                remedy=f'allow "{name} +{lost:.2g}", or name other passes',
+                code="out-of-reach",
             )
         pairs = "; ".join(" and ".join(sorted(pair)) for pair in self.apart)
         return PlanningError(
             f"the target {str(target)!r} cannot be reached",
             why=f"the passes that reach it cannot be combined: {pairs}",
             remedy="relax the target, or add other passes or settings",
+            code="out-of-reach",
         )
 
     def best_without(self, target: Target, without: frozenset[str]) -> frozenset[int] | None:
@@ -453,6 +458,7 @@ class Planner:
                 f"the target {str(target)!r} cannot be reached",
                 why=f"with {'; '.join(one.spec() for one in self.recipe(chosen))} the outputs contain NaN or Inf",
                 remedy="relax the target, choose other passes with --pass, or plan in float32",
+                code="out-of-reach",
             )
 
     def learn_time(self, name: str, chosen: frozenset[int]) -> None:
@@ -540,6 +546,7 @@ class Planner:
                     f"the recipe does not fit the model: {error.what}",
                     why=error.why,
                     remedy="drop one of its passes with --pass",
+                    code="does-not-fit",
                 ) from error
             model.eval()
             self.say("measuring the rewritten model")

@@ -124,6 +124,7 @@ def split(count: int, measured: int, held_out: int, fitted: int) -> tuple[list[i
             f"the text fills only {count} windows",
             why="windows are needed for calibration, for measuring and for the report",
             remedy=f"use text for at least {FEWEST} windows, better a few hundred",
+            code="too-short",
         )
     most = max(1, count // PART)
     numbers = list(range(count))

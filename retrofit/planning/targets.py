@@ -124,5 +124,5 @@ def parse_limit(part: str, text: str) -> Limit:
 def parse_targets(texts: Sequence[str]) -> tuple[Target, ...]:
     """The targets of several texts, each once; raises `PlanningError` where there is none."""
     if not texts:
-        raise PlanningError("no target given", remedy=READABLE)
+        raise PlanningError("no target given", remedy=READABLE, code="missing")
     return tuple(dict.fromkeys(parse_target(text) for text in texts))

@@ -184,6 +184,7 @@ def require_same_arguments(dense: nn.Module, rewritten: nn.Module, data: Calibra
             f"the rewritten model takes no {' and no '.join(gone)}, which the batches hold",
             why="it is a graph, captured with fixed values of them",
             remedy="remove them from the batches",
+            code="other-arguments",
         )
 
 

@@ -125,6 +125,7 @@ def load(
         raise CheckpointError(
             f"{path}: a {path.suffix} file alone is not a model that retrofit reads",
             remedy=f"use the Hugging Face directory{folder}, or a .pt checkpoint",
+            code="no-model",
         )
     content = read_checkpoint(path, allow_pickle=allow_pickle)
     with name_file_in_errors(path):
@@ -135,12 +136,12 @@ def require_no_description(path: Path, kind: str, config: object, build: object 
     """Raises `CheckpointError` where a file or directory that describes its model comes with another description of it."""
     given = [name for name, value in (("config= (--config)", config), ("build=", build)) if value is not None]
     if given:
-        raise CheckpointError(f"{path} is {kind} with its own config", remedy=f"drop {' and '.join(given)}")
+        raise CheckpointError(f"{path} is {kind} with its own config", remedy=f"drop {' and '.join(given)}", option="config")
 
 
 def as_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype, also from its name."""
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
     if given is not None and not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{given!r} is not a dtype", remedy="use float32, bfloat16 or float16")
+        raise CheckpointError(f"{given!r} is not a dtype", remedy="use float32, bfloat16 or float16", option="dtype")
     return dtype

@@ -55,11 +55,13 @@ def transformer_folder(path: Path) -> Path:
             f"{path} holds no transformer",
             why=f"no module that {MODULES} names has a {CONFIG} of a transformers model",
             remedy="use a sentence-transformers directory that starts with a transformer, or a Hugging Face directory",
+            code="no-model",
         )
     raise CheckpointError(
         f"{path} holds {len(folders)} transformers",
         why=", ".join(str(folder.relative_to(path)) for folder in folders),
         remedy=f"name the folder of one of them: {folders[0]}",
+        code="no-model",
     )
 
 
@@ -286,9 +288,13 @@ def directory_class(path: Path) -> type[PreTrainedModel]:
     refuse_bundle(named, str(path))
     architectures = named.get("architectures")
     if not architectures:
-        raise CheckpointError(f'{file} does not say which model it is: "architectures" is missing', remedy="add the class's name")
+        raise CheckpointError(
+            f'{file} does not say which model it is: "architectures" is missing', remedy="add the class's name", code="unreadable"
+        )
     if not (isinstance(architectures, list) and isinstance(architectures[0], str)):
-        raise CheckpointError(f'{file}: "architectures" is not a list of class names', remedy="write the class's name in brackets")
+        raise CheckpointError(
+            f'{file}: "architectures" is not a list of class names', remedy="write the class's name in brackets", code="unreadable"
+        )
     kind = transformers_class(architectures[0])
     if kind is not None:
         return kind
@@ -298,4 +304,5 @@ def directory_class(path: Path) -> type[PreTrainedModel]:
         why=f"transformers {transformers.__version__} does not have it"
         + ("" if known else f", and has no model_type {named.get('model_type')!r}"),
         remedy="install the version it was saved with, or import the package that defines it first",
+        code="unknown-class",
     )

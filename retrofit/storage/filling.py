@@ -143,6 +143,7 @@ def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], ty
             f"unknown model class {architecture!r}",
             why=f"transformers {transformers.__version__} does not have it" if match is None else "that name is not an nn.Module",
             remedy="install the version it was saved with, or build it yourself: load(path, build=…)",
+            code="unknown-class",
         )
     return kind, config_kind
 
@@ -173,7 +174,7 @@ def resolve(name: str, *, imports: bool) -> Any:
     for part in path.split("."):
         found = getattr(found, part, None)
     if found is None:
-        raise CheckpointError(f"unknown class {name}", remedy="install the package that defines it")
+        raise CheckpointError(f"unknown class {name}", remedy="install the package that defines it", code="unknown-class")
     return found
 
 
@@ -263,7 +264,9 @@ def read_config(file: Path) -> dict[str, Any]:
         if not isinstance(config, dict):
             raise ValueError(f"it holds {kind_of(config)} and no table")
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is not a config", why=first_line(error), remedy="download it again") from error
+        raise CheckpointError(
+            f"{file} is not a config", why=first_line(error), remedy="download it again", code="unreadable"
+        ) from error
     refuse_foreign_code(config, str(file))
     return config
 
@@ -344,7 +347,7 @@ def extents_of(folder: Path) -> dict[str, Extent]:
         for name, extent in extents_in(file).items():
             if name in found:
                 raise CheckpointError(
-                    f"{folder} holds {name} twice", why=f"in {found[name].file.name} and in {file.name}", remedy=AGAIN
+                    f"{folder} holds {name} twice", why=f"in {found[name].file.name} and in {file.name}", remedy=AGAIN, code="twice"
                 )
             found[name] = extent
     return found

@@ -235,7 +235,10 @@ def require_whole(path: Path, header: Header) -> None:
         end = header.data + tensor.offset + tensor.elements // elements * size
         if end > header.size:
             raise CheckpointError(
-                f"{path} is cut short", why=f"{tensor.name} ends at byte {end:,}, the file at {header.size:,}", remedy=AGAIN
+                f"{path} is cut short",
+                why=f"{tensor.name} ends at byte {end:,}, the file at {header.size:,}",
+                remedy=AGAIN,
+                code="unreadable",
             )
     floats = torch.float32.itemsize * sum(tensor.elements for tensor in header.tensors)
     require_memory(floats, f"the model in {path}, unpacked,", remedy="use a machine with more memory")

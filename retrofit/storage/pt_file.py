@@ -264,13 +264,18 @@ def is_checkpoint(content: Any) -> bool:
     if not isinstance(content, dict) or not str(content.get("format", "")).startswith("retrofit/"):
         return False
     if content["format"] != FORMAT:
-        raise CheckpointError(f"the format {content['format']} is unknown", remedy="install a later retrofit-transformers")
+        raise CheckpointError(
+            f"the format {content['format']} is unknown", remedy="install a later retrofit-transformers", code="unknown-version"
+        )
     kinds = {"architecture": str, "config": dict, "recipe": list, "state_dict": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(content.get(name), kind)]
     wrong += [name for name in ("inputs", "applied_to") if not isinstance(content.get(name, {}), dict)]
     if wrong or not is_state_dict(content["state_dict"]):
         raise CheckpointError(
-            "the checkpoint is incomplete", why=f"malformed: {', '.join(wrong) or 'state_dict'}", remedy=SAVE_AGAIN
+            "the checkpoint is incomplete",
+            why=f"malformed: {', '.join(wrong) or 'state_dict'}",
+            remedy=SAVE_AGAIN,
+            code="incomplete",
         )
     return True
 

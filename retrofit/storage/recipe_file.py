@@ -47,7 +47,7 @@ def read_recipe(path: str | Path) -> Recipe:
         except RetrofitError as error:
             raise SpecError(f"{place}: {error.what}", why=error.why, remedy=error.remedies, **error.labels) from error
     if not passes:
-        raise SpecError(f"{file} names no pass", remedy=READABLE)
+        raise SpecError(f"{file} names no pass", remedy=READABLE, code="no-pass")
     return tuple(passes)
 
 
@@ -121,7 +121,10 @@ def specs_in_text(file: Path, text: str) -> Iterator[tuple[str, str]]:
             lines.clear()
     if lines:
         raise SpecError(
-            f"{file}, line {begun}: {lines[0]!r} does not end", why="its parenthesis is never closed", remedy="close it with )"
+            f"{file}, line {begun}: {lines[0]!r} does not end",
+            why="its parenthesis is never closed",
+            remedy="close it with )",
+            code="unreadable",
         )
 
 
@@ -170,6 +173,7 @@ def recipe_in_json(file: Path, data: Any) -> Any:
             f"{file} is a recipe of version {version}",
             why=f"this retrofit reads version {VERSION}",
             remedy="install a later retrofit-transformers",
+            code="unknown-version",
         )
     for key in data:
         if key not in KEYS:
@@ -202,6 +206,8 @@ def numbered(file: Path, found: Any) -> Iterator[tuple[str, str | Mapping[str, A
         place = f"{file}, pass {number}"
         if not isinstance(spec, (str, dict)):
             raise SpecError(
-                f"{place}: {json.dumps(spec)[:SHOWN]} is not a pass", remedy='write "altup(k=2)" or {"pass": "altup", "k": 2}'
+                f"{place}: {json.dumps(spec)[:SHOWN]} is not a pass",
+                remedy='write "altup(k=2)" or {"pass": "altup", "k": 2}',
+                code="no-pass",
             )
         yield place, spec

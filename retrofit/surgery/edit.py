@@ -221,12 +221,15 @@ class Edit:
                 why="a module that runs at several depths, or holds several parts, is one site",
                 remedy="plan each module once: anatomy.sites(…) returns each owner with all its depths",
                 in_any_form=True,
+                code="twice",
+                site=path,
             )
         if getattr(old, "stays_outermost", False) and any(part is old for part in module.modules()):
             raise DoesNotFitError(
                 f"{type(old).__name__} at {path} cannot be nested inside {type(module).__name__}",
                 why="it has to wrap the whole layer, with all that other passes add",
                 remedy="apply the pass that put it there last",
+                site=path,
             )
         module.train(old.training)
         if not any(part is old for part in module.modules()):

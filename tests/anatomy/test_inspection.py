@@ -12,6 +12,7 @@ import torch
 import transformers
 from support import zoo
 from support.own_models import Asking, Block, Own
+from support.refusals import refused
 from torch import nn
 
 import retrofit
@@ -228,7 +229,7 @@ class Perceptron(nn.Module):
 
 
 def test_a_refusal_says_what_the_graph_holds() -> None:
-    with pytest.raises(NoTransformerError, match="no residual stream") as caught:
+    with refused(NoTransformerError, "Perceptron") as caught:
         retrofit.inspect(Perceptron())
     assert "1 chain" in caught.value.why
 
@@ -243,7 +244,7 @@ class Failing(nn.Module):
 
 
 def test_what_cannot_be_captured_says_why() -> None:
-    with pytest.raises(CaptureError, match="could not be captured") as caught:
+    with refused(CaptureError, "Failing") as caught:
         retrofit.inspect(Failing())
     assert caught.value.why and caught.value.remedy
 
@@ -350,9 +351,9 @@ def test_a_layer_without_the_stream_among_its_arguments_says_so() -> None:
     found = retrofit.inspect(StoringStack())
     layer = found.stacks[0].layers[0]
     assert layer.name == "b.0" and layer.stream_in is NO_STREAM and layer.stream_out is NO_STREAM
-    with pytest.raises(DoesNotFitError, match=r"b\.0 cannot be wrapped") as caught:
+    with refused(DoesNotFitError, site="b.0") as caught:
         layer.stream_places()
-    assert "take the stream as an argument" in caught.value.why
+    assert caught.value.why and caught.value.remedy
     data = json.loads(json.dumps(found.to_dict()))["stacks"][0]["layers"][0]
     assert data["stream_in"] == data["stream_out"] == "no stream"
 
@@ -360,9 +361,8 @@ def test_a_layer_without_the_stream_among_its_arguments_says_so() -> None:
 def test_a_layer_that_no_module_owns_says_so() -> None:
     layer = retrofit.inspect(WrittenOut()).stacks[0].layers[0]
     assert not layer.name and layer.stream_in is NO_STREAM and layer.stream_out is NO_STREAM
-    with pytest.raises(DoesNotFitError) as caught:
+    with refused(DoesNotFitError, layer.exit, site=""):
         layer.stream_places()
-    assert "no module owns a layer" in caught.value.why
 
 
 class WrittenOut(Own):
@@ -523,7 +523,7 @@ class Hearing(nn.Module):
 def test_a_sum_with_the_channels_second_before_the_tokens_is_no_stack() -> None:
     found = retrofit.inspect(Hearing(), {"wave": torch.randn(2, 1, 44)})
     assert [(stack.kind, stack.width, len(stack.layers)) for stack in found.stacks] == [("encoder", 24, 3)]
-    assert "positions" in found.stem and "channels on the second axis" in found.notes[0]
+    assert "positions" in found.stem and found.notes
 
 
 class OneNorm(WrittenOut):

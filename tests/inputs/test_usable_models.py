@@ -11,10 +11,11 @@ import pytest
 import torch
 from support import tiny_models
 from support.own_models import Own
+from support.refusals import refused
 from torch import nn
 
 import retrofit
-from retrofit.errors import RetrofitError
+from retrofit.errors import CaptureError, RetrofitError, SpecError
 
 ASKED: dict[str, Callable[[Any], Any]] = {
     "apply": lambda model: retrofit.apply(model, "sum"),
@@ -42,26 +43,24 @@ ASKED_OF_ANYTHING: dict[str, Callable[[Any], Any]] = {
     ids=["text", "none", "class", "list", "number"],
 )
 def test_what_is_no_module(asked: str, model: Any, kind: str) -> None:
-    with pytest.raises(RetrofitError, match=r"is not a model") as error:
+    with refused(RetrofitError, kind, code="no-model") as error:
         ASKED_OF_ANYTHING[asked](model)
-    assert error.value.why == f"it is {kind} and not a torch.nn.Module"
     assert "retrofit.load" in error.value.remedy
 
 
 def test_a_reference_and_inputs_that_are_none() -> None:
-    with pytest.raises(RetrofitError, match="reference='dense/' is not a model") as error:
+    with refused(RetrofitError, "reference='dense/'", code="no-model") as error:
         retrofit.verify(Own(), reference="dense/")  # type: ignore[arg-type]
     assert "retrofit.load" in error.value.remedy
-    with pytest.raises(RetrofitError, match="invalid example_inputs=3") as error:
+    with refused(CaptureError, "example_inputs=3", "an int", option="example_inputs"):
         retrofit.inspect(Own(), example_inputs=3)
-    assert error.value.why == "it is an int"
 
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_torchscript(asked: str) -> None:
     with pytest.warns(DeprecationWarning, match=r"torch\.jit"):
         scripted = torch.jit.script(nn.Linear(2, 2))
-    with pytest.raises(RetrofitError, match="is compiled by TorchScript"):
+    with refused(RetrofitError, "TorchScript", code="compiled"):
         ASKED[asked](scripted)
 
 
@@ -70,7 +69,7 @@ def test_a_module_of_an_exported_program(asked: str, tmp_path: Path) -> None:
     program = torch.export.export(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), (torch.ones(3, 2),))
     module = program.module()
     modes = [one.training for one in module.modules()]
-    with pytest.raises(RetrofitError, match="is the module of an exported program") as error:
+    with refused(RetrofitError, code="wrapped") as error:
         ASKED[asked](module)
     assert [one.training for one in module.modules()] == modes
     torch.export.save(program, tmp_path / "model.pt2")
@@ -80,7 +79,7 @@ def test_a_module_of_an_exported_program(asked: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asked", ASKED)
 def test_wrapped_for_several_devices(asked: str) -> None:
-    with pytest.raises(RetrofitError, match="DataParallel is a data-parallel wrapper") as error:
+    with refused(RetrofitError, "DataParallel", ".module", code="wrapped") as error:
         ASKED[asked](nn.DataParallel(Own()))
     assert "its .module" in error.value.remedy
 
@@ -90,10 +89,10 @@ def test_compiled_in_place_or_in_a_layer(asked: str) -> None:
     whole, layer = Own(), Own()
     whole.compile(backend="eager")
     layer.b[1] = torch.compile(layer.b[1], backend="eager")
-    for model, named in ((whole, "Own is compiled"), (layer, r"^b\.1 is compiled")):
-        with pytest.raises(RetrofitError, match=named) as error:
+    for model, named in ((whole, "Own"), (layer, "b.1")):
+        with refused(RetrofitError, named, code="compiled") as error:
             ASKED[asked](model)
-        assert "compile the result" in error.value.remedy
+        assert error.value.what.startswith(named) and error.value.remedy
 
 
 @pytest.mark.parametrize("asked", ["apply", "apply unverified", "plan", "verify"])
@@ -101,9 +100,8 @@ def test_made_under_inference_mode(asked: str) -> None:
     with torch.inference_mode():
         model = Own()
     for mode in (True, False):
-        with torch.inference_mode(mode), pytest.raises(RetrofitError, match=r"was made under torch\.inference_mode") as error:
+        with torch.inference_mode(mode), refused(RetrofitError, "a.weight", code="inference-mode"):
             ASKED[asked](model)
-        assert "a.weight is an inference tensor" in error.value.why
     assert retrofit.inspect(model).width == 24
 
 
@@ -128,14 +126,13 @@ def test_without_values(asked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     whole, half = Own().to("meta"), Own()
     half.b[1].q.to("meta")
     for model, name in ((whole, "a.weight"), (half, "b.1.q.weight")):
-        with pytest.raises(RetrofitError, match=r"cannot be (verified|exported)") as error:
+        with refused(RetrofitError, code="no-values", site=name):
             ASKED[asked](model)
-        assert f"{name} has no values" in error.value.why
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_program_without_values_is_not_saved(tmp_path: Path) -> None:
-    with pytest.raises(RetrofitError, match="cannot be exported"):
+    with refused(RetrofitError, code="no-values", site="a.weight"):
         retrofit.save(Own().to("meta"), tmp_path / "model.pt2")
     assert list(tmp_path.iterdir()) == []
 
@@ -148,5 +145,5 @@ def test_an_empty_model_is_rewritten_unverified() -> None:
 
 @pytest.mark.parametrize("given", [None, 3, ["sum"]])
 def test_what_is_no_pass(given: Any) -> None:
-    with pytest.raises(RetrofitError, match="is not a pass"):
+    with refused(SpecError, str(given), code="no-pass"):
         retrofit.apply(Own(), given)

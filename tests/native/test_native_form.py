@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from support import tiny_models
+from support.refusals import refused
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -77,9 +78,9 @@ def test_a_model_in_half_precision_has_a_native_form(tmp_path: Path) -> None:
 
 def test_rotary_frequencies_that_were_rounded_in_memory_are_named() -> None:
     model = upcycled(tiny_models.llama(hidden_size=32, intermediate_size=48), ", renormalize=true").to(torch.bfloat16)
-    with pytest.raises(DoesNotFitError, match="LlamaForCausalLM has no native form") as refused:
+    with refused(DoesNotFitError, "LlamaForCausalLM", "bfloat16", site="model.rotary_emb.inv_freq") as error:
         retrofit.to_native(model, "mixtral")
-    assert "model.rotary_emb.inv_freq was rounded to bfloat16" in refused.value.why and "dtype=" in refused.value.remedy
+    assert "dtype=" in error.value.remedy
 
 
 def test_of_parameters_that_are_too_many_or_too_few_the_numbers_are_said() -> None:
@@ -114,7 +115,7 @@ def test_mixtures_in_some_layers_are_in_the_same_layers_of_the_native_form() -> 
 @pytest.mark.long
 def test_gates_that_are_not_renormalized_need_another_architecture() -> None:
     model = upcycled(tiny_models.llama(hidden_size=32, intermediate_size=48), ", renormalize=false")
-    with pytest.raises(DoesNotFitError, match="mixtral: its mixture computes something else"):
+    with refused(DoesNotFitError, "mixtral", "mixture", code=""):
         retrofit.to_native(model, "mixtral")
     form = native_form(model, "qwen2_moe")
     native = form.model
@@ -130,15 +131,15 @@ def test_gates_that_are_not_renormalized_need_another_architecture() -> None:
 
 
 def test_what_has_no_native_form_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="it is a dense model"):
+    with refused(CheckpointError, code="not-rewritten"):
         retrofit.to_native(tiny_models.llama())
-    with pytest.raises(DoesNotFitError, match="no pass made one"):
+    with refused(DoesNotFitError, code="no-mixture"):
         retrofit.to_native(retrofit.apply(tiny_models.llama(), "sum", verify=False))
     model = upcycled(tiny_models.gpt2())
-    with pytest.raises(DoesNotFitError, match="mixtral: it has no") as refused:
+    with refused(DoesNotFitError, "mixtral", code="", option="") as error:
         retrofit.to_native(model, "mixtral")
-    assert "docs/native.md" in refused.value.remedy
-    with pytest.raises(DoesNotFitError, match="no architecture nothing with mixtures"):
+    assert "docs/native.md" in error.value.remedy
+    with refused(DoesNotFitError, "nothing", option="architecture"):
         retrofit.to_native(model, "nothing")
 
 

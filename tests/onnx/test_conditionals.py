@@ -11,6 +11,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 from support import tiny_models
+from support.refusals import refused
 from torch.nn import functional as F
 
 import retrofit
@@ -116,7 +117,7 @@ def test_two_constants_of_one_name_are_refused(tmp_path: Path) -> None:
         graph_of([helper.make_node("Mul", ["product", "factor"], [name])], name, {"factor": np.array([number] * 4, "f")})
         for name, number in (("one", 2.0), ("other", 3.0))
     ]
-    with pytest.raises(CheckpointError, match="two constants called factor"):
+    with refused(CheckpointError, site="factor"):
         from_onnx(choosing(tmp_path / "m.onnx", *ways))
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import retrofitted, tiny_models
 from support.onnx_files import decode_greedily, translate
+from support.refusals import refused
 from torch import nn
 
 import retrofit
@@ -331,27 +332,25 @@ class Fixed(Plain):
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        (Looping, "could not be exported"),
-        (Unlike, "does not compute the same"),
-        (Fixed, "sequence_length of tokens is fixed at"),
-    ],
+    ("kind", "code", "named"),
+    [(Looping, "not-traced", "Looping"), (Unlike, "differs", "Unlike"), (Fixed, "fixed-size", "sequence_length of tokens")],
 )
-def test_what_cannot_be_exported_leaves_no_file(kind, reason, tmp_path):
-    with pytest.raises(CaptureError, match=reason):
+def test_what_cannot_be_exported_leaves_no_file(kind, code, named, tmp_path):
+    with refused(CaptureError, named, code=code):
         retrofit.export_onnx(kind(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("path", "cache"), [("model.pt", "auto"), ("model.onnx", "all")])
-def test_wrong_arguments_are_refused_with_a_remedy(path, cache, tmp_path):
-    with pytest.raises(RetrofitError) as caught:
+@pytest.mark.parametrize(
+    ("path", "cache", "wrong"), [("model.pt", "auto", {"code": "name"}), ("model.onnx", "all", {"option": "cache"})]
+)
+def test_wrong_arguments_are_refused_with_a_remedy(path, cache, wrong, tmp_path):
+    with refused(RetrofitError, **wrong) as caught:
         retrofit.export_onnx(Plain(), tmp_path / path, cache)
     assert caught.value.remedy
-    with pytest.raises(CaptureError, match="Plain"):
+    with refused(CaptureError, "Plain", option="cache"):
         retrofit.export_onnx(Plain(), tmp_path / "model.onnx", "past")
-    with pytest.raises(CaptureError, match="ViT"):
+    with refused(CaptureError, "ViTForImageClassification", option="cache"):
         retrofit.export_onnx(tiny_models.vit(), tmp_path / "model.onnx", "past")
 
 
@@ -367,7 +366,7 @@ def test_a_rewriting_that_changes_the_numbers_is_not_kept(tmp_path, monkeypatch)
     monkeypatch.setattr(optimization, "fusions", lambda: {"wrong": wrong, "broken": lambda model: 1 / 0})
     made = retrofit.export_onnx(Plain(), tmp_path / "model.onnx")
     (step, broken) = made.files[0].steps
-    assert not step.kept and step.after < step.before and "the outputs move by" in step.why
+    assert not step.kept and step.after < step.before and step.why
     assert not broken.kept and "ZeroDivisionError" in broken.why
     assert made.files[0].gap < PARITY and made.files[0].nodes == step.before
 
@@ -414,7 +413,7 @@ def test_a_model_that_goes_out_as_another_fails():
     model = Unlike()
     record_provenance(model, recipe=("sum()",))
     report = retrofit.verify(model, checks=["onnx"])
-    assert report["onnx"].status == "failed" and "does not compute the same" in report["onnx"].why
+    assert report["onnx"].status == "failed" and "Unlike" in report["onnx"].why
     assert retrofit.verify(model, Plain(), checks=["onnx"])["onnx"].status == "failed"
 
 
@@ -424,7 +423,7 @@ def test_a_model_that_never_went_out_is_excused():
     record_provenance(model, recipe=("sum()",))
     assert retrofit.verify(model, checks=["onnx"])["onnx"].status == "failed"
     report = retrofit.verify(model, Looping(), checks=["onnx"])
-    assert report["onnx"].status == "skipped" and "the dense model cannot be exported either" in report["onnx"].why
+    assert report["onnx"].status == "skipped" and "dense" in report["onnx"].why
 
 
 def test_the_check_says_what_is_missing(monkeypatch):
@@ -440,8 +439,8 @@ def test_a_file_is_verified_against_the_model_it_came_from():
     assert verify_onnx(made.files[0].path, model).ok
     other = tiny_models.llama()
     report = verify_onnx(made.files[0].path, other)
-    assert not report.ok and "by more than rounding" in report["onnx"].why
-    assert "was not exported from" in verify_onnx(out("bert")[1].files[0].path, other)["onnx"].why
+    assert not report.ok and report["onnx"].why
+    assert "LlamaForCausalLM" in verify_onnx(out("bert")[1].files[0].path, other)["onnx"].why
     for file in out("t5")[1].files:
         report = verify_onnx(file.path, out("t5")[0])
         assert report.ok and "as " in report["onnx"].measured

@@ -16,6 +16,7 @@ import transformers
 from onnx import helper, numpy_helper
 from support import tiny_models, zoo
 from support.onnx_files import file_of
+from support.refusals import refused
 from torch import fx, nn
 
 import retrofit
@@ -259,7 +260,7 @@ def test_states_that_are_not_returned_are_not_empty_at_the_start(tmp_path: Path)
     model.graph.node.insert(0, helper.make_node("ReduceSum", [state.name, "axis"], ["seen"], keepdims=0))
     model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "axis"))
     onnx.save(model, str(path))
-    with pytest.raises(CaptureError, match=r"past_key_values\.0\.encoder\.key") as caught:
+    with refused(CaptureError, "past_key_values.0.encoder.key") as caught:
         from_onnx(path)
     assert "decoder_model.onnx" in caught.value.remedy
     given = {"x": torch.randn(2, 4), state.name: torch.randn(2, 5, 4)}
@@ -314,7 +315,7 @@ def test_margins_that_a_file_computes_leave_sizes_free(tmp_path: Path) -> None:
 def test_unknown_operators_are_named_with_their_node(tmp_path: Path) -> None:
     nodes = [helper.make_node("Relu", ["x"], ["z"]), helper.make_node("LSTM", ["z", "w", "r"], ["y"], name="the_recurrence")]
     path = written(tmp_path / "m.onnx", nodes, held={"w": np.ones((1, 16, 4), "f"), "r": np.ones((1, 16, 4), "f")})
-    with pytest.raises(CaptureError, match=r"ai\.onnx\.LSTM") as caught:
+    with refused(CaptureError, "ai.onnx.LSTM") as caught:
         from_onnx(path)
     assert "the_recurrence" in caught.value.why
 
@@ -325,7 +326,7 @@ def test_unknown_operators_are_named_with_their_node(tmp_path: Path) -> None:
 def test_attributes_that_nothing_computes_are_refused_with_their_node(tmp_path: Path, attributes: Any, why: str) -> None:
     held = {"i": np.zeros((1, 1), "int64"), "u": np.ones((1, 4), "f")}
     node = helper.make_node("ScatterND", ["x", "i", "u"], ["y"], name="the_scatter", **attributes)
-    with pytest.raises(CaptureError, match="the_scatter") as caught:
+    with refused(CaptureError, "the_scatter") as caught:
         from_onnx(written(tmp_path / "m.onnx", [node], held=held))
     assert why in caught.value.why
 
@@ -345,14 +346,14 @@ def test_further_outputs_of_a_node_may_be_named_and_not_read(
     x = torch.randn(2, 3, 4)
     torch.testing.assert_close(from_onnx(path)(x=x)["y"], OnnxSession(path)({"x": x})["y"])
     reader = helper.make_node("Shape", [outputs[1]], ["read"])
-    with pytest.raises(CaptureError, match="the_node") as caught:
+    with refused(CaptureError, "the_node") as caught:
         from_onnx(written(tmp_path / "read.onnx", [node, reader], (2, 3, 4), outputs=("y", "read"), held=held))
     assert outputs[1] in caught.value.why
 
 
 def test_two_outputs_of_one_name_are_refused(tmp_path: Path) -> None:
     nodes = [helper.make_node("Relu", ["x"], ["y.0"]), helper.make_node("Neg", ["x"], ["y_0"])]
-    with pytest.raises(CaptureError, match=r"y\.0"):
+    with refused(CaptureError, "y.0", "y_0", code="twice"):
         from_onnx(written(tmp_path / "m.onnx", nodes, outputs=("y.0", "y_0")))
 
 
@@ -394,7 +395,7 @@ def test_a_file_in_half_precision_is_rewritten(tmp_path: Path) -> None:
 def test_files_that_are_no_models_are_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "m.onnx"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"m\.onnx"):
+    with refused(CheckpointError, "m.onnx"):
         from_onnx(path)
 
 
@@ -469,7 +470,7 @@ def test_functions_of_a_file_are_inlined(tmp_path: Path) -> None:
 
 
 def test_missing_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"nothing\.onnx"):
+    with refused(CheckpointError, "nothing.onnx", code="missing"):
         retrofit.load(tmp_path / "nothing.onnx")
 
 
@@ -478,7 +479,7 @@ def test_a_file_that_is_no_transformer_comes_in_and_is_not_rewritten(tmp_path: P
     path = written(tmp_path / "m.onnx", nodes, held={"w": np.ones((4, 4), "f")})
     assert main(["apply", "--pass", "altup", "--k", "2", str(path)]) == 2
     assert "Traceback" not in capsys.readouterr().err and list(tmp_path.iterdir()) == [path]
-    with pytest.raises(RetrofitError, match="cache='all'"):
+    with refused(RetrofitError, "'all'", option="cache"):
         from_onnx(path, cache="all")  # type: ignore[arg-type]
 
 

@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from support.refusals import refused
 
 from retrofit.errors import CaptureError
 from retrofit.onnx.exporter.export_parts import OnnxSession
@@ -133,9 +134,9 @@ def test_what_is_quantized_as_the_model_runs_is_refused_with_its_node(tmp_path: 
         helper.make_node("Cast", ["product"], ["real"], to=TensorProto.FLOAT),
         helper.make_node("Mul", ["real", "s"], ["y"]),
     ]
-    with pytest.raises(CaptureError, match="DynamicQuantizeLinear") as caught:
+    with refused(CaptureError, "ai.onnx.DynamicQuantizeLinear") as caught:
         from_onnx(written(tmp_path / "m.onnx", nodes, {"weight": BITS8}))
-    assert "the_quantizer" in caught.value.why and "weights only" in caught.value.remedy
+    assert "the_quantizer" in caught.value.why and "weights" in caught.value.remedy
 
 
 def test_activations_that_are_rounded_on_the_way_are_refused(tmp_path: Path) -> None:
@@ -145,6 +146,6 @@ def test_activations_that_are_rounded_on_the_way_are_refused(tmp_path: Path) -> 
         helper.make_node("DequantizeLinear", ["q", "s", "z"], ["back"]),
         helper.make_node("MatMul", ["back", "weight"], ["y"]),
     ]
-    with pytest.raises(CaptureError, match="QuantizeLinear") as caught:
+    with refused(CaptureError, "ai.onnx.QuantizeLinear") as caught:
         from_onnx(written(tmp_path / "m.onnx", nodes, held))
     assert "the_rounding" in caught.value.why

@@ -7,6 +7,7 @@ import torch
 import transformers
 from support import tiny_models
 from support.onnx_files import decode_greedily
+from support.refusals import refused
 from torch import nn
 from torch.nn import functional as F
 
@@ -201,7 +202,7 @@ class Turned(Plain):
 
 
 def test_what_runs_over_pieces_is_refused_with_the_length_that_it_would_fail_at(tmp_path):
-    with pytest.raises(CaptureError, match=r"is not dynamic: at 17|branches on the values of tensors"):
+    with pytest.raises(CaptureError, match=r"\b17\b|\bvalues of tensors\b"):
         retrofit.export_onnx(Pieces(), tmp_path / "model.onnx")
     assert not list(tmp_path.iterdir())
 
@@ -226,14 +227,14 @@ def test_a_model_that_takes_rows_in_groups_is_refused_before_it_is_traced(tmp_pa
         def forward(self, tokens):
             return self.mix(self.table(tokens.reshape(-1, 2, tokens.shape[1])).sum(1))
 
-    with pytest.raises(CaptureError, match="does not run at batch_size 3"):
+    with refused(CaptureError, "Grouped", "batch_size 3", code="does-not-run"):
         retrofit.export_onnx(Grouped(), tmp_path / "model.onnx")
 
 
 def test_a_graph_of_fixed_sizes_is_refused_with_how_to_get_one_of_dynamic_sizes(tmp_path):
     program = torch.export.export(nn.Sequential(nn.Embedding(19, 8), nn.Linear(8, 6)).eval(), (torch.randint(19, (2, 7)),))
     torch.export.save(program, tmp_path / "model.pt2")
-    with pytest.raises(CaptureError, match=r"(?s)takes 2 there.*capture the graph again.*dynamic_shapes="):
+    with refused(CaptureError, "2", "dynamic_shapes=", code="does-not-run"):
         retrofit.export_onnx(retrofit.load(tmp_path / "model.pt2"), tmp_path / "model.onnx")
 
 
@@ -268,7 +269,7 @@ def test_a_table_that_would_grow_goes_out_as_long_as_it_is(tmp_path):
     tokens = torch.randint(19, (2, 32))
     with torch.no_grad():
         assert distance(running({"tokens": tokens})["output"], model(tokens)) <= 1e-4
-    with pytest.raises(RetrofitError, match="cannot run"):
+    with refused(RetrofitError, code="does-not-run"):
         running({"tokens": torch.randint(19, (2, 33))})
 
 
@@ -280,4 +281,4 @@ def test_a_branch_on_values_is_refused_with_its_line(tmp_path):
 
     with pytest.raises(CaptureError) as raised:
         retrofit.export_onnx(Choosing(), tmp_path / "model.onnx")
-    assert "branches on the values" in raised.value.why and "x if x.sum() > 0" in raised.value.why
+    assert "x if x.sum() > 0" in raised.value.why

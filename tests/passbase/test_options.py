@@ -7,6 +7,7 @@ import tracemalloc
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.refusals import refused
 from support.tiny_models import t5
 
 import retrofit
@@ -29,9 +30,8 @@ def test_all_names_all() -> None:
 def test_a_depth_that_only_a_deeper_stack_has_names_nothing_in_this_one() -> None:
     assert selected_depths("0+2-3", 2, "altup", deepest=4) == {0}
     assert selected_depths("2", 2, "altup", deepest=4) == set()
-    with pytest.raises(SpecError, match="names depth 4") as error:
+    with refused(SpecError, "4", "3", option="layers"):
         selected_depths("0-4", 2, "altup", deepest=4)
-    assert error.value.why == "the deepest stack has depths 0 to 3"
 
 
 NAMES = ("sparse-qkv(", "sparse-ffn(sparsity=8, ", "altup(", "memory(lookup=token-id, ", "shared-moe(", "recurrence(")
@@ -44,31 +44,28 @@ def test_a_depth_of_one_stack_is_rewritten_there_and_nowhere_else(name: str) -> 
     assert planned.fits
     if name != "altup(":  # which widens the stream of all layers
         assert all(site.name.startswith("encoder.block.2") for site in planned.passes[0].plan.sites)
-    with pytest.raises(SpecError, match="names depth 3") as error:
+    with refused(SpecError, "3", "0 to 2", option="layers"):
         retrofit.plan_of(model, f"{name}layers=3)")
-    assert "stack has depths 0 to 2" in error.value.why
 
 
 @pytest.mark.parametrize("text", ["0-30000000", "1+30000000", "30000000-0"])
 def test_a_range_is_checked_before_it_is_listed(text: str) -> None:
     tracemalloc.start()
     try:
-        with pytest.raises(SpecError, match="names depth 30000000") as error:
+        with refused(SpecError, "30000000", "0 to 11", option="layers"):
             selected_depths(text, 12, "altup")
         most = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert error.value.why == "the stack has depths 0 to 11"
     assert most < 1 << 20
 
 
 @pytest.mark.parametrize("text", ["", "-", "1-", "-1", "a", "1,2", "²", "1--2", "1-2-3", "0-" + "9" * 5000])
 def test_what_names_no_depths_is_refused(text: str) -> None:
-    with pytest.raises(SpecError, match="cannot read layers="):
+    with refused(SpecError, f"layers={text}", option="layers"):
         selected_depths(text, 12, "altup")
 
 
 def test_a_range_that_ends_before_it_begins_is_refused() -> None:
-    with pytest.raises(SpecError, match="has the empty range 5-3") as error:
+    with refused(SpecError, "5-3", "3-5", option="layers"):
         selected_depths("0+5-3", 12, "altup")
-    assert error.value.remedy == "write 3-5"

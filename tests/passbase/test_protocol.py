@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.refusals import refused
 from torch import nn
 
 from retrofit.anatomy.parts import NearMiss, Site, collect_near_miss
@@ -115,30 +116,32 @@ def test_a_spec_writes_every_option_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("option", "value", "named"),
     [
-        ({"limit": "many"}, "limit='many' is not an integer"),
-        ({"limit": 0}, "limit=0 is below 1"),
-        ({"kind": "odd"}, "kind=odd is not one of plain, fancy"),
-        ({"quick": "perhaps"}, "quick='perhaps' is not true or false"),
-        ({"limit": True}, "limit=True is not an integer"),
+        ("limit", "many", ("limit='many'", "integer")),
+        ("limit", 0, ("limit=0", "1")),
+        ("kind", "odd", ("kind=odd", "plain, fancy")),
+        ("quick", "perhaps", ("quick='perhaps'", "true")),
+        ("limit", True, ("limit=True", "integer")),
     ],
 )
-def test_a_wrong_option_is_refused_by_name(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(SpecError, match=words):
-        Gate(**wrong)
+def test_a_wrong_option_is_refused_by_name(option: str, value: Any, named: tuple[str, ...]) -> None:
+    with refused(SpecError, *named, option=option):
+        Gate(**{option: value})
 
 
 @pytest.mark.parametrize(
-    ("given", "named", "words"),
+    ("given", "named", "option", "said"),
     [
-        ((), {"Limit": 3}, "gate: unknown option 'Limit'"),
-        ((3, 0.5, "plain", ("a",), 1, True, "one more"), {}, "gate: 'one more' is one value too many"),
-        ((3,), {"limit": 4}, "gate: option limit is given twice"),
+        ((), {"Limit": 3}, "Limit", "gate"),
+        ((3, 0.5, "plain", ("a",), 1, True, "one more"), {}, "", "'one more'"),
+        ((3,), {"limit": 4}, "limit", "twice"),
     ],
 )
-def test_an_option_that_there_is_not_is_refused_by_name(given: tuple[Any, ...], named: dict[str, Any], words: str) -> None:
-    with pytest.raises(SpecError, match=words) as error:
+def test_an_option_that_there_is_not_is_refused_by_name(
+    given: tuple[Any, ...], named: dict[str, Any], option: str, said: str
+) -> None:
+    with refused(SpecError, said, option=option) as error:
         Gate(*given, **named)
     assert "limit, rate, kind, layers, seed, quick" in error.value.remedy or "once" in error.value.remedy
 
@@ -177,13 +180,13 @@ def test_a_range_says_what_the_pass_accepts(name: str, name_of_option: str, rang
     assert {option: values for option, values, _, _ in options_of(load_pass(name))}[name_of_option] == range_of_it
     greatest = range_of_it.rpartition(" ")[2]
     make_pass(name, {name_of_option: greatest})
-    with pytest.raises(SpecError, match=f"{name_of_option}={beyond} is above {greatest}"):
+    with refused(SpecError, f"{name_of_option}={beyond}", greatest, option=name_of_option):
         make_pass(name, {name_of_option: beyond})
 
 
 def test_a_pass_of_a_running_program_is_found_by_its_name() -> None:
     assert load_pass("gate") is Gate
-    with pytest.raises(SpecError, match="unknown pass 'gates'"):
+    with refused(SpecError, "'gates'", code="unknown-pass"):
         load_pass("gates")
 
 
@@ -229,7 +232,7 @@ def test_a_pass_that_fits_nowhere_is_refused_with_its_near_misses_before_any_edi
     edit = Edit(dense)
     with pytest.raises(DoesNotFitError) as caught:
         Gate().rewrite(dense, edit)  # type: ignore[arg-type]
-    assert caught.value.what == "gate: no square layer of the model can be rewritten"
+    assert "gate" in caught.value.what and "square layer" in caught.value.what
     assert caught.value.why == "0: it is not square; 1: it is not square" and caught.value.remedy == "change 0"
     assert edit.journal == []
 

@@ -147,7 +147,7 @@ def test_two_passes_come_through_every_check_or_are_refused(kind: str, first: st
 @pytest.mark.long
 def test_on_two_streams_a_feed_forward_is_refused_with_the_order_that_works() -> None:
     said = rewritten("llama", "reversible(scheme=terraformer)", "sparse-ffn(sparsity=4)")
-    assert "these are two streams" in said
+    assert "two streams" in said
 
 
 @pytest.mark.long
@@ -178,7 +178,7 @@ def test_tables_beside_feed_forwards_of_strided_layers_are_refused_with_the_orde
 
 @pytest.mark.long
 def test_a_layer_inside_a_strided_one_is_strided_already() -> None:
-    assert "model.layers.1: it is strided already" in rewritten("llama", SKIPPING, "sequence-altup(k=2)")
+    assert "strided already" in rewritten("llama", SKIPPING, "sequence-altup(k=2)")
     assert not rewritten("llama", SKIPPING, "sequence-altup(k=2, layers=all)")  # the others
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.own_models import Own
+from support.refusals import refused
 from torch import Tensor, nn
 
 from retrofit.emitted.graph_module import graph_module
@@ -220,7 +221,7 @@ def test_a_branch_that_all_inputs_take_is_in_a_dynamic_program() -> None:
 )
 def test_a_branch_that_other_inputs_may_not_take_is_in_none(holds: Callable[[Tensor], Any]) -> None:
     given = {"x": torch.randn(2, 5, 3)}
-    with pytest.raises(CaptureError, match="Masked"):
+    with refused(CaptureError, "Masked"):
         capture(Masked(holds), given, dynamic=True)
     assert capture(Masked(holds), given).branches
 
@@ -232,7 +233,7 @@ class Failing(nn.Module):
 
 def test_what_cannot_be_traced_is_refused_with_the_first_line_of_the_reason() -> None:
     model = Failing().train()
-    with pytest.raises(CaptureError, match="Failing") as caught:
+    with refused(CaptureError, "Failing") as caught:
         capture(model, {"x": torch.ones(2)})
     assert "cannot take (2,)" in caught.value.why and "second line" not in caught.value.why
     assert "example_inputs=" in caught.value.remedy and model.training
@@ -357,7 +358,7 @@ def test_sizes_of_images_with_long_expressions_are_static_and_the_batch_is_not(m
     graph = graph_module(model, {"pixel_values": images(2, 7, 13)})
     assert max(lengths) > MAX_OPERATIONS, "the expressions did get long"
     torch.testing.assert_close(graph(images(3, 7, 13)), model(images(3, 7, 13)))
-    with pytest.raises(DoesNotFitError, match=r"pixel_values\b.*\b10\b.*\b3\b"):
+    with refused(DoesNotFitError, "10", "3", site="pixel_values"):
         graph(images(3, 7, 10))
 
 

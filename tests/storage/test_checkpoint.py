@@ -46,11 +46,11 @@ def remembered(name):
     return model, inputs
 
 
-def refused(path, match, **options):
-    """Loading `path` raises a `CheckpointError` that names the file."""
-    with pytest.raises(CheckpointError, match=match) as error:
+def refused(path, *codes, **options):
+    """Loading `path` raises a `CheckpointError` with one of the codes, which names the file."""
+    with pytest.raises(CheckpointError) as error:
         load(path, **options)
-    assert str(path) in str(error.value)
+    assert error.value.code in codes and str(path) in str(error.value), error.value
     return error.value
 
 
@@ -204,22 +204,22 @@ def test_a_state_dict_from_inside_a_wrapper(wrapper, tmp_path):
     assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
     assert load(tmp_path / "bare.pt", build=lambda: type(model)(model.config)).state_dict().keys() == model.state_dict().keys()
     torch.save({f"a.b.{name}": tensor for name, tensor in state.items()}, tmp_path / "bare.pt")
-    assert f"a.b.{wrapper}" in refused(tmp_path / "bare.pt", "do not fit", build=lambda: nn.Linear(1, 1)).why
+    assert f"a.b.{wrapper}" in refused(tmp_path / "bare.pt", "mismatch", build=lambda: nn.Linear(1, 1)).why
 
 
-@pytest.mark.parametrize(("name", "kind"), [("model.pt2", "an exported program"), ("model.onnx", "an ONNX file")])
-def test_a_file_that_describes_its_model_takes_no_other_description(name, kind, tmp_path):
+@pytest.mark.parametrize("name", ["model.pt2", "model.onnx"])
+def test_a_file_that_describes_its_model_takes_no_other_description(name, tmp_path):
     (tmp_path / name).touch()  # it is not even opened
-    with pytest.raises(CheckpointError, match=f"{name} is {kind} with its own config") as refused:
+    with pytest.raises(CheckpointError) as error:
         load(tmp_path / name, config=tmp_path)
-    assert refused.value.remedy == "drop config= (--config)"
+    assert error.value.option == "config" and name in error.value.what and "--config" in error.value.remedy
 
 
 def test_the_reason_of_a_config_that_contradicts_itself_is_told(tmp_path):
     standin.tiny("llama")[0].save_pretrained(tmp_path / "hf")
     file = tmp_path / "hf" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": "four"}))
-    assert "expected int, got str" in refused(tmp_path / "hf", "cannot be loaded").why
+    assert "expected int, got str" in refused(tmp_path / "hf", "unreadable").why
 
 
 def test_a_recipe_that_somebody_wrote_as_a_text_is_told_to_be_a_list(tmp_path):
@@ -228,12 +228,12 @@ def test_a_recipe_that_somebody_wrote_as_a_text_is_told_to_be_a_list(tmp_path):
     config = json.loads((tmp_path / "hf" / "config.json").read_text())
     config["quantization_config"]["recipe"] = "altup(k=2)"
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
-    assert '["altup(k=2)"]' in refused(tmp_path / "hf", "is not a list").remedy
+    assert '["altup(k=2)"]' in refused(tmp_path / "hf", "no-recipe").remedy
 
 
 def test_a_state_dict_alone_asks_for_a_config(tmp_path):
     torch.save(standin.tiny("llama")[0].state_dict(), tmp_path / "bare.pt")
-    assert "--config" in refused(tmp_path / "bare.pt", "holds weights only").remedy
+    assert "--config" in refused(tmp_path / "bare.pt", "missing").remedy
 
 
 def test_a_wrong_config_lists_the_first_differences(tmp_path):
@@ -241,10 +241,9 @@ def test_a_wrong_config_lists_the_first_differences(tmp_path):
     torch.save(model.state_dict(), tmp_path / "bare.pt")
     model.config.intermediate_size, model.config.num_hidden_layers = 32, 4
     type(model)(model.config).save_pretrained(tmp_path / "hf")
-    error = refused(tmp_path / "bare.pt", "do not fit", config=tmp_path / "hf")
+    error = refused(tmp_path / "bare.pt", "mismatch", config=tmp_path / "hf")
     assert error.why.count(";") == 5
-    assert "missing: model.layers.3." in error.why
-    assert "more" in error.why
+    assert "model.layers.3." in error.why
 
 
 # Other modules
@@ -322,7 +321,7 @@ def test_build_makes_the_model(tmp_path):
     assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
     dense = load(tmp_path / "bare.pt", build=lambda: type(model)(standin.tiny("gpt2")[0].config))
     assert torch.equal(standin.outputs(dense, inputs), standin.outputs(standin.tiny("gpt2")[0], inputs))
-    refused(path, "do not fit", build=lambda: nn.Linear(2, 2).apply(lambda m: setattr(m, "get_input_embeddings", lambda: None)))
+    refused(path, "mismatch", build=lambda: nn.Linear(2, 2).apply(lambda m: setattr(m, "get_input_embeddings", lambda: None)))
 
 
 def test_a_class_that_is_not_imported_is_not_imported(tmp_path, monkeypatch):
@@ -334,8 +333,8 @@ def test_a_class_that_is_not_imported_is_not_imported(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     payload = {"format": "retrofit/1", "architecture": "bystander:Net", "config": {"n": 3}, "recipe": []}
     torch.save({**payload, "state_dict": dict(nn.ModuleDict({"layer": nn.Linear(3, 1)}).state_dict())}, tmp_path / "model.pt")
-    error = refused(tmp_path / "model.pt", "has not been imported")
-    assert "run that module's code" in error.why
+    error = refused(tmp_path / "model.pt", "untrusted")
+    assert "bystander:Net" in error.what and "--allow-pickle" in error.remedy
     assert not (tmp_path / "ran").exists()
     assert load(tmp_path / "model.pt", allow_pickle=True).layer.in_features == 3
     sys.modules.pop("bystander")
@@ -347,7 +346,7 @@ def test_a_class_that_is_not_imported_is_not_imported(tmp_path, monkeypatch):
 def test_only_models_are_built(name, tmp_path):
     content = {"format": "retrofit/1", "architecture": name, "config": {}, "recipe": [], "state_dict": {"w": torch.ones(1)}}
     torch.save(content, tmp_path / "model.pt")
-    refused(tmp_path / "model.pt", "unknown model class")
+    refused(tmp_path / "model.pt", "unknown-class")
 
 
 def test_a_module_that_does_not_say_how_it_was_built(tmp_path):
@@ -359,14 +358,15 @@ def test_a_module_that_does_not_say_how_it_was_built(tmp_path):
     needy = Keywords(6)
     needy.config = {"depth": 2}
     cases = [
-        (nn.Linear(2, 2), "has no config"),
-        (Local({"width": 6}), "imported again"),
-        (unserialisable, "plain data"),
-        (needy, "built from its config"),
+        (nn.Linear(2, 2), "Linear"),
+        (Local({"width": 6}), "<locals>.Local"),
+        (unserialisable, "activation"),
+        (needy, "Keywords(width"),
     ]
-    for model, match in cases:
-        with pytest.raises(CheckpointError, match=match) as error:
+    for model, named in cases:
+        with pytest.raises(CheckpointError) as error:
             save(model, tmp_path / "model.pt")
+        assert error.value.code == "no-config" and named in str(error.value)
         assert "build=" in error.value.remedy and ".pt2" in error.value.remedy
     assert os.listdir(tmp_path) == []
 
@@ -391,8 +391,7 @@ class Trap:
 def test_nothing_of_a_malicious_file_runs(how, wrap, legacy, tmp_path):
     trap = wrap(Trap(tmp_path / "sprung", how))
     torch.save(trap, tmp_path / "model.pt", _use_new_zipfile_serialization=not legacy)
-    error = refused(tmp_path / "model.pt", "pickled Python object")
-    assert "runs" in error.why
+    error = refused(tmp_path / "model.pt", "untrusted")
     assert "--allow-pickle" in error.remedy
     assert not (tmp_path / "sprung").exists()
 
@@ -420,7 +419,7 @@ def test_a_pickled_model_loads_for_those_who_trust_it(tmp_path):
     model = Plain({"width": 6}).eval()
     recipe_storage.store_recipe(model, standin.RECIPE)
     torch.save(model, tmp_path / "model.pt")
-    refused(tmp_path / "model.pt", "pickled Python object")
+    refused(tmp_path / "model.pt", "untrusted")
     loaded = load(tmp_path / "model.pt", allow_pickle=True, dtype=torch.float64)
     assert recipe_storage.stored_recipe(loaded) == standin.RECIPE
     assert loaded.head.weight.dtype == torch.float64
@@ -429,7 +428,7 @@ def test_a_pickled_model_loads_for_those_who_trust_it(tmp_path):
     sys.modules["vanished"] = module
     torch.save(module.Net(), tmp_path / "vanished.pt")
     del sys.modules["vanished"]
-    refused(tmp_path / "vanished.pt", "cannot be read", allow_pickle=True)
+    refused(tmp_path / "vanished.pt", "unreadable", allow_pickle=True)
 
 
 # Files that are not what they should be
@@ -451,7 +450,7 @@ def test_a_damaged_archive_is_not_called_a_pickle(tmp_path):
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "new.pt", "w") as new:
         for name in old.namelist():
             new.writestr(name, old.read(name)[:-8] if "/data/" in name else old.read(name))
-    assert "--allow-pickle" not in refused(tmp_path / "new.pt", "cannot be read as a checkpoint").remedy
+    assert "--allow-pickle" not in refused(tmp_path / "new.pt", "unreadable").remedy
 
 
 @pytest.fixture(scope="module")
@@ -465,7 +464,7 @@ def whole(tmp_path_factory):
 def test_any_truncated_file_is_refused(whole, tmp_path, data):
     length = data.draw(st.integers(0, len(whole) - 1))
     (tmp_path / "cut.pt").write_bytes(whole[:length])
-    refused(tmp_path / "cut.pt", "cannot be read|is not a checkpoint")
+    refused(tmp_path / "cut.pt", "unreadable")
 
 
 @given(content=st.binary(max_size=200))
@@ -476,50 +475,50 @@ def test_any_truncated_file_is_refused(whole, tmp_path, data):
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_bytes_are_refused(tmp_path, content):
     (tmp_path / "noise.pt").write_bytes(content)
-    refused(tmp_path / "noise.pt", "cannot be read|is not a checkpoint|pickled Python object")
+    refused(tmp_path / "noise.pt", "unreadable", "untrusted")
 
 
 @pytest.mark.parametrize(
-    ("content", "match"),
+    ("content", "code", "named"),
     [
-        ({}, "is not a checkpoint"),
-        ([torch.ones(2)], "holds a list"),
-        ({"epoch": 3, "model": {"w": torch.ones(1)}}, "epoch, model"),
-        ({"format": "retrofit/2"}, "format retrofit/2"),
-        ({"format": "retrofit/1", "architecture": "LlamaForCausalLM", "config": {}, "state_dict": {}}, "recipe"),
+        ({}, "unreadable", "model.pt"),
+        ([torch.ones(2)], "unreadable", "list"),
+        ({"epoch": 3, "model": {"w": torch.ones(1)}}, "unreadable", "epoch, model"),
+        ({"format": "retrofit/2"}, "unknown-version", "retrofit/2"),
+        ({"format": "retrofit/1", "architecture": "LlamaForCausalLM", "config": {}, "state_dict": {}}, "incomplete", "recipe"),
     ],
 )
-def test_what_is_no_checkpoint(content, match, tmp_path):
+def test_what_is_no_checkpoint(content, code, named, tmp_path):
     torch.save(content, tmp_path / "model.pt")
-    refused(tmp_path / "model.pt", match)
+    assert named in str(refused(tmp_path / "model.pt", code))
 
 
 def test_what_is_missing_or_of_another_kind(tmp_path):
-    refused(tmp_path / "nothing.pt", "does not exist")
+    refused(tmp_path / "nothing.pt", "missing")
     for name in ("model.npz", "model.h5", "model.safetensors"):
         (tmp_path / name).write_bytes(b"x")
-        refused(tmp_path / name, f"a {Path(name).suffix} file alone is not a model")
+        refused(tmp_path / name, "no-model")
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "no config.json")
+    assert "config.json" in refused(tmp_path / "empty", "missing").what
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    assert "merge" in refused(tmp_path / "empty", "no config.json").remedy
+    assert "merge" in refused(tmp_path / "empty", "missing").remedy
 
 
 @pytest.mark.parametrize(
-    ("text", "match"),
+    ("text", "code", "named"),
     [
-        ("{", "not a config"),
-        ("[]", "not a config"),
-        ('{"model_type": "llama"}', "architectures"),
-        ('{"model_type": "nonesuch", "architectures": ["NonesuchModel"]}', "model_type 'nonesuch'"),
-        ('{"model_type": "llama", "architectures": ["NonesuchModel"]}', "NonesuchModel"),
-        ('{"model_type": "llama", "architectures": ["LlamaConfig"]}', "LlamaConfig"),
-        ('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}', "cannot be loaded"),
+        ("{", "unreadable", "config.json"),
+        ("[]", "unreadable", "config.json"),
+        ('{"model_type": "llama"}', "unreadable", '"architectures"'),
+        ('{"model_type": "nonesuch", "architectures": ["NonesuchModel"]}', "unknown-class", "model_type 'nonesuch'"),
+        ('{"model_type": "llama", "architectures": ["NonesuchModel"]}', "unknown-class", "NonesuchModel"),
+        ('{"model_type": "llama", "architectures": ["LlamaConfig"]}', "unknown-class", "LlamaConfig"),
+        ('{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}', "unreadable", "model.safetensors"),
     ],
 )
-def test_directories_that_hold_no_model(text, match, tmp_path):
+def test_directories_that_hold_no_model(text, code, named, tmp_path):
     (tmp_path / "config.json").write_text(text)
-    refused(tmp_path, match)
+    assert named in str(refused(tmp_path, code))
 
 
 @pytest.mark.parametrize("layers", [1, 0])
@@ -527,9 +526,8 @@ def test_directories_that_hold_no_model(text, match, tmp_path):
 def test_layers_that_the_config_does_not_name_are_not_dropped(layers, kind, tmp_path):
     save(standin.tiny("llama")[0], tmp_path / "model")
     edit_config(tmp_path / "model", num_hidden_layers=layers, architectures=[kind])
-    error = refused(tmp_path / "model", "a larger model than config.json describes")
+    error = refused(tmp_path / "model", "mismatch")
     assert f"model.layers.{layers}.input_layernorm.weight" in error.why
-    assert "more" in error.why
 
 
 def test_biases_that_the_config_does_not_name_are_not_dropped(tmp_path):
@@ -537,14 +535,14 @@ def test_biases_that_the_config_does_not_name_are_not_dropped(tmp_path):
     config.attention_bias = True
     save(transformers.LlamaForCausalLM(config), tmp_path / "model")
     edit_config(tmp_path / "model", attention_bias=False)
-    assert "q_proj.bias" in refused(tmp_path / "model", "a larger model").why
+    assert "q_proj.bias" in refused(tmp_path / "model", "mismatch").why
 
 
 def test_another_head_in_the_file_is_left_out(tmp_path):
     model, _ = standin.tiny("llama")
     save(model, tmp_path / "model")
     edit_config(tmp_path / "model", architectures=["LlamaModel"])
-    with pytest.warns(UserWarning, match="left out, as LlamaModel has no part for it: lm_head.weight"):
+    with pytest.warns(UserWarning, match=r"LlamaModel.*lm_head\.weight"):
         loaded = load(tmp_path / "model")
     assert torch.equal(loaded.norm.weight, model.model.norm.weight)
     assert left_out(loaded) == ("lm_head.weight",) and left_out(model) == ()
@@ -563,7 +561,7 @@ def test_a_damaged_directory(tmp_path):
     content = weights.read_bytes()
     for length in (0, 5, 100, len(content) - 1):
         weights.write_bytes(content[:length])
-        refused(tmp_path / "model", "cannot be read as safetensors")
+        refused(tmp_path / "model", "unreadable")
     save(standin.tiny("gpt2")[0], tmp_path / "other")
     weights.write_bytes((tmp_path / "other" / "model.safetensors").read_bytes())
-    refused(tmp_path / "model", "do not match the recipe|do not fit")
+    refused(tmp_path / "model", "mismatch")

@@ -9,6 +9,7 @@ import zipfile
 
 import pytest
 import torch
+from support.refusals import refused
 from torch import nn
 
 from retrofit.errors import CheckpointError, DoesNotFitError
@@ -154,10 +155,9 @@ def traps(path):
 @pytest.mark.parametrize("where", list(traps("")))
 def test_no_part_of_the_file_runs(where, whole, tmp_path):
     path = rewritten(whole, tmp_path / "model.pt2", traps(tmp_path / "sprung")[where])
-    with pytest.raises(CheckpointError, match="can run code") as error:
+    with refused(CheckpointError, str(path), code="untrusted") as error:
         load(path)
     assert "--allow-pickle" in error.value.remedy
-    assert str(path) in str(error.value)
     assert not (tmp_path / "sprung").exists()
 
 
@@ -182,9 +182,8 @@ def test_a_largest_size_outlives_loading_and_saving(whole, tmp_path):
     for path in (whole, tmp_path / "model.pt2"):
         model = load(path)
         assert torch.equal(model(input_ids=longest)["logits"], torch.export.load(whole).module()(input_ids=longest)["logits"])
-        with pytest.raises(DoesNotFitError, match="input_ids has 65 as its dimension 1") as error:
+        with refused(DoesNotFitError, "65", "64", code="size", site="input_ids"):
             model(input_ids=longer)
-        assert "at most 64" in str(error.value)
 
 
 class Attends(Net):
@@ -205,7 +204,7 @@ def test_a_length_that_is_a_multiple_of_a_dynamic_size_loads(tmp_path):
 def test_an_interval_of_what_is_no_size_is_code(whole, tmp_path):
     interval = {"exec('x')": {"min_val": 0, "max_val": 1}}
     path = rewritten(whole, tmp_path / "model.pt2", {MODEL: lambda program: program | {"range_constraints": interval}})
-    with pytest.raises(CheckpointError, match="may be code"):
+    with refused(CheckpointError, code="untrusted"):
         load(path)
 
 
@@ -279,8 +278,7 @@ def test_a_damaged_file(what, whole, tmp_path, capfd):
 
 
 def refused_quietly(path, capfd):
-    with pytest.raises(CheckpointError, match="cannot be read as an exported program") as error:
+    with refused(CheckpointError, str(path), code="unreadable") as error:
         load(path)
-    assert str(path) in str(error.value)
     assert error.value.remedy
     assert capfd.readouterr() == ("", "")  # no traceback of torch's

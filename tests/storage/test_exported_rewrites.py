@@ -15,6 +15,7 @@ from support import zoo
 from support.feed_forward_models import Model, Plain
 from support.functional_models import Functional
 from support.own_models import Own
+from support.refusals import refused
 from support.tiny_models import llama
 from torch import Tensor, nn
 
@@ -170,7 +171,7 @@ def test_parts_of_the_dense_program_that_are_code_are_refused(dense: Path, tmp_p
         return program
 
     path = changed(retrofit.save(rewritten(dense, "sum"), tmp_path / "model.pt2"), tmp_path / "trap.pt2", load_file)
-    with pytest.raises(CheckpointError, match=r"can run code when it is read"):
+    with refused(CheckpointError, "trap.pt2", code="untrusted"):
         retrofit.load(path)
 
 
@@ -180,13 +181,13 @@ def test_a_recipe_that_leads_elsewhere_gives_the_evaluation_graph_and_a_warning(
     model = rewritten(dense, "sparse-ffn(sparsity=4)")
     path = retrofit.save(model, tmp_path / "model.pt2")
     path = changed(path, tmp_path / "other.pt2", lambda recipe: [recipe[0].replace("rank=none", "rank=3")], "extra/retrofit.json")
-    with pytest.warns(RetrofitWarning, match=r"other\.pt2: what its passes do in training is not in the model, whose recipe"):
+    with pytest.warns(RetrofitWarning, match=r"other\.pt2\b.*\brecipe"):
         loaded = retrofit.load(path)
     with torch.no_grad():
         assert torch.equal(loaded(IDS), model.eval()(IDS))
     assert [one.rank for one in retrofit.recipe(loaded) or ()] == [3]
     assert main(["inspect", str(path)]) == 0
-    assert f"retrofit: note: {path}: what its passes do in training" in capsys.readouterr().err
+    assert f"retrofit: note: {path}: " in capsys.readouterr().err
 
 
 def changed(path: Path, other: Path, change: Callable[[Any], Any], record: str = "models/dense.json") -> Path:

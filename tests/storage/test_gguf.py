@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from support.gguf_files import BYTES, tiny_llama, tokens, write_llama, write_settings
+from support.refusals import refused
 from torch import nn
 
 import retrofit
@@ -136,12 +137,12 @@ def test_rotary_positions_are_stretched_as_the_file_says(
 
 def test_what_the_reader_would_leave_out_is_refused(dense: Any, tmp_path: Path) -> None:
     def said(more: dict[str, int | float | str], tensors: dict[str, Any]) -> str:
-        return refused(write_llama(tmp_path / "model.gguf", dense, vocabulary=False, more=more, tensors=tensors))
+        return refusal(write_llama(tmp_path / "model.gguf", dense, vocabulary=False, more=more, tensors=tensors))
 
-    assert "no place for blk.0.attn_q.bias" in said({}, {"blk.0.attn_q.bias": [1.0] * 64})
+    assert "blk.0.attn_q.bias" in said({}, {"blk.0.attn_q.bias": [1.0] * 64})
     assert "rope.scaling.type = longrope" in said({"llama.rope.scaling.type": "longrope"}, {})
     assert "rope.scaling.attn_factor = 2.0" in said({"llama.rope.scaling.attn_factor": 2.0}, {})
-    assert "otherwise than Llama 3" in said({}, {"rope_freqs.weight": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]})
+    assert "Llama 3" in said({}, {"rope_freqs.weight": [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]})
 
 
 SIZES = {
@@ -180,15 +181,15 @@ def test_numbers_that_the_reader_leaves_out_are_in_the_config(
 
 def test_a_model_of_which_the_file_does_not_say_everything_is_refused(dense: Any, tmp_path: Path) -> None:
     llama = write_llama(tmp_path / "llama.gguf", dense, vocabulary=False, more={"llama.attention.sliding_window": 8})
-    assert "llama.attention.sliding_window = 8, and LlamaConfig has no place for it" in refused(llama)
+    assert all(part in refusal(llama) for part in ("llama.attention.sliding_window = 8", "LlamaConfig"))
     wide = write_llama(tmp_path / "wide.gguf", dense, vocabulary=False, more={"llama.attention.sliding_window": 64})
     torch.testing.assert_close(logits(retrofit.load(wide)), logits(dense), atol=1e-5, rtol=1e-5)
     torch.manual_seed(0)
     gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=12))
     path = write_settings(tmp_path / "gemma.gguf", "gemma2", gemma, {"attention.key_length": 8}, norms_from_one=True)
-    assert "divided by: √256 in Gemma2Config, its heads are 8 wide" in refused(path)
+    assert all(part in refusal(path) for part in ("√256", "Gemma2Config", "8 wide"))
     half = write_llama(tmp_path / "half.gguf", dense, vocabulary=False, more={"llama.attention.key_length": 32})
-    assert "model.layers.0.self_attn.q_proj.weight is [64, 64], the model's [128, 64]" in refused(half)
+    assert all(part in refusal(half) for part in ("model.layers.0.self_attn.q_proj.weight", "[64, 64]", "[128, 64]"))
 
 
 def test_a_rewritten_file_is_an_ordinary_directory(dense: Any, file: Path, tmp_path: Path) -> None:
@@ -267,7 +268,7 @@ def test_the_file_brings_its_tokenizer(file: Path, packed: Path) -> None:
     assert codec.encode(text).tolist() == list(text.encode()) and codec.decode(codec.encode(text)) == text
     assert codec.end == tokens().index("</s>") and codec.encode("th").tolist() == [BYTES]
     assert read_tokenizer(packed) is None
-    with pytest.raises(TrainingError, match="holds no tokenizer"):
+    with refused(TrainingError, packed.name, code="missing", option="tokenizer"):
         read_tokenizer(packed, required=True)
 
 
@@ -288,56 +289,56 @@ def test_the_header_says_where_the_tensors_are(file: Path) -> None:
     assert header.metadata["tokenizer.ggml.tokens"] == len(tokens())
 
 
-def refused(path: Path, **options: Any) -> str:
-    """Everything the refusal of the file says."""
+def refusal(path: Path, **options: Any) -> str:
+    """Everything the refusal of the file says, and its code."""
     with pytest.raises(CheckpointError) as error:
         retrofit.load(path, **options)
     assert path.name in error.value.what and error.value.remedy
-    return str(error.value)
+    return f"{error.value}\n{error.value.code}{error.value.option}"
 
 
 @pytest.mark.parametrize("length", [4, 30, 200, 0.5, 0.999])
 def test_a_file_cut_short_is_refused(file: Path, tmp_path: Path, length: float) -> None:
     content = file.read_bytes()
     (tmp_path / "cut.gguf").write_bytes(content[: int(length if length > 1 else length * len(content))])
-    assert "cut short" in refused(tmp_path / "cut.gguf")
+    assert refusal(tmp_path / "cut.gguf").endswith("unreadable")
 
 
 def test_other_files_are_refused(file: Path, tmp_path: Path) -> None:
     content = file.read_bytes()
     for name, replaced, said in (
-        ("text.gguf", b"once upon a time", "not a GGUF file"),
-        ("empty.gguf", b"", "not a GGUF file"),
+        ("text.gguf", b"once upon a time", "unreadable"),
+        ("empty.gguf", b"", "unreadable"),
         ("future.gguf", b"GGUF" + struct.pack("<I", 9) + content[8:], "version 9"),
-        ("unknown.gguf", content.replace(b"llama", b"lhama"), "architecture 'lhama'"),
+        ("unknown.gguf", content.replace(b"llama", b"lhama"), "'lhama'"),
     ):
         (tmp_path / name).write_bytes(replaced)
-        assert said in refused(tmp_path / name)
-    assert "drop config" in refused(file, config=tmp_path)
+        assert said in refusal(tmp_path / name)
+    assert refusal(file, config=tmp_path).endswith("config")
 
 
 def test_parts_and_vocabularies_are_refused(dense: Any, tmp_path: Path) -> None:
-    assert "--merge" in refused(write_llama(tmp_path / "part.gguf", dense, more={"split.count": 3}))
+    assert "--merge" in refusal(write_llama(tmp_path / "part.gguf", dense, more={"split.count": 3}))
     writer = gguf.GGUFWriter(tmp_path / "words.gguf", "llama")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert "holds no model" in refused(tmp_path / "words.gguf")
+    assert refusal(tmp_path / "words.gguf").endswith("missing")
 
 
 def test_a_missing_tensor_is_named(dense: Any, tmp_path: Path) -> None:
     file = write_llama(tmp_path / "gap.gguf", dense, vocabulary=False)
     file.write_bytes(file.read_bytes().replace(b"blk.1.ffn_up.weight", b"blk.9.ffn_up.weight"))
-    assert "model.layers.1.mlp.up_proj.weight" in refused(file)
+    assert "model.layers.1.mlp.up_proj.weight" in refusal(file)
 
 
 def test_without_the_package_the_extra_is_named(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("retrofit.storage.gguf_file.is_gguf_available", lambda: False)
-    assert "pip install 'retrofit-transformers[gguf]'" in refused(file)
+    assert "pip install 'retrofit-transformers[gguf]'" in refusal(file)
 
 
 def test_nothing_is_saved_as_gguf(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"not saved as \.gguf"):
+    with refused(CheckpointError, ".gguf", code="name"):
         retrofit.save(tiny_llama(), tmp_path / "model.gguf")
 
 
@@ -354,5 +355,5 @@ def test_packed_weights_are_not_trained() -> None:
     model = transformers.LlamaForCausalLM(tiny_llama().config)
     model.is_quantized = True
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.data.to(torch.int8), requires_grad=False)
-    with pytest.raises(TrainingError, match="is quantized and cannot be trained"):
+    with refused(TrainingError, "LlamaForCausalLM", code="quantized"):
         continue_pretraining(model, ["a line of text\n" * 40], Settings(steps=2, length=16, device="cpu"))

@@ -40,12 +40,12 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.memory_limit", lambda: LIMIT)
 
 
-def refused(path: Path, *says: str) -> None:
+def refused(path: Path, code: str, *says: str) -> None:
     """Loading the file is refused with a fix, and with its name."""
     with pytest.raises(CheckpointError) as error:
         retrofit.load(path)
     assert str(path) in error.value.what and error.value.remedy
-    assert all(part in str(error.value) for part in says), str(error.value)
+    assert error.value.code == code and all(part in str(error.value) for part in says), str(error.value)
 
 
 def changed(source: Path, target: Path, **fields: Any) -> Path:
@@ -78,24 +78,24 @@ def test_weights_larger_than_memory_are_for_a_stream(models: Path, tmp_path: Pat
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + rows * 64)
-    refused(folder, "does not fit in memory", "2.1 GB", "--stream")
+    refused(folder, "memory", "2.1 GB", "--stream")
 
 
 @pytest.mark.parametrize(
-    ("fields", "says"),
+    "fields",
     [
-        ({"num_hidden_layers": 10**8}, "more than"),
-        ({"vocab_size": 2**30}, "takes more than"),
-        ({"quantization_config": {"quant_method": "retrofit", "recipe": ["sum"]}, "vocab_size": 2**30}, "takes more than"),
+        {"num_hidden_layers": 10**8},
+        {"vocab_size": 2**30},
+        {"quantization_config": {"quant_method": "retrofit", "recipe": ["sum"]}, "vocab_size": 2**30},
     ],
     ids=["layers", "vocabulary", "rewritten"],
 )
-def test_a_config_of_a_giant_is_refused(fields: dict[str, Any], says: str, models: Path, tmp_path: Path) -> None:
-    refused(changed(models / "llama", tmp_path / "giant", **fields), "impossibly large model", says)
+def test_a_config_of_a_giant_is_refused(fields: dict[str, Any], models: Path, tmp_path: Path) -> None:
+    refused(changed(models / "llama", tmp_path / "giant", **fields), "memory")
     content = torch.load(models / "model.pt", weights_only=True)
     fields.pop("quantization_config", None)
     torch.save({**content, "config": {**content["config"], **fields}}, tmp_path / "giant.pt")
-    refused(tmp_path / "giant.pt", "impossibly large model", says)
+    refused(tmp_path / "giant.pt", "memory")
 
 
 def test_a_stream_refuses_a_giant_too(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,7 +103,7 @@ def test_a_stream_refuses_a_giant_too(models: Path, tmp_path: Path, capsys: pyte
     for command in (["inspect"], ["apply", "--pass", "sum", "-o", str(tmp_path / "out")]):
         assert main([*command, "--stream", str(folder)]) == 2
         said = capsys.readouterr().err
-        assert "impossibly large model" in said and str(folder) in said
+        assert str(folder) in said and "config" in said
     assert [one.name for one in tmp_path.iterdir()] == ["giant"]
 
 
@@ -116,16 +116,16 @@ def test_an_index_names_no_file_outside(name: str, models: Path, tmp_path: Path,
     where = name.format(tmp=tmp_path)
     index["weight_map"] = {key: where if file == first else file for key, file in index["weight_map"].items()}
     (folder / INDEX).write_text(json.dumps(index))
-    refused(folder, "outside its directory", where)
+    refused(folder, "untrusted", where)
     assert main(["inspect", "--stream", str(folder)]) == 2
-    assert "outside its directory" in capsys.readouterr().err
+    assert where in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["{", "{}", '{"weight_map": ["a"]}', '{"weight_map": {"a": 5}}', "[" * 100_000])
 def test_an_index_that_is_none(content: str, models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = changed(models / "shards", tmp_path / "model")
     (folder / INDEX).write_text(content)
-    refused(folder, INDEX, "cannot be read")
+    refused(folder, "unreadable", INDEX)
     assert main(["inspect", "--stream", str(folder)]) == 2
     assert "unexpected error" not in capsys.readouterr().err
 
@@ -147,11 +147,11 @@ def test_a_single_file_comes_before_shards_as_in_transformers(models: Path, tmp_
 
 @pytest.mark.parametrize("value", ["someone/kernel", {"": "someone/kernel@main:f"}])
 def test_an_attention_from_a_repository_is_not_fetched(value: Any, models: Path, tmp_path: Path) -> None:
-    refused(changed(models / "llama", tmp_path / "one", attn_implementation=value), "someone/kernel", "download and run")
-    refused(changed(models / "llama", tmp_path / "two", text_config={"_attn_implementation": value}), "download and run")
+    refused(changed(models / "llama", tmp_path / "one", attn_implementation=value), "untrusted", "someone/kernel")
+    refused(changed(models / "llama", tmp_path / "two", text_config={"_attn_implementation": value}), "untrusted")
     content = torch.load(models / "model.pt", weights_only=True)
     torch.save({**content, "config": {**content["config"], "_attn_implementation": value}}, tmp_path / "model.pt")
-    refused(tmp_path / "model.pt", "download and run")
+    refused(tmp_path / "model.pt", "untrusted")
 
 
 @pytest.mark.parametrize("fields", [{"dtype": "os.system"}, {"hidden_size": "16"}, {"architectures": [5]}, {"vocab_size": 2**60}])
@@ -177,17 +177,17 @@ def packed(source: Path, target: Path, record: str, zeros: int) -> Path:
 def test_an_archive_that_unpacks_to_more_than_memory(models: Path, tmp_path: Path) -> None:
     bomb = packed(models / "model.pt", tmp_path / "bomb.pt", "data/0", LIMIT + 1)
     assert bomb.stat().st_size < LIMIT // 50
-    refused(bomb, "unpacks to does not fit in memory")
+    refused(bomb, "memory")
     program = torch.export.export(torch.nn.Linear(3, 3), (torch.ones(2, 3),))
     torch.export.save(program, tmp_path / "model.pt2")
-    refused(packed(tmp_path / "model.pt2", tmp_path / "bomb.pt2", "weight_0", LIMIT + 1), "unpacks to does not fit in memory")
+    refused(packed(tmp_path / "model.pt2", tmp_path / "bomb.pt2", "weight_0", LIMIT + 1), "memory")
 
 
 def test_a_tensor_that_repeats_a_few_numbers(models: Path, tmp_path: Path) -> None:
     content = torch.load(models / "model.pt", weights_only=True)
     state = {**content["state_dict"], "model.embed_tokens.weight": torch.zeros(1).expand(LIMIT, 16)}
     torch.save({**content, "state_dict": state}, tmp_path / "model.pt")
-    refused(tmp_path / "model.pt", "what its tensors repeat does not fit in memory")
+    refused(tmp_path / "model.pt", "memory")
 
 
 def test_packed_weights_that_unpack_to_more_than_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +195,7 @@ def test_packed_weights_that_unpack_to_more_than_memory(tmp_path: Path, monkeypa
     path = gguf_files.write_llama(tmp_path / "model.gguf", gguf_files.tiny_llama(), "Q4_0")
     size = path.stat().st_size
     monkeypatch.setattr("retrofit.files.memory.memory_limit", lambda: size)
-    refused(path, "unpacked, does not fit in memory")
+    refused(path, "memory")
 
 
 @pytest.mark.parametrize(
@@ -210,14 +210,14 @@ def test_packed_weights_that_unpack_to_more_than_memory(tmp_path: Path, monkeypa
 def test_a_gguf_header_of_nonsense(key: str, kind: int, value: bytes, tmp_path: Path) -> None:
     entry = struct.pack("<Q", len(key)) + key.encode() + struct.pack("<I", kind) + value
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
-    refused(tmp_path / "model.gguf", "cannot be read as a GGUF file")
+    refused(tmp_path / "model.gguf", "unreadable")
 
 
 def test_nested_arrays_in_a_gguf_header(tmp_path: Path) -> None:
     nested = struct.pack("<IQ", 9, 1) * 100_000
     entry = struct.pack("<Q", 1) + b"a" + struct.pack("<I", 9) + nested
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + entry)
-    refused(tmp_path / "model.gguf", "cannot be read as a GGUF file")
+    refused(tmp_path / "model.gguf", "unreadable")
 
 
 def doubling_functions(depth: int, cyclic: bool = False) -> Any:
@@ -240,9 +240,9 @@ def doubling_functions(depth: int, cyclic: bool = False) -> Any:
 def test_functions_that_write_out_to_billions_of_nodes(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     onnx.save(doubling_functions(12), tmp_path / "model.onnx")
-    refused(tmp_path / "model.onnx", f"{10**12:,} nodes")
+    refused(tmp_path / "model.onnx", "too-large", f"{10**12:,}")
     onnx.save(doubling_functions(3, cyclic=True), tmp_path / "model.onnx")
-    refused(tmp_path / "model.onnx", "calls itself")
+    refused(tmp_path / "model.onnx", "", "function")
 
 
 def test_onnx_weights_beyond_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,4 +260,4 @@ def test_onnx_weights_beyond_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "g", value[:1], value[1:], [weight])
     (tmp_path / "model.onnx").write_bytes(helper.make_model(graph, ir_version=9).SerializeToString())
     monkeypatch.setattr(model_file, "check_external_data", lambda graph: pytest.fail("it was read"))
-    refused(tmp_path / "model.onnx", "does not fit in memory")
+    refused(tmp_path / "model.onnx", "memory")

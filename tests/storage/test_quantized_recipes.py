@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import row_quantizer
+from support.refusals import refused
 from support.row_quantizer import RowConfig, RowScaled
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -124,7 +125,7 @@ def test_rows_that_share_a_scale_are_not_read_one_by_one() -> None:
 def test_a_quantized_model_is_unpacked_rewritten_and_quantized_again(folders: dict[str, Path], tmp_path: Path) -> None:
     load(folders[""], quantization_config=RowConfig()).save_pretrained(tmp_path / "quantized")
     model = load(tmp_path / "quantized")
-    with pytest.raises(CheckpointError, match=r"is quantized .*cannot be rewritten") as error:
+    with refused(CheckpointError, code="quantized") as error:
         retrofit.apply(model, "sum")
     assert "retrofit.dequantize(model)" in error.value.remedy
     before = logits(model)
@@ -168,14 +169,14 @@ def test_packed_weights_are_compared_by_the_numbers_that_they_stand_for(folders:
 
 def test_what_needs_numbers_refuses_packed_weights(folders: dict[str, Path], tmp_path: Path) -> None:
     model = load(folders[RECIPES[0]], quantization_config=RowConfig())
-    with pytest.raises(CheckpointError, match="cannot be exported"):
+    with refused(CheckpointError, code="quantized"):
         retrofit.export_onnx(model, tmp_path / "model.onnx")
-    with pytest.raises(CheckpointError, match=r"is quantized .* cannot be traced back to its dense model"):
+    with refused(CheckpointError, code="quantized"):
         retrofit.undo(model)
-    with pytest.raises(TrainingError, match="is quantized"):
+    with refused(TrainingError, code="quantized"):
         continue_pretraining(model, [IDS], Settings(1, 1, 8))
     model.save_pretrained(tmp_path / "quantized")
-    with pytest.raises(CheckpointError, match="quantized"):
+    with refused(CheckpointError, code="quantized"):
         retrofit.bundle(tmp_path / "quantized", tmp_path / "bundle")
 
 
@@ -184,7 +185,7 @@ def test_another_quantization_than_the_directory_has_is_refused_by_transformers(
         pass
 
     load(folders[RECIPES[0]], quantization_config=RowConfig()).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="RowConfig but you are passing a OtherConfig"):
+    with pytest.raises(ValueError, match=r"RowConfig.*OtherConfig"):
         load(tmp_path, quantization_config=OtherConfig())
 
 

@@ -12,6 +12,7 @@ import torch
 import transformers
 from storage.test_checkpoint import remembered
 from support import standin
+from support.refusals import refused
 from torch import nn
 
 import retrofit
@@ -33,7 +34,7 @@ def test_an_existing_output_needs_force(file, tmp_path):
     first, inputs = standin.tiny("llama")
     path = save(first, tmp_path / file)
     second, _ = remembered("llama")
-    with pytest.raises(CheckpointError, match="exists already") as error:
+    with refused(CheckpointError, file, code="exists") as error:
         save(second, path)
     assert "--force" in error.value.remedy
     assert recipe_storage.stored_recipe(load(path)) == ()
@@ -96,7 +97,7 @@ def test_a_full_disk(file, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
     try:
-        with pytest.raises(CheckpointError, match=f"{tmp_path / file} cannot be written"):
+        with refused(CheckpointError, str(tmp_path / file), code="unwritable"):
             save(model, tmp_path / file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -108,18 +109,17 @@ def test_places_that_cannot_be_written(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "directory.pt").mkdir()
     cases = {
-        "missing/model.pt": "no directory",
-        "file/model.pt": "no directory",
-        "directory.pt": "is a directory",
-        "file": "is a file",
+        "missing/model.pt": "missing",
+        "file/model.pt": "missing",
+        "directory.pt": "name",
+        "file": "name",
     }
-    for name, match in cases.items():
-        with pytest.raises(CheckpointError, match=match) as error:
+    for name, code in cases.items():
+        with refused(CheckpointError, name, code=code):
             save(model, tmp_path / name, force=True)
-        assert name in str(error.value)
-    with pytest.raises(CheckpointError, match="not saved as"):
+    with refused(CheckpointError, "model.gguf", code="name"):
         save(model, tmp_path / "model.gguf")
-    with pytest.raises(CheckpointError, match="cannot be saved as a directory"):
+    with refused(CheckpointError, "Linear", "linear.pt", code="name"):
         save(nn.Linear(2, 2), tmp_path / "linear")
 
 
@@ -135,7 +135,7 @@ def test_the_output_has_the_usual_permissions_and_links_are_followed(tmp_path):
 def test_weights_without_values_are_not_saved(tmp_path):
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(standin.tiny("llama")[0].config)
-    with pytest.raises(CheckpointError, match="has no value"):
+    with refused(CheckpointError, code="no-values"):
         save(model, tmp_path / "model.pt")
 
 
@@ -156,5 +156,5 @@ def test_a_compiled_model_is_saved_as_the_model(tmp_path):
 )
 @pytest.mark.parametrize(("given", "kind"), [(3, "an int"), (None, "None")])
 def test_what_is_no_path_is_refused(use, given, kind):
-    with pytest.raises(CheckpointError, match=f"{given} is not a path(?s:.)*it is {kind}"):
+    with refused(CheckpointError, str(given), kind, code="name"):
         use(given)

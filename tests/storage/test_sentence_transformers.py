@@ -152,8 +152,8 @@ def test_what_cannot_be_trained_as_a_whole_is_refused(tmp_path: Path, capsys: py
     source, text = saved_directory(tmp_path), tmp_path / "text.txt"
     text.write_text("the lazy dog runs over the quick fox " * 60)
     given = ["train", str(source), "--data", str(text), "--steps", "2", "--length", "12"]
-    assert main([*given, "--batch-size", "1"]) == 2 and "contrasted" in capsys.readouterr().err
-    assert main([*given, "-o", str(tmp_path / "one.pt")]) == 2 and "name a directory" in capsys.readouterr().err
+    assert main([*given, "--batch-size", "1"]) == 2 and "--batch-size 1 " in capsys.readouterr().err
+    assert main([*given, "-o", str(tmp_path / "one.pt")]) == 2 and "one.pt" in capsys.readouterr().err
     assert not (tmp_path / "one.pt").exists()
 
 
@@ -181,7 +181,7 @@ def test_calibration_that_is_not_there_or_not_used_is_refused_before_any_work(
     assert main(["apply", "--pass", "sparse-ffn", "--calibrate", missing, str(tmp_path / "empty")]) == 2
     assert f"--calibrate {missing}" in capsys.readouterr().err
     assert main(["apply", "--pass", "altup", "--calibrate", missing, str(tmp_path / "empty")]) == 2
-    assert "none of the passes" in capsys.readouterr().err
+    assert "calibration" in capsys.readouterr().err
 
 
 def test_an_export_says_what_is_not_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,10 +200,10 @@ def test_a_directory_without_a_transformer_or_with_two_is_refused(tmp_path: Path
         with pytest.raises(CheckpointError) as error:
             retrofit.load(source)
         assert str(source) in error.value.what
-        return str(error.value)
+        return f"{error.value.code}: {error.value}"
 
-    assert "holds no transformer" in refusal(listed[1:])
-    assert "is not a list of modules" in refusal({"modules": 1})
+    assert "no-model: " in refusal(listed[1:])
+    assert "unreadable: " in refusal({"modules": 1})
     (source / "4_Transformer").mkdir()
     (source / "4_Transformer" / "config.json").write_text((source / "config.json").read_text())
-    assert "holds 2 transformers" in refusal([*listed, {"idx": 4, "name": "4", "path": "4_Transformer", "type": "x"}])
+    assert "4_Transformer" in refusal([*listed, {"idx": 4, "name": "4", "path": "4_Transformer", "type": "x"}])

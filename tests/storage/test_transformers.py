@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from support import standin
+from support.refusals import refused
 from torch import nn
 from torch.utils._pytree import tree_map
 from transformers.quantizers import auto
@@ -390,7 +391,7 @@ def test_the_class_that_a_recipe_names_is_called_only_where_it_is_a_model(tmp_pa
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["architecture"] = "Trainer"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="Trainer, which transformers does not have"):
+    with refused(CheckpointError, "Trainer", code="missing"):
         load(tmp_path)
     assert called == []
 
@@ -399,9 +400,8 @@ def test_dense_weights_under_a_recipe_are_refused(tmp_path):
     model, _ = remembered("llama")
     impostor = type(model)(model.config)  # a dense model whose config speaks of a recipe
     impostor.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match="do not match the recipe") as error:
+    with refused(CheckpointError, str(tmp_path), code="mismatch") as error:
         type(model).from_pretrained(tmp_path)
-    assert str(tmp_path) in str(error.value)
     assert "config.json" in error.value.remedy
 
 
@@ -419,7 +419,7 @@ def test_a_quantized_model_cannot_carry_a_recipe(form):
     model.config.quantization_config = form(quant_method="fp8")
     weight = model.model.layers[0].mlp.up_proj.weight
     weight.data = weight.data.to(torch.float8_e4m3fn)
-    with pytest.raises(CheckpointError, match="quantized") as error:
+    with refused(CheckpointError, code="quantized") as error:
         recipe_storage.store_recipe(model, standin.RECIPE)
     assert "dequantize" in error.value.remedy
     assert recipe_storage.stored_recipe(model) == ()
@@ -441,7 +441,7 @@ def test_a_buffer_that_is_neither_saved_nor_rebuilt_is_refused(tmp_path, monkeyp
             self.register_buffer("ramp", torch.empty(4), persistent=False)
 
     monkeypatch.setattr(standin, "Wrapped", Forgetful)
-    with pytest.raises(CheckpointError, match="neither saved nor rebuilt") as error:
+    with refused(CheckpointError, "ramp") as error:
         type(model).from_pretrained(tmp_path)
     assert "persistent" in error.value.remedy
 
@@ -449,7 +449,7 @@ def test_a_buffer_that_is_neither_saved_nor_rebuilt_is_refused(tmp_path, monkeyp
 def test_a_buffer_under_two_names_is_refused():
     model, _ = remembered("llama")
     model.model.layers[1] = model.model.layers[0]
-    with pytest.raises(CheckpointError, match=r"layers\.0\.offset.*layers\.1\.offset"):
+    with refused(CheckpointError, "model.layers.0.offset", "model.layers.1.offset"):
         recipe_storage.store_recipe(model, standin.RECIPE)
 
 

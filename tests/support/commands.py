@@ -9,6 +9,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
+
+RUN = "import sys; from retrofit.cli import main; sys.exit(main(sys.argv[1:]))"
+APPLY = ("apply", "--pass", "altup", "--no-verify")  # what is tested with it is not the check, which takes most of the time
 UNFINISHED = ".retrofit-{}.unfinished"
 OWN = ("seconds_per_step", "output", "folder")  # entries of a run's record that no two runs have in common
 
@@ -62,3 +67,27 @@ def require_no_complaint(ended: Any) -> None:
 def only_stages(said: str) -> bool:
     """Whether every line on stderr names a stage of the work, and none is an error, a note or a library's."""
     return all(re.match(r"retrofit: (?!error|note)", line) for line in said.splitlines())
+
+
+def gpt2(seed: int = 0, width: int = 32, layers: int = 3) -> transformers.GPT2LMHeadModel:
+    torch.manual_seed(seed)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            n_layer=layers, n_embd=width, n_head=2, vocab_size=300, n_positions=32, bos_token_id=0, eos_token_id=0
+        )
+    ).eval()
+
+
+def llama() -> transformers.LlamaForCausalLM:
+    torch.manual_seed(1)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            num_hidden_layers=3,
+            hidden_size=32,
+            intermediate_size=48,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=300,
+            max_position_embeddings=32,
+        )
+    ).eval()

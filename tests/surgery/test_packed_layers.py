@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.refusals import refused
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,13 +40,13 @@ def logits(model: Any) -> torch.Tensor:
 
 def test_what_reads_weights_names_the_fix(tmp_path: Path) -> None:
     model = quantized(llama())
-    for refused in (lambda: retrofit.apply(model, "sum"), lambda: retrofit.export_onnx(model, tmp_path / "model.onnx")):
-        with pytest.raises(CaptureError, match=r"is quantized and cannot be") as error:
-            refused()
+    for attempt in (lambda: retrofit.apply(model, "sum"), lambda: retrofit.export_onnx(model, tmp_path / "model.onnx")):
+        with refused(CaptureError, code="quantized") as error:
+            attempt()
         assert "model.layers.0.self_attn.q_proj and 14 more" in error.value.why
         assert "retrofit.dequantize(model)" in error.value.remedy
     for name in ("model.pt", "directory"):
-        with pytest.raises(CheckpointError, match="is quantized and cannot be saved"):
+        with refused(CheckpointError, code="quantized"):
             retrofit.save(model, tmp_path / name)
     assert not any(tmp_path.iterdir())
 
@@ -72,6 +73,6 @@ def test_a_packed_layer_that_takes_no_floats_is_refused() -> None:
             super().__init__()
             self.static = torch.ao.nn.quantized.Linear(8, 8)
 
-    with pytest.raises(CheckpointError, match="cannot be dequantized") as error:
+    with refused(CheckpointError, "Holder", code="packed") as error:
         retrofit.dequantize(Holder())
-    assert "static is not a linear layer" in error.value.why
+    assert "static" in error.value.why

@@ -75,7 +75,7 @@ def test_a_hook_that_would_not_act_once(recipe: str, path: str) -> None:
     expected, modules = logits(model), dict(model.named_modules())
     with pytest.raises(DoesNotFitError) as refusal:
         retrofit.apply(model, recipe, verify=False)
-    assert f"{path} has a forward hook (louder)" in f"{refusal.value.what}; {refusal.value.why}" and "hook" in refusal.value.remedy
+    assert all(part in str(refusal.value) for part in (path, "forward hook", "louder")) and "hook" in refusal.value.remedy
     assert dict(model.named_modules()) == modules and torch.equal(logits(model), expected)
 
 
@@ -125,7 +125,7 @@ def test_pruning_and_gradient_hooks() -> None:
     model.lm_head.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(DoesNotFitError) as refusal:
         retrofit.apply(model, "sparse-loss(modules=4)", verify=False)
-    assert "lm_head.weight has a gradient hook" in refusal.value.what
+    assert "lm_head.weight" in refusal.value.what and "gradient hook" in refusal.value.what
     retrofit.apply(model, "reversible", verify=False)
 
 

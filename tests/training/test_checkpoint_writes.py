@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_models
+from support.refusals import refused
 
 from retrofit.errors import TrainingError
 from retrofit.files.atomic_writes import held, is_held
@@ -51,7 +52,7 @@ def test_a_file_that_cannot_be_written(small_files: None, tmp_path: Path) -> Non
             torch.save(torch.zeros(1000), folder / "model.bin")
             torch.save(torch.zeros(1 << 20), folder / "optimizer.pt")
 
-    with pytest.raises(TrainingError, match="checkpoint-2 cannot be written") as error:
+    with refused(TrainingError, "checkpoint-2", code="unwritable") as error:
         write()
     assert error.value.why and "--resume" in error.value.remedy
     assert os.listdir(tmp_path) == []
@@ -63,7 +64,7 @@ def test_a_failure_of_something_else_is_not_explained_as_one_to_write(tmp_path: 
 
 
 def test_a_run_on_a_full_disk_says_so_and_leaves_nothing(small_files: None, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="checkpoint-2 cannot be written"):
+    with refused(TrainingError, "checkpoint-2", code="unwritable"):
         continue_pretraining(tiny_models.llama(vocab_size=300), TEXTS, SMALL, output=tmp_path / "model.pt")
     assert os.listdir(tmp_path) == []
 
@@ -92,9 +93,9 @@ def test_of_two_runs_into_one_folder_one_is_refused(tmp_path: Path) -> None:
     with run_folder(output, {}, SMALL, resume=False) as (folder, _):
         assert is_held(folder)
         for how in ({"resume": False, "force": False}, {"resume": False, "force": True}, {"resume": True, "force": False}):
-            with pytest.raises(TrainingError, match="being written by another run"):
+            with refused(TrainingError, code="busy"):
                 refuse_to_overwrite(output, **how)
-        with pytest.raises(TrainingError, match="being written by another run"), run_folder(output, {}, SMALL, resume=False):
+        with refused(TrainingError, code="busy"), run_folder(output, {}, SMALL, resume=False):
             pass
         assert (folder / "run.json").exists()
     assert not is_held(folder)
@@ -107,10 +108,10 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_is_no_obstacle(tmp_pa
     refuse_to_overwrite(output, resume=False, force=False)
     (folder / ALIGNMENT / "checkpoint-1").mkdir(parents=True)
     (folder / ALIGNMENT / "checkpoint-1" / "trainer_state.json").touch()
-    with pytest.raises(TrainingError, match="holds an earlier run"):
+    with refused(TrainingError, code="exists", option="resume"):
         refuse_to_overwrite(output, resume=False, force=False)
 
 
 def test_predictions_that_are_being_written_are_not_written_twice(tmp_path: Path) -> None:
-    with held(tmp_path), pytest.raises(TrainingError, match="being written by another process"):
+    with held(tmp_path), refused(TrainingError, code="busy"):
         prepare_folder(KeptPredictions(tmp_path, None), force=True)  # type: ignore[arg-type]

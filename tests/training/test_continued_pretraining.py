@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 import transformers
+from support.refusals import refused
 from support.training_runs import LAYERS, MODELS, SMALL, TEXTS, Unplugged, changed, llama, same_weights, t5, unplug_at
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
@@ -212,7 +213,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_leaves_nothing(tmp_path: Pat
     model = llama()
     with torch.no_grad():
         model.lm_head.weight[5] = float("nan")
-    with pytest.raises(TrainingError, match=r"(?s)the loss is nan after step 0.*--lr"):
+    with refused(TrainingError, "nan", "step 0", "--lr", code="diverged"):
         continue_pretraining(model, TEXTS, SMALL, output=tmp_path / "model.pt")
     assert list(tmp_path.iterdir()) == []
     assert not model.training
@@ -222,26 +223,26 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path) -> None:
     output = tmp_path / "model.pt"
     first = continue_pretraining(llama(), TEXTS, SMALL, output=output)
     weights = output.read_bytes()
-    with pytest.raises(TrainingError, match=r"(?s)model.pt exists.*--force"):
+    with refused(TrainingError, "model.pt", "--force", code="exists", option=""):
         continue_pretraining(llama(), TEXTS, SMALL, output=output)
     output.unlink()
-    with pytest.raises(TrainingError, match=r"(?s)holds an earlier run.*--resume"):
+    with refused(TrainingError, "--resume", code="exists", option="resume"):
         continue_pretraining(llama(), TEXTS, SMALL, output=output)
-    with pytest.raises(TrainingError, match="no run to resume"):
+    with refused(TrainingError, code="missing", option="resume"):
         continue_pretraining(llama(), TEXTS, SMALL, output=tmp_path / "other.pt", resume=True)
     again = continue_pretraining(llama(), TEXTS, SMALL, output=output, force=True)
     assert again.losses == first.losses
     assert len(output.read_bytes()) == len(weights)
     (tmp_path / "mine.run").mkdir()
     (tmp_path / "mine.run" / "thesis.txt").write_text("years of work")
-    with pytest.raises(TrainingError, match=r"mine.run exists already"):
+    with refused(TrainingError, "mine.run", code="occupied"):
         continue_pretraining(llama(), TEXTS, SMALL, output=tmp_path / "mine.pt", force=True)
     assert (tmp_path / "mine.run" / "thesis.txt").read_text() == "years of work"
 
 
 def test_an_output_that_could_not_be_saved_is_refused_before_any_step(tmp_path: Path) -> None:
     steps: list[str] = []
-    with pytest.raises(CheckpointError, match=r"not saved as \.gguf"):
+    with refused(CheckpointError, ".gguf", code="name"):
         continue_pretraining(llama(), TEXTS, SMALL, output=tmp_path / "model.gguf", progress=steps.append)
     assert not steps
 
@@ -269,13 +270,13 @@ def test_adapters_are_saved_as_a_directory_and_not_as_a_file(tmp_path: Path) -> 
     inside = llama()
     inside.add_adapter(given)
     for one in (model, inside):
-        with pytest.raises(CheckpointError, match=r"has adapters"):
+        with refused(CheckpointError, ".pt", code="adapters"):
             continue_pretraining(one, TEXTS, SMALL, output=tmp_path / "model.pt")
     assert not (tmp_path / "model.run").exists()
 
 
 def test_a_model_without_a_loss_is_refused_before_any_file(tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="BertModel returned no loss"):
+    with refused(TrainingError, "BertModel", code="no-loss"):
         continue_pretraining(BertModel(BertConfig(vocab_size=300, **LAYERS)), TEXTS, SMALL, output=tmp_path / "model.pt")
     assert list(tmp_path.iterdir()) == []
 
@@ -283,9 +284,9 @@ def test_a_model_without_a_loss_is_refused_before_any_file(tmp_path: Path) -> No
 def test_a_model_that_no_step_would_train_is_refused() -> None:
     """A mean square below float16's range would be zero, and the step as long as one divided by AdamW's epsilon."""
     assert torch.tensor(1e-4).square().half() == 0
-    with pytest.raises(TrainingError, match="LlamaForCausalLM is in float16 and cannot be trained"):
+    with refused(TrainingError, "LlamaForCausalLM", code="float16"):
         continue_pretraining(llama().half(), TEXTS, SMALL)
-    with pytest.raises(TrainingError, match="LlamaForCausalLM has nothing to train"):
+    with refused(TrainingError, "LlamaForCausalLM", code="frozen"):
         continue_pretraining(llama().requires_grad_(False), TEXTS, SMALL)
     model = llama().half().requires_grad_(False)
     model.lm_head = model.lm_head.float().requires_grad_()
@@ -301,25 +302,26 @@ def test_the_trainer_is_asked_for_nothing_that_is_going_away(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
+    ("option", "value", "says"),
     [
-        ({"steps": 0}, "--steps 0 is below 1"),
-        ({"steps": 10**15}, "--steps 1000000000000000 is above 2147483647"),
-        ({"seed": 2**32}, "--seed 4294967296 is above 4294967295"),
-        ({"lr": float("nan")}, "--lr nan is not a finite number"),
-        ({"schedule": "wavy"}, "--schedule wavy is unknown"),
-        ({"eval_fraction": 1.0}, "leaves no training text"),
-        ({"device": "abacus"}, "--device abacus is unknown"),
-        ({"length": 4}, "--length 4 is below 8"),
-        ({"steps": 2.5}, "--steps 2.5 is not a valid integer"),
-        ({"warmup": "3"}, "--warmup '3' is not a valid integer"),
-        ({"lr": "1e-3"}, "--lr '1e-3' is not a valid number"),
-        ({"batch_size": None}, "--batch-size None is not a valid integer"),
+        ("steps", 0, "1"),
+        ("steps", 10**15, "2147483647"),
+        ("seed", 2**32, "4294967295"),
+        ("lr", float("nan"), "finite"),
+        ("schedule", "wavy", "cosine"),
+        ("eval_fraction", 1.0, "0.05"),
+        ("device", "abacus", "cpu"),
+        ("length", 4, "8"),
+        ("steps", 2.5, "integer"),
+        ("warmup", "3", "integer"),
+        ("lr", "1e-3", "number"),
+        ("batch_size", None, "integer"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused(fields: Mapping[str, Any], message: str) -> None:
-    with pytest.raises(TrainingError, match=message):
-        changed(**fields)
+def test_settings_that_make_no_sense_are_refused(option: str, value: Any, says: str) -> None:
+    """By the option as it is written on the command line, with its value and what is wrong with it."""
+    with refused(TrainingError, f"--{option.replace('_', '-')}", str(value), says, option=option):
+        changed(**{option: value})
 
 
 def test_settings_are_numbers_of_python() -> None:
@@ -334,23 +336,23 @@ def made_for_inference() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "code", "named"),
     [
-        (lambda: "model.pt", "'model.pt' is not a model"),
-        (lambda: LlamaForCausalLM, "it is a class and not a torch.nn.Module"),
-        (lambda: llama().to("meta"), "model.embed_tokens.weight has no values"),
-        (made_for_inference, "was made under torch.inference_mode"),
+        (lambda: "model.pt", "no-model", "'model.pt'"),
+        (lambda: LlamaForCausalLM, "no-model", "a class"),
+        (lambda: llama().to("meta"), "no-values", "model.embed_tokens.weight"),
+        (made_for_inference, "inference-mode", "torch.inference_mode()"),
     ],
     ids=["path", "class", "meta", "inference"],
 )
-def test_what_cannot_be_trained_is_refused(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(retrofit.RetrofitError, match=message):
+def test_what_cannot_be_trained_is_refused(make: Callable[[], Any], code: str, named: str) -> None:
+    with refused(retrofit.RetrofitError, named, code=code):
         continue_pretraining(make(), TEXTS, SMALL)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(TrainingError, match="no CUDA device"):
+    with refused(TrainingError, "cuda", option="device"):
         continue_pretraining(llama(), TEXTS, changed(device="cuda"))
 
 
@@ -422,8 +424,8 @@ def test_a_finished_run_says_how_to_go_on_and_how_to_start_over(on_disk: Path, c
     for more in (["--resume"], ["--resume", "--force"]):
         assert command(on_disk, *more) == 2
         said = capsys.readouterr().err
-        assert "the run to resume has done 8 steps already" in said
-        assert "use --steps above 8 and --force; to start over, --force without --resume" in said
+        assert "done 8 steps" in said
+        assert all(option in said for option in ("--steps above 8", "--force", "--resume"))
     assert command(on_disk, "--resume", "--force", "--steps", "9") == 0  # as it said
     assert command(on_disk, "--force") == 0
     assert TrainingRun.read(on_disk / "model.trained.pt").settings.steps == 8
@@ -452,9 +454,9 @@ def test_windows_longer_than_the_positions_of_the_config_are_told_of_before_the_
 ) -> None:
     """With rotary embeddings the model runs there."""
     model = llama(max_position_embeddings=16)
-    with pytest.warns(UserWarning, match=r"has 24 tokens.*names 16 positions.*--length 16"):
+    with pytest.warns(UserWarning, match=r"\b24\b.*\b16\b.*--length 16"):
         continue_pretraining(model, TEXTS, changed(steps=1, length=24))
-    with pytest.warns(UserWarning, match="names 16 positions"):
+    with pytest.warns(UserWarning, match="--length 16"):
         teach(model, TEXTS, tmp_path / "taught", length=24)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*positions")
@@ -465,4 +467,4 @@ def test_windows_longer_than_the_positions_of_the_config_are_told_of_before_the_
         for length, said in (("24", True), ("16", False)):
             output = ["-o", str(tmp_path / f"{command[0]}{length}")]
             assert not main([*command, str(tmp_path / "model"), "--data", str(tmp_path / "text.txt"), "--length", length, *output])
-            assert ("names 16 positions" in capsys.readouterr().err) is said
+            assert ("--length 16" in capsys.readouterr().err) is said

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.refusals import refused
 from support.sentence_models import WORDS, saved_directory, sentence_model
 from support.training_runs import changed, llama
 from torch import nn
@@ -72,13 +73,13 @@ def test_a_pipeline_learns_the_embeddings_of_the_dense_one(tmp_path: Path) -> No
 def test_what_makes_no_embeddings_teaches_none(tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
     dense = sentence_model(tmp_path / "bert")
-    with pytest.raises(TrainingError, match="have different outputs"):
+    with refused(TrainingError, code="other-output", option="teacher"):
         continue_pretraining(dense, TEXT, SHORT, teacher=llama())
-    with pytest.raises(TrainingError, match="does not predict tokens"):
+    with refused(TrainingError, code="no-logits"):
         teach(dense, TEXT, tmp_path / "logits")
-    with pytest.raises(TrainingError, match="cached predictions"):
+    with refused(TrainingError, code="", option="teacher"):
         continue_pretraining(dense, TEXT, SHORT, teacher=tmp_path)
-    with pytest.raises(TrainingError, match="have 3 numbers, the model's 4"):
+    with refused(TrainingError, "3", "4", code="other-model"):
         embedding_distance(torch.zeros(2, 4), torch.zeros(2, 3))
 
 

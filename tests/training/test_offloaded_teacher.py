@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils import has_offloaded_params
+from support.refusals import refused
 from support.training_runs import SMALL, TEXTS, llama, same_weights
 from transformers import AutoModelForCausalLM
 
@@ -66,13 +67,13 @@ def test_its_predictions_can_be_kept(folder: Path, tmp_path: Path) -> None:
     "work", [lambda model: continue_pretraining(model, TEXTS, SMALL), lambda model: retrofit.plan(model, TEXTS, "loss +1")]
 )
 def test_it_is_neither_trained_nor_planned_for(folder: Path, work: Callable[[Any], Any]) -> None:
-    with pytest.raises(retrofit.RetrofitError, match=r"model\.layers\.0\.self_attn\.q_proj are offloaded"):
+    with refused(retrofit.RetrofitError, "model.layers.0.self_attn.q_proj", code="offloaded"):
         work(on_disk(folder))
 
 
 def test_it_is_inspected_but_not_rewritten(folder: Path) -> None:
     model = on_disk(folder)
     assert str(retrofit.inspect(model)) == str(retrofit.inspect(AutoModelForCausalLM.from_pretrained(folder)))
-    with pytest.raises(retrofit.RetrofitError, match=r"model\.layers\.0\.self_attn\.q_proj are offloaded"):
+    with refused(retrofit.RetrofitError, "model.layers.0.self_attn.q_proj", code="offloaded"):
         retrofit.apply(model, "altup(k=2)")
     assert has_offloaded_params(model.model.layers[0].mlp.up_proj)

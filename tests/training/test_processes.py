@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support.refusals import refused
 from support.several_processes import run_in_processes
 from support.training_runs import SMALL, TEXTS, changed, llama
 
@@ -116,9 +117,9 @@ def test_what_all_would_say_is_said_once(
 def test_a_batch_that_cannot_be_shared_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "count", lambda: 3)
     assert processes.shared_batch(6) == 2
-    with pytest.raises(TrainingError, match="--batch-size 4 is not a multiple of 3 processes") as error:
+    with refused(TrainingError, "--batch-size 4", "3 processes", option="batch_size") as error:
         processes.shared_batch(4)
-    assert error.value.remedy == "use a multiple of 3"
+    assert error.value.remedy.endswith(" 3")
 
 
 # ── Every pass, with a teacher ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.refusals import refused
 from support.training_runs import SMALL, TEXTS, Unplugged, bert, changed, llama, same_weights, t5
 from torch import nn
 
@@ -185,9 +186,10 @@ def test_the_gap_is_told_as_a_part_of_what_there_was(start: float, end: float, w
     assert [line.split(None, 2)[2] for line in str(run).splitlines() if line.startswith("gap")] == [words]
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("specs", "dial"),
-    [(("sparse-qkv",), "mixture"), (("sparse-ffn(sparsity=8)",), "own"), (("reversible(scheme=terraformer)",), "own")],
+    [(("sparse-qkv",), "mixture"), (("reversible(scheme=terraformer)",), "own"), (("sparse-ffn(sparsity=8)",), "own")],
 )
 def test_layers_that_are_computed_again_for_their_gradients_are_mixed_as_they_were(specs: tuple[str, ...], dial: str) -> None:
     """At every place of the dial, in every stage."""
@@ -328,20 +330,20 @@ def test_a_run_with_a_dial_resumes_where_it_stood(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     model, dense = pair("sparse-ffn(sparsity=8)")
-    with pytest.raises(TrainingError, match="needs a teacher"):
+    with refused(TrainingError, "--teacher", option="align"):
         continue_pretraining(model, TEXTS, changed(align=3))
-    with pytest.raises(TrainingError, match="another vocabulary"):
+    with refused(TrainingError, code="other-vocabulary", option="teacher"):
         continue_pretraining(model, TEXTS, SMALL, teacher=bert())
-    with pytest.raises(TrainingError, match="not made from this teacher"):
+    with refused(TrainingError, code="other-model", option="teacher"):
         continue_pretraining(model, TEXTS, SMALL, teacher=llama(hidden_size=24))
-    with pytest.raises(TrainingError, match="is dense"):
+    with refused(TrainingError, code="not-rewritten"):
         continue_pretraining(dense, TEXTS, SMALL, teacher=dense)
 
 
 def test_sites_and_dense_modules_of_two_dtypes_are_refused_where_both_are_computed() -> None:
     model, dense = pair("sparse-qkv")
     settings = changed(steps=1, anneal=0, eval_fraction=0.0)
-    with pytest.raises(TrainingError, match="the teacher is in float32, the model in bfloat16"):
+    with refused(TrainingError, "float32", "bfloat16", code="dtypes", option="teacher"):
         continue_pretraining(model.bfloat16(), TEXTS, dataclasses.replace(settings, align=1), teacher=dense)
     run = continue_pretraining(model, TEXTS, dataclasses.replace(settings, align=0), teacher=dense)
     assert math.isfinite(run.losses[-1][1])
@@ -354,7 +356,7 @@ def test_sites_that_are_frozen_are_not_aligned() -> None:
     settings = changed(steps=1, anneal=0, eval_fraction=0.0, distil=0.5)
     run = continue_pretraining(model, TEXTS, dataclasses.replace(settings, align=None), teacher=dense)
     assert run.stages == {"align": 0, "anneal": 0}
-    with pytest.raises(TrainingError, match="--align 1: no site has trainable parameters"):
+    with refused(TrainingError, "--align 1", "requires_grad_()", option="align"):
         continue_pretraining(model, TEXTS, dataclasses.replace(settings, align=1), teacher=dense)
 
 
@@ -387,7 +389,7 @@ def test_an_interruption_while_sites_are_aligned_says_how_to_go_on(
     with monkeypatch.context() as patched:
         patched.setattr("retrofit.cli.terminal.Progress.__call__", press_ctrl_c)
         assert main([*given, *short]) == 130
-    assert f"align{os.sep}checkpoint-3 is complete; add --resume" in capsys.readouterr().err
+    assert f"align{os.sep}checkpoint-3 " in (said := capsys.readouterr().err) and "--resume" in said
     assert main([*given, *short, "--resume"]) == 0
 
 
@@ -399,7 +401,7 @@ def test_on_the_command_line_what_needs_a_teacher_is_not_ignored_without_one(
     (tmp_path / "text.txt").write_text(TEXTS[0])
     given = ["train", str(tmp_path / "model.pt"), "--data", str(tmp_path / "text.txt"), "--steps", "4", *option.split()]
     assert main(given) == 2
-    assert f"{option.split()[0]} " in (said := capsys.readouterr().err) and "needs a teacher" in said and "--teacher" in said
+    assert f"{option.split()[0]} " in (said := capsys.readouterr().err) and "--teacher" in said
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["model.pt", "text.txt"]
 
 
@@ -448,4 +450,4 @@ def test_the_command_line_names_the_teacher(tmp_path: Path, capsys: pytest.Captu
     assert "the dense model" in capsys.readouterr().out
     assert (tmp_path / "model.trained.run" / "curve.png").exists()
     assert main([*words, "--anneal", "5", "--teacher", str(tmp_path / "dense.pt"), "--force"]) == 2
-    assert "--anneal 5 is more than all steps" in capsys.readouterr().err
+    assert "--anneal 5 " in capsys.readouterr().err

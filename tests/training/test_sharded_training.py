@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_models
+from support.refusals import refused
 from support.several_processes import run_in_processes
 from support.training_runs import TEXTS, bert, changed, llama
 
@@ -192,16 +193,16 @@ def test_parts_are_read_by_any_number_of_processes(wrote: int, read: int, tmp_pa
             torch.testing.assert_close(
                 found.to_local() if value.dim() else found, Divided(value).to_local() if value.dim() else value
             )
-    with pytest.raises(TrainingError, match="is not a complete checkpoint") as error:
+    with refused(TrainingError, code="incomplete") as error:
         fill_from_parts(torch.zeros(4, 3), "matrix", parts, tmp_path)
-    assert "matrix is [4, 3], and the files hold [5, 3]" in str(error.value)
+    assert all(part in str(error.value) for part in ("matrix", "[4, 3]", "[5, 3]"))
     first = next(iter(tmp_path.glob("weights-00000*")))
     first.write_bytes(first.read_bytes()[:-40])
-    with pytest.raises(TrainingError, match="is not a complete checkpoint") as error:
+    with refused(TrainingError, code="incomplete") as error:
         read_parts(tmp_path, "weights")
-    assert f"{first.name} cannot be read" in str(error.value)
+    assert first.name in str(error.value)
     first.unlink()
-    with pytest.raises(TrainingError, match="is not a complete checkpoint"):
+    with refused(TrainingError, code="incomplete"):
         read_parts(tmp_path, "weights")
 
 
@@ -238,7 +239,7 @@ def test_rows_are_those_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_parameter_without_rows_is_refused() -> None:
     model = llama()
     model.model.scale = torch.nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(TrainingError, match=r"--fsdp: the parameter model\.scale cannot be divided"):
+    with refused(TrainingError, "--fsdp", option="fsdp", site="model.scale"):
         sharded_copy(model, torch.device("cpu"), bf16=False)
 
 
@@ -247,7 +248,7 @@ def test_what_is_gathered_together_has_one_dtype() -> None:
     model.lm_head.bfloat16().requires_grad_(False)  # it is not trained
     require_one_dtype_a_group(model)
     model.model.layers[1].mlp.bfloat16()
-    with pytest.raises(TrainingError, match="have several dtypes") as error:
+    with refused(TrainingError, code="dtypes", option="fsdp") as error:
         require_one_dtype_a_group(model)
     assert "model.layers.1.self_attn.q_proj.weight is in float32" in error.value.why
     assert "model.layers.1.mlp.gate_proj.weight is in bfloat16" in error.value.why
@@ -259,6 +260,6 @@ def test_what_is_gathered_together_has_one_dtype() -> None:
 def test_a_stage_that_needs_the_dense_modules_is_refused(asked: dict[str, Any]) -> None:
     model = llama()
     student = retrofit.apply(copy.deepcopy(model), "sum", verify=False)
-    with pytest.raises(TrainingError, match="needs the dense modules whole") as error:
+    with refused(TrainingError, option=next(iter(asked))) as error:
         continue_pretraining(student, TEXTS, settings(2, fsdp=True, **asked), teacher=model)
-    assert "or --fsdp" in error.value.remedy
+    assert "--fsdp" in error.value.remedy

@@ -345,6 +345,7 @@ def require_inlined_fits(model: onnx_ir.Model) -> None:
             f"its functions, written out, are a graph of {size:,} nodes",
             why=f"at most {MOST_NODES:,} are read",
             remedy="export the model again, without functions",
+            code="too-large",
         )
 
 

@@ -337,6 +337,7 @@ def refuse_odd_inputs(inputs: Sequence[onnx_ir.Value], path: Path) -> None:
                 f"{path}: the input {value.name} is not a numeric tensor",
                 why=f"its type is {getattr(value.dtype, 'name', 'not given')}",
                 remedy="export the model without it",
+                site=value.name or "",
             )
     refuse_same_names("inputs", inputs, path)
 
@@ -351,6 +352,7 @@ def refuse_same_names(what: str, values: Sequence[onnx_ir.Value], path: Path) ->
                 f"{path} has two {what} of one name",
                 why=f"{by_name[name]} and {value.name} are both called {name}",
                 remedy="export it with other names",
+                code="twice",
             )
         by_name[name] = str(value.name)
 

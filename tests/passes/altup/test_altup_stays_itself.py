@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from support import retrofitted
+from support.refusals import refused
 from support.retrofitted import CAUSAL, FORMS, RECURRENT, SEQ2SEQ
 
 import retrofit
@@ -200,7 +201,7 @@ def test_embeddings_of_the_dense_width_are_refused(form):
     model, given = retrofitted.trained(form), retrofitted.inputs(form)
     narrow = {**given, "inputs_embeds": retrofitted.dense(form).get_input_embeddings()(given["input_ids"])}
     del narrow["input_ids"]
-    with pytest.raises(DoesNotFitError, match=r"\b64\b.*\b128\b") as error:
+    with refused(DoesNotFitError, "64", "128") as error:
         model(**narrow)
     assert "get_input_embeddings" in error.value.remedy
     model.set_input_embeddings(retrofitted.dense(form).get_input_embeddings())

@@ -141,7 +141,7 @@ class ReturningTheStream(Own):
 def test_an_output_that_would_be_wide_is_refused_by_name_and_what_is_listed_is_wide() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         widening(ReturningTheStream(in_a_list=False))
-    assert caught.value.why == "the output hidden would be K times as wide" and "embedding=recycled" in caught.value.remedy
+    assert "hidden" in caught.value.why and "embedding=recycled" in caught.value.remedy
     assert widening(ReturningTheStream(in_a_list=True)).heads
     narrow = retrofit.apply(ReturningTheStream(in_a_list=False), "altup(k=2, embedding=recycled)")
     assert narrow(torch.arange(3)[None])["hidden"].shape == (1, 3, WIDTH)
@@ -226,7 +226,7 @@ def test_what_cannot_be_decided_is_refused_with_the_reason(case: str) -> None:
 def test_a_table_with_another_reader_is_refused() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         widening(Surrounded(after=lambda m, y: m.c(y) + m.a.weight.sum()))
-    assert caught.value.why == "a.weight is also read here, at its dense width"
+    assert "a.weight" in caught.value.why
 
 
 class LastTokenAlone(Own):

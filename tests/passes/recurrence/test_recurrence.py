@@ -12,6 +12,7 @@ import torch
 import transformers
 from support import cached_decoding, tiny_models, zoo
 from support.own_models import MASKS, Masked
+from support.refusals import refused
 from support.retrofitted import moved
 from torch import Tensor, nn
 
@@ -393,7 +394,7 @@ class Remembering(Block):
 def test_a_causal_layer_at_several_depths_is_refused_as_the_cache_has_one_state_for_it() -> None:
     model = Repeated()
     model.block = Remembering()
-    with pytest.raises(DoesNotFitError, match="called at several depths"):
+    with refused(DoesNotFitError, "several depths"):
         Recurrence().rewrite(retrofit.inspect(model, {"input_ids": ids()}), Edit(model))
 
 
@@ -422,13 +423,13 @@ def test_a_layer_whose_own_attentions_hide_later_tokens_keeps_its_state_in_whate
 
 def test_a_layer_over_tokens_that_a_model_chooses_is_a_near_miss_as_a_cache_does_not_count_them() -> None:
     plan = planned(Mixed((True, True), chosen=True))
-    assert not plan.sites and all("the number of tokens it gets depends on their content" in miss.why for miss in plan.near_misses)
+    assert not plan.sites and all("number of tokens" in miss.why for miss in plan.near_misses)
 
 
 def test_a_layer_that_only_decides_something_is_a_near_miss_as_nothing_in_it_learns() -> None:
     plan = planned(Mixed((True, True), sorts=True))
     assert [site.name for site in plan.sites] == ["blocks.0.mlp", "blocks.1.mlp"]
-    assert "no gradient reaches it" in plan.near_misses[0].why and plan.near_misses[0].name == "block"
+    assert "no gradient" in plan.near_misses[0].why and plan.near_misses[0].name == "block"
 
 
 @pytest.mark.long

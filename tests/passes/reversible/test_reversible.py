@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from support import own_models, tiny_models
+from support.refusals import refused
 from torch import Tensor, nn
 
 import retrofit
@@ -133,8 +134,8 @@ def test_hidden_outputs_and_layers_that_are_run_without_gradients_pass_its_check
 @pytest.mark.parametrize(
     ("specs", "why"),
     [
-        (("reversible", "reversible"), "it is reversible already"),
-        (("reversible", "altup(k=2)"), "has to wrap the whole layer"),
+        (("reversible", "reversible"), "reversible already"),
+        (("reversible", "altup(k=2)"), "whole layer"),
     ],
 )
 def test_what_cannot_be_reversible_is_refused_with_the_reason(specs: tuple[str, ...], why: str) -> None:
@@ -184,14 +185,14 @@ class Model(nn.Module):
 @pytest.mark.parametrize(
     ("model", "why"),
     [
-        (Model(True, False), "it reads the weight scale, which is not its own"),
-        (Model(False, True), "reads a value inside it that it does not return"),
-        (Model(False, False, between=True), "the model changes the stream before it"),
+        (Model(True, False), "scale"),
+        (Model(False, True), "a value inside it"),
+        (Model(False, False, between=True), "changes the stream"),
     ],
 )
 def test_a_gradient_that_would_get_lost_is_found_in_the_data_flow(model: Any, why: str) -> None:
     if model.between:
-        with pytest.raises(DoesNotFitError, match=why):
+        with refused(DoesNotFitError, why):
             retrofit.apply(model, Reversible(), example_inputs={"ids": IDS}, verify=False)
         return
     plan = Reversible().plan(retrofit.inspect(model, {"ids": IDS}))
@@ -225,13 +226,13 @@ def test_a_layer_that_keeps_something_of_its_tokens_in_its_module_is_no_step() -
     model.blocks[1] = Remembering([], model.seen)
     plan = Reversible().plan(retrofit.inspect(model, {"ids": IDS}))
     assert [site.name for site in plan.sites] == ["blocks.0", "blocks.2"]
-    assert "its code keeps before of blocks.1 between calls" in plan.near_misses[0].why
+    assert "before of blocks.1" in plan.near_misses[0].why
 
 
 def test_a_layer_that_only_decides_something_is_no_step() -> None:
     plan = Reversible().plan(retrofit.inspect(Sorting(False, False), {"ids": IDS}))
     assert [site.name for site in plan.sites] == ["blocks.1", "blocks.2"]
-    assert "no gradient reaches it" in plan.near_misses[0].why and plan.near_misses[0].name == "blocks.0"
+    assert "no gradient" in plan.near_misses[0].why and plan.near_misses[0].name == "blocks.0"
 
 
 class Stepping(Block):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support import zoo
 from support.own_layers import HEADS, WORDS, D, Layer, Model
+from support.refusals import refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -64,7 +65,7 @@ def test_what_enters_the_outputs_is_needed_of_every_token() -> None:
     model = retrofit.apply(Model(reads=True).eval(), SequenceAltUp(k=3, layers="all"), verify=False)
     assert [getattr(layer, "k", 1) for layer in model.layers] == [1, 3, 3, 3]
     (rewrite,) = rewrites(model) or ()
-    assert "enters the outputs" in rewrite.skipped[0].why
+    assert "outputs" in rewrite.skipped[0].why
 
 
 def test_rows_read_only_by_their_class_token_keep_their_last_layer() -> None:
@@ -247,7 +248,7 @@ def test_layers_whose_states_come_as_tensors_are_left_alone() -> None:
     assert [getattr(layer, "k", 1) for layer in model.layers] == [3, 3, 1, 1]
     (rewrite,) = rewrites(model) or ()
     assert "layers=0+1" in rewrite.spec
-    assert all("when decoding it receives state" in miss.why for miss in rewrite.skipped)
+    assert all("state" in miss.why for miss in rewrite.skipped)
 
 
 @pytest.mark.long
@@ -261,7 +262,7 @@ def test_depths_that_differ_from_stack_to_stack_cannot_be_saved_in_one_recipe() 
             return self.left(ids), self.right(others)
 
     tokens = torch.arange(22).view(2, 11) % WORDS
-    with pytest.raises(DoesNotFitError, match="at different depths"):
+    with refused(DoesNotFitError, "different depths", "left", "right"):
         retrofit.apply(Two().eval(), SequenceAltUp(k=3, layers="all"), example_inputs={"ids": tokens, "others": tokens})
 
 
@@ -283,7 +284,7 @@ def test_layers_that_only_choose_are_left_alone() -> None:
     model: Any = retrofit.apply(Routed().eval(), SequenceAltUp(k=3, layers="all"), verify=False)
     assert [getattr(layer, "k", 1) for layer in model.layers] == [1, 1, 3, 3]
     (rewrite,) = rewrites(model) or ()
-    assert {miss.why for miss in rewrite.skipped} == {"the outputs depend on it by choices only, so that nothing would be learnt"}
+    assert all("by choices" in miss.why for miss in rewrite.skipped)
 
 
 class OwnWay(Masked):
@@ -312,7 +313,7 @@ def test_a_mask_in_a_way_of_its_own_leaves_the_layer_alone() -> None:
     """Taken for one in which True means seen, it would make every token padding."""
     tokens = torch.arange(22).view(2, 11) * 5 % WORDS
     given = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
-    with pytest.raises(DoesNotFitError, match="in a way of its own"):
+    with refused(DoesNotFitError, "padding"):
         retrofit.apply(OwnWay().eval(), SequenceAltUp(k=3, layers="all"), example_inputs=given, verify=False)
 
 

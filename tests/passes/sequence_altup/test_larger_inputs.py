@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.own_layers import WORDS, D, Layer, Model
+from support.refusals import refused
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -98,5 +99,5 @@ def test_a_layer_that_receives_one_entry_for_several_tokens_is_refused() -> None
     model = Pooled()
     model.layers = nn.ModuleList(Paired() for _ in range(4))
     inputs = {"input_ids": torch.arange(22).view(2, -1) * 5 % WORDS}
-    with pytest.raises(DoesNotFitError, match="first"):
+    with refused(DoesNotFitError, "first"):
         retrofit.apply(model.eval(), SequenceAltUp(k=2, layers="all"), example_inputs=inputs)

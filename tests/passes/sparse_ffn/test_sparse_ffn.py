@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import zoo
 from support.feed_forward_models import IDS, Gated, Model, Plain
+from support.refusals import refused
 
 import retrofit
 from retrofit.anatomy.feed_forward_parsing import feed_forwards
@@ -407,9 +408,7 @@ def test_it_compiles_without_a_break(training: bool) -> None:
 
 
 def test_a_d_ff_that_does_not_divide_is_named_with_its_divisors() -> None:
-    with pytest.raises(
-        DoesNotFitError, match="d_ff = 96 is not a multiple of N = 31"
-    ) as caught:  # 31 divides another matrix's size
+    with refused(DoesNotFitError, "d_ff = 96", "N = 31") as caught:  # 31 divides another matrix's size
         retrofit.apply(stack(gated=False), SparseFFN(sparsity=31), example_inputs={"ids": IDS})
     assert "sparsity=24 or 32" in str(caught.value)
 
@@ -427,7 +426,7 @@ def test_layers_that_fit_are_rewritten_and_the_others_named() -> None:
 def test_a_weight_that_others_use_stays_where_it_is() -> None:
     model = stack(gated=False)
     model.layers[1].f.a.weight = model.layers[0].f.a.weight
-    with pytest.raises(DoesNotFitError, match="is also"):
+    with refused(DoesNotFitError, "layers.0.f.a.weight"):
         retrofit.apply(model, SparseFFN(sparsity=4), example_inputs={"ids": IDS})
 
 
@@ -444,7 +443,7 @@ def test_more_active_units_than_a_block_has_are_refused() -> None:
 
 
 def test_a_plain_feed_forward_has_no_gate_to_select_by() -> None:
-    with pytest.raises(DoesNotFitError, match="it has no gate") as caught:
+    with refused(DoesNotFitError, "gate") as caught:
         retrofit.apply(stack(gated=False), SparseFFN(sparsity=8, controller="gate"), example_inputs={"ids": IDS})
     assert "controller=low-rank" in str(caught.value)
 
@@ -453,7 +452,7 @@ def test_a_gate_with_weights_of_its_own_is_refused() -> None:
     model = stack(gated=True)
     for layer in model.layers:
         layer.f.act = torch.nn.PReLU()
-    with pytest.raises(DoesNotFitError, match="activation of its gate has weights"):
+    with refused(DoesNotFitError, "activation", "weights"):
         retrofit.apply(model, SparseFFN(sparsity=8, controller="gate"), example_inputs={"ids": IDS})
 
 
