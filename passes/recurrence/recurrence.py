@@ -189,7 +189,7 @@ class SiteFinder:
         self.paths: dict[str, tuple[LayerCall, list[str]]] = {}  # by the path of the layer's module
 
     def add(self, branch: Branch, stack: Stack, call: LayerCall, bidirectional: bool) -> None:
-        """Add the site of one feed-forward; raise `DoesNotFitError` where it can have no recurrence."""
+        """Add the site of one feed-forward; raise `DoesNotFitError` where it cannot have a recurrence."""
         place = self.modules.feed_forward(branch, stack.width)
         module = self.anatomy.model.get_submodule(place.path)
         name = self.name_in_layer(module, call, place)

@@ -244,7 +244,7 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
         before = None
     if before is None:
         if not folder.resolve().parent.is_dir():
-            why = f"there is no directory {folder.parent}"
+            why = f"no directory {folder.parent}"
             raise TrainingError(f"{folder} cannot be written", why=why, remedy="create it first", code="missing")
         folder.mkdir(exist_ok=True)
         write_facts(folder, facts)

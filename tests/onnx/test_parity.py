@@ -204,7 +204,7 @@ def test_a_cache_that_the_rewrite_lost_is_a_finding() -> None:
     """Where the dense model has none, or is not at hand, the report says that the file is without."""
     model = llama()
     subject = Subject(model, (named_inputs(model),))
-    lost = onnx.OnnxMeasurement(1, "1.0e-07 from torch", why_no_cache="the model's cache is more than its tensors")
+    lost = onnx.OnnxMeasurement(1, "1.0e-07 from torch", why_no_cache="the model's cache holds more than tensors")
     alone = onnx.judge_onnx(lost, None, Context(subject, has_reference=False))
     assert alone.status == "passed" and "cache" in alone.measured and lost.why_no_cache in alone.why
     found = onnx.judge_onnx(lost, None, Context(subject, has_reference=True, dense=model))
