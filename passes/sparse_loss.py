@@ -125,7 +125,7 @@ Factors = tuple[Tensor, Tensor]  # D (d, S) and E (d, M)
 
 @dataclasses.dataclass(frozen=True)
 class DenseHead:
-    """What the multiplicative head is to predict: softmax(x W + b), W (d, V)."""
+    """The predictions that the multiplicative head is fitted to: softmax(x W + b), W (d, V)."""
 
     weight: Tensor
     bias: Tensor | None

@@ -57,7 +57,7 @@ def start(observed: Observed) -> Problems:
 
 
 class SummedEmbedding(Wrapper):
-    """What the token embedding `layer` returns, plus the row of `extra` for each id; ids added later get nothing."""
+    """The result of the token embedding `layer` plus the row of `extra` for each id; ids added later get nothing."""
 
     def __init__(self, layer: nn.Module, extra: nn.Embedding) -> None:
         super().__init__(layer)
@@ -77,7 +77,7 @@ class SummedEmbedding(Wrapper):
 
 
 class SummedTable(SummedEmbedding, nn.Embedding):
-    """The same where `layer` is an `nn.Embedding`: so is this, and reading or setting its table, sizes or padding acts on `layer`.
+    """A summed embedding whose `layer` is an `nn.Embedding`: so is this; its table, sizes and padding are those of `layer`.
 
     Where `num_embeddings` is set, as `resize_token_embeddings` does, the extra embedding gets as many rows, new ones of zeros.
     """

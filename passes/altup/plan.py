@@ -1,4 +1,4 @@
-"""What AltUp does to one model, as data: the weights that get wider, the modules around the stream, the wrapper of each layer."""
+"""AltUp of one model as data: the weights that get wider, the modules around the stream, the wrapper of each layer."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class LayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class AltUpPlan(Plan):
-    """What happens to the weights and modules outside the layers, and to each layer."""
+    """The changes to the weights and modules outside the layers, and to each layer."""
 
     tables: tuple[WideTable, ...] = ()
     heads: tuple[WideHead, ...] = ()

@@ -1,4 +1,4 @@
-"""What it takes to run a model's stream K blocks wide: which modules to lift, replicate or widen, decided on the captured graph.
+"""A model's stream made K blocks wide: which modules to lift, replicate or widen, decided on the captured graph.
 
 Width is propagated through the graph outside the layers, from the look-ups that become wide to the heads that read the wide stream.
 An operation that treats the wide dimension element by element has a wide result. A contribution of the dense width is replicated at
@@ -216,7 +216,7 @@ class WideLayer:
 
 @dataclasses.dataclass
 class WideningPlan:
-    """What is done outside the layers, by name and path, so that the stream can be K blocks wide."""
+    """The changes outside the layers, by name and path, that let the stream be K blocks wide."""
 
     layers: dict[tuple[str, int], WideLayer] = dataclasses.field(default_factory=dict)  # by module path and call
     tables: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # token table → paths of the modules that look it up

@@ -102,7 +102,7 @@ NONE_SEEN = -1e29  # a logarithm of a sum below this is one of unseen keys
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What an attention computes with. Rows are the heads of all sequences; q holds those from `first` on."""
+    """The operands of an attention. Rows are the heads of all sequences; q holds those from `first` on."""
 
     q: Tensor  # (rows, n_q, d)
     k: Tensor  # (all rows / group, n_k, d)

@@ -69,7 +69,7 @@ LAYOUT = (Tensor.view, Tensor.reshape, torch.reshape, Tensor.expand, Tensor.cont
 
 
 class RecordedScores(TorchFunctionMode):
-    """Within this context the scores of a written-out attention and its values go into `calls`, and its result is zero."""
+    """A context in which the scores of a written-out attention and its values go into `calls`, and its result is zero."""
 
     def __init__(self, calls: list[dict[str, Any]]) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class RecordedScores(TorchFunctionMode):
 
 
 class AnsweredScores(TorchFunctionMode):
-    """Within this context `attention`, with the keys `other` besides, answers for the softmax of a written-out attention."""
+    """A context in which `attention`, with the keys `other` besides, answers for the softmax of a written-out attention."""
 
     def __init__(self, attention: nn.Module, other: Mapping[str, Any] | None, calls: list[bool]) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ Recorded = Callable[[list[dict[str, Any]]], AbstractContextManager[Any]]  # what
 
 @dataclasses.dataclass(frozen=True)
 class Borrowing:
-    """What of an attention's code is replaced, by paths inside it: modules of another one; queries and results, which go unused."""
+    """The parts of an attention's code to replace, by paths inside it: modules of another; queries and results that go unused."""
 
     modules: Mapping[str, str]  # path in the code's own module → path of what replaces it in the other
     query: tuple[str, int]  # what projects the queries, and their columns; "" where the queries are needed

@@ -70,7 +70,7 @@ Joint = JointAttention | JointSoftmax  # one instead of torch's fused attention,
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """How the module of one attention of a layer is called, and its code borrowed."""
+    """The call of the module of one attention of a layer, and how its code is borrowed."""
 
     path: str  # inside the layer
     stream_in: Key

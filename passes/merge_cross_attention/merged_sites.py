@@ -1,4 +1,4 @@
-"""Where a decoder's two attentions can be merged: which modules they are, what each can borrow of the other, what may go."""
+"""The places where a decoder's two attentions can be merged: their modules, what each can borrow of the other, what may go."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FoundAttention:
 
 @dataclasses.dataclass(frozen=True)
 class GoneBranch:
-    """What becomes of the cross-attention's branch where it goes: which modules go with it, and how it comes to add nothing."""
+    """The cross-attention's branch where it goes: which modules go with it, and how it comes to add nothing."""
 
     emptied: tuple[str, ...]  # modules that return what they are given
     dropped: tuple[str, ...]  # parameters

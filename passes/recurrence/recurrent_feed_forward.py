@@ -32,7 +32,7 @@ KEYWORD = "recurrence"
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the tokens of what a feed-forward reads are laid out."""
+    """The layout of the tokens that a feed-forward reads."""
 
     tokens_first: bool = False  # (tokens, batch, d), and not (batch, tokens, d)
     flat: bool = False  # both in one dimension

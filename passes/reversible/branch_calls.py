@@ -57,7 +57,7 @@ Following = Callable[[int, Tensor], Tensor]  # the number of a branch and what i
 
 
 class Branches:
-    """How far the code of a layer has come: the stream as it has it, and which of its branches have ended."""
+    """The state of a layer's code as it runs: the stream as it has it, and which of its branches have ended."""
 
     def __init__(
         self, sums: Sequence[int], stream: Tensor, following: Following, clamped: Callable[[Tensor], None] | None = None
@@ -107,7 +107,7 @@ class Branches:
 
 
 class InterceptedSums(TorchFunctionMode):
-    """Within this context the sums of the stream are those of `branches`."""
+    """A context in which the sums of the stream are those of `branches`."""
 
     def __init__(self, branches: Branches) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ class BranchCall(RepeatedCall):
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What a part returned: its tensors by shape and dtype, those that were among its arguments by their number there."""
+    """The result of a part: its tensors by shape and dtype, those that were among its arguments by their number there."""
 
     leaves: tuple[Any, ...]
     structure: Any

@@ -20,7 +20,7 @@ from retrofit.sdk import Deviation, Observed, Problems, SiteCall, find_argument,
 
 
 class Sums(TorchFunctionMode):
-    """Within this context `meet` is asked of every sum of two tensors; what it returns is the sum, where it returns one."""
+    """A context that calls `meet` with the terms of every sum of two tensors; what it returns, if anything, is the sum."""
 
     def __init__(self, meet: Callable[[Tensor, Tensor], Tensor | None]) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ class Placeholder:
 
 
 class Returned:
-    """What a layer returned: its stream, its other tensors, and how they are put together; last the losses that it recorded."""
+    """The result of a layer: its stream, its other tensors, and how they are put together; last the losses that it recorded."""
 
     def __init__(self, output: Any, key: int | str | None, known: dict[int, Any], losses: list[Tensor]) -> None:
         """`known`: what of the call's own arguments may be in it, by identity, and what that is outside the call."""
@@ -273,7 +273,7 @@ class RandomState:
 
 
 class AutocastState:
-    """How autocast was set; its cache of cast weights is left out: it would hold weights that were cast without a graph."""
+    """The settings of autocast without its cache of cast weights, which would hold weights that were cast without a graph."""
 
     def __init__(self, device: str) -> None:
         self.settings = {

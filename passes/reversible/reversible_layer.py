@@ -189,7 +189,7 @@ def preceding(after: Tensor, y: Tensor, current: Tensor, signs: Tensor, bits: in
 
 @dataclasses.dataclass
 class Move:
-    """What is kept of one step: how its layer was called, s, and the bits that were lost; the first step has lost none."""
+    """The record of a step: how its layer was called, s, and the bits that were lost; the first step has lost none."""
 
     call: RepeatedCall
     dtype: torch.dtype  # of the stream that the layer was given
@@ -352,7 +352,7 @@ def accumulate(leaf: Tensor, gradient: Tensor) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a tensor is in memory, and how often it has been written to."""
+    """The place of a tensor in memory, and how often it has been written to."""
 
     storage: StorageWeakRef
     layout: tuple[Any, ...]

@@ -40,7 +40,7 @@ from retrofit.sdk.modules import child_modules, is_exporting, record_auxiliary_l
 
 @dataclasses.dataclass(frozen=True)
 class Swaps:
-    """What is known of a layer as one link of two streams: where they enter and leave, and its branches."""
+    """A layer as one link of two streams: where they enter and leave, and its branches."""
 
     width: int
     stream_in: ArgumentPlace
@@ -52,7 +52,7 @@ class Swaps:
 
 @dataclasses.dataclass
 class Link:
-    """What is kept of one layer: how it was called, and the dtypes of its branches' streams, the two it was given first."""
+    """The record of a layer's call: its arguments, and the dtypes of its branches' streams, the two it was given first."""
 
     call: BranchCall
     dtypes: list[torch.dtype]

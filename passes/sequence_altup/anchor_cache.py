@@ -1,4 +1,4 @@
-"""What a strided layer stores in the model's cache: keys and values of its anchors, the last correction, recurrent states.
+"""A strided layer's part of the model's cache: keys and values of its anchors, the last correction, recurrent states.
 
 `AnchorKeys` replaces a layer of the cache and reports to the model the number of all tokens. `AnchorLayer` is the interface that a
 strided layer uses. Of its two kinds `growing_anchors` has the one for decoding with the model's own code, which appends anchors;

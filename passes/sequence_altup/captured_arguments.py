@@ -1,4 +1,4 @@
-"""Which arguments a model's layers receive, recorded in captures: of its example inputs, and of a larger batch of longer ones.
+"""The arguments that a model's layers receive, recorded in captures: of its example inputs, and of a larger, longer batch.
 
 Nobody says which extents of the inputs are batch and which length. What is certain: integers of two dimensions are one a token, and
 whatever is as long as they are grows with them. Everything else is guessed, and the model decides by running or failing.
@@ -93,7 +93,7 @@ MARKER = torch.int32  # of masks, to distinguish them from other integers, which
 
 @dataclasses.dataclass(frozen=True)
 class CapturedArguments:
-    """What the layers received in one capture."""
+    """The arguments of the layers in one capture."""
 
     program: Program
     flow: Dataflow

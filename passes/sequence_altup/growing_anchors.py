@@ -1,4 +1,4 @@
-"""What a strided layer stores in the model's cache while the model decodes: keys and values of its anchors, and their corrections.
+"""A strided layer's part of the model's cache in decoding: keys and values of its anchors, and their corrections.
 
 Where the attention chooses among its keys by others (an indexer), these are stored too. Beam search, cropping, repeating and
 resetting reach this layer like any other layer of the cache.
@@ -355,7 +355,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
 
 class IndexedAnchorLayer(GrowingAnchorLayer):
-    """The same for a layer whose attention chooses among its keys by keys of an indexer, which are stored too.
+    """A growing anchor layer whose attention chooses among its keys by keys of an indexer, which are stored too.
 
     The model may keep the positions of all tokens there, which the stride does not concern.
     """
@@ -387,7 +387,7 @@ class IndexedAnchorLayer(GrowingAnchorLayer):
 
 
 class RecurrentAnchorLayer(GrowingAnchorLayer, LinearAttentionLayer):  # type: ignore[misc,override]
-    """The same for a layer that has recurrent states next to keys and values: they are those of the layer it replaced."""
+    """A growing anchor layer with recurrent states next to keys and values: those of the layer it replaced."""
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         (GrowingAnchorLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)

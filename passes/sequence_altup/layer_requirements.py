@@ -1,4 +1,4 @@
-"""What a layer must fulfil to see every k-th token only, and how its arguments follow the tokens.
+"""The requirements on a layer that sees every k-th token only, and how its arguments follow the tokens.
 
 Each requirement raises `DoesNotFitError` with the reason. A requirement on the layer alone takes a `Candidate`, a layer's call in
 the larger of two captures. Which arguments are masks is inferred from the graph, by no argument's name: the model's own mask enters

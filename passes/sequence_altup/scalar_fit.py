@@ -46,7 +46,7 @@ START: Scalars = (1.0, 0.0, 1.0)
 
 @dataclasses.dataclass(frozen=True)
 class DenseModel:
-    """What the dense model computes on calibration data: its layers' calls by path, and its predictions.
+    """The dense model on calibration data: its layers' calls by path, and its predictions.
 
     A layer whose calls cannot be repeated by themselves is not among the `fitted` ones: it keeps the scalars that it starts with.
     """

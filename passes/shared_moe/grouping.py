@@ -1,4 +1,4 @@
-"""Which feed-forwards of a stack become one mixture: even groups by depth, and in each group those of its most common form.
+"""The feed-forwards of a stack that become one mixture: even groups by depth, and in each those of its most common form.
 
 The layers of a group share the attention matrices of the first one; norms, positions and caches stay each layer's own.
 """
@@ -79,7 +79,7 @@ def named_matrices(site: FeedForward) -> dict[str, Matrix]:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What feed-forwards must have in common to be experts of one mixture."""
+    """The properties that feed-forwards must share to be experts of one mixture."""
 
     width: int = dataclasses.field(metadata={"words": "width is"})
     units: int = dataclasses.field(metadata={"words": "hidden units are"})

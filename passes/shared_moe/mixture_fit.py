@@ -197,7 +197,7 @@ def nearest_experts(products: Products, sources: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class MixtureStart:
-    """Which feed-forward of its group each expert is, the router, and the relative error of each layer on held-out tokens."""
+    """The feed-forward of its group that each expert is, the router, and each layer's relative error on held-out tokens."""
 
     sources: tuple[int, ...]
     router: Tensor

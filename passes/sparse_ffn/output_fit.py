@@ -50,7 +50,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """How far a sparse feed-forward's outputs are from the dense one's, relative to these."""
+    """The distances of a sparse feed-forward's outputs from the dense one's, relative to these."""
 
     of_tokens: float  # tokens with massive activations count as the others do
     of_all: float  # of the sum over all tokens

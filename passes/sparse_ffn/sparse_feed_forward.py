@@ -189,7 +189,7 @@ class SparseFeedForward(FeedForwardBlock):
 
     @property
     def other_port(self) -> Port:
-        """Where the gate is the controller: the argument of `hidden` that is not the gate."""
+        """The argument of `hidden` that is not the gate, where the gate is the controller."""
         return next(port for index, port in enumerate(self.ports) if index != self.gate_port)
 
     @torch.no_grad()

@@ -137,12 +137,12 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     @property
     def predicts(self) -> bool:
-        """Whether there is a controller of its own parameters."""
+        """True where there is a controller of its own parameters."""
         return self.controller == "low-rank" and not self.exact
 
     @property
     def fits_output(self) -> bool:
-        """Whether the output matrix may begin with other values than the dense ones."""
+        """True where the output matrix may begin with other values than the dense ones."""
         return self.fit_output and not self.exact
 
     def rank_for(self, width: int) -> int:
