@@ -7,7 +7,6 @@ mask that the attention itself is called with.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers.cache_utils import Cache
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
 from retrofit.sdk import Anatomy, ArgumentPlace, Wrapper, argument_place, find_argument, with_item
 from retrofit.sdk.anatomy import AttentionSite
+from retrofit.sdk.data import watched
 from retrofit.sdk.modules import (
     TokenHistory,
     batch_first,
@@ -257,18 +257,14 @@ def trial_of(site: AttentionSite, anatomy: Anatomy) -> Trial:
         x = container[key]
         packed = x.new_zeros(*x.shape[:-1], columns)
 
-        def stream_for(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        def stream_for(path: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
             def narrow(value: Any) -> Any:
                 wide = isinstance(value, Tensor) and value.shape[-1:] == (columns,)
                 return value.new_zeros(*value.shape[:-1], site.width) if wide else value
 
             return tuple(map(narrow, given)), {name: narrow(value) for name, value in named.items()}
 
-        with contextlib.ExitStack() as hooks:
-            inside = {path: module for path, module in layer.named_modules() if f"{site.name}.{path}" in reading}
-            for module in inside.values():
-                handle = module.register_forward_pre_hook(stream_for, with_kwargs=True)
-                hooks.callback(handle.remove)
+        with watched({path: part for path, part in layer.named_modules() if f"{site.name}.{path}" in reading}, before=stream_for):
             layer(*[packed if value is x else value for value in arguments],
                   **{name: packed if value is x else value for name, value in kwargs.items()})  # fmt: skip
 

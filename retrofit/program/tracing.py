@@ -32,6 +32,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from retrofit.inputs.module_calls import watched
 from retrofit.process import PROCESS
 from retrofit.program.aten_ops import LIKE
 
@@ -129,11 +130,8 @@ def skip_no_op_casts() -> Iterator[None]:
 def open_dataclasses(model: nn.Module, inputs: Any) -> Iterator[None]:
     """Within this context dataclasses among the inputs and outputs are containers of their fields."""
     register_classes(inputs)
-    handle = model.register_forward_hook(lambda module, args, output: register_classes(output))
-    try:
+    with watched({"": model}, after=lambda path, module, args, kwargs, output: register_classes(output)):
         yield
-    finally:
-        handle.remove()
 
 
 def register_classes(value: Any) -> None:

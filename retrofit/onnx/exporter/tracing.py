@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.errors import CaptureError, first_line
+from retrofit.inputs.module_calls import watched
 from retrofit.inputs.packed_weights import refuse_packed_layers
 from retrofit.numerics.distances import distance, tolerance_of
 from retrofit.onnx.exporter.export_parts import LENGTH, PAST, PER, TOTAL, ExportPart, Sizes
@@ -191,12 +192,9 @@ def export_program(
     part: ExportPart, example: Mapping[str, Any], axes: Mapping[str, Mapping[int, str]]
 ) -> torch.export.ExportedProgram:
     shapes = {name: dict.fromkeys(axes[name], torch.export.Dim.AUTO) for name in example}
-    bounds = part.register_forward_pre_hook(lambda _, given: constrain_sizes(given[0], axes))
-    try:
-        with torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # 0 and 1 are sizes
-            return torch.export.export(part, (dict(example),), dynamic_shapes=(shapes,), strict=False)
-    finally:
-        bounds.remove()
+    bounded = watched({"": part}, before=lambda path, module, given, named: constrain_sizes(given[0], axes))
+    with bounded, torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # 0 and 1 are sizes
+        return torch.export.export(part, (dict(example),), dynamic_shapes=(shapes,), strict=False)
 
 
 def constrain_sizes(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]) -> None:
