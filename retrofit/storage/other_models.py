@@ -320,11 +320,14 @@ class Common:
 
     def own_tensors(self) -> frozenset[str]:
         """Return the names of the tensors, now, of modules of the dense `model` that lie in a part which only it has."""
-        dense = set(self.modules.values())
-        paths = {path for path, module in self.model.named_modules(remove_duplicate=False) if module in dense}
-        return frozenset(
-            name for name in self.model.state_dict() if name.rpartition(".")[0] in paths and self.is_of_one_class(name)
-        )
+        places, found = {module: path for path, module in self.modules.items()}, set()
+        now = dict(self.model.named_modules(remove_duplicate=False))
+        for name in self.model.state_dict():
+            path, _, leaf = name.rpartition(".")
+            place = places.get(now.get(path))
+            if place is not None and self.is_of_one_class(f"{place}.{leaf}".lstrip(".")):
+                found.add(name)
+        return frozenset(found)
 
     def correspondence(self) -> dict[int, Any]:
         """Return what of `model` corresponds to what of `whole`, by identity: a memo for copies."""

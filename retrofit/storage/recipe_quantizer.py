@@ -10,8 +10,9 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,23 @@ class RecipeConfig(QuantizationConfigMixin):
     through: list[list[Any]] = dataclasses.field(default_factory=list)  # classes it had since, each after how many passes
 
     def __post_init__(self) -> None:
-        """Raises `CheckpointError` where somebody wrote a recipe that is no list."""
-        if not isinstance(self.recipe, list):
+        """Raises `CheckpointError` where somebody wrote a recipe that is no list of passes, or a record that is none."""
+        if not isinstance(self.recipe, list) or not all(isinstance(spec, str) for spec in self.recipe):
             raise CheckpointError(
-                f"the recipe {self.recipe!r} is not a list",
+                f"the recipe {self.recipe!r} is not a list of passes",
                 why='that is what config.json says in "quantization_config"',
                 remedy='write a list of passes: ["altup(k=2)"]',
                 code="no-recipe",
             )
+        for name, kind in (("inputs", dict), ("applied_to", dict), ("through", list)):
+            if not isinstance(getattr(self, name), kind):
+                raise CheckpointError(
+                    f"what is recorded with the recipe {', '.join(self.recipe)} cannot be read",
+                    why=f'"{name}" in "quantization_config" of config.json is {getattr(self, name)!r}',
+                    remedy="take the config.json that was saved with the model",
+                    code="no-recipe",
+                    option=name,
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """As `config.json` has it."""
@@ -170,11 +180,86 @@ def merge_configs(own: Callable[..., Any], stored: Any, given: Any) -> Any:
 
 
 def rewrite_configured() -> None:
-    """Have `from_config`, given a config that holds a recipe, return the model that the recipe makes of a freshly drawn one."""
+    """Have models built, filled and saved as their recipes say.
+
+    `from_config`, given a config that holds a recipe, returns the model that the recipe makes of a freshly drawn one. A model that
+    lacks the recipe of the files it is filled from, or would be saved without that of a part, is refused.
+    """
     models = sys.modules["transformers.modeling_utils"].PreTrainedModel
-    own = models._from_config.__func__
-    if not isinstance(own, functools.partial):
-        models._from_config = classmethod(functools.partial(from_config, own))
+    own, save = models._from_config.__func__, models.save_pretrained
+    if isinstance(own, functools.partial):
+        return
+
+    @functools.wraps(save)
+    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        require_saved_recipes(self)
+        return save(self, *args, **kwargs)
+
+    models._from_config = classmethod(functools.partial(from_config, own))
+    models._load_pretrained_model = staticmethod(functools.partial(load_weights, models._load_pretrained_model))
+    models.save_pretrained = save_pretrained
+
+
+def load_weights(own: Callable[..., Any], model: Any, state_dict: Any, files: list[str] | None, *args: Any, **kwargs: Any) -> Any:
+    """Fill the model by transformers' `own`; raise `CheckpointError` where it lacks the recipe of its files."""
+    loaded = own(model, state_dict, files, *args, **kwargs)
+    if files and not recipe_storage.stored_recipe(model):  # else `RecipeReplay` compares them
+        require_recipe_of_files(model, Path(files[0]), loaded[0].missing_keys, loaded[0].unexpected_keys)
+    return loaded
+
+
+def require_recipe_of_files(model: Any, file: Path, missing: Collection[str], unread: Collection[str]) -> None:
+    """Raise `CheckpointError` where weights of a module that the recipe beside the file has rewritten were missing or not read."""
+    entries = list(recipes_in(config_beside(file)))
+    passes = [one for entry in entries for one in recipe_storage.passes_of(entry.get("applied_to"))]
+    base = f"{model.base_model_prefix}."
+    ends = tuple({f".{site.removeprefix(base)}" for one in passes for site in one.sites})
+    if not ends:
+        return
+    from retrofit.storage.other_models import in_any  # not before: transformers is still importing itself when it reads this file
+
+    sites = {path for path, _ in model.named_modules(remove_duplicate=False) if f".{path}".endswith(ends)}
+    lost = [name for name in (*missing, *unread) if any(in_any(one, sites) for one in (name, name.removeprefix(base), base + name))]
+    if lost:
+        raise CheckpointError(
+            f"{file.parent} is not loaded as a {type(model).__name__} without its recipe {', '.join(entries[0]['recipe'])}",
+            why=f"the config given does not hold it, and so these weights have no values or no place: {first_few(sorted(lost))}",
+            remedy="leave out config=, or change what AutoConfig.from_pretrained returns for this directory and give that",
+            code="no-recipe",
+            option="config",
+        )
+
+
+def config_beside(file: Path) -> Any:
+    """Return the config in the directory of a file of weights, None where there is none that can be read."""
+    try:
+        return json.loads((file.parent / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def recipes_in(config: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield what a config, as `config.json` has it, and the configs in it say of recipes."""
+    for key, value in config.items() if isinstance(config, Mapping) else ():
+        if key == "quantization_config" and is_recipe(value) and value.get("recipe"):
+            yield value
+        elif key != "quantization_config":
+            yield from recipes_in(value)
+
+
+def require_saved_recipes(model: Any) -> None:
+    """Raise `CheckpointError` where a part of the model was rewritten, and no config that is saved with it says how."""
+    saved = [entry["recipe"] for entry in recipes_in(model.config.to_dict())]
+    for path, part in transformers_bookkeeping.transformers_parts(model):
+        recipe = list(recipe_storage.entry_of(part.config).get("recipe") or ())
+        if recipe and recipe not in saved:
+            raise CheckpointError(
+                f"{type(model).__name__} is not saved: {path} in it is rewritten, and its config does not say so",
+                why=f"{path} was rewritten by {', '.join(recipe)} by itself: loaded again, its weights would have no place",
+                remedy=f"put the dense module there and apply the recipe to the {type(model).__name__}, or save {path} by itself",
+                code="no-recipe",
+                site=path,
+            )
 
 
 BUILDING = contextvars.ContextVar("building", default=False)  # within a call of `from_config`: models build their parts by it
@@ -184,31 +269,29 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
     """Return the model of class `kind` that transformers' `own` makes of the config, rewritten as the recipe in the config says.
 
     A config that is being loaded, or is that of a part of a rewritten model, is left to who loads it; a base class, which others
-    build by this call, is dense. Raises `CheckpointError` for any other class than the recipe was applied to.
+    build by this call, is dense. Raises `CheckpointError` for any other class than the recipe was applied to,
+    unless the model is made without weights, as part of another that is loaded.
     """
     entry = getattr(config, "quantization_config", None)
     if BUILDING.get() or not (isinstance(entry, dict) and is_recipe(entry)) or entry.get("part"):
         return own(kind, config, **kwargs)
     recipe, architecture = list(entry.get("recipe", ())), entry.get("architecture")
-    if not recipe or architecture not in (None, kind.__name__):
+    if not recipe:
+        return own(kind, config, **kwargs)
+    if architecture in (None, kind.__name__):
+        model, dense = rewrite_drawn(own, kind, config, entry, kwargs)
+    else:
         model = own(kind, config, **kwargs)
-        if not recipe or model.base_model is model:
+        if all(parameter.is_meta for parameter in model.parameters()):  # it is filled from a file later
+            dense, _ = rewrite_as_part(model, RecipeConfig.from_dict(copy.deepcopy(entry)), None)
+        elif model.base_model is model:
             return model
-        raise CheckpointError(
-            f"no {kind.__name__} is built from this config",
-            why=f"it holds the recipe {', '.join(recipe)}, which was applied to {architecture}",
-            remedy=f"build {architecture}, or remove the recipe from a copy of the config: del config.quantization_config",
-        )
-    token = BUILDING.set(True)
-    try:
-        model = own(kind, copy.deepcopy(config), **kwargs)
-    finally:
-        BUILDING.reset(token)
-    from retrofit.passbase import replaying  # not before: transformers is still importing itself when it reads this file
-
-    dense = set(model.modules())
-    replaying.replay(model, recipe, entry.get("applied_to"))
-    transformers_bookkeeping.keep_on_one_device(model, dense)
+        else:
+            raise CheckpointError(
+                f"no {kind.__name__} is built from this config",
+                why=f"it holds the recipe {', '.join(recipe)}, which was applied to {architecture}",
+                remedy=f"build {architecture}, or remove the recipe from a copy of the config: del config.quantization_config",
+            )
     with torch.device("cpu"):  # what no file holds has values, though the weights may have none yet
         for module in set(model.modules()) - dense:
             for name in module._non_persistent_buffers_set:
@@ -216,6 +299,23 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
                 module._buffers[name] = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
         rebuild_buffers(model, dense)
     return model
+
+
+def rewrite_drawn(
+    own: Callable[..., Any], kind: Any, config: Any, entry: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[Any, set[nn.Module]]:
+    """Return the model that transformers' `own` makes of the config, rewritten by its recipe, and the modules it had before."""
+    token = BUILDING.set(True)
+    try:
+        model = own(kind, copy.deepcopy(config), **settings)
+    finally:
+        BUILDING.reset(token)
+    from retrofit.passbase import replaying  # not before: transformers is still importing itself when it reads this file
+
+    dense = set(model.modules())
+    replaying.replay(model, list(entry["recipe"]), entry.get("applied_to"))
+    transformers_bookkeeping.keep_on_one_device(model, dense)
+    return model, dense
 
 
 def unfreeze(model: nn.Module) -> None:

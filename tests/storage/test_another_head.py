@@ -313,3 +313,23 @@ def test_another_head_is_rewritten_further(spec: str, tmp_path: Path) -> None:
     assert len(replaying.rewrites(again) or ()) == 2
     with contextlib.nullcontext() if spec == "reversible" else pytest.raises(CheckpointError):
         assert loaded(tmp_path / "further", "BertForMaskedLM")[0](IDS).logits.shape == (1, 16, 96)
+
+
+@pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "shared-moe(groups=0)", "reversible", "altup(k=2,embedding=recycled)"])
+def test_a_composite_of_rewritten_masked_models_is_the_dense_one_and_is_saved(spec: str, tmp_path: Path) -> None:
+    dense("BertForMaskedLM").save_pretrained(tmp_path / "dense")
+    retrofit.apply(dense("BertForMaskedLM"), spec, verify=False).save_pretrained(tmp_path / "rewritten")
+    expected, composite = (
+        transformers.EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / name, tmp_path / name).eval()
+        for name in ("dense", "rewritten")
+    )
+    news = [[p for name, p in model.named_parameters() if "crossattention" in name] for model in (expected, composite)]
+    for value, same in zip(*news, strict=True):  # new in the layers of the decoder
+        same.data.copy_(value.data.normal_())
+    inputs = {"input_ids": IDS, "decoder_input_ids": TARGET}
+    composite.save_pretrained(tmp_path / "composite")
+    again, info = transformers.EncoderDecoderModel.from_pretrained(tmp_path / "composite", output_loading_info=True)
+    with torch.no_grad():
+        logits, wanted = composite(**inputs).logits, expected(**inputs).logits
+        assert torch.allclose(logits, wanted, atol=1e-4)
+        assert torch.equal(again.eval()(**inputs).logits, logits) and not info["missing_keys"]

@@ -289,6 +289,36 @@ def test_from_config_of_another_class_is_refused():
 
 @some
 @pytest.mark.parametrize("spec", SPECS)
+def test_a_config_without_the_recipe_is_refused_for_a_directory_that_holds_it(spec, tmp_path):
+    rewritten(llama(), spec).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError) as refusal:
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, config=config())
+    assert (refusal.value.code, refusal.value.option) == ("no-recipe", "config")
+
+
+def test_a_class_that_has_nothing_of_what_was_rewritten_loads_without_the_recipe(tmp_path):
+    rewritten(llama(), "sparse-loss(modules=4)").save_pretrained(tmp_path)
+    base = transformers.LlamaModel.from_pretrained(tmp_path, config=config()).eval()
+    assert gap(base, llama().model) == 0
+
+
+def test_a_composite_whose_config_lacks_the_recipe_of_a_part_is_not_saved(tmp_path):
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=32, patch_size=8
+    )
+    composite = transformers.LlavaForConditionalGeneration(
+        transformers.LlavaConfig(vision_config=vision, text_config=config(), image_token_index=95)
+    )
+    composite.save_pretrained(tmp_path / "dense")
+    composite.model.language_model = rewritten(llama(), "reversible").model
+    with pytest.raises(CheckpointError) as refusal:
+        composite.save_pretrained(tmp_path / "rewritten")
+    assert (refusal.value.code, refusal.value.site) == ("no-recipe", "model.language_model")
+    assert not (tmp_path / "rewritten").exists()
+
+
+@some
+@pytest.mark.parametrize("spec", SPECS)
 def test_dense_weights_saved_under_a_recipe_are_refused(spec, tmp_path):
     dense = transformers.LlamaForCausalLM(rewritten(llama(), spec).config)
     dense.save_pretrained(tmp_path)
@@ -463,3 +493,16 @@ def test_a_layer_skipped_in_between_is_refused():
     model.config.num_hidden_layers = 3
     with refused(DoesNotFitError, "num_hidden_layers"):
         model(IDS)
+
+
+@some
+@pytest.mark.parametrize("field", ["recipe", "inputs", "applied_to", "through"])
+def test_a_damaged_entry_in_the_config_is_refused(field, tmp_path):
+    rewritten(llama(), "sum").save_pretrained(tmp_path)
+    config_file = tmp_path / "config.json"
+    held = json.loads(config_file.read_text())
+    held["quantization_config"][field] = [3] if field == "recipe" else "many"
+    config_file.write_text(json.dumps(held))
+    with pytest.raises(CheckpointError) as refusal:
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert refusal.value.code == "no-recipe"
