@@ -323,9 +323,10 @@ def test_a_composite_of_rewritten_masked_models_is_the_dense_one_and_is_saved(sp
         transformers.EncoderDecoderModel.from_encoder_decoder_pretrained(tmp_path / name, tmp_path / name).eval()
         for name in ("dense", "rewritten")
     )
+    torch.manual_seed(1)
     news = [[p for name, p in model.named_parameters() if "crossattention" in name] for model in (expected, composite)]
     for value, same in zip(*news, strict=True):  # new in the layers of the decoder
-        same.data.copy_(value.data.normal_())
+        same.data.copy_(value.data.normal_(std=0.2))
     inputs = {"input_ids": IDS, "decoder_input_ids": TARGET}
     composite.save_pretrained(tmp_path / "composite")
     again, info = transformers.EncoderDecoderModel.from_pretrained(tmp_path / "composite", output_loading_info=True)
