@@ -100,10 +100,12 @@ def run(arguments: argparse.Namespace) -> int:
             place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
             tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
             model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+            windows = calibration_windows(model, texts, tokenizer)
+            read = reading(text_codec(model, tokenizer), windows)
             spent = (time.monotonic() - began) / 60
             found = plan(
                 model,
-                texts,
+                windows,
                 arguments.target,
                 passes=candidates,
                 tokenizer=tokenizer,
@@ -115,7 +117,6 @@ def run(arguments: argparse.Namespace) -> int:
                 force=arguments.force,
                 progress=progress,
             )
-            read = reading(text_codec(model, tokenizer), calibration_windows(model, texts, tokenizer))
     except KeyboardInterrupt as interruption:
         print(printable(f"retrofit: interrupted: run the same command again to continue from {folder}"), file=sys.stderr)
         return exit_code(interruption)
@@ -172,6 +173,7 @@ def print_plans(found: ModelPlan, files: Mapping[Target, Path], picture: Path, r
         [
             *(("in all layers" if not number else "", text) for number, text in enumerate(candidates)),
             *(("left out" if not number else "", text) for number, text in enumerate(left_out)),
+            *(("note" if not number else "", text) for number, text in enumerate(found.notes)),
             ("text read", read),
             ("picture", str(picture)),
         ]

@@ -340,6 +340,9 @@ class SparseLoss(Pass[SparseLossPlan]):
 
     modules: int = option(16, "S, modules of the vocabulary", minimum=1, weights="within")
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset({self.modules, *(-(-size // self.modules) for size in sizes)})
+
     def plan(self, anatomy: Anatomy) -> SparseLossPlan:
         head = find_output_head(anatomy)
         if self.modules > head.vocabulary:

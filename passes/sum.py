@@ -173,6 +173,9 @@ class SumEmbedding(Pass[SumPlan]):
     remedy: ClassVar[str] = "apply it to a model of text; altup(embedding=recycled) widens any stream"
     way_around: ClassVar[str] = "its own code may depend on the stream's width: try altup(embedding=recycled)"
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset()
+
     def plan(self, anatomy: Anatomy) -> SumPlan:
         if anatomy.embedding is None:
             return SumPlan((), (NearMiss("", "it looks up no token embedding: its inputs are not token ids", in_any_form=True),))

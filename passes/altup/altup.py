@@ -103,6 +103,11 @@ class AltUp(Pass[AltUpPlan]):
 
     # The plan.
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        k = self.k
+        blocks = {count * size for size in (*sizes, self.extra) for count in (k - 1, k)}
+        return frozenset({k - 1, k, k * k, self.extra, *blocks})
+
     def plan(self, anatomy: Anatomy) -> AltUpPlan:
         near_misses: list[NearMiss] = []
         stacks = self.chosen_stacks(anatomy, near_misses)

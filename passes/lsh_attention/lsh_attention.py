@@ -116,6 +116,9 @@ class LSHAttention(Pass[LSHAttentionPlan]):
 
     # What would be rewritten.
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset({self.rounds, self.buckets // 2})
+
     def plan(self, anatomy: Anatomy) -> LSHAttentionPlan:
         chosen = list(selected_layers(anatomy, self.layers, self.name, self.stacks))
         projections = find_attention_sites(anatomy, chosen)[0] if self.share == "queries" else None

@@ -163,6 +163,9 @@ class Memory(Pass[MemoryPlan]):
         idle = {"token-id": ("buckets", "jitter"), "softmax": ("sparse",), "lsh": ("jitter", "sparse")}
         return {f"lookup={self.lookup}": idle[self.lookup]}
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset({self.buckets, self.rank, *range(1, self.buckets.bit_length() + 1)})  # lsh: about half as many planes
+
     def plan(self, anatomy: Anatomy) -> MemoryPlan:
         near_misses: list[NearMiss] = []
         recorded = dict(getattr(getattr(anatomy.model, "config", None), ROWS, None) or {})

@@ -105,6 +105,9 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
 
     # What would be rewritten.
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset()
+
     def plan(self, anatomy: Anatomy) -> MergeCrossAttentionPlan:
         crossing = [
             stack

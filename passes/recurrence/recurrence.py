@@ -91,6 +91,9 @@ class Recurrence(Pass[RecurrencePlan]):
 
     # What would be rewritten.
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset({self.rank, 2 * self.rank, 3 * self.rank})
+
     def plan(self, anatomy: Anatomy) -> RecurrencePlan:
         finder = SiteFinder(anatomy)
         near_misses: list[NearMiss] = []

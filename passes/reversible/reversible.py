@@ -104,6 +104,9 @@ class Reversible(Pass[ReversiblePlan]):
 
     # What would be rewritten.
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset()
+
     def plan(self, anatomy: Anatomy) -> ReversiblePlan:
         if self.scheme == "terraformer":
             return self.plan_of_two_streams(anatomy)

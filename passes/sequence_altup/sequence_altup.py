@@ -136,6 +136,9 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     def exact(self) -> bool:
         return self.k == 1
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset()
+
     def plan(self, anatomy: Anatomy) -> SequenceAltUpPlan:
         if self.k > 1:
             refuse_state_inputs(anatomy.program, self.name)

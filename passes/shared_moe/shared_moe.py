@@ -129,6 +129,9 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
     # What would be rewritten.
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset({self.experts})
+
     def plan(self, anatomy: Anatomy) -> SharedMoEPlan:
         near_misses: list[NearMiss] = []
         sites: list[Site] = []

@@ -151,6 +151,9 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     # What would be rewritten.
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset({self.rank} if self.rank else {size // self.sparsity for size in sizes})
+
     def plan(self, anatomy: Anatomy) -> SparseFFNPlan:
         depths = None if self.layers == "all" else selected_depths(self.layers, anatomy.deepest(), self.name)
         found, near_misses = feed_forwards(anatomy, depths)

@@ -100,6 +100,9 @@ class SparseQKV(Pass[SparseQKVPlan]):
         convolves = "conv" in self.variant or "conv" in self.output
         return {} if convolves else {f"variant={self.variant}, output={self.output}": ("kernel",)}
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset({self.kernel})
+
     def plan(self, anatomy: Anatomy) -> SparseQKVPlan:
         sites, found = find_attention_sites(anatomy, selected_layers(anatomy, self.layers, self.name, self.stacks))
         near_misses = [sparse_already(miss) if has_columns(anatomy.model, miss.name) else miss for miss in found]

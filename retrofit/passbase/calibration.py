@@ -31,9 +31,9 @@ BATCH = 8  # windows a batch
 
 
 def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = None) -> Calibration:
-    """`given` as batches: texts, token ids (windows, length), or an iterable of batches as `model` takes them.
+    """Return `given` as batches: texts, token ids (windows, length), or an iterable of batches as `model` takes them.
 
-    A tensor is what the first of `inputs`, by argument name, stands for; they are derived from the model where not given. Raises
+    A tensor is what the first of `inputs`, by argument name, stands for; they are derived from the model where not given. Raise
     `SpecError` where there is nothing, nothing the model takes, or not all that it needs.
     """
     if isinstance(given, Calibration):
@@ -50,7 +50,7 @@ def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | N
 
 
 def readable_calibration(model: nn.Module, given: Any) -> Any:
-    """`given`, texts as windows of token ids; raises `SpecError` where there is nothing in it, or too little text.
+    """Return `given`, texts as windows of token ids; raise `SpecError` where there is nothing in it, or too little text.
 
     Nothing is captured, and no batch of a dataloader is read.
     """
@@ -60,14 +60,14 @@ def readable_calibration(model: nn.Module, given: Any) -> Any:
 
 
 def texts_of(given: Any) -> list[str]:
-    """The texts that calibration data is, none where it is something else."""
+    """Return the texts that calibration data is, none where it is something else."""
     if isinstance(given, str):
         return [given]
-    return list(given) if isinstance(given, Sequence) and all(isinstance(one, str) for one in given) else []
+    return list(given) if isinstance(given, Sequence) and all(isinstance(text, str) for text in given) else []
 
 
 def require_all_arguments(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """The batch has every argument that the model's forward cannot do without, else `SpecError`."""
+    """Raise `SpecError` where the batch lacks an argument that the model's forward cannot do without."""
     missing = [name for name, parameter in forward_parameters(model).items() if is_required(parameter) and name not in batch]
     if missing:
         raise SpecError(
@@ -82,7 +82,7 @@ REMEDY = "use texts, token ids of shape (windows, length), or a dataloader of fo
 
 
 def as_batches(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """`given` as batches by argument name."""
+    """Yield `given` as batches by argument name."""
     if isinstance(given, Mapping):
         yield accepted_arguments(model, given)
     elif isinstance(given, Tensor):
@@ -108,15 +108,15 @@ def as_batches(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = 
 
 
 def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """A batch of one tensor, by the name of the main one of `inputs`; the decoder of an encoder-decoder gets the same ids."""
+    """Return a batch of one tensor, under the name of the main one of `inputs`; the decoder of a pair gets the same ids."""
     if not value.is_floating_point():
         value = value.long()
         require_token_ids(model, value)
     if inputs is None:
         inputs = example_inputs(model, device=torch.device("cpu"))  # their values matter, whatever the model is on
-    first = next(name for name, one in inputs.items() if isinstance(one, Tensor))
+    first = next(name for name, given_name in inputs.items() if isinstance(given_name, Tensor))
     ids = None if value.is_floating_point() else ids_name(inputs)
-    name: str = next(one for one in (getattr(model, "main_input_name", None), ids, first) if one in inputs)  # type: ignore[assignment]
+    name: str = next(given_name for given_name in (getattr(model, "main_input_name", None), ids, first) if given_name in inputs)  # type: ignore[assignment]
     if value.is_floating_point() and not inputs[name].is_floating_point():
         raise SpecError(
             f"calibration= holds numbers of {value.dtype}".replace("torch.", ""),
@@ -134,13 +134,13 @@ def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | Non
 
 
 def required_beside(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """What the model cannot do without beside token ids, as far as it follows from them."""
+    """Return what the model cannot do without beside token ids, as far as it follows from them."""
     parameters = forward_parameters(model)
     return beside_ids(ids, {name: kind for name, kind in kinds_beside_ids(model).items() if is_required(parameters[name])})
 
 
 def require_token_ids(model: nn.Module, ids: Tensor) -> None:
-    """The integers are windows of ids that the model has, else `SpecError`."""
+    """Raise `SpecError` where the integers are no windows of ids that the model has."""
     if ids.dim() != 2 or not ids.numel():
         raise SpecError(
             f"calibration= holds token ids of shape {tuple(ids.shape)}",
@@ -159,7 +159,7 @@ def require_token_ids(model: nn.Module, ids: Tensor) -> None:
 
 
 def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a batch that the model's forward takes, labels left out."""
+    """Return the part of a batch that the model's forward takes, labels left out."""
     kept = {name: value for name, value in batch.items() if accepts(model, name) and name != "labels"}
     if not kept:
         raise SpecError(
@@ -172,7 +172,7 @@ def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, 
 
 
 def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
-    """Texts as windows of token ids, by the tokenizer that came with the model, else as bytes: (windows, length)."""
+    """Return texts as windows of token ids, by the tokenizer that came with the model, else as bytes: (windows, length)."""
     from retrofit.passbase.tokenization import read_tokenizer
 
     home = origin_of(model)
@@ -180,7 +180,7 @@ def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
 
 
 def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
-    """Texts as windows of token ids, by `tokenizer`, or as bytes where that is None: (windows, length)."""
+    """Return texts as windows of token ids, by `tokenizer`, or as bytes where that is None: (windows, length)."""
     from retrofit.passbase.tokenization import positions_named, text_codec, windows_of
 
     length = min(LENGTH, positions_named(model) or length_taken(model))
@@ -193,8 +193,10 @@ def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) 
 
 
 def length_taken(model: nn.Module) -> int:
-    """Tokens of a window, at most `LENGTH`, on which a model runs whose config says nothing of them; those of its example inputs,
-    where it runs on no others."""
+    """Return the tokens of a window, at most `LENGTH`, on which a model runs whose config says nothing of them.
+
+    They are those of its example inputs, where it runs on no others.
+    """
     try:
         inputs = example_inputs(model)
     except CaptureError:
@@ -210,7 +212,7 @@ def length_taken(model: nn.Module) -> int:
 
 
 def origin_of(model: nn.Module) -> Path | None:
-    """The directory or GGUF file that a transformers model was loaded from; None where it is not there."""
+    """Return the directory or GGUF file that a transformers model was loaded from; None where it is not there."""
     config = getattr(model, "config", None)
     home = Path(str(getattr(config, "name_or_path", "") or ""))
     file = getattr(quantization_of(model), "gguf_file", None)

@@ -87,7 +87,7 @@ class SiteCall:
         self.kept: dict[str, Any] = {}  # what the formula keeps for later calls with the same cache
 
     def argument(self, place: Place, default: Any = MISSING) -> Any:
-        """The argument at a place; raises `Deviation` where it was left out and there is no default."""
+        """Return the argument at a place; raise `Deviation` where it was left out and there is no default."""
         position, keyword = place
         if keyword is not None and keyword in self.kwargs:
             return self.kwargs[keyword]
@@ -100,7 +100,7 @@ class SiteCall:
     def given(
         self, child: str, places: Mapping[Place, Tensor], key: Key = None, others: Mapping[Any, Any] | None = NOTHING
     ) -> Tensor:
-        """What the child `child`, called with these arguments, returns at `key` (None: first): as it did in the model's forward.
+        """Return what `child`, called with these arguments, returns at `key` (None: first): as it did in the model's forward.
 
         The module must call it with the same, and with its own arguments apart from these and `others` (None: with whatever).
         A gradient that arrives here goes on to the first of these arguments. What is there at positions that
@@ -116,7 +116,7 @@ class SiteCall:
         return linked(leaf, shown(next(iter(places.values())), self.irrelevant)) if places else leaf
 
     def draw(self, *operations: str, shape: Sequence[int] = ()) -> Tensor:
-        """The next random numbers that the module drew; raises `Deviation` unless by one of these operations, and as many."""
+        """Return the next random numbers that the module drew; raise `Deviation` unless by one of these operations, and as many."""
         if not self.draws:
             raise Deviation(f"it draws no {' or '.join(operations)} numbers where the method does")
         draw = self.draws.pop(0)
@@ -128,21 +128,21 @@ class SiteCall:
 
 
 def item(returned: Any, key: Key) -> Any:
-    """The item `key` of what a module returned; a mapping is numbered in its order."""
+    """Return the item `key` of what a module returned; a mapping is numbered in its order."""
     if isinstance(returned, Mapping) and isinstance(key, int):
         return list(returned.values())[key]
     return returned[key]
 
 
 def shown(argument: Any, irrelevant: Tensor | None) -> Any:
-    """A stream (batch, tokens, d), zero at the positions that nobody reads; another argument as it is."""
+    """Return a stream (batch, tokens, d), zero at the positions that nobody reads; another argument as it is."""
     if irrelevant is None or not isinstance(argument, Tensor) or argument.dim() != 3 or argument.shape[:2] != irrelevant.shape:
         return argument
     return argument.masked_fill(irrelevant.unsqueeze(-1).to(argument.device), 0.0)
 
 
 def linked(leaf: Tensor, argument: Tensor) -> Tensor:
-    """`leaf`, whose gradient also goes on to `argument`, by fixed weights of its own for each element."""
+    """Return `leaf`, whose gradient also goes on to `argument`, by fixed weights of its own for each element."""
     if not argument.is_floating_point():
         return leaf
     weights = torch.linspace(0.3, 1.7, argument.numel(), dtype=torch.float64, device=argument.device).reshape(argument.shape)
@@ -240,7 +240,7 @@ class Observed:
         return x.double(), y.double(), ROUNDING.get(y.dtype, COARSE) * float(y.double().abs().max())
 
     def not_compared(self, path: str, why: str) -> None:
-        """The report says that this site was not compared, and why."""
+        """Note for the report that this site was not compared, and why."""
         self.missing.append((path, why))
 
 
@@ -251,7 +251,7 @@ STANDARD_ERRORS = 6  # of a spread: chance goes beyond them less than once in a 
 
 
 def may_be_chance(ratio: float, count: int) -> bool:
-    """Whether so many normal numbers may spread `ratio` times as far as those of their distribution do."""
+    """Return whether so many normal numbers may spread `ratio` times as far as those of their distribution do."""
     return abs(ratio - 1) <= max(0.05, STANDARD_ERRORS / math.sqrt(2 * count))
 
 
@@ -274,5 +274,5 @@ class MethodReference:
     start: Callable[[Observed], Problems] | None = None  # of a model just rewritten
 
     def of(self, module: nn.Module) -> ModuleReference | None:
-        """The reference of a module, None where it is none of the pass's."""
+        """Return the reference of a module, None where it is none of the pass's."""
         return next((self.modules[kind] for kind in type(module).__mro__ if kind in self.modules), None)

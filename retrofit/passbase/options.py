@@ -26,7 +26,7 @@ def option(
     depths: bool = False,
     weights: Literal["divides", "within"] | None = None,
 ) -> Any:
-    """A field of a pass: its default, one line of documentation, and the values it accepts.
+    """Return a field of a pass: its default, one line of documentation, and the values it accepts.
 
     With `depths` its text names depths, `0-5+8`, or is `all` or the default. `weights` says what it is to sizes of weights: it
     divides one, or is no larger. A model in which that holds for no weight is refused before it is captured.
@@ -36,7 +36,7 @@ def option(
 
 
 def format_value(value: Any) -> str:
-    """The value of an option as it is written in a spec."""
+    """Return the value of an option as it is written in a spec."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
@@ -45,7 +45,7 @@ def format_value(value: Any) -> str:
 
 
 def require_options(owner: type[Any], given: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Every option that is given, some by their places, is one of the pass and given once, else `SpecError`."""
+    """Raise `SpecError` where an option that is given, some by their places, is none of the pass, or is given twice."""
     known = [field.name for field in dataclasses.fields(owner)]
     remedy = f"options: {', '.join(known)} (see: retrofit passes {owner.name})" if known else "drop it: the pass has no options"
     if len(given) > len(known):
@@ -59,7 +59,7 @@ def require_options(owner: type[Any], given: Sequence[Any], named: Mapping[str, 
 
 
 def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) -> Any:
-    """The value of a field, converted from text where it is text; raises `SpecError` where it cannot be."""
+    """Return the value of a field, converted from text where it is text; raise `SpecError` where it cannot be."""
     hints = typing.get_type_hints(owner)[field.name]
     accepted = [hint for hint in (typing.get_args(hints) or (hints,)) if hint is not type(None)]
     if typing.get_origin(hints) is tuple:
@@ -115,7 +115,7 @@ def in_range(kinds: list[Any], field: dataclasses.Field[Any]) -> str:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """`value` as `kind`, or None where it is not one."""
+    """Return `value` as `kind`, None where it is not one."""
     if kind is bool:
         if isinstance(value, bool):
             return value
@@ -141,7 +141,7 @@ def convert(kind: Any, value: Any) -> Any:
 
 
 def options_of(kind: type[Any]) -> Iterator[tuple[str, str, Any, str]]:
-    """Each option of a pass: name, accepted values, default, documentation."""
+    """Yield each option of a pass: name, accepted values, default, documentation."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
         hint = hints[field.name]
@@ -155,7 +155,7 @@ DEPTHS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 def selected_depths(text: str, count: int, owner: str, deepest: int = 0) -> set[int]:
-    """The depths that `0-5+8` names among `count` layers; `all` names all. Raises `SpecError` in the name of the pass `owner`.
+    """Return the depths that `0-5+8` names among `count` layers, `all` all; raise `SpecError` in the name of the pass `owner`.
 
     A depth that only another stack has, of up to `deepest` layers, names nothing here.
     """
@@ -188,7 +188,7 @@ def selected_layers(anatomy: Anatomy, layers: str, owner: str, stacks: str = "al
 
 
 def depth_ranges(text: str, owner: str) -> list[tuple[int, int]]:
-    """The first and the last depth of each part of `0-5+8`; raises `SpecError` where it cannot be read."""
+    """Return the first and the last depth of each part of `0-5+8`; raise `SpecError` where it cannot be read."""
     found: list[tuple[int, int]] = []
     for part in text.split("+"):
         named = DEPTHS.fullmatch(part)

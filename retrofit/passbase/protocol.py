@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def fits_no_form(self) -> bool:
-        """Whether nothing would be rewritten, and nothing in the model's graph either."""
+        """Return whether nothing would be rewritten, and nothing in the model's graph either."""
         return not self.sites and bool(self.near_misses) and all(miss.in_any_form for miss in self.near_misses)
 
 
@@ -74,15 +74,15 @@ class Dial(Protocol):
 
     @property
     def name(self) -> str:
-        """What is turned, in words."""
+        """Return what is turned, in words."""
         ...
 
     def fits(self, site: nn.Module) -> bool:
-        """Whether the site can be turned."""
+        """Return whether the site can be turned."""
         ...
 
     def turn(self, site: nn.Module, share: float) -> None:
-        """At 0 the site computes the dense function, where its parameters have the dense values; at 1 what was installed does."""
+        """Make the site compute, at 0, the dense function, if its parameters have the dense values; at 1, what was installed."""
         ...
 
 
@@ -141,15 +141,15 @@ class Pass(abc.ABC, Generic[SomePlan]):
 
     @property
     def exact_up_to(self) -> int | None:
-        """Up to how many tokens it computes the dense function, and for more of them another; None where no length decides."""
+        """Return up to how many tokens it computes the dense function, for more another; None where no length decides."""
         return None
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
-        """By what makes them so, as in "lookup=lsh": the options that have no effect beside the others as they are."""
+        """Return the options that have no effect beside the others, by what makes them so, as in "lookup=lsh"."""
         return {}
 
     def idle_notes(self) -> tuple[str, ...]:
-        """What is said of an option that was given and has no effect."""
+        """Return what is said of an option that was given and has no effect."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return tuple(
@@ -159,26 +159,34 @@ class Pass(abc.ABC, Generic[SomePlan]):
             if given[name] != defaults[name]
         )
 
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int] | None:
+        """Return extents that weights which it adds may have, by those of the model's; divisors of these need not be named.
+
+        None: they are not known before it has run. Else options of later passes that no extent allows are refused before anything
+        is captured.
+        """
+        return None
+
     @abc.abstractmethod
     def plan(self, anatomy: Anatomy) -> SomePlan:
-        """What would be rewritten and what left alone; changes nothing.
+        """Return what would be rewritten and what left alone; changes nothing.
 
-        Raises `DoesNotFitError` where the model as a whole does not fit; a single place that does not fit is a near miss of the
+        Raise `DoesNotFitError` where the model as a whole does not fit; a single place that does not fit is a near miss of the
         plan.
         """
 
     @abc.abstractmethod
     def apply(self, plan: SomePlan, edit: Edit) -> None:
-        """Carries the plan out on `edit.model`; findings on the way go to `edit.note`."""
+        """Carry the plan out on `edit.model`; findings on the way go to `edit.note`."""
 
     def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
-        """Plans for `anatomy` and carries the plan out through `edit`; raises `DoesNotFitError` where no site fits."""
+        """Plan for `anatomy` and carry the plan out through `edit`; raise `DoesNotFitError` where no site fits."""
         plan = self.fitting_plan(anatomy, edit)
         self.require_room(plan, edit)
         return self.carry_out(plan, edit)
 
     def fitting_plan(self, anatomy: Anatomy, edit: Edit | None = None) -> SomePlan:
-        """The plan for this anatomy, the one that the edit was given where it has one; raises `DoesNotFitError` without a site."""
+        """Return the plan for this anatomy, the one that the edit has if any; raise `DoesNotFitError` where it has no site."""
         plan: SomePlan | None = None if edit is None else edit.plans.get(self.spec())
         plan = self.plan(anatomy) if plan is None else plan
         if not plan.sites:
@@ -186,7 +194,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         return plan
 
     def require_room(self, plan: SomePlan, edit: Edit) -> None:
-        """What the plan adds fits in memory, where it goes there, else `DoesNotFitError`."""
+        """Raise `DoesNotFitError` where what the plan adds does not fit in memory, where it goes there."""
         first = next(edit.model.parameters(), None)
         if first is None or first.device.type != "cpu" or edit.keep is not None:
             return
@@ -201,7 +209,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
             )
 
     def carry_out(self, plan: SomePlan, edit: Edit) -> Rewrite:
-        """Carries the plan out and returns the account of it."""
+        """Carry the plan out and return the account of it."""
         import torch  # here, so that naming passes never waits for it
 
         edit.begin_pass(self.name)
@@ -221,7 +229,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         )
 
     def nothing_fits(self, plan: SomePlan) -> DoesNotFitError:
-        """The refusal of a plan without sites, from its near misses."""
+        """Return the refusal of a plan without sites, from its near misses."""
         reasons = dict.fromkeys(f"{miss.name or 'the model'}: {miss.why}" for miss in plan.near_misses)
         return DoesNotFitError(
             f"{self.name}: no {self.rewrites} of the model can be rewritten",
@@ -231,7 +239,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         )
 
     def spec(self) -> str:
-        """The pass as text with every option written out, so that a saved recipe keeps its meaning when a default changes."""
+        """Return the pass as text with every option, so that a saved recipe keeps its meaning when a default changes."""
         fields = (f"{field.name}={format_value(getattr(self, field.name))}" for field in dataclasses.fields(self))
         return f"{self.name}({', '.join(fields)})"
 
@@ -249,14 +257,14 @@ GROUP = "retrofit.passes"
 
 
 def parse_spec(text: str) -> AnyPass:
-    """The pass that `text` names, `altup` or `altup(k=2, init=hop)`."""
+    """Return the pass that `text` names, `altup` or `altup(k=2, init=hop)`."""
     if not isinstance(text, str):
         raise SpecError(f"{text!r} is not a pass", remedy="use a Pass, or its spec: altup(k=2)", code="no-pass")
     return make_pass(*split_spec(text))
 
 
 def split_spec(text: str) -> tuple[str, dict[str, str]]:
-    """The name in a spec, and the texts of its options; raises `SpecError` where it cannot be read."""
+    """Return the name in a spec, and the texts of its options; raise `SpecError` where it cannot be read."""
     match = re.fullmatch(r"\s*([A-Za-z][\w-]*)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
     if match is None:
         raise SpecError(
@@ -276,17 +284,17 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
 
 
 def make_pass(name: str, options: Mapping[str, Any]) -> AnyPass:
-    """The registered pass `name` with `options`; an unknown name or option raises `SpecError` that lists the known ones."""
+    """Return the registered pass `name` with `options`; an unknown name or option raises `SpecError` that lists the known ones."""
     return load_pass(name)(**{key.replace("-", "_"): value for key, value in options.items()})
 
 
 def pass_names() -> list[str]:
-    """The names of the passes installed, without importing them."""
+    """Return the names of the passes installed, without importing them."""
     return sorted({entry.name for entry in importlib.metadata.entry_points(group=GROUP)})
 
 
 def load_pass(name: str) -> type[AnyPass]:
-    """The class of the pass installed as `name`, else of an imported one of that name."""
+    """Return the class of the pass installed as `name`, else of an imported one of that name."""
     for entry in importlib.metadata.entry_points(group=GROUP):
         if entry.name == name:
             kind = entry.load()
@@ -305,17 +313,17 @@ def load_pass(name: str) -> type[AnyPass]:
 
 
 def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    """Every class derived from `kind` that has been imported."""
+    """Yield every class derived from `kind` that has been imported."""
     for child in kind.__subclasses__():
         yield child
         yield from subclasses(child)
 
 
 def as_pass(given: AnyPass | str) -> AnyPass:
-    """A pass from a pass or from its spec."""
+    """Return a pass from a pass or from its spec."""
     return given if isinstance(given, Pass) else parse_spec(given)
 
 
 def parse_recipe(specs: Iterable[str]) -> Recipe:
-    """The recipe of a list of specs."""
+    """Return the recipe of a list of specs."""
     return tuple(parse_spec(spec) for spec in specs)

@@ -64,7 +64,7 @@ def store_recipe(model: nn.Module, recipe: Sequence[str], record: Mapping[str, A
 
 
 def stored_recipe(model: nn.Module) -> tuple[str, ...]:
-    """The recipe stored with the model; empty for a dense one."""
+    """Return the recipe stored with the model; empty for a dense one."""
     return provenance_of(model).recipe
 
 
@@ -76,7 +76,7 @@ def stored_record(model: nn.Module) -> dict[str, Any]:
 def new_record(model: nn.Module, config: Mapping[str, Any] | None, accounts: Iterable[Rewrite]) -> dict[str, Any]:
     """Return the record of a model that passes have rewritten, further than its stored recipe did; `config` is the dense one's."""
     earlier = stored_record(model)
-    passes = [*earlier.get("passes", ()), *(one.applied_to.to_dict() for one in accounts if one.applied_to is not None)]
+    passes = [*earlier.get("passes", ()), *(account.applied_to.to_dict() for account in accounts if account.applied_to is not None)]
     kept = earlier.get("config", config) if stored_recipe(model) else config
     return ({"config": kept} if kept else {}) | {"passes": passes}
 
@@ -90,7 +90,7 @@ def dense_config(model: Any) -> dict[str, Any] | None:
 
 
 def store_in_config(model: Any, recipe: Sequence[str], record: Mapping[str, Any]) -> None:
-    """`save_pretrained` writes the recipe, and the rewritten model's names and ties, also of a part that is saved by itself."""
+    """Make `save_pretrained` write the recipe, and the rewritten model's names and ties, also of a part saved by itself."""
     require_room(model)
     saved = rewritten_class(model.config) if stored_recipe(model) else None
     inputs = stored_inputs(model)
@@ -103,7 +103,7 @@ def store_in_config(model: Any, recipe: Sequence[str], record: Mapping[str, Any]
         through.append([own, count])  # what follows was applied to this class
     model.config.quantization_config = entry | ({"part": part} if part else {}) | ({"through": through} if through else {})
     for path, inner in parts_with_configs(model):
-        if any(f"{site}.".startswith(f"{path}.") for one in record.get("passes", ()) for site in one["sites"]):
+        if any(f"{site}.".startswith(f"{path}.") for applied in record.get("passes", ()) for site in applied["sites"]):
             inner.config.quantization_config = entry | {"part": f"{part}.{path}" if part else path}
             keep_own_names(inner)
     keep_own_names(model)
@@ -128,14 +128,14 @@ def entry_of(config: Any) -> dict[str, Any]:
 
 
 def stored_inputs(model: nn.Module) -> dict[str, Any]:
-    """The descriptions of the inputs, on the model or in its config; empty where the inputs were derived from the model."""
+    """Return the descriptions of the inputs, on the model or in its config; empty where the inputs were derived from the model."""
     if (own := provenance_of(model).inputs) is not None:
         return dict(own)
     return dict(entry_of(getattr(model, "config", None)).get("inputs") or {})
 
 
 def remove_from_config(model: Any) -> None:
-    """`save_pretrained` writes a dense model."""
+    """Make `save_pretrained` write a dense model."""
     for part in (model, *(inner for _, inner in parts_with_configs(model))):
         if is_recipe(getattr(part.config, "quantization_config", None)):
             del part.config.quantization_config
@@ -144,7 +144,7 @@ def remove_from_config(model: Any) -> None:
 
 
 def make_room(model: nn.Module, edit: Edit) -> None:
-    """A transformers model is ready to carry a recipe; raises `CheckpointError` where it cannot."""
+    """Make a transformers model ready to carry a recipe; raise `CheckpointError` where it cannot."""
     if is_transformers(model):
         require_room(model)
         require_own_recipe(model)
@@ -167,7 +167,7 @@ def as_ordinary_model(model: Any) -> Iterator[None]:
 
 
 def rewritten_class(config: Any) -> str | None:
-    """The name of the class whose rewriting the recipe in the config is; None where it holds none.
+    """Return the name of the class whose rewriting the recipe in the config is; None where it holds none.
 
     It is not always the model's own: the base of a rewritten model, saved by itself, is the base of that.
     """
@@ -186,7 +186,7 @@ def require_own_recipe(model: Any) -> None:
 
 
 def require_room(model: Any) -> None:
-    """The weights are not quantized and no persistent buffer has two names, else `CheckpointError`."""
+    """Raise `CheckpointError` where the weights are quantized or a persistent buffer has two names."""
     refuse_bundle(vars(model.config), type(model).__name__)
     refuse_packed(model, "rewritten")
     buffers = dict(model.named_buffers(remove_duplicate=False))

@@ -46,13 +46,13 @@ def replay(
     accounts: tuple[Rewrite, ...] = ()
     try:
         inputs = replayed_inputs(model, recipe_storage.stored_inputs(model))
-        for one, then in itertools.zip_longest(passes, recorded[: len(passes)]):
+        for method, then in itertools.zip_longest(passes, recorded[: len(passes)]):
             if then is not None:
                 tie_as(model, then.ties)
             names, modules = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
-            (account,), _ = run_passes(model, (one,), inputs, edit, lambda stage: None)
+            (account,), _ = run_passes(model, (method,), inputs, edit, lambda stage: None)
             if then is not None and account.applied_to is not None and same_model:
-                then.require_same(account.applied_to, one.spec())
+                then.require_same(account.applied_to, method.spec())
             accounts = (*with_current_names(accounts, names, modules, edit), account)
         edit.record_provenance(rewrites=accounts, rearranged=rearranged(edit), added=added(edit))
         recipe_storage.store_recipe(model, specs, record)
@@ -63,11 +63,11 @@ def replay(
 
 
 def replayed_inputs(model: nn.Module, descriptions: Mapping[str, Any]) -> dict[str, Any]:
-    """Inputs like those that a recipe was first applied with, as described; only types and shapes matter to a capture."""
+    """Return inputs like those that a recipe was first applied with, as described; only types and shapes matter to a capture."""
     if not descriptions:
         return named_inputs(model)
     try:
-        inputs = {name: input_from_description(one, device_of(model)) for name, one in descriptions.items()}
+        inputs = {name: input_from_description(note, device_of(model)) for name, note in descriptions.items()}
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
             "the recorded inputs of the recipe are malformed",
@@ -81,20 +81,20 @@ def input_from_description(note: Any, device: torch.device) -> Any:
     """Return an input of the types and shapes that `note` describes, as `describe_inputs` writes it."""
     if isinstance(note, Mapping):
         if "entries" in note:
-            return {key: input_from_description(one, device) for key, one in note["entries"].items()}
-        return tuple(input_from_description(one, device) for one in note["items"])
+            return {key: input_from_description(inner, device) for key, inner in note["entries"].items()}
+        return tuple(input_from_description(inner, device) for inner in note["items"])
     dtype, shape = getattr(torch, note[0]), note[1]
     require_memory(math.prod(shape) * dtype.itemsize, "an input that the recipe was applied with")
     return torch.ones(shape, dtype=dtype, device=device)
 
 
 def rearranged(edit: Edit) -> dict[str, Fate]:
-    """The dense parameters that are stored in another layout, which their names and shapes do not show."""
+    """Return the dense parameters that are stored in another layout, which their names and shapes do not show."""
     return {name: fate for name, fate in edit.account().items() if fate.kind == "rearranged"}
 
 
 def added(edit: Edit) -> frozenset[str]:
-    """The names of the parameters that this rewrite or an earlier one added: none of the dense model's is there."""
+    """Return the names of the parameters that this rewrite or an earlier one added: none of the dense model's is there."""
     earlier = provenance_of(edit.model).added or frozenset()
     named = dict(edit.model.named_parameters(remove_duplicate=False))
     dense = {id(named[fate.name]) for name, fate in edit.account().items() if name not in earlier and fate.name in named}
@@ -102,29 +102,29 @@ def added(edit: Edit) -> frozenset[str]:
 
 
 def recipe(model: nn.Module) -> Recipe | None:
-    """The passes applied to `model` so far, in order; None for a dense model."""
+    """Return the passes applied to `model` so far, in order; None for a dense model."""
     require_torch_module(model)
     specs = recipe_storage.stored_recipe(rewritten_part(model))
     return parse_recipe(specs) if specs else None
 
 
 def rewrites(model: nn.Module) -> tuple[Rewrite, ...] | None:
-    """The accounts of the passes applied to `model`, or replayed when it was loaded; None for a dense model."""
+    """Return the accounts of the passes applied to `model`, or replayed when it was loaded; None for a dense model."""
     return provenance_of(rewritten_part(model)).rewrites
 
 
 def added_parameters(model: nn.Module) -> list[nn.Parameter] | None:
-    """The parameters that the passes added to `model`; None where that is not known, as in a dense model."""
+    """Return the parameters that the passes added to `model`; None where that is not known, as in a dense model."""
     part = rewritten_part(model)
     names = provenance_of(part).added
     return None if names is None else [parameter for name, parameter in part.named_parameters() if name in names]
 
 
 def rewritten_part(model: nn.Module) -> nn.Module:
-    """`model`, or the one transformers model inside it that carries a recipe where `model` carries none."""
+    """Return `model`, or the one transformers model inside it that carries a recipe where `model` carries none."""
     if recipe_storage.stored_recipe(model):
         return model
-    inside = [one for one in transformers_models(model) if recipe_storage.stored_recipe(one)]
+    inside = [part for part in transformers_models(model) if recipe_storage.stored_recipe(part)]
     return inside[0] if len(inside) == 1 else model
 
 
@@ -150,7 +150,7 @@ class Correspondence:
     places: Mapping[str, str]  # dense module → the same module in the rewritten model, where it is still there; paths
 
     def write_dense(self, model: nn.Module, dense: nn.Module, site: str) -> None:
-        """The parameters at `site`, a path in `model`, that were the dense model's have its values again."""
+        """Write the dense values to the parameters at `site`, a path in `model`, that were the dense model's."""
         named, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
         for name, fate in self.fates.items():
             if not fate.name.startswith(f"{site}.") or fate.name not in named:
@@ -163,12 +163,12 @@ class Correspondence:
 
 
 def corresponding_sites(model: nn.Module, dense: nn.Module) -> tuple[CorrespondingSite, ...]:
-    """The sites that approximate passes rewrote, in the order of the model; none where every pass was exact."""
+    """Return the sites that approximate passes rewrote, in the order of the model; none where every pass was exact."""
     return correspondence(model, dense).sites
 
 
 def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
-    """What of `dense` became what of `model`; raises `TrainingError` where it is not the model that `model` was made from."""
+    """Return what of `dense` became what of `model`; raise `TrainingError` where it is not the model that `model` was made from."""
     model, dense = rewritten_part(model), rewritten_part(dense)
     specs = recipe_storage.stored_recipe(model)
     if not specs:
@@ -193,9 +193,9 @@ def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
     edit = Edit(skeleton)
     try:
         inputs = replayed_inputs(skeleton, recipe_storage.stored_inputs(model))
-        for one in parse_recipe(specs):
+        for method in parse_recipe(specs):
             before = dict(skeleton.named_modules())
-            (account,), _ = run_passes(skeleton, (one,), inputs, edit, lambda stage: None)
+            (account,), _ = run_passes(skeleton, (method,), inputs, edit, lambda stage: None)
             for site in account.sites:
                 path = origin.get(id(before.get(site.name)))
                 if path is None:
@@ -203,15 +203,15 @@ def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
                 now = skeleton.get_submodule(site.name)
                 origin[id(now)] = path
                 if not account.exact:
-                    found[path] = now, one
+                    found[path] = now, method
     except RetrofitError as error:
         raise other_architecture(f"its recipe does not fit the teacher: {error.why or error.what}") from error
     require_equal_shapes(skeleton, model)
     names = {id(module): path for path, module in skeleton.named_modules()}
     order = {path: place for place, path in enumerate(modules)}
     sites = (
-        CorrespondingSite(path, names[id(now)], one.name, one.recovery.dial)
-        for path, (now, one) in found.items()
+        CorrespondingSite(path, names[id(now)], method.name, method.recovery.dial)
+        for path, (now, method) in found.items()
         if id(now) in names
     )
     places = {path: names[id(module)] for path, module in modules.items() if id(module) in names}

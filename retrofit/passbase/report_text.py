@@ -21,7 +21,7 @@ TERMS = re.compile(r"(?<=\d) \+ (?=[\w.]+[:,] )")  # of a formula with a term fo
 
 
 def rewrite_rows(rewrite: Rewrite) -> list[Cells]:
-    """What one pass did."""
+    """Return what one pass did."""
     return [
         ("recipe", rewrite.spec),
         ("rewritten", f"{plural(len(rewrite.sites), 'site')}, {promise(rewrite.exact)}"),
@@ -32,7 +32,7 @@ def rewrite_rows(rewrite: Rewrite) -> list[Cells]:
 
 
 def plan_rows(spec: str, exact: bool, plan: Plan) -> list[Cells]:
-    """What one pass would do."""
+    """Return what one pass would do."""
     fits = bool(plan.sites)
     would = f"{plural(len(plan.sites), 'site')}, {promise(exact)}" if fits else "no site: apply would refuse it"
     rows = [
@@ -48,7 +48,7 @@ def plan_rows(spec: str, exact: bool, plan: Plan) -> list[Cells]:
 
 
 def separated(accounts: Iterable[list[Cells]]) -> list[Cells]:
-    """The rows of several passes, an empty one after each where there are several."""
+    """Return the rows of several passes, an empty one after each where there are several."""
     each = list(accounts)
     gap = [("", "")] if len(each) > 1 else []
     return [row for rows in each for row in (*rows, *gap)]
@@ -63,7 +63,7 @@ def rewritten_lines(sites: Sequence[Site]) -> list[str]:
 
 
 def untouched_lines(near_misses: Sequence[NearMiss]) -> list[str]:
-    """Each place, the reason and the remedy where there is one."""
+    """Return each place, the reason and the remedy where there is one."""
     return [
         one_line(f"{miss.name or 'the model'}: {miss.why}") + (f"\n  fix: {one_line(miss.remedy)}" if miss.remedy else "")
         for miss in near_misses
@@ -71,24 +71,24 @@ def untouched_lines(near_misses: Sequence[NearMiss]) -> list[str]:
 
 
 def note_rows(notes: Iterable[str]) -> list[Cells]:
-    """What was found on the way: a table for each kind of measurement, other notes folded as lines."""
+    """Return what was found on the way: a table for each kind of measurement, other notes folded as lines."""
     return shortened("notes", fold_notes(notes))
 
 
 def listed(title: str, lines: Iterable[str]) -> list[Cells]:
-    """The lines as rows under one title, those of one kind folded."""
+    """Return the lines as rows under one title, those of one kind folded."""
     return shortened(title, fold_lines(lines))
 
 
 def shortened(title: str, folded: list[str]) -> list[Cells]:
-    """The texts as rows under one title, one for each line, at most `MOST` texts, with how many were left out."""
+    """Return the texts as rows under one title, one for each line, at most `MOST` texts, with how many were left out."""
     left_out = [f"and {len(folded) - MOST:,} more"] if len(folded) > MOST else []
     lines = [line for text in [*folded[:MOST], *left_out] for line in text.split("\n")]
     return [("" if number else title, line) for number, line in enumerate(lines)]
 
 
 def aligned(rows: Sequence[Cells]) -> str:
-    """The rows as text in two columns; every line of a cell is in its own column."""
+    """Return the rows as text in two columns; every line of a cell is in its own column."""
     width = max(len(title) for title, _ in rows)
     lines = [(title if not number else "", line) for title, cell in rows for number, line in enumerate(cell.split("\n"))]
     return "\n".join(f"{title:<{width}}  {line}".rstrip() for title, line in lines)

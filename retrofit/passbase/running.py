@@ -34,29 +34,29 @@ def run_passes(
     program: Program | None = None,
     anatomy: Anatomy | None = None,
 ) -> tuple[tuple[Rewrite, ...], int]:
-    """Each pass rewrites the result of the one before it; returns their accounts and the FLOPs before the first.
+    """Return each pass rewrites the result of the one before it; returns their accounts and the FLOPs before the first.
 
     `program` is the model's, where it is captured already, and `anatomy` what was read in it.
     """
     rewrites: list[Rewrite] = []
     dense_flops = 0
-    for one in passes:
-        progress(f"inspecting for {one.name}")
+    for method in passes:
+        progress(f"inspecting for {method.name}")
         if rewrites or anatomy is None:
             anatomy = inspect(model, inputs) if program is None or rewrites else read_anatomy(model, program)
         dense_flops = dense_flops or flops_per_token(anatomy.program)
-        progress(f"rewriting with {one.spec()}")
+        progress(f"rewriting with {method.spec()}")
         before, lost = parameter_sizes(model), dropped_elements(edit)
         names, modules = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
         hooks = HookWatch(model)
         try:
             with torch.no_grad(), reported_to(progress):
-                account = one.rewrite(anatomy, edit)
+                account = method.rewrite(anatomy, edit)
         except DoesNotFitError as refusal:
             hooks.explain(refusal)
             raise
         edit.plans.clear()  # the model is another one now
-        hooks.require_kept(model, one.name)
+        hooks.require_kept(model, method.name)
         after = parameter_sizes(model)
         rewrites = list(with_current_names(rewrites, names, modules, edit))
         gone = {key: size for key, size in before.items() if key not in after and key not in edit.replaced}
@@ -66,10 +66,10 @@ def run_passes(
     return tuple(rewrites), dense_flops
 
 
-def require_place(model: nn.Module, one: AnyPass, anatomy: Anatomy) -> Plan:
-    """The plan of the first pass; raises `DoesNotFitError` where it has no site, and names the hooks that have a part in that."""
+def require_place(model: nn.Module, method: AnyPass, anatomy: Anatomy) -> Plan:
+    """Return the plan of the first pass; raise `DoesNotFitError`, which names the hooks in its way, where it has no site."""
     try:
-        plan: Plan = one.fitting_plan(anatomy)
+        plan: Plan = method.fitting_plan(anatomy)
     except DoesNotFitError as refusal:
         HookWatch(model).explain(refusal)
         raise
@@ -79,7 +79,7 @@ def require_place(model: nn.Module, one: AnyPass, anatomy: Anatomy) -> Plan:
 def with_current_names(
     rewrites: Iterable[Rewrite], parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], edit: Edit
 ) -> tuple[Rewrite, ...]:
-    """The accounts of earlier passes with current names of parameters and sites; by their old names, what these were is given."""
+    """Return the accounts of earlier passes with current names; `parameters` and `modules` are those by their old names."""
     names = {id(parameter): name for name, parameter in edit.model.named_parameters()}
     places: dict[int, list[str]] = {}
     for path, module in edit.model.named_modules(remove_duplicate=False):
@@ -95,22 +95,22 @@ def with_current_names(
 
     return tuple(
         dataclasses.replace(
-            one,
-            second_step=tuple(map(parameter_name, one.second_step)),
-            unreached=tuple(map(parameter_name, one.unreached)),
-            sites=tuple(dataclasses.replace(site, name=site_name(site.name)) for site in one.sites),
+            rewrite,
+            second_step=tuple(map(parameter_name, rewrite.second_step)),
+            unreached=tuple(map(parameter_name, rewrite.unreached)),
+            sites=tuple(dataclasses.replace(site, name=site_name(site.name)) for site in rewrite.sites),
         )
-        for one in rewrites
+        for rewrite in rewrites
     )
 
 
 def parameter_sizes(model: nn.Module) -> dict[int, int]:
-    """The elements of each of the model's parameters, by identity."""
+    """Return the elements of each of the model's parameters, by identity."""
     return {id(parameter): parameter.numel() for parameter in model.parameters()}
 
 
 def dropped_elements(edit: Edit) -> int:
-    """How many elements of the dense model have been dropped so far."""
+    """Return how many elements of the dense model have been dropped so far."""
     lost = {id(edit.dense[name]): edit.dense[name].numel() for name, fate in edit.account().items() if fate.kind == "dropped"}
     return sum(lost.values())
 
@@ -124,28 +124,33 @@ def refuse_early(model: nn.Module, passes: Recipe) -> None:
     """Raise `RetrofitError` where its options, earlier passes or the sizes of the weights say that a pass cannot fit."""
     require_consistent(passes)
     sizes = None if is_quantized(model) else WeightSizes.of(model)
-    if sizes is not None:
-        require_sizes(passes[0], sizes)  # later passes see the weights that it leaves
+    added: frozenset[int] | None = frozenset()  # what the passes before may have added
+    for method in passes:
+        if sizes is None or added is None:
+            return
+        require_sizes(method, sizes, added)
+        more = method.added_sizes(sizes.all | added)
+        added = None if more is None else added | more
 
 
 def require_consistent(passes: Recipe) -> None:
     """Raise `DoesNotFitError` where a pass is to rewrite what an equal one before it has, `SpecError` for depths unread."""
-    for number, one in enumerate(passes):
-        for field in dataclasses.fields(one):
-            text = getattr(one, field.name)
+    for number, method in enumerate(passes):
+        for field in dataclasses.fields(method):
+            text = getattr(method, field.name)
             if field.metadata.get("depths") and text not in ("all", field.default):
-                depth_ranges(text, one.name)
-        if any(leaves_nothing(earlier, one) for earlier in passes[:number]):
+                depth_ranges(text, method.name)
+        if any(leaves_nothing(earlier, method) for earlier in passes[:number]):
             raise DoesNotFitError(
-                f"{one.name}: given twice",
-                why=f"{one.already} the second time, at the same sites{chosen_by(one)}",
+                f"{method.name}: given twice",
+                why=f"{method.already} the second time, at the same sites{chosen_by(method)}",
                 remedy="give it once",
                 in_any_form=True,
             )
 
 
 def leaves_nothing(earlier: AnyPass, later: AnyPass) -> bool:
-    """Whether the options by which the pass finds its places are the same in both."""
+    """Return whether the options by which the pass finds its places are the same in both."""
     if type(earlier) is not type(later) or later.places_by is None:
         return False
     covers_all = {
@@ -157,9 +162,9 @@ def leaves_nothing(earlier: AnyPass, later: AnyPass) -> bool:
     return all(before == after or (before == "all" and name in covers_all) for name, before, after in pairs)
 
 
-def chosen_by(one: AnyPass) -> str:
-    """The options by which a pass finds its places, with their values, as the end of a sentence."""
-    options = ", ".join(f"{name}={format_value(getattr(one, name))}" for name in one.places_by or ())
+def chosen_by(method: AnyPass) -> str:
+    """Return the options by which a pass finds its places, with their values, as the end of a sentence."""
+    options = ", ".join(f"{name}={format_value(getattr(method, name))}" for name in method.places_by or ())
     return f": {options}" if options else ""
 
 
@@ -172,11 +177,11 @@ class WeightSizes:
 
     @staticmethod
     def of(model: nn.Module) -> WeightSizes | None:
-        """The sizes of the model's weights; None where they are packed."""
+        """Return the sizes of the model's weights; None where they are packed."""
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         tables |= {id(weight) for weight in [getattr(output_embeddings(model), "weight", None)] if weight is not None}
         matrices, every = set[int](), set[int]()
-        for tensor in {id(one): one for one in (*model.parameters(), *model.buffers())}.values():
+        for tensor in {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}.values():
             if isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
                 return None
             if tensor.dim() < 2 or tensor.dtype == torch.long:
@@ -188,26 +193,27 @@ class WeightSizes:
 
 
 def output_embeddings(model: nn.Module) -> nn.Module | None:
-    """The head of a transformers model, where it has one."""
+    """Return the head of a transformers model, where it has one."""
     try:
         return model.get_output_embeddings()  # type: ignore[operator, no-any-return]
     except (AttributeError, NotImplementedError):
         return None
 
 
-def require_sizes(one: AnyPass, sizes: WeightSizes) -> None:
-    """Raise `DoesNotFitError` where no size of a weight is one that an option of the pass allows."""
-    idle = {name for names in one.idle_options().values() for name in names}
-    for field in dataclasses.fields(one):
-        rule, value = field.metadata.get("weights"), getattr(one, field.name)
+def require_sizes(method: AnyPass, sizes: WeightSizes, added: frozenset[int]) -> None:
+    """Raise `DoesNotFitError` where no size of a weight, nor one `added` before, is one that an option of the pass allows."""
+    idle = {name for names in method.idle_options().values() for name in names}
+    for field in dataclasses.fields(method):
+        rule, value = field.metadata.get("weights"), getattr(method, field.name)
         if rule is None or value is None or field.name in idle:
             continue
         divides = rule == "divides"
-        if any(size % value == 0 for size in sizes.matrices) if divides else value <= max(sizes.all):
+        fits = any(size % value == 0 for size in sizes.matrices | added) if divides else value <= max(sizes.all | added)
+        if fits:
             continue
         shown = first_few(sorted(sizes.matrices if divides else sizes.all), SHOWN)
         raise DoesNotFitError(
-            f"{one.name}: option {field.name}={value} {'divides no' if divides else 'is above every'} size of the model's weights",
+            f"{method.name}: option {field.name}={value} {'divides no' if divides else 'is above every'} size of the weights",
             why=f"it is {field.metadata['doc']}; the sizes are {shown}",
             remedy=remedy(field.name, value, sizes.matrices) if divides else f"use at most {max(sizes.all)}; {SEE_SIZES}",
             in_any_form=True,
@@ -216,12 +222,12 @@ def require_sizes(one: AnyPass, sizes: WeightSizes) -> None:
 
 
 def remedy(name: str, value: int, sizes: frozenset[int]) -> str:
-    """The values nearest to the one given that all sizes allow."""
+    """Return the values nearest to the one given that all sizes allow."""
     common = math.gcd(*sizes)
     return f"use {name}={nearest_divisors(common, value)}; {SEE_SIZES}" if common > 1 else SEE_SIZES
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of a number that are nearest to the one wanted, in words."""
+    """Return the divisors of a number that are nearest to the one wanted, in words."""
     divisors = [size for size in range(1, number + 1) if number % size == 0]
     return " or ".join(map(str, sorted(sorted(divisors, key=lambda size: abs(math.log(size / wanted)))[:NEAREST])))

@@ -37,7 +37,7 @@ class Codec:
 
 
 def read_texts(paths: Iterable[Path]) -> list[str]:
-    """The texts in `paths`, files or directories of .txt, .py and .md; raises `TrainingError` and names the file."""
+    """Return the texts in `paths`, files or directories of .txt, .py and .md; raise `TrainingError` and names the file."""
     files = [file for path in paths for file in text_files(path)]
     texts = [read_text(file) for file in files]
     if not any(text.strip() for text in texts):
@@ -48,7 +48,7 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
 
 
 def text_files(path: Path) -> list[Path]:
-    """The file itself, or the text files of a directory."""
+    """Return the file itself, or the text files of a directory."""
     if not path.exists():
         raise TrainingError(f"{path}: no such file or directory", remedy="check the path", code="missing")
     if not path.is_dir():
@@ -65,7 +65,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def read_text(file: Path) -> str:
-    """The text of a UTF-8 file."""
+    """Return the text of a UTF-8 file."""
     try:
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -75,7 +75,7 @@ def read_text(file: Path) -> str:
 
 
 def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
-    """The tokenizer in `folder`, or in a GGUF file, None where there is none; raises `TrainingError` where one is `required`."""
+    """Return the tokenizer in `folder`, or in a GGUF file; None, or `TrainingError` where it is `required`, where there is none."""
     if folder.suffix == gguf_header.SUFFIX and folder.is_file():
         return read_gguf_tokenizer(folder, required=required)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -93,7 +93,7 @@ def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
 
 
 def read_gguf_tokenizer(file: Path, *, required: bool) -> Any:
-    """The tokenizer in a GGUF file, None where it holds none; raises `TrainingError` where one is `required`."""
+    """Return the tokenizer in a GGUF file, None where it holds none; raise `TrainingError` where one is `required`."""
     if gguf_header.read_header(file).has_tokenizer:
         return pretrained_tokenizer(file, file.parent, gguf_file=file.name)
     if required:
@@ -108,7 +108,7 @@ def read_gguf_tokenizer(file: Path, *, required: bool) -> Any:
 
 
 def pretrained_tokenizer(path: Path, folder: Path, **where: str) -> Any:
-    """The tokenizer that transformers makes of what is at `path`; raises `TrainingError` where it cannot."""
+    """Return the tokenizer that transformers makes of what is at `path`; raise `TrainingError` where it cannot."""
     from transformers import AutoTokenizer
 
     try:
@@ -124,14 +124,14 @@ def pretrained_tokenizer(path: Path, folder: Path, **where: str) -> Any:
 
 
 def codec_for(model: nn.Module, tokenizer: Any = None) -> Codec:
-    """The codec of `tokenizer`, or of bytes where there is none."""
+    """Return the codec of `tokenizer`, or of bytes where there is none."""
     special = config_special_ids(getattr(model, "config", None))
     size = vocabulary_size(model)
     return byte_codec(size, special) if tokenizer is None else tokenizer_codec(tokenizer, size, special)
 
 
 def text_codec(model: nn.Module, tokenizer: Any = None) -> Codec:
-    """The codec that text is read by; raises `TrainingError` where it would be bytes for a vocabulary of words."""
+    """Return the codec that text is read by; raise `TrainingError` where it would be bytes for a vocabulary of words."""
     require_readable(type(model).__name__, vocabulary_size(model), tokenizer)
     return codec_for(model, tokenizer)
 
@@ -148,7 +148,7 @@ def require_readable(name: str, size: int, tokenizer: Any) -> None:
 
 
 def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
-    """Byte b is id `start + b`: the first 256 ids in a row that hold no special one, or the first 256 of all."""
+    """Return the codec in which byte b is id `start + b`: the first 256 ids in a row that hold no special one, or of all."""
     if vocabulary < BYTES:
         raise TrainingError(
             f"a vocabulary of {vocabulary} ids is too small for bytes",
@@ -166,7 +166,7 @@ def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
         return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).int() + start if text else torch.empty(0).int()
 
     def decode(ids: Sequence[int]) -> str:
-        return bytes(one - start for one in ids if one in plain).decode(errors="replace")
+        return bytes(token - start for token in ids if token in plain).decode(errors="replace")
 
     mask = special.get("mask_token_id", free[0] if free else start)  # start is NUL, which text does not hold
     unspeakable = [start + byte for byte in reversed(NEVER_IN_UTF8) if start + byte not in taken]
@@ -177,7 +177,7 @@ def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
 
 
 def tokenizer_codec(tokenizer: Any, vocabulary: int, special: dict[str, int]) -> Codec:
-    """The codec of a Hugging Face tokenizer; a mask or sentinels it lacks are the top ids that are not special."""
+    """Return the codec of a Hugging Face tokenizer; a mask or sentinels it lacks are the top ids that are not special."""
     words: dict[str, int] = tokenizer.get_vocab()
     if not words or max(words.values()) >= vocabulary:
         raise TrainingError(
@@ -189,24 +189,24 @@ def tokenizer_codec(tokenizer: Any, vocabulary: int, special: dict[str, int]) ->
         )
     taken = set(special.values()) | set(tokenizer.all_special_ids)
     free = list(itertools.islice(spare_ids(vocabulary, taken), SENTINELS))
-    numbered = sorted((int(match[1]), one) for word, one in words.items() if (match := re.fullmatch(r"<extra_id_(\d+)>", word)))
+    numbered = sorted((int(match[1]), token) for word, token in words.items() if (match := re.fullmatch(r"<extra_id_(\d+)>", word)))
 
     def encode(text: str) -> torch.Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int32)
 
     mask = tokenizer.mask_token_id if tokenizer.mask_token_id is not None else special.get("mask_token_id", free[0])
-    sentinels = tuple(one for _, one in numbered) or tuple(free)
+    sentinels = tuple(token for _, token in numbered) or tuple(free)
     end = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
     return Codec("the model's tokenizer", encode, tokenizer.decode, range(max(words.values()) + 1), mask, sentinels, end)
 
 
 def spare_ids(vocabulary: int, taken: set[int]) -> Iterator[int]:
-    """The ids that nothing else uses, from the top of the vocabulary."""
-    return (one for one in reversed(range(vocabulary)) if one not in taken)
+    """Yield the ids that nothing else uses, from the top of the vocabulary."""
+    return (token for token in reversed(range(vocabulary)) if token not in taken)
 
 
 def config_special_ids(config: Any) -> dict[str, int]:
-    """The special ids in a model's config, by field: pad_token_id, eos_token_id, …"""
+    """Return the special ids in a model's config, by field: pad_token_id, eos_token_id, …"""
     if not hasattr(config, "to_dict"):
         return {}
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
@@ -214,7 +214,7 @@ def config_special_ids(config: Any) -> dict[str, int]:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """How many ids a model's input embedding has; raises `TrainingError` where it has none."""
+    """Return how many ids a model's input embedding has; raise `TrainingError` where it has none."""
     try:
         weight = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     except (AttributeError, NotImplementedError):
@@ -239,19 +239,19 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def positions_named(model: nn.Module) -> int | None:
-    """How many positions a transformers config says that the model is made for; None where it says nothing."""
+    """Return how many positions a transformers config says that the model is made for; None where it says nothing."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def reading(codec: Codec, windows: torch.Tensor) -> str:
-    """How text was read, and how much came of it: `the model's tokenizer: 4,096 tokens, 32 windows of 128`."""
+    """Return how text was read, and how much came of it: `the model's tokenizer: 4,096 tokens, 32 windows of 128`."""
     count, length = windows.shape
     return f"{codec.name}: {windows.numel():,} tokens, {count:,} window{'' if count == 1 else 's'} of {length}"
 
 
 def windows_of(texts: Iterable[str], codec: Codec, length: int) -> torch.Tensor:
-    """All texts, one after the other, cut into windows: (windows, length). What does not fill a window is left out.
+    """Return all texts, one after the other, cut into windows: (windows, length). What does not fill a window is left out.
 
     A single string is one text.
     """

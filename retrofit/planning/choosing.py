@@ -12,9 +12,11 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
+import math
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from time import monotonic
 
 import numpy
 from numpy.typing import NDArray
@@ -24,7 +26,7 @@ Array = NDArray[numpy.float64]
 ROUNDS = 6  # of linear problems from one start
 STARTS = 6  # at random
 SLACK = 1e-9
-TIME = 2.0  # seconds of one linear problem
+TIME, BRIEF = 2.0, 0.3  # seconds of a linear problem: the first, and each of those that may improve on it
 GAP = 1e-6
 
 
@@ -48,13 +50,13 @@ class Problem:
         return float(self.matrix[numpy.ix_(index, index)].sum())
 
     def is_allowed(self, chosen: Collection[int], limits: Mapping[str, float]) -> bool:
-        """Whether the choice keeps the limits and holds nothing that excludes each other."""
+        """Return whether the choice keeps the limits and holds nothing that excludes each other."""
         within = all(self.cost(name, chosen) <= most + SLACK for name, most in limits.items())
         return within and all(len(set(clique) & set(chosen)) <= 1 for clique in self.cliques)
 
 
 def cliques_of(paths: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
-    """For each innermost module that is replaced, the replacements that replace it or what it lies in."""
+    """Return for each innermost module that is replaced, the replacements that replace it or what it lies in."""
     every = {path for some in paths for path in some}
     innermost = [path for path in every if not any(other != path and inside(other, path) for other in every)]
     found = {tuple(index for index, some in enumerate(paths) if any(inside(path, outer) for outer in some)) for path in innermost}
@@ -65,31 +67,41 @@ def inside(path: str, outer: str) -> bool:
     return path == outer or not outer or path.startswith(f"{outer}.")
 
 
-def choose(problem: Problem, limits: Mapping[str, float], starts: Sequence[Collection[int]] = ()) -> frozenset[int] | None:
-    """The best choice found that keeps the limits; None where no choice does. `limits` are the most of each cost."""
+def choose(
+    problem: Problem, limits: Mapping[str, float], starts: Sequence[Collection[int]] = (), seconds: float = math.inf
+) -> frozenset[int] | None:
+    """Return the best choice found that keeps the limits; None where no choice does. `limits` are the most of each cost.
+
+    After so many `seconds` it is the best so far: of one linear problem at least, and of the `starts`.
+    """
+    until = monotonic() + seconds
     diagonal = numpy.maximum(problem.matrix.diagonal(), 0.0)
     first = linear_choice(problem, diagonal, limits)
     if first is None:
         return None
-    found = [improved(problem, follow(problem, first, limits), limits)]
+    found = [improved(problem, follow(problem, first, limits, until), limits, until)]
     draws = numpy.random.default_rng(0)
     around = [diagonal * draws.lognormal(sigma=0.5, size=problem.count) for _ in range(STARTS)]
     for weights in (numpy.sqrt(diagonal), numpy.maximum(problem.matrix.sum(1), 0.0), *around):
-        another = linear_choice(problem, weights, limits)
+        if monotonic() > until:
+            break
+        another = linear_choice(problem, weights, limits, BRIEF)
         if another is not None:
-            found.append(improved(problem, follow(problem, another, limits), limits))
-    found += [improved(problem, frozenset(one), limits) for one in starts if problem.is_allowed(one, limits)]
+            found.append(improved(problem, follow(problem, another, limits, until), limits, until))
+    found += [improved(problem, frozenset(start), limits, until) for start in starts if problem.is_allowed(start, limits)]
     return min(found, key=problem.loss)
 
 
-def follow(problem: Problem, start: frozenset[int], limits: Mapping[str, float]) -> frozenset[int]:
-    """The best of the choices that linear problems around one another lead to from `start`."""
+def follow(problem: Problem, start: frozenset[int], limits: Mapping[str, float], until: float) -> frozenset[int]:
+    """Return the best of the choices that linear problems around one another lead to from `start`."""
     best = current = start
     for _ in range(ROUNDS):
+        if monotonic() > until:
+            break
         x = numpy.zeros(problem.count)
         x[list(current)] = 1.0
         beside = problem.matrix @ x - problem.matrix.diagonal() * x
-        following = linear_choice(problem, problem.matrix.diagonal() + 2 * beside, limits)
+        following = linear_choice(problem, problem.matrix.diagonal() + 2 * beside, limits, BRIEF)
         if following is None or following == current:
             break
         current = following
@@ -97,8 +109,8 @@ def follow(problem: Problem, start: frozenset[int], limits: Mapping[str, float])
     return best
 
 
-def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float]) -> frozenset[int] | None:
-    """The choice with the least sum of weights that keeps the limits; None where none does."""
+def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float], seconds: float = TIME) -> frozenset[int] | None:
+    """Return the choice with the least sum of weights that keeps the limits; None where none is found."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     rows = [problem.costs[name] for name in limits]
@@ -119,7 +131,7 @@ def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float])
             constraints=constraints,
             integrality=numpy.ones(problem.count),
             bounds=Bounds(0, 1),
-            options={"time_limit": TIME, "mip_rel_gap": GAP},
+            options={"time_limit": seconds, "mip_rel_gap": GAP},
         )
     if solved.x is None:
         return None
@@ -128,39 +140,40 @@ def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float])
 
 
 def trimmed(problem: Problem, chosen: frozenset[int], limits: Mapping[str, float]) -> frozenset[int] | None:
-    """A choice that misses a limit by what the solver rounds off, with one more replacement that meets it; None where none does."""
+    """Return a choice that misses a limit by a rounding error with one more replacement that meets it; None where none does."""
     more = (chosen | {index} for index in range(problem.count) if index not in chosen)
-    allowed = [one for one in more if problem.is_allowed(one, limits)]
+    allowed = [choice for choice in more if problem.is_allowed(choice, limits)]
     return min(allowed, key=problem.loss, default=None)
 
 
-def improved(problem: Problem, chosen: frozenset[int], limits: Mapping[str, float]) -> frozenset[int]:
-    """The choice after exchanges of one or two replacements, until none makes it better."""
+def improved(problem: Problem, chosen: frozenset[int], limits: Mapping[str, float], until: float) -> frozenset[int]:
+    """Return the choice after exchanges of one or two replacements, until none makes it better or the time is over."""
     rivals = rivals_of(problem)
-    while True:
+    while monotonic() <= until:
         moves = single_moves(problem, chosen, rivals)
         better = best_of(problem, chosen, moves, limits)
         if better is None:
             better = best_pair(problem, chosen, moves, limits)
         if better is None:
-            return chosen
+            break
         chosen = better
+    return chosen
 
 
 Move = tuple[frozenset[int], int | None]  # what leaves, what enters
 
 
 def rivals_of(problem: Problem) -> list[set[int]]:
-    """For each replacement those that it excludes."""
+    """Return for each replacement those that it excludes."""
     rivals: list[set[int]] = [set() for _ in range(problem.count)]
     for clique in problem.cliques:
-        for one, other in itertools.permutations(clique, 2):
-            rivals[one].add(other)
+        for first, other in itertools.permutations(clique, 2):
+            rivals[first].add(other)
     return rivals
 
 
 def single_moves(problem: Problem, chosen: frozenset[int], rivals: Sequence[set[int]]) -> list[Move]:
-    """A replacement leaves, or one enters and those that it excludes leave."""
+    """Return a replacement leaves, or one enters and those that it excludes leave."""
     leaving: list[Move] = [(frozenset({index}), None) for index in chosen]
     return leaving + [(frozenset(rivals[index] & chosen), index) for index in range(problem.count) if index not in chosen]
 
@@ -171,16 +184,18 @@ def moved(chosen: frozenset[int], *moves: Move) -> frozenset[int]:
 
 
 def best_of(problem: Problem, chosen: frozenset[int], moves: Sequence[Move], limits: Mapping[str, float]) -> frozenset[int] | None:
-    """The best choice that one move leads to, None where none is better."""
+    """Return the best choice that one move leads to, None where none is better."""
     before = problem.loss(chosen)
-    after = [one for one in (moved(chosen, move) for move in moves) if problem.loss(one) < before - SLACK * max(1.0, before)]
-    return min((one for one in after if problem.is_allowed(one, limits)), key=problem.loss, default=None)
+    after = [
+        choice for choice in (moved(chosen, move) for move in moves) if problem.loss(choice) < before - SLACK * max(1.0, before)
+    ]
+    return min((choice for choice in after if problem.is_allowed(choice, limits)), key=problem.loss, default=None)
 
 
 def best_pair(
     problem: Problem, chosen: frozenset[int], moves: Sequence[Move], limits: Mapping[str, float]
 ) -> frozenset[int] | None:
-    """The best choice that two moves lead to, None where none is better.
+    """Return the best choice that two moves lead to, None where none is better.
 
     All pairs are looked at by their difference alone; a pair that excludes each other is not a choice, and is passed over.
     """
@@ -214,7 +229,7 @@ TRIED = 200  # pairs of moves, from the best on
 
 
 def least_cost(problem: Problem, name: str, limits: Mapping[str, float]) -> frozenset[int] | None:
-    """The choice that costs least of one cost within the limits on the others, however much it loses."""
+    """Return the choice that costs least of one cost within the limits on the others, however much it loses."""
     return linear_choice(problem, problem.costs[name], {other: most for other, most in limits.items() if other != name})
 
 
@@ -223,7 +238,7 @@ STDOUT = 1
 
 @contextlib.contextmanager
 def c_output_suppressed() -> Iterator[None]:
-    """What is written to stdout past Python is lost until the block ends, and what Python writes there goes to stderr.
+    """Within this context what C writes to stdout is lost, and what Python writes there goes to stderr.
 
     HiGHS, which scipy's `milp` runs, prints a line for some solutions whatever its options say; C keeps such lines in a buffer, so
     that they could come anywhere in what Python prints, or after the JSON of `--json`.

@@ -37,12 +37,8 @@ HURRIED, HURRIED_TOKENS = 2, 8  # rounds, and tokens of one, where little of a l
 PROMPT = 32  # tokens
 FEWEST = 3  # decoded: the first is left out, and so is the time to the second
 
-COSTS, LOSSES, CHOICES, REPORT = (
-    0.4,
-    0.75,
-    0.85,
-    0.97,
-)  # shares of a limited time after which each of these ends; the rest is for files
+# Shares of a limited time after which each of these ends; the rest is for files.
+COSTS, LOSSES, CHOICES, REPORT, FRONT = 0.35, 0.65, 0.72, 0.94, 0.96
 
 Hybrid = Callable[[], AbstractContextManager[nn.Module]]
 Inputs = Mapping[str, Any]
@@ -63,7 +59,7 @@ class Deadline:
         return self.seconds < math.inf
 
     def left(self, share: float = REPORT) -> float:
-        """The seconds until that share of the time is over, 0 where it is."""
+        """Return the seconds until that share of the time is over, 0 where it is."""
         return max(0.0, self.began + share * self.seconds - monotonic())
 
     def over(self, share: float = REPORT) -> bool:
@@ -88,20 +84,20 @@ class Interrupted(TorchFunctionMode):
 
 
 def seconds_of(quantity: str, model: nn.Module, window: Inputs, tokens: int = TOKENS) -> float:
-    """One measurement: the seconds of a decoded token, a mean of so many, of a forward of the window, of a training step on it."""
+    """Return the seconds of a decoded token, a mean of so many, of a forward of the window, or of a training step on it."""
     if quantity == "decode":
         return seconds_of_token(model, window, tokens)
     return seconds_of_forward(model, window) if quantity == "prefill" else seconds_of_step(model, window)
 
 
 def measurable(model: nn.Module, window: Inputs) -> tuple[str, ...]:
-    """The quantities of which times can be measured."""
+    """Return the quantities of which times can be measured."""
     decodes = can_generate(model, window) and decoded_tokens(model) >= FEWEST
     return ("decode", "prefill", "train") if decodes else ("prefill", "train")
 
 
 def decoded_tokens(model: nn.Module, tokens: int = TOKENS) -> int:
-    """How many tokens are decoded to time so many: no more than the model has positions for after one of a prompt."""
+    """Return how many tokens are decoded to time so many: no more than the model has positions for after one of a prompt."""
     return min(tokens + 2, positions_of(model) - 1)
 
 
@@ -111,7 +107,7 @@ def positions_of(model: nn.Module) -> int:
 
 @torch.no_grad()
 def seconds_of_token(model: nn.Module, window: Inputs, tokens: int = TOKENS) -> float:
-    """The mean time from one token to the next as `generate` decodes them, the first left out."""
+    """Return the mean time from one token to the next as `generate` decodes them, the first left out."""
     began: list[float] = []
     count = decoded_tokens(model, tokens)
     kept = (ids_name(window), ids_name(window, decoder=True))  # of what has a row a window
@@ -134,18 +130,18 @@ def seconds_of_forward(model: nn.Module, window: Inputs) -> float:
 
 
 def seconds_of_step(model: nn.Module, window: Inputs) -> float:
-    """A forward and a backward of the window, in training mode."""
+    """Return a forward and a backward of the window, in training mode."""
     with preserve_modes(model), preserve_random_state():
         torch.manual_seed(0)
         model.train()
-        parameters = [one for one in model.parameters() if one.requires_grad]
+        parameters = [part for part in model.parameters() if part.requires_grad]
 
         def step() -> None:
             with auxiliary_losses() as losses:
                 outputs = logits_of(model(**window))
             flat = outputs.flatten(0, -2).float()
             loss = F.cross_entropy(flat, torch.arange(len(flat), device=flat.device) % flat.shape[-1])
-            torch.autograd.grad(loss + sum(one.to(loss) for one in losses), parameters, allow_unused=True)
+            torch.autograd.grad(loss + sum(part.to(loss) for part in losses), parameters, allow_unused=True)
 
         return timed(step)
 
@@ -161,7 +157,7 @@ def timed(action: Callable[[], Any]) -> float:
 def beside(
     dense: Hybrid, others: Sequence[Hybrid], quantity: str, window: Inputs, most_seconds: float = SECONDS, hurried: bool = False
 ) -> tuple[float, list[float]]:
-    """The seconds of the dense model, and the share of them that each of the others takes: medians over rounds.
+    """Return the seconds of the dense model, and the share of them that each of the others takes: medians over rounds.
 
     There are at least `LEAST`; where `hurried` at least `HURRIED`, of fewer tokens.
     """
@@ -177,25 +173,25 @@ def beside(
                 taken = seconds_of(quantity, model, window, tokens)
             if rounds:  # the first is for warmth
                 seconds[index].append(taken)
-        ratios = [[one / reference for one, reference in zip(each, seconds[0], strict=True)] for each in seconds[1:]]
+        ratios = [[own / reference for own, reference in zip(each, seconds[0], strict=True)] for each in seconds[1:]]
         rounds += 1
     return statistics.median(seconds[0]), [statistics.median(each) for each in ratios]
 
 
 def goes_on(taken: float, given: float, ratios: Sequence[Sequence[float]]) -> bool:
-    """Whether another round begins: there is time, or there is patience and a ratio is not known well."""
+    """Return whether another round begins: there is time, or there is patience and a ratio is not known well."""
     return taken < given or (taken < PATIENCE * given and max(map(error_of_median, ratios)) > EXACT)
 
 
 def error_of_median(values: Sequence[float]) -> float:
-    """The standard error of the median of values that are normal but for some outliers."""
+    """Return the standard error of the median of values that are normal but for some outliers."""
     centre = statistics.median(values)
-    spread = 1.4826 * statistics.median([abs(one - centre) for one in values])
+    spread = 1.4826 * statistics.median([abs(value - centre) for value in values])
     return 1.2533 * spread / math.sqrt(len(values))
 
 
 def trains(model: nn.Module, window: Inputs) -> bool:
-    """Whether a training step of the model can be timed."""
+    """Return whether a training step of the model can be timed."""
     with contextlib.suppress(RetrofitError, RuntimeError, TypeError, IndexError):
         seconds_of_step(model, window)
         return True

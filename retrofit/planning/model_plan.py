@@ -53,7 +53,7 @@ class PlannedRecipe:
 
     @property
     def passes(self) -> Recipe:
-        """What `retrofit.apply` takes."""
+        """Return what `retrofit.apply` takes."""
         return parse_recipe(self.recipe)
 
 
@@ -70,7 +70,7 @@ class UniformSetting:
 
     @property
     def shown(self) -> Worth:
-        """What is known best: on the windows of the report where it was measured on them."""
+        """Return what is known best: on the windows of the report where it was measured on them."""
         return self.held_out or self.worth
 
 
@@ -91,21 +91,21 @@ class ModelPlan:
 
     @property
     def passes(self) -> Recipe:
-        """The passes for the first target."""
+        """Return the passes for the first target."""
         return self.planned[0].passes
 
     def __str__(self) -> str:
         from retrofit.passbase.report_text import aligned
 
-        return "\n\n".join(aligned(list(rows_of(self, one))) for one in self.planned)
+        return "\n\n".join(aligned(list(rows_of(self, planned))) for planned in self.planned)
 
-    def to_dict(self, one: PlannedRecipe) -> dict[str, Any]:
-        """The plan for one target as plain data: a recipe file, whose notes are the figures."""
+    def to_dict(self, planned: PlannedRecipe) -> dict[str, Any]:
+        """Return the plan for one target as plain data: a recipe file, whose notes are the figures."""
         notes = {
-            "target": str(one.target),
-            "layers": [dataclasses.asdict(part) for part in one.layers],
-            "predicted": plain(one.predicted),
-            "measured": None if one.measured is None else plain(one.measured),
+            "target": str(planned.target),
+            "layers": [dataclasses.asdict(part) for part in planned.layers],
+            "predicted": plain(planned.predicted),
+            "measured": None if planned.measured is None else plain(planned.measured),
             "distance": DISTANCES[self.are_logits],
             "dense": {"loss": self.dense_loss, "seconds": dict(self.dense_seconds)},
             "uniform": [
@@ -122,61 +122,61 @@ class ModelPlan:
             "left_out": dict(self.left_out),
             "notes": list(self.notes),
         }
-        return {"recipe": list(one.recipe), "version": VERSION, "notes": notes}
+        return {"recipe": list(planned.recipe), "version": VERSION, "notes": notes}
 
-    def save(self, one: PlannedRecipe, path: Path, *, force: bool = False) -> None:
-        """The plan for one target is a recipe file at `path`, which `retrofit apply --recipe` takes."""
+    def save(self, planned: PlannedRecipe, path: Path, *, force: bool = False) -> None:
+        """Write the plan for one target as a recipe file, which `retrofit apply --recipe` takes."""
         with whole_file(path, force=force) as file:
-            file.write(f"{json.dumps(self.to_dict(one), indent=2)}\n".encode())
+            file.write(f"{json.dumps(self.to_dict(planned), indent=2)}\n".encode())
 
 
 def plain(worth: Worth) -> dict[str, Any]:
-    """Costs as shares of the dense model's, and what is lost."""
+    """Return costs as shares of the dense model's, and what is lost."""
     return {"costs": dict(worth.costs), "distance": worth.distance, "added_loss": worth.added_loss}
 
 
-def rows_of(plan: ModelPlan, one: PlannedRecipe) -> Iterator[tuple[str, str]]:
-    """The plan for one target as rows of two cells."""
-    yield "target", str(one.target)
-    for number, spec in enumerate(one.recipe):
+def rows_of(plan: ModelPlan, planned: PlannedRecipe) -> Iterator[tuple[str, str]]:
+    """Yield the plan for one target as rows of two cells."""
+    yield "target", str(planned.target)
+    for number, spec in enumerate(planned.recipe):
         yield "" if number else "recipe", spec
-    for number, part in enumerate(one.layers):
+    for number, part in enumerate(planned.layers):
         where = layer_range(part.depths) if part.depths else "the whole model"
         alone = f"{min(part.alone):.2g}" + (f"–{max(part.alone):.2g}" if len(part.alone) > 1 else "")
         yield "" if number else "chosen", f"{where}: {part.spec}; by itself each {alone}"
-    for name in one.predicted.costs:
+    for name in planned.predicted.costs:
         speed = QUANTITIES[name].kind == "speed"
-        figures = [f"{(1 / worth.costs[name] if speed else worth.costs[name]):.2f}×" for worth in worths(one)]
-        yield name, told(figures)
-    if one.predicted.added_loss is not None:
-        yield "loss added", told([f"{worth.added_loss:+.4f}" for worth in worths(one) if worth.added_loss is not None])
-    yield ("KL" if plan.are_logits else "error"), told([f"{worth.distance:.4f}" for worth in worths(one)])
+        figures = [f"{(1 / worth.costs[name] if speed else worth.costs[name]):.2f}×" for worth in worths(planned)]
+        yield name, figures_text(figures)
+    if planned.predicted.added_loss is not None:
+        yield "loss added", figures_text([f"{worth.added_loss:+.4f}" for worth in worths(planned) if worth.added_loss is not None])
+    yield ("KL" if plan.are_logits else "error"), figures_text([f"{worth.distance:.4f}" for worth in worths(planned)])
 
 
 def candidate_rows(uniform: Sequence[UniformSetting], main: str) -> list[tuple[str, str]]:
-    """Each candidate in all layers, from the least of the cost `main` on: what it takes and loses."""
+    """Return each candidate in all layers, from the least of the cost `main` on: what it takes and loses."""
     found = []
-    for one in sorted(uniform, key=lambda setting: setting.worth.costs[main]):
+    for candidate in sorted(uniform, key=lambda setting: setting.worth.costs[main]):
         speed = QUANTITIES[main].kind == "speed"
-        share = 1 / one.worth.costs[main] if speed else one.worth.costs[main]
-        lost = "" if one.shown.added_loss is None else f", loss {one.shown.added_loss:+.3f}"
-        known, count = one.sampled
-        how = "" if one.held_out else f", predicted from {known} of its {count} sites"
-        found.append((one.spec, f"{main} {share:.2f}×{lost}, distance {one.shown.distance:.3f}{how}"))
+        share = 1 / candidate.worth.costs[main] if speed else candidate.worth.costs[main]
+        lost = "" if candidate.shown.added_loss is None else f", loss {candidate.shown.added_loss:+.3f}"
+        known, count = candidate.sampled
+        how = "" if candidate.held_out else f", predicted from {known} of its {count} sites"
+        found.append((candidate.spec, f"{main} {share:.2f}×{lost}, distance {candidate.shown.distance:.3f}{how}"))
     return found
 
 
-def worths(one: PlannedRecipe) -> list[Worth]:
-    return [one.predicted] if one.measured is None else [one.predicted, one.measured]
+def worths(planned: PlannedRecipe) -> list[Worth]:
+    return [planned.predicted] if planned.measured is None else [planned.predicted, planned.measured]
 
 
-def told(figures: list[str]) -> str:
-    """What was predicted, and what was measured where it was."""
+def figures_text(figures: list[str]) -> str:
+    """Return what was predicted, and what was measured where it was."""
     return f"{figures[0]} predicted" + (f", {figures[1]} measured" if len(figures) > 1 else ", not measured")
 
 
 def draw_front(path: Path, plan: ModelPlan, *, force: bool = False) -> Path:
-    """`path` is a PNG: the predicted front as a line, a point for each uniform setting, and for each plan as it was measured."""
+    """Write a PNG: the predicted front as a line, a point for each uniform setting, and for each plan as it was measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -188,14 +188,14 @@ def draw_front(path: Path, plan: ModelPlan, *, force: bool = False) -> Path:
     figure = Figure(figsize=(SIZE[0] * 1.25, SIZE[1]), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(1.0, color="#555555", linewidth=1.0, linestyle="--")
-    front = sorted((across(one), lost(one)) for one in plan.front)
+    front = sorted((across(planned), lost(planned)) for planned in plan.front)
     axes.plot([x for x, _ in front], [y for _, y in front], "-", color="#222222", linewidth=1.4, label="plans, predicted")
     for colour, setting in zip(itertools.cycle(COLOURS), plan.uniform, strict=False):
         axes.plot([across(setting.worth)], [lost(setting.shown)], "o", color=colour, markersize=6, label=setting.spec)
-    for one in plan.planned:
-        shown = one.predicted if one.measured is None else one.measured
+    for planned in plan.planned:
+        shown = planned.predicted if planned.measured is None else planned.measured
         axes.plot([across(shown)], [lost(shown)], "*", color="#222222", markersize=13)
-        axes.annotate(str(one.target), (across(shown), lost(shown)), xytext=(6, 6), textcoords="offset points", fontsize=8)
+        axes.annotate(str(planned.target), (across(shown), lost(shown)), xytext=(6, 6), textcoords="offset points", fontsize=8)
     axes.set_yscale("symlog", linthresh=smallest(plan))
     axes.set_xlabel(f"{quantity.what} (times the dense model's)")
     axes.set_ylabel("loss added (nats a token)" if plan.dense_loss is not None else DISTANCES[plan.are_logits])
@@ -212,6 +212,6 @@ def lost(worth: Worth) -> float:
 
 
 def smallest(plan: ModelPlan) -> float:
-    """Below this what is lost is drawn linearly: about the least that is lost anywhere."""
-    values = [lost(one) for one in (*plan.front, *(setting.shown for setting in plan.uniform)) if lost(one) > 0]
+    """Return about the least that is lost anywhere: below it the scale is linear."""
+    values = [lost(worth) for worth in (*plan.front, *(setting.shown for setting in plan.uniform)) if lost(worth) > 0]
     return max(1e-4, min(values, default=1e-2))

@@ -14,17 +14,19 @@ from torch.utils._pytree import tree_leaves
 from retrofit.errors import PlanningError, RetrofitError, SpecError
 from retrofit.inputs.calibration import Calibration, batched, length_of, windows_of_batch
 from retrofit.inputs.example_inputs import device_of
+from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.probes import run
 from retrofit.passbase.calibration import calibration_from, calibration_windows, named_batch, require_token_ids, tokenize_texts
 from retrofit.passbase.tokenization import codec_for
+from retrofit.planning.costs import timed
 from retrofit.training.objectives import Collator, add_loss, objective_for
 from retrofit.training.teaching import short_hash
 from retrofit.training.windows import WINDOW, numbered_windows
 
 FIT_TOKENS, MEASURED_TOKENS, HELD_OUT_TOKENS = 16384, 2048, 4096
 LARGE = 20_000_000  # parameters, from which on half as many tokens are fitted and measured on
-ARITHMETIC = {"cpu": 2e10}  # operations a second that a limited time is divided by, by the type of device
-ACCELERATED = 2e13  # on any other
-SHARE = 0.02  # of a limited time that one forward of all windows measured may take
+SHARE = 0.005  # of a limited time that one forward of all windows measured may take: candidates take about sixty
+TWICE = 0.5  # seconds of a forward that is timed a second time, lest the first was slow for once
 PART = 5  # one window in so many at most is measured on, and as many are held out
 FEWEST = 5  # windows
 
@@ -41,10 +43,11 @@ class PlanningData:
     shift: int | None  # of the labels, None where there is no loss
     no_loss: str  # why there is none
     fingerprint: str
+    counts: TokenCounts
 
     @property
     def window(self) -> dict[str, Any]:
-        """The first window measured, without labels: what is timed."""
+        """Return the first window measured, without labels: what is timed."""
         first = self.measured[0]
         return {name: value[:1] if isinstance(value, Tensor) else value for name, value in first.items() if name != "labels"}
 
@@ -58,39 +61,54 @@ class TokenCounts:
     held_out: int
 
     @classmethod
-    def of(cls, model: nn.Module, tokens: int | None = None, seconds: float = math.inf) -> TokenCounts:
-        """What suits a model; `tokens` are fitted on where given. Of little time, `seconds`, fewer are: by the model's size."""
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        share = 1 if parameters < LARGE else 2
-        measured, affordable = MEASURED_TOKENS // share, math.inf
-        if seconds < math.inf:
-            affordable = SHARE * seconds * ARITHMETIC.get(device_of(model).type, ACCELERATED) / (2 * max(1, parameters))
+    def of(cls, model: nn.Module, tokens: int | None = None, affordable: float = math.inf) -> TokenCounts:
+        """Return what suits the size of a model, of which so many may be measured on; `tokens` are fitted on where given."""
+        share = 1 if sum(parameter.numel() for parameter in model.parameters()) < LARGE else 2
         return cls(
             tokens or int(min(FIT_TOKENS // share, 2 * affordable)),
-            int(min(measured, affordable)),
+            int(min(MEASURED_TOKENS // share, affordable)),
             int(min(HELD_OUT_TOKENS, 2 * affordable)),
         )
+
+    @classmethod
+    def in_time(cls, model: nn.Module, tokens: int | None, seconds: float, window: Batch) -> TokenCounts:
+        """Return the same for a plan in so many seconds, by the time that the model takes for a window."""
+        if seconds == math.inf:
+            return cls.of(model, tokens)
+        return cls.of(model, tokens, SHARE * seconds * length_of(dict(window)) / seconds_of_run(model, window))
+
+
+def seconds_of_run(model: nn.Module, window: Batch) -> float:
+    """Return the seconds of a forward."""
+    window = moved(window, device_of(model))
+    with evaluation_mode(model), torch.no_grad():
+        first = timed(lambda: run(model, window))
+        return min(first, timed(lambda: run(model, window))) if first < TWICE else first
 
 
 def planning_data(
     model: nn.Module,
     given: Any,
     tokenizer: Any = None,
-    counts: TokenCounts | None = None,
     inputs: Mapping[str, Any] | None = None,
+    *,
+    counts: TokenCounts | None = None,
+    tokens: int | None = None,
+    seconds: float = math.inf,
 ) -> PlanningData:
-    """`given`, texts, token ids (windows, length) or batches, in three parts of `counts` tokens. `inputs` by argument name are
-    examples, derived from the model where not given.
+    """Return `given`, texts, token ids (windows, length) or batches, in three parts of `counts` tokens.
 
-    Raises `PlanningError` where it is too short, `SpecError` where it is nothing the model takes.
+    Where these are not given they are what suits the model, a plan in so many `seconds`, and `tokens` to fit on. `inputs` by
+    argument name are examples, derived from the model where not given. Raise `PlanningError` where the text is too short,
+    `SpecError` where it is nothing the model takes.
     """
-    counts = counts or TokenCounts.of(model)
-    if isinstance(given, str) or (isinstance(given, (list, tuple)) and given and all(isinstance(one, str) for one in given)):
+    if isinstance(given, str) or (isinstance(given, (list, tuple)) and given and all(isinstance(text, str) for text in given)):
         given = windows_of_texts(model, [given] if isinstance(given, str) else given, tokenizer)
     if isinstance(given, Tensor) and not given.is_floating_point():
         given = given.detach().cpu().long()
         require_token_ids(model, given)
         length = given.shape[1]
+        counts = counts or TokenCounts.in_time(model, tokens, seconds, named_batch(model, given[:1], inputs))
         rows = split(len(given), counts.measured // length, counts.held_out // length, counts.fitted // length)
         calibration = calibration_from(model, given[rows[0]], inputs)
         example, shift, no_loss = examples_of(model, given, tokenizer, inputs)
@@ -99,6 +117,7 @@ def planning_data(
     else:
         windows = [window for batch in calibration_from(model, given, inputs).batches for window in windows_of_batch(batch)]
         length = max(1, max(length_of(window) for window in windows))
+        counts = counts or TokenCounts.in_time(model, tokens, seconds, windows[0])
         rows = split(len(windows), counts.measured // length, counts.held_out // length, counts.fitted // length)
         calibration = Calibration(tuple(batched(windows[row] for row in rows[0])))
         parts, shift, no_loss = [[windows[row] for row in some] for some in rows[1:]], None, "the text came as batches"
@@ -106,11 +125,11 @@ def planning_data(
         fingerprint = short_hash(b"".join(value.contiguous().cpu().numpy().tobytes() for value in values) + str(rows).encode())
     device = device_of(model)
     found = [tuple(moved(batch, device) for batch in batched(part)) for part in parts]
-    return PlanningData(calibration, found[0], found[1], shift, no_loss, fingerprint)
+    return PlanningData(calibration, found[0], found[1], shift, no_loss, fingerprint, counts)
 
 
 def windows_of_texts(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
-    """Texts as windows of token ids; raises `PlanningError` where they do not fill one."""
+    """Return texts as windows of token ids; raise `PlanningError` where they do not fill one."""
     try:
         return tokenize_texts(model, texts) if tokenizer is None else calibration_windows(model, texts, tokenizer)
     except SpecError as error:
@@ -118,7 +137,7 @@ def windows_of_texts(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> 
 
 
 def split(count: int, measured: int, held_out: int, fitted: int) -> tuple[list[int], list[int], list[int]]:
-    """The numbers of the windows to fit on, to measure on and to hold out, each at even distances."""
+    """Return the numbers of the windows to fit on, to measure on and to hold out, each at even distances."""
     if count < FEWEST:
         raise PlanningError(
             f"the text fills only {count} windows",
@@ -136,7 +155,7 @@ def split(count: int, measured: int, held_out: int, fitted: int) -> tuple[list[i
 
 
 def evenly(numbers: Sequence[int], most: int) -> list[int]:
-    """At most so many of the numbers, at even distances."""
+    """Return at most so many of the numbers, at even distances."""
     count = min(most, len(numbers))
     return [numbers[(2 * index + 1) * len(numbers) // (2 * count)] for index in range(count)]
 
@@ -144,8 +163,8 @@ def evenly(numbers: Sequence[int], most: int) -> list[int]:
 def examples_of(
     model: nn.Module, windows: Tensor, tokenizer: Any, inputs: Mapping[str, Any] | None
 ) -> tuple[Callable[[int], dict[str, Any]], int | None, str]:
-    """A window as the model takes it, by its number, with labels where it computes a loss; by how much outputs precede them, or
-    why there is no loss."""
+    """Return three: windows by their number, as the model takes them, with labels where it computes a loss; by how much outputs
+    precede these; why there is no loss."""
     try:
         objective = objective_for(add_loss(model), codec_for(model, tokenizer), windows[0].long())
     except RetrofitError as error:

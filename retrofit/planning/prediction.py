@@ -50,28 +50,28 @@ class JointError:
 
     @classmethod
     def of(cls, alone: Sequence[float], cosines: Array) -> JointError:
-        """From k, (n), and r, (n, n)."""
+        """Return from k, (n), and r, (n, n)."""
         root = numpy.sqrt(numpy.maximum(numpy.asarray(alone, dtype=float), FLOOR))
         matrix = numpy.outer(root, root) * cosines
         numpy.fill_diagonal(matrix, root**2)
         return cls(matrix)
 
     def together(self, chosen: Collection[int]) -> float:
-        """q of the replacements chosen."""
+        """Return q of the replacements chosen."""
         index = numpy.asarray(sorted(chosen), dtype=int)
         return max(0.0, float(self.matrix[numpy.ix_(index, index)].sum()))
 
     def distance(self, chosen: Collection[int]) -> float:
-        """K of the replacements chosen."""
+        """Return K of the replacements chosen."""
         return self.of_together(self.together(chosen))
 
     def of_together(self, q: float) -> float:
         return self.a * q**self.b if q > 0 else 0.0
 
     def added_loss(self, distance: float) -> float:
-        """The loss that goes with a distance."""
-        finite = [one for one in self.measured if FLOOR < one.distance < math.inf]
-        known = [(one.distance, one.added_loss) for one in finite if one.added_loss is not None]
+        """Return the loss that goes with a distance."""
+        finite = [hybrid for hybrid in self.measured if FLOOR < hybrid.distance < math.inf]
+        known = [(hybrid.distance, hybrid.added_loss) for hybrid in finite if hybrid.added_loss is not None]
         if not known:
             return distance
         weights = [closeness(other, distance) for other, _ in known]
@@ -79,17 +79,17 @@ class JointError:
         return distance * sum(shares) / sum(weights)
 
     def expected(self, chosen: Collection[int], measured: Sequence[MeasuredTogether]) -> float:
-        """About what K is, to ask `fitted` for what counts there: no more than where nearly as much adds up and was measured.
+        """Return about what K is, for `fitted` to know what counts: no more than where nearly as much adds up and was measured.
 
         Small errors add up, large ones do not: predictions that are gone cannot go further.
         """
         q = max(self.together(chosen), FLOOR)
-        nearest = min(measured, key=lambda one: abs(math.log(max(self.together(one.chosen), FLOOR) / q)), default=None)
+        nearest = min(measured, key=lambda hybrid: abs(math.log(max(self.together(hybrid.chosen), FLOOR) / q)), default=None)
         added_up = self.fitted(measured, 1.0).distance(chosen)
         return added_up if nearest is None else min(added_up, nearest.distance)
 
     def counted(self, candidates: Sequence[int], measured: Sequence[MeasuredTogether]) -> JointError:
-        """With the g by which q is nearest to what was measured; `candidates` has the candidate of each replacement."""
+        """Return with the g by which q is nearest to what was measured; `candidates` has the candidate of each replacement."""
         from scipy.optimize import lsq_linear
 
         names = sorted(set(candidates))
@@ -97,16 +97,16 @@ class JointError:
         crossed = self.matrix - numpy.diag(self.matrix.diagonal())
         first, second = numpy.triu_indices(len(names))
         rows, wanted, own = [], [], numpy.ones(len(names))
-        for one in (one for one in measured if math.isfinite(one.distance)):
+        for hybrid in (hybrid for hybrid in measured if math.isfinite(hybrid.distance)):
             chosen = numpy.zeros((len(self.matrix), 1))
-            chosen[list(one.chosen)] = 1.0
+            chosen[list(hybrid.chosen)] = 1.0
             blocks = (member * chosen).T @ crossed @ (member * chosen)  # sums of cross terms, by pairs of candidates
-            more = one.distance - float(self.matrix.diagonal() @ chosen[:, 0])
+            more = hybrid.distance - float(self.matrix.diagonal() @ chosen[:, 0])
             present = numpy.flatnonzero((member * chosen).any(0))
             if len(present) == 1 and abs(blocks.sum()) > FLOOR:
                 own[present[0]] = min(1.0, max(0.0, more / blocks.sum()))
-            rows.append((blocks + blocks.T - numpy.diag(blocks.diagonal()))[first, second] / max(one.distance, FLOOR))
-            wanted.append(more / max(one.distance, FLOOR))
+            rows.append((blocks + blocks.T - numpy.diag(blocks.diagonal()))[first, second] / max(hybrid.distance, FLOOR))
+            wanted.append(more / max(hybrid.distance, FLOOR))
         prior = numpy.sqrt(own[first] * own[second])
         g = prior
         if rows:
@@ -119,8 +119,8 @@ class JointError:
         return dataclasses.replace(self, matrix=matrix)
 
     def fitted(self, measured: Sequence[MeasuredTogether], near: float) -> JointError:
-        """With a and b of the hybrids measured, those counting most whose distance is near `near`."""
-        points = [(self.together(one.chosen), one.distance) for one in measured]
+        """Return with a and b of the hybrids measured, those counting most whose distance is near `near`."""
+        points = [(self.together(hybrid.chosen), hybrid.distance) for hybrid in measured]
         known = [
             (math.log(q), math.log(found), closeness(found, near)) for q, found in points if q > FLOOR and FLOOR < found < math.inf
         ]
@@ -137,15 +137,15 @@ class JointError:
         return dataclasses.replace(self, a=a, b=b, measured=tuple(measured))
 
 
-def closeness(one: float, other: float) -> float:
-    """How much a measurement at one distance says about another: 1 where they are the same, never 0."""
-    apart = math.log(max(one, FLOOR)) - math.log(max(other, FLOOR))
+def closeness(distance: float, other: float) -> float:
+    """Return how much a measurement at one distance says about another: 1 where they are the same, never 0."""
+    apart = math.log(max(distance, FLOOR)) - math.log(max(other, FLOOR))
     return math.exp(-0.5 * (apart / NEAR) ** 2) + 1e-3
 
 
 def cosines_of(sketches: Sequence[Array]) -> Array:
-    """The cosines between vectors, (n, n); one without length has none with any other."""
-    stacked = numpy.stack([numpy.asarray(one, dtype=numpy.float32) for one in sketches])
+    """Return the cosines between vectors, (n, n); one without length has none with any other."""
+    stacked = numpy.stack([numpy.asarray(sketch, dtype=numpy.float32) for sketch in sketches])
     lengths = numpy.linalg.norm(stacked, axis=1, keepdims=True)
     stacked = stacked / numpy.maximum(lengths, FLOOR)
     found: Array = (stacked @ stacked.T).astype(float)
@@ -157,7 +157,7 @@ Timed = Mapping[frozenset[int], float]  # what choices were measured to add
 
 
 def joint_cost(kinds: Sequence[str], alone: Sequence[float], timed: Timed) -> Array:
-    """c of each replacement, (n): as each was measured with its like, `alone`, where no choice was timed."""
+    """Return c of each replacement, (n): as each was measured with its like, `alone`, where no choice was timed."""
     found = numpy.asarray(alone, dtype=float)
     if not timed:
         return found

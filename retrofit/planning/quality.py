@@ -29,7 +29,7 @@ from retrofit.inputs.module_calls import map_tensors, real_tokens, watched
 from retrofit.inputs.probes import logits_of, run
 from retrofit.numerics.distances import token_weights
 from retrofit.passbase.tokenization import vocabulary_size
-from retrofit.planning.planning_data import examples_of
+from retrofit.planning.planning_data import examples_of, moved
 from retrofit.training.objectives import IGNORED, without_labels
 
 SKETCH = 32  # projections of a token's u
@@ -37,7 +37,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def vocabularies(model: nn.Module) -> set[int]:
-    """How many logits a token has, by what the model says and by the table that its graph looks ids up in."""
+    """Return how many logits a token has, by what the model says and by the table that its graph looks ids up in."""
     found = {vocabulary_of(model)} - {0}
     with contextlib.suppress(TrainingError):
         found.add(vocabulary_size(model))
@@ -75,7 +75,7 @@ class MeasuredWindows:
     def of(
         cls, model: nn.Module, batches: Sequence[Mapping[str, Any]], layers: Sequence[str], shift: int | None
     ) -> MeasuredWindows:
-        """The windows of `batches`, whose labels an output precedes by `shift`; `layers` are recalled, none where empty."""
+        """Return the windows of `batches`, whose labels an output precedes by `shift`; `layers` are recalled, none where empty."""
         found = []
         are_logits, sizes = False, vocabularies(model)
         with evaluation_mode(model), torch.no_grad():
@@ -88,22 +88,22 @@ class MeasuredWindows:
                     shifted = F.pad(batch["labels"][:, shift:], (0, shift), value=IGNORED).to(outputs.device)
                     labels = shifted.flatten() if mask is None else shifted[mask]
                 found.append(MeasuredBatch(inputs, labels, outputs.float().log_softmax(-1) if are_logits else outputs.float()))
-        recalled = PrefixCache(model, layers, [one.inputs for one in found]) if layers else None
+        recalled = PrefixCache(model, layers, [batch.inputs for batch in found]) if layers else None
         windows = cls(tuple(found), are_logits, None, recalled)
-        return dataclasses.replace(windows, dense_loss=windows.mean_loss([one.dense for one in found]))
+        return dataclasses.replace(windows, dense_loss=windows.mean_loss([batch.dense for batch in found]))
 
     def mean_loss(self, log_q: Sequence[Tensor]) -> float | None:
-        """The cross entropy of these predictions, a mean over all tokens with a label."""
-        labels = [one.labels for one in self.batches if one.labels is not None]
+        """Return the cross entropy of these predictions, a mean over all tokens with a label."""
+        labels = [part.labels for part in self.batches if part.labels is not None]
         if not self.are_logits or len(labels) < len(self.batches):
             return None
-        sums = [float(F.nll_loss(q, one, ignore_index=IGNORED, reduction="sum")) for q, one in zip(log_q, labels, strict=True)]
-        count = sum([int((one != IGNORED).sum()) for one in labels])
+        sums = [float(F.nll_loss(q, part, ignore_index=IGNORED, reduction="sum")) for q, part in zip(log_q, labels, strict=True)]
+        count = sum([int((part != IGNORED).sum()) for part in labels])
         return sum(sums) / max(1, count)
 
     @torch.no_grad()
     def measure(self, model: nn.Module, replaced: Sequence[str] = ("",), *, sketch: bool = False) -> Quality:
-        """The quality of a hybrid whose modules at the paths `replaced` are other than the dense ones."""
+        """Return the quality of a hybrid whose modules at the paths `replaced` are other than the dense ones."""
         distances, sketches, losses, tokens, labelled = 0.0, [], 0.0, 0, 0
         with evaluation_mode(model):
             for number, batch in enumerate(self.batches):
@@ -130,14 +130,14 @@ class MeasuredWindows:
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(p ‖ q) of each token, (tokens), and u as above, (tokens, V)."""
+    """Return KL(p ‖ q) of each token, (tokens), and u as above, (tokens, V)."""
     p, delta = log_p.exp(), log_q - log_p
     mean = (p * delta).sum(-1, keepdim=True)
     return -mean.squeeze(-1), p.sqrt() * (delta - mean)
 
 
 def squared_error(dense: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
-    """The terms of the squared relative error, (tokens), no token deciding by its length, and their roots, (tokens, d).
+    """Return the terms of the squared relative error, (tokens), no token deciding by its length, and their roots, (tokens, d).
 
     Their mean over the tokens is the error, and they are as KL's: half the square of u.
     """
@@ -148,13 +148,13 @@ def squared_error(dense: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def projections(width: int, device: torch.device) -> Tensor:
-    """Random signs, the same for all hybrids: (width, SKETCH)."""
+    """Return random signs, the same for all hybrids: (width, SKETCH)."""
     signs = torch.randint(0, 2, (width, SKETCH), generator=torch.Generator().manual_seed(0))
     return (2.0 * signs - 1.0).to(device) / SKETCH**0.5
 
 
 def outputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """The outputs for the tokens that are no padding, (tokens, d), and which tokens those are, None where all."""
+    """Return the outputs for the tokens that are no padding, (tokens, d), and which tokens those are, None where all."""
     outputs = logits_of(run(model, inputs))
     mask = next((mask for mask in real_tokens(inputs) if mask.shape == outputs.shape[:-1]), None)
     return (outputs.reshape(-1, outputs.shape[-1]) if mask is None else outputs[mask]), mask
@@ -178,11 +178,11 @@ class PrefixCache:
         if batches:
             first = first_row(batches[0])  # to try it, once for each layer
             self.calls = [self.record(first, recorded)]
-            self.calls = [self.record(one, recorded) for one in batches] if self.is_faithful(first) else [[] for _ in batches]
+            self.calls = [self.record(batch, recorded) for batch in batches] if self.is_faithful(first) else [[] for _ in batches]
 
     @torch.no_grad()
     def record(self, batch: Batch, paths: Sequence[str]) -> list[tuple[str, Any]]:
-        """Which layer returned what, call by call."""
+        """Return which layer returned what, call by call."""
         calls: list[tuple[str, Any]] = []
 
         def keep(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -198,7 +198,7 @@ class PrefixCache:
         return calls
 
     def is_faithful(self, batch: Batch) -> bool:
-        """Whether the model returns the same bits with its layers recalled: with all, and with those before each."""
+        """Return whether the model returns the same bits with its layers recalled: with all, and with those before each."""
         layers = dict.fromkeys(path for path, _ in self.calls[0])
         try:
             with evaluation_mode(self.model):
@@ -227,7 +227,7 @@ class PrefixCache:
 
 
 def first_row(batch: Batch) -> dict[str, Any]:
-    """The first window of a batch."""
+    """Return the first window of a batch."""
     sizes = {value.shape[0] for value in batch.values() if isinstance(value, Tensor) and value.dim()}
     if len(sizes) != 1:
         return dict(batch)
@@ -250,7 +250,7 @@ def forward_replaced(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None
 
 
 def copied(value: Any) -> Any:
-    """The value with tensors of its own: a model may change one in place."""
+    """Return the value with tensors of its own: a model may change one in place."""
     return map_tensors(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
 
 
@@ -262,7 +262,7 @@ SURE = 2.0  # standard errors that a change has to exceed
 
 
 def hold_back(windows: Tensor) -> tuple[Tensor, Tensor]:
-    """Windows of token ids in two parts: to fit on, and held back, spread over the text.
+    """Return windows of token ids in two parts: to fit on, and held back, spread over the text.
 
     Of fewer than `FEWEST` both parts are all.
     """
@@ -286,17 +286,17 @@ class Verdict:
 
     @property
     def added(self) -> float:
-        """The loss added; where there is none, the distance of the outputs."""
+        """Return the loss added; where there is none, the distance of the outputs."""
         return self.distance if self.before is None or self.after is None else self.after - self.before
 
     @property
     def within_noise(self) -> bool:
-        """Whether what was added is no more than windows of text differ by chance."""
+        """Return whether what was added is no more than windows of text differ by chance."""
         return self.noise is not None and abs(self.added) <= SURE * self.noise and not self.needs_training
 
     @property
     def needs_training(self) -> bool:
-        """Whether as much was added, or predictions are as far from the dense ones, that it should be trained before use."""
+        """Return whether as much was added, or predictions are as far from the dense ones, that it should be trained before use."""
         return max(self.added, self.distance) >= TRAIN_FROM
 
     def __str__(self) -> str:
@@ -307,7 +307,7 @@ class Verdict:
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
+        """Return what to do about it."""
         if self.needs_training:
             return "train it before use"
         return "within noise" if self.within_noise else "usable as it is; training recovers part of the loss"
@@ -322,13 +322,13 @@ class DenseOutputs:
 
     @classmethod
     def of(cls, model: nn.Module, ids: Tensor, tokenizer: Any = None, *, text: str = "held-out") -> DenseOutputs:
-        """The outputs of the dense `model` for as many of the windows as there is room for; raises `RetrofitError` for none."""
+        """Return the dense outputs for as many of the windows as there is room for; raise `RetrofitError` where there are none."""
         example, shift, _ = examples_of(model, ids.long(), tokenizer, None)
         device = next(model.parameters()).device
         found: list[Any] = []
         room = MOST_NUMBERS
         for row in range(len(ids)):
-            batch = {name: one.to(device) if isinstance(one, Tensor) else one for name, one in example(row).items()}
+            batch = moved(example(row), device)
             measured = MeasuredWindows.of(model, [batch], (), shift)
             room -= measured.batches[0].dense.numel()
             if found and room < 0:
@@ -336,18 +336,18 @@ class DenseOutputs:
             found.append(measured)
         if not found:
             raise RetrofitError("the text is too short to hold out a window", remedy="use more text")
-        whole = dataclasses.replace(found[0], batches=tuple(one.batches[0] for one in found))
+        whole = dataclasses.replace(found[0], batches=tuple(windows.batches[0] for windows in found))
         return cls(text, whole)
 
     def verdict(self, model: nn.Module) -> Verdict:
-        """What the rewritten `model` lost on the same windows."""
+        """Return what the rewritten `model` lost on the same windows."""
         each = [dataclasses.replace(self.windows, batches=(batch,)) for batch in self.windows.batches]
-        before = [one.mean_loss([one.batches[0].dense]) for one in each]
-        found = [one.measure(model) for one in each]
-        distance = statistics.fmean(one.distance for one in found)
-        losses = [(was, one.loss) for was, one in zip(before, found, strict=True) if was is not None and one.loss is not None]
+        before = [part.mean_loss([part.batches[0].dense]) for part in each]
+        found = [part.measure(model) for part in each]
+        distance = statistics.fmean(part.distance for part in found)
+        losses = [(was, part.loss) for was, part in zip(before, found, strict=True) if was is not None and part.loss is not None]
         if len(losses) < len(found):
-            return Verdict(self.text, None, None, distance, standard_error([one.distance for one in found]))
+            return Verdict(self.text, None, None, distance, standard_error([part.distance for part in found]))
         added = standard_error([now - was for was, now in losses])
         return Verdict(
             self.text, statistics.fmean(was for was, _ in losses), statistics.fmean(now for _, now in losses), distance, added
@@ -355,5 +355,5 @@ class DenseOutputs:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """That of their mean; None of a single one."""
+    """Return that of their mean; None of a single one."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None

@@ -25,8 +25,8 @@ class Quantity:
 
 
 QUANTITIES = {
-    one.name: one
-    for one in (
+    quantity.name: quantity
+    for quantity in (
         Quantity("decode", "speed", "the speed of decoding, one token at a time", "decode 1.5x"),
         Quantity("prefill", "speed", "the speed of a forward of whole windows", "prefill 1.2x"),
         Quantity("train", "share", "the time of a training step", "train 0.8x"),
@@ -36,7 +36,11 @@ QUANTITIES = {
     )
 }
 COSTS = ("decode", "prefill", "train", "memory")  # the others are qualities
-READABLE = "write " + ", ".join(f'"{one.example}"' for one in QUANTITIES.values()) + '; several as one: "decode 1.3x, memory 0.9x"'
+READABLE = (
+    "write "
+    + ", ".join(f'"{quantity.example}"' for quantity in QUANTITIES.values())
+    + '; several as one: "decode 1.3x, memory 0.9x"'
+)
 PART = re.compile(r"([A-Za-z]+)\s*([+-]?)(\d+(?:\.\d*)?|\.\d+|inf|nan)\s*(x?)", re.ASCII | re.IGNORECASE)
 
 
@@ -49,7 +53,7 @@ class Limit:
 
     @property
     def most(self) -> float:
-        """The most of the dense model's cost that is allowed, or the most that may be added."""
+        """Return the most of the dense model's cost that is allowed, or the most that may be added."""
         return 1.0 / self.value if QUANTITIES[self.quantity].kind == "speed" else self.value
 
     def __str__(self) -> str:
@@ -68,19 +72,19 @@ class Target:
 
     @property
     def costs(self) -> dict[str, float]:
-        """The most of each limited cost, as a share of the dense model's."""
-        return {one.quantity: one.most for one in self.limits if one.quantity in COSTS}
+        """Return the most of each limited cost, as a share of the dense model's."""
+        return {limit.quantity: limit.most for limit in self.limits if limit.quantity in COSTS}
 
     @property
     def quality(self) -> Limit | None:
-        """The limit on what is lost, where there is one."""
-        return next((one for one in self.limits if one.quantity not in COSTS), None)
+        """Return the limit on what is lost, where there is one."""
+        return next((limit for limit in self.limits if limit.quantity not in COSTS), None)
 
 
 def parse_target(text: str) -> Target:
-    """The target that a text names; raises `PlanningError` where it cannot be read or asks for nothing."""
+    """Return the target that a text names; raise `PlanningError` where it cannot be read or asks for nothing."""
     limits = [parse_limit(part.strip(), text) for part in text.split(",")]
-    names = [one.quantity for one in limits]
+    names = [limit.quantity for limit in limits]
     for name in names:
         if names.count(name) > 1:
             raise PlanningError(f"the target {text!r} limits {name} twice", remedy="limit it once, or use two --target")
@@ -92,7 +96,7 @@ def parse_target(text: str) -> Target:
 
 
 def parse_limit(part: str, text: str) -> Limit:
-    """One limit of a target."""
+    """Return one limit of a target."""
     match = PART.fullmatch(part)
     if match is None:
         raise PlanningError(f"cannot read the target {text!r}", remedy=READABLE)
@@ -122,7 +126,7 @@ def parse_limit(part: str, text: str) -> Limit:
 
 
 def parse_targets(texts: Sequence[str]) -> tuple[Target, ...]:
-    """The targets of several texts, each once; raises `PlanningError` where there is none."""
+    """Return the targets of several texts, each once; raise `PlanningError` where there is none."""
     if not texts:
         raise PlanningError("no target given", remedy=READABLE, code="missing")
     return tuple(dict.fromkeys(parse_target(text) for text in texts))

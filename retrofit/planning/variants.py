@@ -38,15 +38,15 @@ ALL_LAYERS = "layers"  # the option by which a pass is limited to some depths
 
 
 def candidates_of(given: AnyPass | str | Sequence[AnyPass | str] | None) -> tuple[AnyPass, ...]:
-    """The candidates: passes and specs as they are, the family of a pass that is only named; of all passes where none is given.
+    """Return the candidates: passes and specs as given, the family of a pass that is only named; those of all passes for None.
 
-    Raises `SpecError` where one cannot be read, `PlanningError` where there is none.
+    Raise `SpecError` where one cannot be read, `PlanningError` where there is none.
     """
     named = pass_names() if given is None else [given] if isinstance(given, (str, Pass)) else given
-    families = [family(one, required=given is not None) for one in named]
+    families = [family(candidate, required=given is not None) for candidate in named]
     found: dict[str, AnyPass] = {}
     for several in itertools.zip_longest(*families):  # each pass's first setting, then each one's second: time may end between
-        found |= {one.spec(): one for one in several if one is not None and one.spec() not in found}
+        found |= {candidate.spec(): candidate for candidate in several if candidate is not None and candidate.spec() not in found}
     if not found:
         raise PlanningError(
             "no candidate passes", why="none was named, or none proposes settings", remedy="add --pass NAME with its options"
@@ -54,33 +54,33 @@ def candidates_of(given: AnyPass | str | Sequence[AnyPass | str] | None) -> tupl
     return tuple(found.values())
 
 
-def family(one: AnyPass | str, *, required: bool) -> list[AnyPass]:
-    """The settings that a named pass proposes, itself where it proposes none and is `required`; any other spec as it is."""
-    if not isinstance(one, str) or "(" in one:
-        return [parse_spec(one) if isinstance(one, str) else one]
-    kind = load_pass(one.strip())
+def family(candidate: AnyPass | str, *, required: bool) -> list[AnyPass]:
+    """Return the settings that a named pass proposes, itself where it proposes none and is `required`; any other spec as it is."""
+    if not isinstance(candidate, str) or "(" in candidate:
+        return [parse_spec(candidate) if isinstance(candidate, str) else candidate]
+    kind = load_pass(candidate.strip())
     return [parse_spec(f"{kind.name}({options})") for options in kind.candidates or (("",) if required else ())]
 
 
-def short_spec(one: AnyPass) -> str:
-    """A pass as text with the options that differ from their defaults: `sparse-ffn(sparsity=8)`."""
-    fields = [field for field in dataclasses.fields(one) if getattr(one, field.name) != field.default]
-    options = ", ".join(f"{field.name}={format_value(getattr(one, field.name))}" for field in fields)
-    return f"{one.name}({options})" if options else one.name
+def short_spec(candidate: AnyPass) -> str:
+    """Return a pass as text with the options that differ from their defaults: `sparse-ffn(sparsity=8)`."""
+    fields = [field for field in dataclasses.fields(candidate) if getattr(candidate, field.name) != field.default]
+    options = ", ".join(f"{field.name}={format_value(getattr(candidate, field.name))}" for field in fields)
+    return f"{candidate.name}({options})" if options else candidate.name
 
 
-def takes_layers(one: AnyPass) -> bool:
-    """Whether the pass can be limited to some depths."""
-    return any(field.name == ALL_LAYERS for field in dataclasses.fields(one))
+def takes_layers(candidate: AnyPass) -> bool:
+    """Return whether the pass can be limited to some depths."""
+    return any(field.name == ALL_LAYERS for field in dataclasses.fields(candidate))
 
 
-def limited_to(one: AnyPass, depths: Iterable[int]) -> AnyPass:
-    """The pass in layers of these depths only."""
-    return dataclasses.replace(one, **{ALL_LAYERS: depths_text(depths)})
+def limited_to(candidate: AnyPass, depths: Iterable[int]) -> AnyPass:
+    """Return the pass in layers of these depths only."""
+    return dataclasses.replace(candidate, **{ALL_LAYERS: depths_text(depths)})
 
 
 def depths_text(depths: Iterable[int]) -> str:
-    """Depths as the option `layers` names them: `0-5+8`."""
+    """Return depths as the option `layers` names them: `0-5+8`."""
     runs: list[list[int]] = []
     for depth in sorted(set(depths)):
         if runs and runs[-1][-1] == depth - 1:
@@ -110,7 +110,7 @@ Variant = tuple[Replacement, ...]  # a rewritten copy of the model, taken apart
 
 
 def layers_by_depth(anatomy: Anatomy) -> LayerPaths:
-    """The paths of the layers at each depth, of all stacks."""
+    """Return the paths of the layers at each depth, of all stacks."""
     deepest = max((len(stack.layers) for stack in anatomy.stacks), default=0)
     return {
         depth: tuple(dict.fromkeys(stack.layers[depth].name for stack in anatomy.stacks if depth < len(stack.layers)))
@@ -126,8 +126,10 @@ def rewritten_copy(
     example_inputs: Any = None,
     program: Program | None = None,
 ) -> tuple[nn.Module, dict[int, Tensor]]:
-    """A copy of `dense`, whose `program` is captured where not given, rewritten by the passes; and the dense tensor that each
-    tensor was copied from, by identity."""
+    """Return a copy of `dense` rewritten by the passes, and by the identity of its tensors the dense ones they were copied from.
+
+    The `program` of `dense` is captured where not given.
+    """
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(dense, memo)
     tensors = {id(tensor): tensor for tensor in (*dense.parameters(), *dense.buffers())}
@@ -138,7 +140,7 @@ def rewritten_copy(
             copied,
             *passes,
             example_inputs=example_inputs,
-            calibration=calibration if any(one.calibrates for one in passes) else None,
+            calibration=calibration if any(candidate.calibrates for candidate in passes) else None,
             verify=False,
             count_flops=False,
             dense=program,
@@ -157,7 +159,7 @@ def build_variant(
     *,
     fit: bool = True,
 ) -> Variant:
-    """The candidate applied to all of the model, taken apart; raises `DoesNotFitError` where it fits nowhere.
+    """Return the candidate applied to all of the model, taken apart; raise `DoesNotFitError` where it fits nowhere.
 
     It is fitted on the data where `fit`; else only its structure is what it will be.
     """
@@ -177,7 +179,7 @@ def build_variant(
 
 
 def require_same_arguments(dense: nn.Module, rewritten: nn.Module, data: Calibration) -> None:
-    """The rewritten model takes what the dense one does of each batch, else `DoesNotFitError`."""
+    """Raise `DoesNotFitError` where the rewritten model does not take all that the dense one does of each batch."""
     gone = [name for name in data.batches[0] if accepts(dense, name) and not accepts(rewritten, name)]
     if gone:
         raise DoesNotFitError(
@@ -189,7 +191,7 @@ def require_same_arguments(dense: nn.Module, rewritten: nn.Module, data: Calibra
 
 
 def comes_apart(dense: nn.Module, rewritten: nn.Module, replacements: Sequence[Replacement], data: Calibration) -> bool:
-    """Whether the model with all replacements computes what the rewritten one does, on a window of the data."""
+    """Return whether the model with all replacements computes what the rewritten one does, on a window of the data."""
     window = next(windows_of_batch(data.batches[0]))
     with evaluation_mode(rewritten):
         expected = logits_of(run(rewritten, named_inputs(rewritten, window)))
@@ -199,7 +201,7 @@ def comes_apart(dense: nn.Module, rewritten: nn.Module, replacements: Sequence[R
 
 
 def by_depth(changed: Mapping[str, nn.Module], layers: LayerPaths) -> list[tuple[tuple[int, ...], dict[str, nn.Module]]] | None:
-    """The changed modules by the depths they are at; depths that share a module go together. None where one is in no layer."""
+    """Return the changed modules by depth; depths that share a module go together. None where a module is in no layer."""
     groups: list[tuple[set[int], dict[str, nn.Module]]] = []
     for path, module in changed.items():
         depths = {depth for depth, paths in layers.items() if any(is_inside(path, layer) for layer in paths)}
@@ -216,21 +218,21 @@ def by_depth(changed: Mapping[str, nn.Module], layers: LayerPaths) -> list[tuple
 
 
 def is_inside(path: str, outer: str) -> bool:
-    """Whether the module at `path` is the one at `outer` or lies in it."""
+    """Return whether the module at `path` is the one at `outer` or lies in it."""
     return path == outer or not outer or path.startswith(f"{outer}.")
 
 
 @contextlib.contextmanager
 def hybrid(dense: nn.Module, replacements: Sequence[Replacement]) -> Iterator[nn.Module]:
     """Within this context the model with these replacements: `dense` itself, which is afterwards what it was, or another."""
-    whole = next((one.model for one in replacements if one.model is not None), None)
+    whole = next((replacement.model for replacement in replacements if replacement.model is not None), None)
     if whole is not None:
         yield whole
         return
     edit = Edit(dense)
     try:
-        for one in replacements:
-            for path, module in one.modules.items():
+        for replacement in replacements:
+            for path, module in replacement.modules.items():
                 edit.replace_module(path, module)
         yield dense
     finally:
@@ -238,19 +240,19 @@ def hybrid(dense: nn.Module, replacements: Sequence[Replacement]) -> Iterator[nn
 
 
 def added_bytes(dense: nn.Module, replacement: Replacement) -> int:
-    """The bytes of parameters and buffers that the model has more with this replacement."""
+    """Return the bytes of parameters and buffers that the model has more with this replacement."""
     before = own_bytes(dense)
     with hybrid(dense, (replacement,)) as model:
         return own_bytes(model) - before
 
 
 def structure(replacement: Replacement) -> str:
-    """What makes two replacements cost the same: classes and shapes of what is replaced, without the numbers of layers."""
+    """Return what makes two replacements cost the same: classes and shapes of what is replaced, without the numbers of layers."""
     modules = [replacement.model] if replacement.model is not None else list(replacement.modules.values())
     parts = []
     for module in modules:
         parts += [
-            f"{type(part).__name__} {[tuple(one.shape) for one in part._parameters.values() if one is not None]}"
+            f"{type(part).__name__} {[tuple(tensor.shape) for tensor in part._parameters.values() if tensor is not None]}"
             for part in module.modules()
         ]
     return "; ".join(parts)
@@ -263,21 +265,21 @@ PLAIN = (bool, int, float, str, tuple)
 
 
 def changed_modules(dense: nn.Module, rewritten: nn.Module) -> dict[str, nn.Module]:
-    """The outermost modules of `rewritten`, a copy of `dense` that was edited, that are not what they were, by path.
+    """Return the outermost modules of `rewritten`, a copy of `dense` that was edited, that are not what they were, by path.
 
     The path is "" where the model itself is another: its own parameters, hooks, children or forward.
     """
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
 
-    def compare(path: str, one: nn.Module, other: nn.Module) -> None:
-        if id(one) in seen:
+    def compare(path: str, module: nn.Module, other: nn.Module) -> None:
+        if id(module) in seen:
             return
-        seen.add(id(one))
-        if not is_same_shell(one, other):
+        seen.add(id(module))
+        if not is_same_shell(module, other):
             found[path] = other
             return
-        for name, child in one._modules.items():
+        for name, child in module._modules.items():
             if child is not None:
                 compare(f"{path}.{name}".lstrip("."), child, other.get_submodule(name))
 
@@ -285,39 +287,39 @@ def changed_modules(dense: nn.Module, rewritten: nn.Module) -> dict[str, nn.Modu
     return found
 
 
-def is_same_shell(one: nn.Module, other: nn.Module) -> bool:
-    """Whether two modules are the same but for what is in their children."""
+def is_same_shell(module: nn.Module, other: nn.Module) -> bool:
+    """Return whether two modules are the same but for what is in their children."""
     same_code = (
-        one.code == other.code
-        if isinstance(one, fx.GraphModule) and isinstance(other, fx.GraphModule)
-        else type(one) is type(other)
+        module.code == other.code
+        if isinstance(module, fx.GraphModule) and isinstance(other, fx.GraphModule)
+        else type(module) is type(other)
     )
-    children = {name: child is None for name, child in one._modules.items()}
+    children = {name: child is None for name, child in module._modules.items()}
     return (
         same_code
         and children == {name: child is None for name, child in other._modules.items()}
-        and all(len(getattr(one, name)) == len(getattr(other, name)) for name in HOOKS)
-        and same_tensors(one._parameters, other._parameters)
-        and same_tensors(one._buffers, other._buffers)
-        and settings(one) == settings(other)
+        and all(len(getattr(module, name)) == len(getattr(other, name)) for name in HOOKS)
+        and same_tensors(module._parameters, other._parameters)
+        and same_tensors(module._buffers, other._buffers)
+        and settings(module) == settings(other)
     )
 
 
-def same_tensors(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    if one.keys() != other.keys():
+def same_tensors(table: dict[str, Any], other: dict[str, Any]) -> bool:
+    if table.keys() != other.keys():
         return False
-    return all((a is None and b is None) or is_same_tensor(a, b) for a, b in ((one[name], other[name]) for name in one))
+    return all((a is None and b is None) or is_same_tensor(a, b) for a, b in ((table[name], other[name]) for name in table))
 
 
-def is_same_tensor(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors hold the same."""
-    if one is None or other is None or one.shape != other.shape or one.dtype != other.dtype:
+def is_same_tensor(tensor: Tensor | None, other: Tensor | None) -> bool:
+    """Return whether two tensors hold the same."""
+    if tensor is None or other is None or tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
-    return one is other or torch.equal(one, other)
+    return tensor is other or torch.equal(tensor, other)
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """What a module holds that is plain data, and whether its forward is its class's; not where its weights came from."""
+    """Return what a module holds that is plain data, and whether its forward is its class's; not where its weights came from."""
     kept = {
         name: value
         for name, value in plain_attributes(module).items()
@@ -327,7 +329,7 @@ def settings(module: nn.Module) -> dict[str, Any]:
 
 
 def share_unchanged(module: nn.Module, originals: dict[int, Tensor]) -> None:
-    """The parameters and buffers in `module` that are still what they were copied from are those tensors themselves.
+    """Replace the parameters and buffers in `module` that are still what they were copied from by those tensors themselves.
 
     `originals` has the tensor that each was copied from by the identity of the copy. So what was tied stays tied, and a hybrid of
     the model and this module has no second copy of anything.
@@ -341,7 +343,7 @@ def share_unchanged(module: nn.Module, originals: dict[int, Tensor]) -> None:
 
 
 def own_tensors(variant: Variant, dense: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor in the replacements that is not the dense model's, under a name of its own."""
+    """Yield each tensor in the replacements that is not the dense model's, under a name of its own."""
     known = {id(tensor) for tensor in (*dense.parameters(), *dense.buffers())}
     for number, replacement in enumerate(variant):
         for path, module in replacement.modules.items():
@@ -352,8 +354,8 @@ def own_tensors(variant: Variant, dense: nn.Module) -> Iterator[tuple[str, Tenso
 
 
 def save_variant(file: Path, variant: Variant, dense: nn.Module) -> None:
-    """The values of the replacements are in `file`; nothing is where the variant is a whole model."""
-    if all(one.model is None for one in variant):
+    """Write the values of the replacements to `file`; nothing where the variant is a whole model."""
+    if all(replacement.model is None for replacement in variant):
         values = {name: tensor.cpu().clone().contiguous() for name, tensor in own_tensors(variant, dense)}
         with whole_file(file, force=True) as stream:
             stream.write(save(values))
@@ -361,7 +363,7 @@ def save_variant(file: Path, variant: Variant, dense: nn.Module) -> None:
 
 @torch.no_grad()
 def restore_variant(file: Path, variant: Variant, dense: nn.Module) -> bool:
-    """Whether the replacements, of one structure with those that were saved, have the values in `file` now."""
+    """Give the replacements, of one structure with those saved, the values in `file`; return whether that went."""
     try:
         kept = load_file(file)
     except (OSError, SafetensorError):

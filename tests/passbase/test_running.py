@@ -19,6 +19,7 @@ from retrofit import rewriting
 from retrofit.checks.verify import Reference
 from retrofit.errors import DoesNotFitError, RetrofitError, SpecError, TrainingError, first_few
 from retrofit.passbase.protocol import as_pass, load_pass, pass_names
+from retrofit.passbase.running import WeightSizes
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward
 from retrofit.rewriting import apply_reported, rewrites
 
@@ -126,6 +127,10 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
         (llama, ["sparse-qkv(modules=7)"], "modules=7"),
         (bert, ["sparse-qkv(modules=5, output=keep)"], "modules=5"),
         (llama, ["sparse-loss(modules=5000)"], "modules=5000"),
+        (llama, ["altup(k=2)", "sparse-ffn(sparsity=7)"], "sparsity=7"),
+        (gpt2, ["sum", "reversible", "sparse-qkv(modules=7, output=keep)"], "modules=7"),
+        (t5, ["sparse-ffn(sparsity=8)", "sequence-altup(k=2)", "sparse-loss(modules=5000)"], "modules=5000"),
+        (bert, ["recurrence(rank=4)", "sparse-ffn(sparsity=8, rank=5000)"], "rank=5000"),
         (llama, ["altup", "altup(k=4)"], "given twice"),
         (llama, ["sparse-ffn(sparsity=8)", "sum", "sparse-ffn(sparsity=8, active=2, layers=0)"], "given twice"),
         (gpt2, ["sparse-loss", "sparse-loss(modules=8)"], "given twice"),
@@ -230,6 +235,56 @@ def test_a_list_that_is_cut_says_how_many_more() -> None:
     with pytest.raises(DoesNotFitError) as caught:
         retrofit.apply(bert(num_hidden_layers=7), "sparse-ffn(sparsity=8, controller=gate)", verify=False)
     assert caught.value.why.count("it has no gate") == 4 and caught.value.why.endswith("and 3 more")
+
+
+ADDING = [
+    "altup(k=3)",
+    "altup(k=3, extra=14)",
+    "altup(k=3, coefficients=dynamic)",
+    "altup(k=2, embedding=recycled)",
+    "altup(k=3, coefficients=dense)",
+    "lsh-attention(rounds=3, buckets=10, chunk=4)",
+    "memory(lookup=softmax, buckets=35, rank=3)",
+    "memory(lookup=lsh, buckets=35, rank=3)",
+    "memory(rank=3)",
+    "recurrence(rank=5)",
+    "recurrence(rank=5, bidirectional=true)",
+    "reversible",
+    "reversible(scheme=terraformer)",
+    "sequence-altup(k=3, layers=all)",
+    "shared-moe(experts=5, groups=0)",
+    "sparse-ffn(sparsity=8)",
+    "sparse-ffn(sparsity=8, rank=5)",
+    "sparse-qkv",
+    "sparse-qkv(variant=mult, output=keep)",
+    "sparse-loss(modules=7)",
+    "sum",
+]
+
+
+@pytest.mark.first(8)
+@pytest.mark.parametrize("spec", ADDING)
+@pytest.mark.parametrize("build", [llama, bert, t5])
+def test_a_pass_adds_no_weight_of_a_size_that_it_does_not_name(build: Build, spec: str) -> None:
+    """By which a later pass is refused early; a divisor of what is there changes nothing for that."""
+    model = build()
+    before = WeightSizes.of(model)
+    assert before is not None
+    named = as_pass(spec).added_sizes(before.all)
+    try:
+        retrofit.apply(model, spec, verify=False)
+    except DoesNotFitError:
+        pytest.skip("it does not fit this model")
+    after = WeightSizes.of(model)
+    assert named is not None and after is not None
+    assert not [size for size in after.all - named if all(other % size for other in before.all)]
+
+
+def test_sizes_that_an_earlier_pass_adds_may_suit_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid(monkeypatch, CAPTURE)
+    for earlier in ("altup(k=7)", "recurrence(rank=7)"):
+        with pytest.raises(Reached):
+            retrofit.apply(llama(), earlier, "sparse-ffn(sparsity=7)")
 
 
 def test_every_pass_says_by_which_options_it_finds_its_places() -> None:

@@ -55,6 +55,23 @@ def test_the_choice_is_the_best_of_all_where_errors_add_up(seed: int, limits: di
     assert problem.loss(found) == pytest.approx(least_loss(problem, limits), rel=1e-6)
 
 
+def test_a_choice_in_no_time_is_made_of_one_linear_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved: list[float] = []
+    solve = scipy.optimize.milp
+
+    def counted(*given: Any, **named: Any) -> Any:
+        solved.append(named["options"]["time_limit"])
+        return solve(*given, **named)
+
+    monkeypatch.setattr(scipy.optimize, "milp", counted)
+    problem, limits = random_problem(0, joint=True), {"decode": -0.15}
+    hurried = choose(problem, limits, seconds=0.0)
+    assert len(solved) == 1 and hurried is not None and problem.is_allowed(hurried, limits)
+    best = choose(problem, limits)
+    assert len(solved) > 5 and best is not None and problem.loss(best) <= problem.loss(hurried)
+    assert problem.loss(choose(problem, limits, [best], seconds=0.0) or []) == problem.loss(best)
+
+
 def test_the_choice_is_nearly_always_the_best_where_errors_depend_on_each_other() -> None:
     ratios = []
     for seed in range(8):

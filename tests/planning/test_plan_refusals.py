@@ -160,7 +160,7 @@ def test_a_recipe_that_cannot_be_applied_does_not_cost_the_plans_for_the_others(
     kept = Planner.rewritten_worth
 
     def anew(self: Any, recipe: Any) -> Any:
-        self.measurements.kept.values.pop(f"rewritten {'; '.join(one.spec() for one in recipe)}", None)
+        self.measurements.store.values.pop(f"rewritten {'; '.join(one.spec() for one in recipe)}", None)
         return kept(self, recipe)
 
     monkeypatch.setattr(planner, "rewritten_copy", refusing)
