@@ -208,7 +208,7 @@ def test_what_takes_more_than_its_share_of_the_time_is_tried_again_with_what_is_
     def built(dense: nn.Module, candidate: Any, *given: Any, **named: Any) -> Any:
         if named.get("fit", True):
             began.append(candidate.name)
-            clock.now += 170 if candidate.name == "sparse-qkv" else 1  # of 390 seconds for losses, of which 156 are its share
+            clock.now += 180 if candidate.name == "sparse-qkv" else 1  # its share is 173 of 432, and 207 are left after the others
         return build(dense, candidate, *given, **named)
 
     monkeypatch.setattr(measuring, "build_variant", built)
