@@ -106,7 +106,7 @@ class AltUp(Pass[AltUpPlan]):
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
         k = self.k
         blocks = {count * size for size in (*sizes, self.extra) for count in (k - 1, k)}
-        return frozenset({k - 1, k, k * k, self.extra, *blocks})
+        return frozenset({k - 1, k, k * k, *blocks, *(size + self.extra for size in sizes)})
 
     def plan(self, anatomy: Anatomy) -> AltUpPlan:
         near_misses: list[NearMiss] = []

@@ -160,7 +160,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         )
 
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int] | None:
-        """Return extents that weights which it adds may have, by those of the model's; divisors of these need not be named.
+        """Return extents that weights which it adds may have, by those of the model's; divisors of any need not be named.
 
         None: they are not known before it has run. Else options of later passes that no extent allows are refused before anything
         is captured.

@@ -130,7 +130,7 @@ def refuse_early(model: nn.Module, passes: Recipe) -> None:
             return
         require_sizes(method, sizes, added)
         more = method.added_sizes(sizes.all | added)
-        added = None if more is None else added | more
+        added = None if more is None else added | (more - {0})
 
 
 def require_consistent(passes: Recipe) -> None:
