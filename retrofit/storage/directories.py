@@ -281,7 +281,7 @@ def directory_class(path: Path) -> type[PreTrainedModel]:
         raise CheckpointError(
             f"{path} has no config.json",
             why="it holds a PEFT adapter, which is not a whole model" if adapter else "",
-            remedy="merge the adapter into its model and save that" if adapter else "use a directory written by save_pretrained",
+            remedy=f"merge it first: retrofit merge {path} -o DIR" if adapter else "use a directory written by save_pretrained",
             code="missing",
         )
     named = read_config(file)

@@ -71,7 +71,9 @@ class Settings:
             object.__setattr__(self, field.name, value)
             if isinstance(value, (int, float)) and not math.isfinite(value):
                 raise TrainingError(
-                    f"{flag(field)} {value} is not a finite number", remedy=field.metadata["doc"], option=field.name
+                    f"{flag(field)} {value} is not a finite number",
+                    remedy=f"use a number: {field.metadata['doc']}",
+                    option=field.name,
                 )
             if value is not None and minimum is not None and value < minimum:
                 raise TrainingError(

@@ -501,7 +501,7 @@ def test_what_is_missing_or_of_another_kind(tmp_path):
     (tmp_path / "empty").mkdir()
     assert "config.json" in refused(tmp_path / "empty", "missing").what
     (tmp_path / "empty" / "adapter_config.json").write_text("{}")
-    assert "merge" in refused(tmp_path / "empty", "missing").remedy
+    assert f"retrofit merge {tmp_path / 'empty'}" in refused(tmp_path / "empty", "missing").remedy
 
 
 @pytest.mark.parametrize(
