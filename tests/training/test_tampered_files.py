@@ -14,7 +14,7 @@ from support.refusals import refused
 from torch import Tensor
 
 from retrofit.errors import CheckpointError, PlanningError, TrainingError
-from retrofit.planning.measurements import FORMAT, KeptMeasurements
+from retrofit.planning.measurements import FORMAT, MeasurementStore
 from retrofit.planning.measurements import RECORD as MEASURED
 from retrofit.training.sharding import fill_from_parts, read_parts
 from retrofit.training.teacher_cache import RECORD, Facts, KeptPredictions, read_facts, write_facts
@@ -133,13 +133,13 @@ def test_a_part_that_is_a_pickle_runs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [b"", b"x" * 99, None], ids=["empty", "noise", "gone"])
 def test_a_sketch_that_was_changed(content: bytes | None, tmp_path: Path) -> None:
-    kept = KeptMeasurements(tmp_path / "kept", {"a": 1})
+    kept = MeasurementStore(tmp_path / "kept", {"a": 1})
     kept.keep_sketch("one", torch.ones(3, 4))
     kept.measure("one", lambda: 5)
     file = kept.file("one")
     assert file is not None
     file.unlink() if content is None else file.write_bytes(content)
-    again = KeptMeasurements(tmp_path / "kept", {"a": 1})
+    again = MeasurementStore(tmp_path / "kept", {"a": 1})
     assert again.measure("one", lambda: 6) == 5
     with refused(PlanningError, "one.safetensors", code="unreadable") as error:
         again.sketch("one")
@@ -152,7 +152,7 @@ def test_a_sketch_that_was_changed(content: bytes | None, tmp_path: Path) -> Non
 def test_a_record_of_measurements_that_was_changed(record: str, tmp_path: Path) -> None:
     (tmp_path / MEASURED).write_text(record)
     with refused(PlanningError, code="unreadable"):
-        KeptMeasurements(tmp_path, {"a": 1})
+        MeasurementStore(tmp_path, {"a": 1})
 
 
 def test_facts_have_the_fields_that_are_checked() -> None:
