@@ -315,7 +315,7 @@ def blocks(language: str) -> list[str]:
 def test_the_commands_of_the_readme_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gpt2(layers=1).save_pretrained("model")
     Path("text.txt").write_text(README * 20, encoding="utf-8")
-    Path("held_out.txt").write_text(README, encoding="utf-8")
+    Path("held.txt").write_text(README, encoding="utf-8")
     lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
     assert {"inspect", "apply", "train", "compare", "export"} <= {line[1] for line in lines}
     for line in lines:

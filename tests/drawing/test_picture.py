@@ -19,6 +19,7 @@ from typing import Any, cast, get_args
 import matplotlib
 import networkx
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support import sketches
@@ -127,7 +128,7 @@ anatomies = st.builds(
     parameters=counts,
     notes=st.lists(st.text(max_size=200), max_size=3).map(tuple),
     flow=graphs().map(sketches.flow_of),
-    model=st.builds(object),
+    model=st.builds(torch.nn.Module),
 )
 
 # ---------------------------------------------------------------------------------------------------------- folding

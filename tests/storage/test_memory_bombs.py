@@ -157,7 +157,7 @@ def test_an_attention_from_a_repository_is_not_fetched(value: Any, models: Path,
 @pytest.mark.parametrize("fields", [{"dtype": "os.system"}, {"hidden_size": "16"}, {"architectures": [5]}, {"vocab_size": 2**60}])
 def test_a_config_of_nonsense(fields: dict[str, Any], models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = changed(models / "llama", tmp_path / "model", **fields)
-    refused(folder)
+    refused(folder, "unreadable")
     assert main(["inspect", "--stream", str(folder)]) == 2
     said = capsys.readouterr().err
     assert "unexpected error" not in said and str(folder) in said
