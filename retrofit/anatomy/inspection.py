@@ -99,8 +99,8 @@ def without_pictures(
     if pictures and len(pictures) == len(streams):
         size = "×".join(map(str, shape(pictures[0].chain[0].add) or ()))
         raise NoTransformerError(
-            f"{type(model).__name__} has residual streams, of images, not of tokens",
-            why=f"the residual sums are {size}, with the channels on the second axis",
+            f"the residual streams of {type(model).__name__} have their channels on the second axis",
+            why=f"the residual sums are {size}, as convolutions take them",
             remedy="retrofit rewrites token streams, with the channels on the last axis",
         )
     if pictures:
