@@ -73,7 +73,7 @@ REFUSED = {
     ("sparse-qkv", "sequence-altup"): "numbers the tokens it receives",
     ("sparse-qkv", "sparse-qkv"): "its projections are sparse already",
     ("sparse-loss", "altup"): "the wide stream cannot pass",
-    ("sparse-loss", "sparse-loss"): "is already sparse",
+    ("sparse-loss", "sparse-loss"): "is sparse already",
     ("shared-moe", "sparse-ffn"): "already a mixture of experts",
     ("shared-moe", "shared-moe"): "already a mixture of experts",
 }
