@@ -12,6 +12,7 @@ TOKEN_ID_RANK = on(TWO_MODELS, "memory(lookup=token-id, rank=2)")
 SOFTMAX = on(TWO_MODELS, "memory(lookup=softmax, buckets=8)")
 SOFTMAX_RANK = on(TWO_MODELS, "memory(lookup=softmax, buckets=8, rank=2)")
 LSH = on(TWO_MODELS, "memory(lookup=lsh, buckets=8)")
+GATED = on(MODELS, "memory(form=gated, rank=3)")
 LSH_RANK = on(TWO_MODELS, "memory(lookup=lsh, buckets=8, rank=2)")
 SUM = on(MODELS, "sum")
 
@@ -136,6 +137,42 @@ MUTANTS = [
         "nn.Parameter(0.02 * torch.randn(",
         "nn.Parameter(torch.randn(",
         trials=SOFTMAX,
+    ),
+    tables(
+        "gated: the entry is added to the gate, where it should multiply",
+        "F.linear(gate * self.rows(self.p, i), self.w_up)",
+        "F.linear(gate + self.rows(self.p, i), self.w_up)",
+        trials=GATED,
+    ),
+    tables(
+        "gated: the activation follows the entry",
+        "ACTIVATIONS[self.activation](F.linear(x.to(self.w_gate.dtype), self.w_gate))",
+        "F.linear(x.to(self.w_gate.dtype), self.w_gate)",
+        trials=GATED,
+    ),
+    tables(
+        "gated: the gelu of tanh is the exact one",
+        'lambda x: F.gelu(x, approximate="tanh")',
+        "F.gelu",
+        trials=on("gpt2", "memory(form=gated, rank=3, activation=gelu-tanh)"),
+    ),
+    tables(
+        "gated: W_up begins with ones, not with zeros",
+        "self.w_up = nn.Parameter(torch.zeros(",
+        "self.w_up = nn.Parameter(torch.ones(",
+        trials=GATED,
+    ),
+    tables(
+        "gated: the entries begin at zero, and nothing ever learns",
+        "self.p = nn.Parameter(torch.randn(",
+        "self.p = nn.Parameter(torch.zeros(",
+        trials=GATED,
+    ),
+    tables(
+        "gated: W_gate begins with variance 1, where LeCun's is 1/d",
+        "torch.randn(self.rank, self.width, **kind) / math.sqrt(self.width)",
+        "torch.randn(self.rank, self.width, **kind)",
+        trials=GATED,
     ),
     tables(
         "lsh: the hyperplanes are drawn anew in every call",

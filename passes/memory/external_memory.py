@@ -4,6 +4,7 @@
 
     f_i(x) = b_i                          rank 0                  b: [n, d]
     f_i(x) = V_i relu(U_iᵀ x)             rank r                  U, V: [n, d, r]
+    f_i(x) = W_up (act(W_gate x) ⊙ p_i)   rank r, gated           p: [n, r], W_gate: [r, d], W_up: [d, r]
 
     token-id   i = id, w = 1              the table has a row for every token, n = V
     softmax    p = softmax(W x'), i = argmax p, w_i = p_i         W: [n, d], x' = x ⊙ U[1−ε, 1+ε] in training
@@ -13,12 +14,15 @@ The hyperplanes of LSH are m families of parallel, equispaced ones with random n
 where tokens scaled to one length have a standard deviation of 1. With m = ⌈½ log₂ n⌉ there are about as many cells as buckets;
 s = ⌈n^(1/m)⌉.
 
-The Power of External Memory in Increasing Predictive Model Capacity (2023), §3.
+The Power of External Memory in Increasing Predictive Model Capacity (2023), §3. Gated entries are the per-layer embeddings of
+Gemma 3n and 4.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -38,7 +42,11 @@ class ExternalMemory(nn.Module):
     def __init__(self, buckets: int, width: int, rank: int, like: Tensor, *, sparse: bool = False) -> None:
         super().__init__()
         self.buckets, self.width, self.rank, self.sparse = buckets, width, rank, sparse
-        kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        self.create({"device": like.device, "dtype": like.dtype})
+
+    def create(self, kind: dict[str, Any]) -> None:
+        """Register the parameters of f_i, of this kind of tensor."""
+        buckets, width, rank = self.buckets, self.width, self.rank
         if rank:
             self.u = nn.Parameter(torch.randn(buckets, width, rank, **kind) / math.sqrt(width))  # LeCun normal
             self.v = nn.Parameter(torch.zeros(buckets, width, rank, **kind))
@@ -133,6 +141,58 @@ class TokenIdMemory(ExternalMemory):
 
     def gathers(self, tokens: int) -> bool:
         return True  # few tokens of a batch share an id
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu-tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "quick-gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+
+
+def activation_name(functions: Iterable[Callable[..., Tensor]]) -> str | None:
+    """Return the name of the first activation that one of these element-wise functions is, a gate's other half being 1."""
+    z = torch.linspace(-4, 4, 33, device="cpu")
+    for function in functions:
+        for arguments in ((z,), (z, torch.ones_like(z)), (torch.ones_like(z), z)):
+            with contextlib.suppress(Exception):  # it takes another number of them, or does not run on the CPU
+                y = function(*arguments)
+                for name, activation in ACTIVATIONS.items():
+                    if torch.allclose(y, activation(z), atol=1e-5):
+                        return name
+    return None
+
+
+class GatedMemory(TokenIdMemory):
+    """W_up (act(W_gate x) ⊙ p_i), i = id: the matrices are shared by all entries, of which each has a row of r numbers."""
+
+    def __init__(self, buckets: int, width: int, rank: int, like: Tensor, *, activation: str, sparse: bool = False) -> None:
+        super().__init__(buckets, width, rank, like, sparse=sparse)
+        self.activation = activation
+
+    def create(self, kind: dict[str, Any]) -> None:
+        self.p = nn.Parameter(torch.randn(self.buckets, self.rank, **kind))
+        self.w_gate = nn.Parameter(torch.randn(self.rank, self.width, **kind) / math.sqrt(self.width))  # LeCun normal
+        self.w_up = nn.Parameter(torch.zeros(self.width, self.rank, **kind))
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        i, known = self.look_up(x, ids)
+        gate = ACTIVATIONS[self.activation](F.linear(x.to(self.w_gate.dtype), self.w_gate))
+        y = F.linear(gate * self.rows(self.p, i), self.w_up)
+        return y if known is None else y * known.unsqueeze(-1).to(y.dtype)
+
+    def late_parameters(self) -> tuple[str, ...]:
+        return "p", "w_gate"
+
+    @staticmethod
+    def count(buckets: int, width: int, rank: int) -> int:
+        return buckets * rank + 2 * width * rank
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation}"
 
 
 class SoftmaxMemory(ExternalMemory):

@@ -13,6 +13,7 @@ Efficient Transformers (NeurIPS 2023), supplement C.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
@@ -21,7 +22,16 @@ import torch
 from transformers import PreTrainedConfig
 
 from retrofit.passes.memory import reference as method_reference
-from retrofit.passes.memory.external_memory import FEW, ExternalMemory, LshMemory, SoftmaxMemory, TokenIdMemory
+from retrofit.passes.memory.external_memory import (
+    ACTIVATIONS,
+    FEW,
+    ExternalMemory,
+    GatedMemory,
+    LshMemory,
+    SoftmaxMemory,
+    TokenIdMemory,
+    activation_name,
+)
 from retrofit.passes.memory.memory_layer import (
     TOKEN_IDS,
     MemoryLayer,
@@ -46,6 +56,7 @@ from retrofit.sdk import (
     Plan,
     Remedy,
     Site,
+    SpecError,
     Stack,
     WrappedModule,
     collect_near_miss,
@@ -59,6 +70,7 @@ from retrofit.sdk.anatomy import (
     ON_TWO_STREAMS,
     InnerLayers,
     WrappedModules,
+    feed_forwards,
     modules_around,
 )
 from retrofit.sdk.modules import float_like
@@ -134,6 +146,7 @@ class MemoryPlan(Plan):
     """The tables of each stack."""
 
     stacks: tuple[StackTables, ...]
+    resolved: Memory  # the pass with every option
     recorded_rows: dict[str, int]  # what a config of transformers records, where tables are looked up by token id
 
 
@@ -158,10 +171,33 @@ class Memory(Pass[MemoryPlan]):
     layers: str = option("all", "depths that get a table, e.g. 0-5+8", depths=True)
     jitter: float = option(0.01, "ε, relative noise on the input of the softmax lookup in training", minimum=0)
     sparse: bool = option(False, "token-id: sparse gradients, for optimizers that support them (SGD, SparseAdam)")
+    form: str = option(
+        "expert", "an entry of rank r: matrices of its own, or r numbers in a gated product", choices=("expert", "gated")
+    )
+    activation: str = option(
+        "auto", "of form=gated; auto: that of the model's feed-forwards, gelu where none is found", choices=("auto", *ACTIVATIONS)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.form == "gated" and self.lookup != "token-id":
+            raise SpecError(
+                f"{self.name}: form=gated needs lookup=token-id, not {self.lookup}",
+                why="its entries are per-layer embeddings of tokens",
+                remedy="use lookup=token-id, or form=expert",
+                option="form",
+            )
+        if self.form == "gated" and not self.rank:
+            raise SpecError(
+                f"{self.name}: form=gated needs a rank",
+                why="an entry is a row of r numbers, and rank=0 is none",
+                remedy="use rank=64, or form=expert",
+                option="rank",
+            )
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         idle = {"token-id": ("buckets", "jitter"), "softmax": ("sparse",), "lsh": ("jitter", "sparse")}
-        return {f"lookup={self.lookup}": idle[self.lookup]}
+        return {f"lookup={self.lookup}": idle[self.lookup]} | ({"form=expert": ("activation",)} if self.form == "expert" else {})
 
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
         return frozenset({self.buckets, self.rank, *range(1, self.buckets.bit_length() + 1)})  # lsh: about half as many planes
@@ -186,7 +222,9 @@ class Memory(Pass[MemoryPlan]):
                 closed = frozenset(name for name in places if not takes_keyword(anatomy.model.get_submodule(name), TOKEN_IDS))
                 found.append(StackTables(stack.width, rows, places, source, closed=closed))
         stacks = self.with_routes(found, anatomy)
-        what = f"plus a table, looked up by {self.lookup}, rank {self.rank}"
+        resolved = self.with_activation(anatomy)
+        gated = f", gated by {resolved.activation}" if self.form == "gated" else ""
+        what = f"plus a table, looked up by {self.lookup}, rank {self.rank}{gated}"
         sites = tuple(Site(name, what) for tables in stacks for name in tables.wrapped_names(self.beside))
         gathered = [place.gathered for tables in stacks for places in tables.places.values() for place in places if place.gathered]
         parameters, formula = self.formula(stacks)
@@ -195,10 +233,19 @@ class Memory(Pass[MemoryPlan]):
             near_misses=tuple(near_misses),
             new_parameters=parameters,
             formula=formula,
+            spec=resolved.spec(),
             notes=tuple(f"{site.path}: {site.dropout_note}" for site in gathered if site.dropout),
             stacks=stacks,
+            resolved=resolved,
             recorded_rows=recorded if any(tables.source for tables in stacks) else {},
         )
+
+    def with_activation(self, anatomy: Anatomy) -> Memory:
+        """Return the pass with the activation of the model's feed-forwards, where it is gated and leaves that open."""
+        if self.form != "gated" or self.activation != "auto":
+            return self
+        hidden = (copy.deepcopy(site.hidden).eval() for site in feed_forwards(anatomy)[0])
+        return dataclasses.replace(self, activation=activation_name(hidden) or "gelu")
 
     def places(self, anatomy: Anatomy, stack: Stack, near_misses: list[NearMiss]) -> dict[str, tuple[WrappedModule, ...]]:
         """Return the places for tables in a stack, by layer; layers without any are included."""
@@ -240,7 +287,11 @@ class Memory(Pass[MemoryPlan]):
         for tables in stacks:
             sizes[tables.rows, tables.width] += sum(map(len, tables.places.values()))
         kinds: dict[str, type[ExternalMemory]] = {"token-id": TokenIdMemory, "softmax": SoftmaxMemory, "lsh": LshMemory}
-        total = sum(times * kinds[self.lookup].count(rows, width, self.rank) for (rows, width), times in sizes.items())
+        kind = GatedMemory if self.form == "gated" else kinds[self.lookup]
+        total = sum(times * kind.count(rows, width, self.rank) for (rows, width), times in sizes.items())
+        if self.form == "gated":
+            terms = [f"{times}·({rows:,}·{self.rank} + 2·{width:,}·{self.rank})" for (rows, width), times in sizes.items()]
+            return total, f"V·r + 2·d·r a table: {' + '.join(terms)} = {total:,}"
         has_router = self.lookup == "softmax"
         letter = "V" if self.lookup == "token-id" else "n"
         symbols = (f"2·r·{letter}·d" if self.rank else f"{letter}·d") + (" + n·d" if has_router else "")
@@ -257,7 +308,7 @@ class Memory(Pass[MemoryPlan]):
         for tables in plan.stacks:
             for places in tables.places.values():
                 for place in places:
-                    self.add_table(place, tables, edit)
+                    plan.resolved.add_table(place, tables, edit)
         for tables in plan.stacks:
             if tables.source is not None:
                 self.route_token_ids(tables, tables.source, edit)
@@ -271,6 +322,8 @@ class Memory(Pass[MemoryPlan]):
             edit.expect_late_gradient(memory.get_parameter(name))
 
     def table(self, rows: int, width: int, like: torch.Tensor) -> ExternalMemory:
+        if self.form == "gated":
+            return GatedMemory(rows, width, self.rank, like, activation=self.activation, sparse=self.sparse)
         if self.lookup == "token-id":
             return TokenIdMemory(rows, width, self.rank, like, sparse=self.sparse)
         if self.lookup == "softmax":

@@ -22,7 +22,7 @@ def memory_layer(call: SiteCall) -> Tensor:
     added = []
     for token, id, routed in zip(x.flatten(0, -2), ids, read.flatten(0, -2), strict=True):
         index, weight = look_up(memory, options, routed, id)
-        added.append(torch.zeros_like(token) if index is None else weight * expert(memory, options.rank, index, token))
+        added.append(torch.zeros_like(token) if index is None else weight * expert(memory, options, index, token))
     return y + torch.stack(added).view(x.shape)
 
 
@@ -49,7 +49,7 @@ def jittered(call: SiteCall, x: Tensor) -> Tensor:
 def look_up(memory: Any, options: Any, x: Tensor, id: int) -> tuple[int | None, Any]:
     """Return the index of a token's expert, None where it has none, and the weight of its output."""
     if options.lookup == "token-id":
-        rows = len(memory.u if options.rank else memory.b)
+        rows = len(memory.p if options.form == "gated" else memory.u if options.rank else memory.b)
         return (id if id < rows else None), 1.0
     if options.lookup == "softmax":
         probabilities = torch.stack([row @ x for row in memory.w]).softmax(-1)
@@ -66,9 +66,12 @@ def look_up(memory: Any, options: Any, x: Tensor, id: int) -> tuple[int | None, 
     return index % n, 1.0
 
 
-def expert(memory: Any, rank: int, index: int, x: Tensor) -> Tensor:
-    """Return b_i, or V_i relu(U_iᵀ x)."""
-    if not rank:
+def expert(memory: Any, options: Any, index: int, x: Tensor) -> Tensor:
+    """Return b_i, V_i relu(U_iᵀ x), or W_up (act(W_gate x) ⊙ p_i)."""
+    if options.form == "gated":
+        units = [activated(options.activation, row @ x) * p for row, p in zip(memory.w_gate, memory.p[index], strict=True)]
+        return torch.stack([torch.stack(units) @ row for row in memory.w_up])
+    if not options.rank:
         row: Tensor = memory.b[index]
         return row
     hidden = x @ memory.u[index]
@@ -76,14 +79,29 @@ def expert(memory: Any, rank: int, index: int, x: Tensor) -> Tensor:
     return result
 
 
+def activated(name: str, z: Tensor) -> Tensor:
+    """Return act(z) of one number."""
+    if name == "gelu":
+        return z * (1 + torch.erf(z / math.sqrt(2))) / 2
+    if name == "gelu-tanh":
+        return z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2
+    if name in ("silu", "quick-gelu"):
+        return z / (1 + torch.exp(-z * (1 if name == "silu" else 1.702)))
+    positive = torch.where(z > 0, z, torch.zeros_like(z))
+    return positive**2 if name == "relu2" else positive
+
+
 def start(observed: Observed) -> Problems:
-    """Check that V, or b, begins at zero, U LeCun normal, W with a spread of 0.02; hyperplanes are random, and saved."""
+    """Check that V, b or W_up begins at zero, U and W_gate LeCun normal, p standard normal, W with a spread of 0.02;
+    that hyperplanes are random, and saved.
+    """
     for site in observed.sites:
         memory: Any = site.module.memory
         d = memory.width
-        if bool((memory.v if observed.options.rank else memory.b).any()):
+        gated = observed.options.form == "gated"
+        if bool((memory.w_up if gated else memory.v if observed.options.rank else memory.b).any()):
             yield site.path, "its experts do not begin at zero"
-        spreads = {"u": d**-0.5, "w": 0.02, "planes": d**-0.5}
+        spreads = {"u": d**-0.5, "w": 0.02, "planes": d**-0.5, "w_gate": d**-0.5, "p": 1.0}
         for name, expected in spreads.items():
             value = getattr(memory, name, None)
             if isinstance(value, Tensor):

@@ -47,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "some ffns": {"layers": "1", "beside": "ffns"},
     "sparse": {"sparse": True},
     "sparse experts": {"sparse": True, "rank": 2},
+    "gated": {"form": "gated", "rank": 3, "activation": "silu"},
 }
 
 
@@ -120,6 +121,7 @@ def test_step_0_is_the_dense_function_and_the_parameters_are_the_formulas(identi
     rows = config.vocab_size if memory.lookup == "token-id" else memory.buckets
     one = (2 * max(memory.rank, 1) if memory.rank else 1) * rows * config.hidden_size
     one += rows * config.hidden_size if memory.lookup == "softmax" else 0
+    one = (rows + 2 * config.hidden_size) * memory.rank if memory.form == "gated" else one
     assert added == rewrite.new_parameters == one * len(tables(model)) > 0
     assert {site.name for site in rewrite.sites} == {
         name for name, module in model.named_modules() if isinstance(module, MemoryLayer)
@@ -302,6 +304,7 @@ def test_verification_passes(identity: str, variant: str) -> None:
 # ── What a model does, with tables that speak ────────────────────────────────────────────────────────────────────────────────────
 
 SPEAKING = [("causal/llama", "default"), ("causal/bloom", "default"), ("causal/llama", "softmax experts"), ("causal/bloom", "ffns")]
+SPEAKING += [("causal/llama", "gated")]
 speaking = pytest.mark.parametrize(("identity", "variant"), SPEAKING)
 
 

@@ -8,19 +8,21 @@ import inspect
 import math
 import pickle
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import zoo
 from support.own_models import Own
 from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.passes import Memory
-from retrofit.passes.memory.external_memory import ExternalMemory, LshMemory, SoftmaxMemory, TokenIdMemory
+from retrofit.passes.memory.external_memory import ACTIVATIONS, ExternalMemory, GatedMemory, LshMemory, SoftmaxMemory, TokenIdMemory
 from retrofit.passes.memory.memory_layer import MemoryLayer
 from retrofit.surgery.wrappers import InjectingCopy, InjectingForward, Wrapper, call_with_keywords
 
@@ -96,6 +98,85 @@ def test_a_table_computes_its_formula(lookup: str, buckets: int, width: int, ran
     x, ids = torch.randn(batch, length, width), torch.randint(buckets, (batch, length))
     with torch.no_grad():
         assert distance(memory(x, ids), by_the_formula(memory, x, ids)) <= 1e-4
+
+
+def gated(activation: str) -> GatedMemory:
+    """A gated table of 6 entries of rank 3 for a width of 8, of which nothing is zero any more."""
+    memory = GatedMemory(6, 8, 3, torch.empty(0), activation=activation)
+    for parameter in memory.parameters():
+        nn.init.normal_(parameter)
+    return memory
+
+
+OWN_ACTIVATIONS: dict[str, Callable[[float], float]] = {
+    "gelu": lambda z: z * (1 + math.erf(z / math.sqrt(2))) / 2,
+    "gelu-tanh": lambda z: z * (1 + math.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))) / 2,
+    "silu": lambda z: z / (1 + math.exp(-z)),
+    "relu": lambda z: max(z, 0.0),
+    "relu2": lambda z: max(z, 0.0) ** 2,
+    "quick-gelu": lambda z: z / (1 + math.exp(-1.702 * z)),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_a_gated_table_computes_its_formula(activation: str) -> None:
+    torch.manual_seed(0)
+    memory = gated(activation)
+    x, ids = torch.randn(2, 3, 8), torch.tensor([[0, 5, 2], [2, 6, 1]])
+    y = memory(x, ids)
+    for row in range(2):
+        for token in range(3):
+            i = int(ids[row, token])
+            units = [
+                OWN_ACTIVATIONS[activation](float(memory.w_gate[unit] @ x[row, token])) * float(memory.p[i, unit]) if i < 6 else 0.0
+                for unit in range(3)
+            ]
+            expected = torch.tensor([sum(float(memory.w_up[out, unit]) * units[unit] for unit in range(3)) for out in range(8)])
+            torch.testing.assert_close(y[row, token], expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_gated_table_begins_at_zero_and_shares_its_matrices() -> None:
+    memory = GatedMemory(10, 16, 3, torch.empty(0), activation="silu", sparse=True)
+    x, ids = torch.randn(2, 7, 16), torch.randint(10, (2, 7))
+    assert not memory(x, ids).any()
+    assert sum(parameter.numel() for parameter in memory.parameters()) == memory.count(10, 16, 3) == 10 * 3 + 2 * 16 * 3
+    memory(x, ids).sum().backward()
+    still = {name for name, parameter in memory.named_parameters() if not parameter.grad.to_dense().any()}
+    assert still == set(memory.late_parameters()) and memory.p.grad.is_sparse
+
+
+@pytest.mark.parametrize(
+    ("identity", "name"),
+    [
+        ("causal/llama", "silu"),
+        ("causal/gpt2", "gelu-tanh"),
+        ("seq2seq/t5", "relu"),
+        ("masked/bert", "gelu"),
+        ("causal/nemotron", "relu2"),
+    ],
+)
+def test_the_activation_is_that_of_the_models_feed_forwards(identity: str, name: str) -> None:
+    model = zoo.build(zoo.entry(identity))
+    retrofit.apply(model, "memory(form=gated, rank=2, layers=0)", verify=False)
+    (applied,) = retrofit.recipe(model) or ()
+    assert applied.activation == name and {part.activation for part in model.modules() if isinstance(part, GatedMemory)} == {name}
+
+
+def test_where_no_feed_forward_is_found_the_activation_is_gelu() -> None:
+    model = zoo.build(zoo.entry("causal/mixtral"))
+    retrofit.apply(model, "memory(form=gated, rank=2, layers=0)", verify=False)
+    assert [applied.activation for applied in retrofit.recipe(model) or ()] == ["gelu"]
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"lookup": "softmax", "rank": 2}, "form"), ({"lookup": "lsh", "rank": 2}, "form"), ({}, "rank"), ({"rank": 0}, "rank")],
+)
+def test_gated_tables_need_token_ids_and_a_rank(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(SpecError) as refused:
+        Memory(form="gated", **options)
+    assert refused.value.option == named and refused.value.remedy
 
 
 @pytest.mark.parametrize("lookup", ["token-id", "softmax"])
@@ -214,7 +295,17 @@ def test_experts_with_sparse_gradients_learn_what_those_with_dense_ones_learn(op
 
 
 @pytest.mark.parametrize(
-    "options", [{"lookup": "hash"}, {"buckets": 0}, {"rank": -1}, {"beside": "heads"}, {"jitter": -0.1}, {"sparse": "some"}]
+    "options",
+    [
+        {"lookup": "hash"},
+        {"buckets": 0},
+        {"rank": -1},
+        {"beside": "heads"},
+        {"jitter": -0.1},
+        {"sparse": "some"},
+        {"form": "own"},
+        {"activation": "sine"},
+    ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
     with pytest.raises(SpecError) as refused:
