@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ FEW = 64  # up to so many tokens each one's expert is gathered; more are sorted 
 
 class ExternalMemory(nn.Module):
     """w_i(x) f_i(x), i = lookup(x, id): zero at the start. x: (…, d), ids: (…)."""
+
+    reads_ids: ClassVar[bool] = False  # whether the index depends on token ids
 
     def __init__(self, buckets: int, width: int, rank: int, like: Tensor, *, sparse: bool = False) -> None:
         super().__init__()
@@ -128,19 +130,26 @@ class MatricesWithSparseGradient(torch.autograd.Function):
 class TokenIdMemory(ExternalMemory):
     """The index is the input token's id. For tokens that were added to the vocabulary later the output is zero."""
 
+    reads_ids = True
+
     def look_up(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if ids is None or ids.numel() != x.numel() // x.shape[-1]:
-            raise DoesNotFitError(
-                "a token-id memory was called with "
-                + ("no ids" if ids is None else f"ids {tuple(ids.shape)} and a stream {tuple(x.shape)}"),
-                why="each position of the stream needs the id of its input token",
-                remedy="pass input_ids for every position, or use lookup=softmax",
-            )
-        ids = ids.reshape(x.shape[:-1])
+        ids = require_ids(ids, x)
         return ids.clamp(max=self.buckets - 1), ids < self.buckets
 
     def gathers(self, tokens: int) -> bool:
         return True  # few tokens of a batch share an id
+
+
+def require_ids(ids: Tensor | None, x: Tensor) -> Tensor:
+    """Return the ids of the stream's tokens, of its shape: (…) of (…, d); raise `DoesNotFitError` where there are none."""
+    if ids is None or ids.numel() != x.numel() // x.shape[-1]:
+        raise DoesNotFitError(
+            "a memory that is looked up by token ids was called with "
+            + ("no ids" if ids is None else f"ids {tuple(ids.shape)} and a stream {tuple(x.shape)}"),
+            why="each position of the stream needs the id of its input token",
+            remedy="pass input_ids for every position, or use lookup=softmax",
+        )
+    return ids.reshape(x.shape[:-1])
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -2,7 +2,8 @@
 
     y = layer(x) + w_i(x) f_i(x),   i = lookup(x, id)             x: (…, d)
 
-The lookups and experts f_i are in `external_memory`. They are zero at the start, which makes it the dense model's function.
+The lookups and experts f_i are in `external_memory`, those by the last ids in `ngram_memory`. They are zero at the start, which
+makes it the dense model's function.
 
 Tables go to modules whose input and output are the stream, or the input and output of a feed-forward.
 
@@ -15,7 +16,8 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -44,6 +46,7 @@ from retrofit.passes.memory.memory_layer import (
     takes_keyword,
     trace_forwarding,
 )
+from retrofit.passes.memory.ngram_memory import GatedNgramMemory, NgramLayer, NgramMemory, parse_orders, primes_from
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
@@ -69,6 +72,8 @@ from retrofit.sdk.anatomy import (
     LAYER_WITHIN,
     ON_TWO_STREAMS,
     InnerLayers,
+    LayerCalls,
+    MaskArgument,
     WrappedModules,
     feed_forwards,
     modules_around,
@@ -76,6 +81,8 @@ from retrofit.sdk.anatomy import (
 from retrofit.sdk.modules import float_like
 from retrofit.sdk.program import is_all_zeros
 
+FEWEST, MOST = 2**14, 2**18  # rows of a hash where the vocabulary decides
+BYTES = 512  # tokens of a vocabulary that is hardly more than bytes
 NO_FEED_FORWARD = ("beside=layers needs no FFN", Remedy("emit='graph' makes each a module", "graph"))
 
 
@@ -83,7 +90,7 @@ class TablePlaces:
     """Finds the places for tables in one model."""
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self.model, self.modules = anatomy.model, WrappedModules(anatomy, no_place, NO_FEED_FORWARD)
+        self.anatomy, self.model, self.modules = anatomy, anatomy.model, WrappedModules(anatomy, no_place, NO_FEED_FORWARD)
         self.within = InnerLayers(anatomy.flow)
 
     def of_layer(self, layer: Layer, stack: Stack, beside: str, near_misses: list[NearMiss]) -> list[WrappedModule]:
@@ -104,6 +111,30 @@ class TablePlaces:
                     places.append(self.modules.feed_forward(branch, stack.width))
         return places
 
+    def mask_of(self, layer: Layer, place: WrappedModule) -> MaskArgument | None:
+        """Return the argument of the layer at a place that shows which of its tokens are of one sequence, None without one.
+
+        Raises `DoesNotFitError` where a cache or a mask does not tell the layer of earlier tokens.
+        """
+        call = self.calls.of_layer(layer)
+        if call.tokens_first:
+            raise no_place(layer.name, "its stream is laid out (length, batch, width), and token ids are not", BY_ITSELF)
+        if call.causal and call.times > 1 and call.takes_more:
+            why = f"{call.path} is called at several depths, and the cache keeps the ids of one call for each module"
+            raise no_place(layer.name, why, BY_ITSELF)
+        if call.mask is None or call.path == place.path:
+            return call.mask
+        calls = {known.path: known for known in reversed(self.calls.masked.program.calls)}
+        node = calls[call.path].inputs[call.mask.key]
+        keys = [key for key, value in calls[place.path].inputs.items() if value is node and key is not None]
+        if not keys:
+            raise no_place(layer.name, f"no argument of {place.path} is the mask of {call.path}", BY_ITSELF)
+        return MaskArgument(keys[0], call.mask.true_hides)
+
+    @functools.cached_property
+    def calls(self) -> LayerCalls:
+        return LayerCalls(self.anatomy)
+
     def is_on_two_streams(self, layer: Layer) -> bool:
         """Return whether a module around the layer adds its branches to a stream that is not what the layer returns."""
         return any(getattr(outer, "adds_branches", False) for outer in modules_around(self.model, layer.name))
@@ -113,6 +144,7 @@ def no_place(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitErro
     return DoesNotFitError(f"memory: {name} cannot have a table", why=why, remedy=remedy, site=name)
 
 
+BY_ITSELF = "lookup=token-id reads no earlier token"
 SAME_ENTRY = "the stream is all zeros there, and every token would look the same entry up"
 ROWS = "memory_rows"  # in a config of transformers: the rows of its tables, by the token table that they were sized for
 
@@ -122,11 +154,12 @@ class StackTables:
     """The tables of one stack, and the route by which token ids reach them."""
 
     width: int  # d
-    rows: int  # n
+    rows: int  # n, or of n-grams those of all hashes
     places: dict[str, tuple[WrappedModule, ...]]  # by layer, those without a table included
     source: TokenIdSource | None  # of the token ids, where they are the lookup
     forwards_ids: bool = False  # whether the model's own code forwards the keyword from the source to the layers
     closed: frozenset[str] = frozenset()  # the layers whose own code takes no keywords
+    masks: Mapping[str, MaskArgument | None] = dataclasses.field(default_factory=dict)  # of n-grams: the layer's, by its path
 
     def injected(self, layer: str, beside: str) -> tuple[str, ...]:
         """Return the paths inside a layer that token ids are injected at: of FFNs, or of the layer in a graph around it."""
@@ -141,6 +174,29 @@ class StackTables:
             yield from (f"{inner}{place.path[len(layer) :]}" for place in places)
 
 
+@dataclasses.dataclass(frozen=True)
+class Ngrams:
+    """The hashes of a table that is looked up by the last ids: `heads` of each order, and the rows of each, order by order."""
+
+    orders: tuple[int, ...]
+    moduli: tuple[int, ...]
+
+    @staticmethod
+    def of(text: str, heads: int, buckets: int, owner: str) -> Ngrams:
+        """Return the hashes that the options say; raise `SpecError` for orders that are none, or too few primes."""
+        orders = parse_orders(text, owner)
+        count = len(orders) * heads
+        moduli = primes_from(buckets, count)
+        if len(moduli) < count:
+            raise SpecError(
+                f"{owner}: buckets={buckets} is too small for {count} hashes",
+                why=f"each has a prime number of rows of its own, and there are {len(moduli)} primes up to {buckets}",
+                remedy="use more buckets or fewer heads",
+                option="buckets",
+            )
+        return Ngrams(orders, moduli)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan(Plan):
     """The tables of each stack."""
@@ -148,6 +204,7 @@ class MemoryPlan(Plan):
     stacks: tuple[StackTables, ...]
     resolved: Memory  # the pass with every option
     recorded_rows: dict[str, int]  # what a config of transformers records, where tables are looked up by token id
+    ngrams: Ngrams | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,23 +217,35 @@ class Memory(Pass[MemoryPlan]):
     rewrites: ClassVar[str] = "layer or feed-forward"
     exact = True
     reference: ClassVar[MethodReference] = MethodReference(
-        {MemoryLayer: ModuleReference(method_reference.memory_layer, ("layer",), key="stream_out", tokens=FEW)},
+        {
+            MemoryLayer: ModuleReference(method_reference.memory_layer, ("layer",), key="stream_out", tokens=FEW),
+            NgramLayer: ModuleReference(method_reference.ngram_layer, ("layer",), key="stream_out", cached=True),
+        },
         start=method_reference.start,
     )
 
-    lookup: str = option("token-id", "how a token's entry is looked up", choices=("token-id", "softmax", "lsh"))
-    buckets: int = option(128, "n, entries per table; token-id has one per token of the vocabulary", minimum=1)
+    lookup: str = option("token-id", "how a token's entry is looked up", choices=("token-id", "softmax", "lsh", "ngram"))
+    buckets: int | None = option(
+        None,
+        "n, entries per table, of ngram per hash; none: 128, of ngram by the vocabulary; token-id has one per token",
+        minimum=1,
+    )
     rank: int = option(0, "r, hidden units of an entry; 0: an entry is a constant", minimum=0)
     beside: str = option("layers", "one table per layer, or per FFN", choices=("layers", "ffns"))
-    layers: str = option("all", "depths that get a table, e.g. 0-5+8", depths=True)
+    layers: str = option(
+        "auto", "depths that get a table, e.g. 0-5+8; auto: all, of ngram the first and the middle one", depths=True
+    )
     jitter: float = option(0.01, "ε, relative noise on the input of the softmax lookup in training", minimum=0)
-    sparse: bool = option(False, "token-id: sparse gradients, for optimizers that support them (SGD, SparseAdam)")
+    sparse: bool = option(False, "token-id, ngram: sparse gradients, for optimizers that support them (SGD, SparseAdam)")
     form: str = option(
         "expert", "an entry of rank r: matrices of its own, or r numbers in a gated product", choices=("expert", "gated")
     )
     activation: str = option(
         "auto", "of form=gated; auto: that of the model's feed-forwards, gelu where none is found", choices=("auto", *ACTIVATIONS)
     )
+    ngrams: str | None = option(None, "orders of the n-grams, e.g. 2-3 or 2+4; none: 2-3, of a small vocabulary 2-4")
+    heads: int = option(1, "H, hashes per order", minimum=1)
+    gate: str = option("none", "how rows are joined: summed, or side by side and gated by the stream", choices=("none", "context"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,15 +263,65 @@ class Memory(Pass[MemoryPlan]):
                 remedy="use rank=64, or form=expert",
                 option="rank",
             )
+        if self.lookup == "ngram":
+            self.check_ngrams()
+            return
+        if self.gate != "none":
+            raise SpecError(
+                f"memory: gate={self.gate} does not go with lookup={self.lookup}",
+                why="it joins the rows of several hashes",
+                remedy="use lookup=ngram, or gate=none",
+                option="gate",
+            )
+        for name, value in {"buckets": 128 if self.buckets is None else self.buckets, "layers": self.layers}.items():
+            object.__setattr__(self, name, "all" if value == "auto" else value)
+
+    def check_ngrams(self) -> None:
+        """Raise `SpecError` where options do not go with n-grams, or not with each other."""
+        for name, value, why in (
+            ("rank", 0, "an n-gram looks up constants"),
+            ("beside", "layers", "a feed-forward is called without the mask and the cache that show earlier tokens"),
+        ):
+            if (given := getattr(self, name)) != value:
+                raise SpecError(
+                    f"memory: {name}={given} does not go with lookup=ngram", why=why, remedy=f"use {name}={value}", option=name
+                )
+        if self.ngrams is not None:
+            Ngrams.of(self.ngrams, self.heads, self.buckets or FEWEST, self.name)
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
-        idle = {"token-id": ("buckets", "jitter"), "softmax": ("sparse",), "lsh": ("jitter", "sparse")}
+        ids = ("jitter", "ngrams", "heads")
+        idle: dict[str, tuple[str, ...]] = {
+            "token-id": ids if self.buckets == 128 else ("buckets", *ids),
+            "softmax": ("sparse", "ngrams", "heads"),
+            "lsh": ("sparse", *ids),
+            "ngram": ("jitter",),
+        }
         return {f"lookup={self.lookup}": idle[self.lookup]} | ({"form=expert": ("activation",)} if self.form == "expert" else {})
 
-    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int] | None:
+        if self.buckets is None or self.lookup == "ngram":
+            return None
         return frozenset({self.buckets, self.rank, *range(1, self.buckets.bit_length() + 1)})  # lsh: about half as many planes
 
+    def resolved(self, anatomy: Anatomy) -> Memory:
+        """Return the pass with the options that were left to the model."""
+        if self.lookup != "ngram":
+            return self.with_activation(anatomy)
+        vocabulary, deepest = max((part.shape[0] for part in anatomy.embeddings), default=0), anatomy.deepest()
+        return dataclasses.replace(
+            self,
+            ngrams=self.ngrams or ("2-4" if vocabulary <= BYTES else "2-3"),
+            buckets=self.buckets or min(max(2 ** (2 * vocabulary - 1).bit_length(), FEWEST), MOST),
+            layers=("0" if deepest < 2 else f"0+{deepest // 2}") if self.layers == "auto" else self.layers,
+        )
+
     def plan(self, anatomy: Anatomy) -> MemoryPlan:
+        resolved = self.resolved(anatomy)
+        if resolved != self:
+            return resolved.plan(anatomy)  # whose spec is saved
+        ngrams = Ngrams.of(str(self.ngrams), self.heads, int(self.buckets or 0), self.name) if self.lookup == "ngram" else None
+        finder = TablePlaces(anatomy)
         near_misses: list[NearMiss] = []
         recorded = dict(getattr(getattr(anatomy.model, "config", None), ROWS, None) or {})
         found: list[StackTables] = []
@@ -210,34 +329,40 @@ class Memory(Pass[MemoryPlan]):
             if any(layer.name in tables.places for tables in found for layer in stack.layers):
                 near_misses.append(NearMiss(stack.name, "a second stream through layers that have their tables"))
                 continue
-            places = self.places(anatomy, stack, near_misses)
+            masks: dict[str, MaskArgument | None] = {}
+            places = self.places(finder, stack, near_misses, masks)
             if not any(places.values()):
                 continue
-            if self.lookup != "token-id":
-                found.append(StackTables(stack.width, self.buckets, places, None))
+            if self.lookup in ("softmax", "lsh"):
+                found.append(StackTables(stack.width, int(self.buckets or 0), places, None))
                 continue
             with collect_near_miss(stack.name, near_misses):
                 source = find_token_id_source(anatomy, stack)
-                rows = int(recorded.setdefault(source.table, source.vocabulary))  # a model that was resized keeps its tables
                 closed = frozenset(name for name in places if not takes_keyword(anatomy.model.get_submodule(name), TOKEN_IDS))
-                found.append(StackTables(stack.width, rows, places, source, closed=closed))
+                rows = 0 if ngrams is None else sum(ngrams.moduli)
+                if ngrams is None:  # a model that was resized keeps its tables
+                    rows = int(recorded.setdefault(source.table, source.vocabulary))
+                found.append(StackTables(stack.width, rows, places, source, closed=closed, masks=masks))
         stacks = self.with_routes(found, anatomy)
-        resolved = self.with_activation(anatomy)
-        gated = f", gated by {resolved.activation}" if self.form == "gated" else ""
-        what = f"plus a table, looked up by {self.lookup}, rank {self.rank}{gated}"
+        gated = f", gated by {self.activation}" if self.form == "gated" else ""
+        how = f"rank {self.rank}{gated}"
+        if ngrams is not None:
+            how = f"{len(ngrams.moduli)} hashes of orders {self.ngrams}, gate {self.gate}"
+        what = f"plus a table, looked up by {self.lookup}, {how}"
         sites = tuple(Site(name, what) for tables in stacks for name in tables.wrapped_names(self.beside))
         gathered = [place.gathered for tables in stacks for places in tables.places.values() for place in places if place.gathered]
-        parameters, formula = self.formula(stacks)
+        parameters, formula = self.formula(stacks) if ngrams is None else self.ngram_formula(stacks, ngrams)
         return MemoryPlan(
             sites=sites,
             near_misses=tuple(near_misses),
             new_parameters=parameters,
             formula=formula,
-            spec=resolved.spec(),
+            spec=self.spec(),
             notes=tuple(f"{site.path}: {site.dropout_note}" for site in gathered if site.dropout),
             stacks=stacks,
-            resolved=resolved,
-            recorded_rows=recorded if any(tables.source for tables in stacks) else {},
+            resolved=self,
+            recorded_rows=recorded if self.lookup == "token-id" and any(tables.source for tables in stacks) else {},
+            ngrams=ngrams,
         )
 
     def with_activation(self, anatomy: Anatomy) -> Memory:
@@ -247,19 +372,25 @@ class Memory(Pass[MemoryPlan]):
         hidden = (copy.deepcopy(site.hidden).eval() for site in feed_forwards(anatomy)[0])
         return dataclasses.replace(self, activation=activation_name(hidden) or "gelu")
 
-    def places(self, anatomy: Anatomy, stack: Stack, near_misses: list[NearMiss]) -> dict[str, tuple[WrappedModule, ...]]:
-        """Return the places for tables in a stack, by layer; layers without any are included."""
-        finder = TablePlaces(anatomy)
+    def places(
+        self, finder: TablePlaces, stack: Stack, near_misses: list[NearMiss], masks: dict[str, MaskArgument | None]
+    ) -> dict[str, tuple[WrappedModule, ...]]:
+        """Return the places for tables in a stack, by layer; layers without any are included. `masks` gets those of n-grams."""
+        anatomy = finder.anatomy
         places: dict[str, tuple[WrappedModule, ...]] = {layer.name: () for layer in stack.layers if layer.name}
         for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())):
             layer = stack.layers[depth]
-            if self.beside == "layers" and self.lookup != "token-id" and is_all_zeros(anatomy.node(layer.entry)):
+            if self.beside == "layers" and self.lookup in ("softmax", "lsh") and is_all_zeros(anatomy.node(layer.entry)):
                 near_misses.append(
                     NearMiss(layer.name or layer.exit, SAME_ENTRY, "beside=ffns: an FFN reads more", in_any_form=True)
                 )
                 continue
             for place in finder.of_layer(layer, stack, self.beside, near_misses):
-                if place not in places[layer.name]:  # once for a layer that several depths share
+                if place in places[layer.name]:  # once for a layer that several depths share
+                    continue
+                with collect_near_miss(layer.name, near_misses):
+                    if self.lookup == "ngram":
+                        masks[place.path] = finder.mask_of(layer, place)
                     places[layer.name] += (place,)
         return places
 
@@ -301,6 +432,22 @@ class Memory(Pass[MemoryPlan]):
             terms.append(f"{times}·({numbers}{f' + {rows:,}·{width:,}' if has_router else ''})")
         return total, f"{symbols} a table: {' + '.join(terms)} = {total:,}"
 
+    def ngram_formula(self, stacks: tuple[StackTables, ...], ngrams: Ngrams) -> tuple[int, str]:
+        """Return the number of parameters of the tables looked up by n-grams, and how it comes about."""
+        kind, terms, total = NgramMemory if self.gate == "none" else GatedNgramMemory, [], 0
+        widths = collections.Counter({tables.width: 0 for tables in stacks})
+        for tables in stacks:
+            widths[tables.width] += sum(map(len, tables.places.values()))
+        rows, hashes = sum(ngrams.moduli), len(ngrams.moduli)
+        for width, times in widths.items():
+            row = GatedNgramMemory.row_width(ngrams.moduli, width)
+            numbers = f"{rows:,}·{width:,}" if self.gate == "none" else f"{rows:,}·{row:,} + 2·{width:,}·{hashes * row:,}"
+            terms.append(f"{times}·({numbers})")
+            total += times * kind.size(ngrams.moduli, width)
+        symbols = "ΣM·d" if self.gate == "none" else "ΣM·⌊d/H⌋ + 2·d·e"
+        primes = f"{hashes} primes M from {ngrams.moduli[0]:,} to {ngrams.moduli[-1]:,}"
+        return total, f"{symbols} a table, {primes}: {' + '.join(terms)} = {total:,}"
+
     def apply(self, plan: MemoryPlan, edit: Edit) -> None:
         config = getattr(edit.model, "config", None)
         if plan.recorded_rows and isinstance(config, PreTrainedConfig):
@@ -308,18 +455,30 @@ class Memory(Pass[MemoryPlan]):
         for tables in plan.stacks:
             for places in tables.places.values():
                 for place in places:
-                    plan.resolved.add_table(place, tables, edit)
+                    plan.resolved.add_table(place, tables, plan.ngrams, edit)
         for tables in plan.stacks:
             if tables.source is not None:
                 self.route_token_ids(tables, tables.source, edit)
 
-    def add_table(self, place: WrappedModule, tables: StackTables, edit: Edit) -> None:
+    def add_table(self, place: WrappedModule, tables: StackTables, ngrams: Ngrams | None, edit: Edit) -> None:
         """Wrap the module at `place` in a `MemoryLayer`."""
-        like = float_like(edit.model.get_submodule(place.path), edit.model)
-        memory = self.table(tables.rows, tables.width, like)
-        place.install(edit, lambda layer: MemoryLayer(layer, memory, stream_in=place.stream_in, stream_out=place.stream_out))
-        for name in memory.late_parameters():
-            edit.expect_late_gradient(memory.get_parameter(name))
+        module, into, out = edit.model.get_submodule(place.path), place.stream_in, place.stream_out
+        like = float_like(module, edit.model)
+        if ngrams is None or tables.source is None:
+            memory = self.table(tables.rows, tables.width, like)
+            place.install(edit, lambda layer: MemoryLayer(layer, memory, stream_in=into, stream_out=out))
+        else:
+            memory = rows = self.ngram_table(ngrams, tables.width, like, edit.model.get_parameter(tables.source.table))
+            name, mask = history_name(place.path, module), tables.masks[place.path]
+            place.install(edit, lambda layer: NgramLayer(layer, rows, stream_in=into, stream_out=out, name=name, mask=mask))
+        for late in memory.late_parameters():
+            edit.expect_late_gradient(memory.get_parameter(late))
+
+    def ngram_table(self, ngrams: Ngrams, width: int, like: torch.Tensor, token_table: torch.Tensor) -> NgramMemory:
+        if self.gate == "none":
+            return NgramMemory(ngrams.orders, ngrams.moduli, width, like, sparse=self.sparse)
+        spread = 1.0 if token_table.is_meta else float(token_table.float().std())
+        return GatedNgramMemory(ngrams.orders, ngrams.moduli, width, like, spread=spread, sparse=self.sparse)
 
     def table(self, rows: int, width: int, like: torch.Tensor) -> ExternalMemory:
         if self.form == "gated":
@@ -342,3 +501,9 @@ class Memory(Pass[MemoryPlan]):
             inside = tables.injected(name, self.beside)
             if inside or (tables.forwards_ids and not places):  # a layer without a table must not see the keyword
                 edit.replace_module(name, TokenIdInjector(edit.model.get_submodule(name), inside))
+
+
+def history_name(path: str, module: torch.nn.Module) -> str:
+    """Return the name in a cache of what a memory around the module at the path keeps there: of several, each its own."""
+    inside = sum(isinstance(part, NgramLayer) and part.name.startswith(f"{path}.memory") for part in module.modules())
+    return f"{path}.memory" + (f".{inside}" if inside else "")

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from retrofit.passes.memory.external_memory import ExternalMemory, TokenIdMemory
+from retrofit.passes.memory.external_memory import ExternalMemory
 from retrofit.sdk import (
     Anatomy,
     ArgumentPlace,
@@ -37,11 +37,16 @@ TOKEN_IDS = "token_ids"  # the keyword
 
 def reads_token_ids(module: nn.Module) -> bool:
     """Return whether a memory inside `module` reads the keyword `token_ids`, and the code around it takes it."""
-    if isinstance(module, TokenIdInjector) or any(isinstance(child, TokenIdMemory) for child in module.children()):
+    if isinstance(module, TokenIdInjector) or any(reads_ids(child) for child in module.children()):
         return True
     if isinstance(module, Wrapper):
         return reads_token_ids(child_modules(module)["layer"])
-    return any(isinstance(part, TokenIdMemory) for part in module.modules()) and takes_keyword(module, TOKEN_IDS)
+    return any(map(reads_ids, module.modules())) and takes_keyword(module, TOKEN_IDS)
+
+
+def reads_ids(module: nn.Module) -> bool:
+    """Return whether the module is a memory that is looked up by token ids."""
+    return isinstance(module, ExternalMemory) and module.reads_ids
 
 
 def takes_keyword(module: nn.Module, name: str) -> bool:
@@ -215,4 +220,9 @@ class MemoryLayer(Wrapper):
             keywords.pop(TOKEN_IDS, None)
         container, key = find_argument(self.stream_in, arguments, keywords)
         x = container[key]
+        ids = self.looked_up(ids, x, arguments, keywords)
         return map_first(self.layer(*arguments, **keywords), lambda y: y + self.memory(x, ids).to(y.dtype), self.stream_out)
+
+    def looked_up(self, ids: Tensor | None, x: Tensor, arguments: list[Any], keywords: dict[str, Any]) -> Tensor | None:
+        """Return what the memory is looked up by, of the ids in the layer's call and its other arguments."""
+        return ids

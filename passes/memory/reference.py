@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,107 @@ def memory_layer(call: SiteCall) -> Tensor:
         index, weight = look_up(memory, options, routed, id)
         added.append(torch.zeros_like(token) if index is None else weight * expert(memory, options, index, token))
     return y + torch.stack(added).view(x.shape)
+
+
+def ngram_layer(call: SiteCall) -> Tensor:
+    """Return layer(x) + the rows of the hashed n-grams, summed or gated."""
+    layer: Any = call.module
+    memory, options = layer.memory, call.options
+    x = call.argument(layer.stream_in)
+    y = call.given("layer", {layer.stream_in: x}, layer.stream_out)
+    ids = torch.tensor(token_ids(call, x)).view(x.shape[:-1])
+    call.kept["ids"] = ids
+    added = []
+    for row in range(len(ids)):
+        earlier = [id for past in call.before for id in staying_ids(past, row)]
+        whole = earlier + [canonical(memory, int(id)) for id in ids[row]]
+        for t in range(ids.shape[1]):
+            ngram = last_ids(whole[: len(earlier) + t + 1], follows(call, row, t, len(earlier)), max(ngram_orders(options.ngrams)))
+            added.append(rows_of(memory, options, ngram, x[row, t]))
+    return y + torch.stack(added).view(x.shape)
+
+
+def staying_ids(past: SiteCall, row: int) -> list[int]:
+    """Return the canonical ids of an earlier call in one row, of the tokens that stayed in it."""
+    memory: Any = past.module.memory
+    kept = past.kept["ids"][row]
+    return [canonical(memory, int(id)) for id in (kept if past.staying is None else kept[past.staying[row]])]
+
+
+def canonical(memory: Any, id: int) -> int:
+    return id if memory.canonical is None or id >= len(memory.canonical) else int(memory.canonical[id])
+
+
+def ngram_orders(text: str) -> list[int]:
+    """Return the orders that `2-3+5` names."""
+    orders: set[int] = set()
+    for part in text.split("+"):
+        first, _, last = part.partition("-")
+        orders |= set(range(int(first), int(last or first) + 1))
+    return sorted(orders)
+
+
+def follows(call: SiteCall, row: int, t: int, past: int) -> list[bool]:
+    """Return for each of the tokens before token t of a row, the latest first, whether t is of its sequence, as the masks say."""
+    layer: Any = call.module
+    x = call.argument(layer.stream_in)
+    total = past + x.shape[1]
+    mask = None if layer.mask is None else call.argument(layer.mask, None)
+    if not isinstance(mask, Tensor):
+        return [True] * (past + t)
+    values = mask[row % len(mask)] if mask.dim() == 2 else mask[row % len(mask), 0]
+    values = values if values.dim() == 2 else values.expand(x.shape[1], -1)
+    shown = values[t % len(values)]
+    biased = shown.is_floating_point() and (mask.dim() == 4 or layer.true_hides)
+    seen = [bool(v > -1e4 and (mask.dim() == 4 or v < 0.5)) if biased else bool(v) != layer.true_hides for v in shown]
+    if len(seen) > total:  # places for tokens to come
+        seen = seen[:total]
+    own = len(seen) - x.shape[1] + t
+    found = [seen[own - back] for back in range(1, min(own, past + t) + 1)]
+    return found + [False] * (past + t - len(found))
+
+
+def last_ids(ids: list[int], of_sequence: list[bool], most: int) -> list[int]:
+    """Return the last id and those before it, `most` in all: −1 before the beginning of their sequence."""
+    found, inside = [ids[-1]], True
+    for back in range(1, most):
+        inside = inside and back < len(ids) and of_sequence[back - 1]
+        found.append(ids[-1 - back] if inside else -1)
+    return found
+
+
+def rows_of(memory: Any, options: Any, ngram: list[int], x: Tensor) -> Tensor:
+    """Return Σ b, or σ(norm(x)·norm(W_K e)/√d) W_V e of the rows e, for an n-gram, its last id first."""
+    orders = [order for order in ngram_orders(options.ngrams) for _ in range(options.heads)]
+    rows, first = [], 0
+    for number, (order, prime) in enumerate(zip(orders, primes_below(options.buckets, len(orders)), strict=True)):
+        code = 0
+        for back in range(order):
+            code ^= (int(memory.multipliers[number, back]) * ngram[back]) & (2**64 - 1)
+        rows.append(memory.b[first + (code - 2**64 if code >= 2**63 else code) % prime])
+        first += prime
+    if options.gate == "none":
+        return torch.stack(rows).sum(0)
+    e, d = torch.cat(rows), len(x)
+    k, v = memory.w_k @ e, memory.w_v @ e
+    alike = (normed(x) * normed(k)).sum() / math.sqrt(d)
+    return v / (1 + torch.exp(-alike))
+
+
+def normed(x: Tensor) -> Tensor:
+    """Return √d x/|x|."""
+    return x * math.sqrt(len(x)) / x.square().sum().sqrt().clamp_min(1e-12)
+
+
+def primes_below(buckets: int, count: int) -> list[int]:
+    """Return the largest primes up to `buckets`, by division."""
+    found: list[int] = []
+    number = buckets
+    while len(found) < count:
+        if number > 1 and all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+            found.append(number)
+        number -= 1
+    return found
 
 
 def token_ids(call: SiteCall, x: Tensor) -> list[int]:
@@ -99,7 +201,9 @@ def start(observed: Observed) -> Problems:
         memory: Any = site.module.memory
         d = memory.width
         gated = observed.options.form == "gated"
-        if bool((memory.w_up if gated else memory.v if observed.options.rank else memory.b).any()):
+        if observed.options.lookup == "ngram":
+            yield from ((site.path, problem) for problem in ngram_start(memory, observed.options))
+        elif bool((memory.w_up if gated else memory.v if observed.options.rank else memory.b).any()):
             yield site.path, "its experts do not begin at zero"
         spreads = {"u": d**-0.5, "w": 0.02, "planes": d**-0.5, "w_gate": d**-0.5, "p": 1.0}
         for name, expected in spreads.items():
@@ -111,3 +215,20 @@ def start(observed: Observed) -> Problems:
         offsets = getattr(memory, "offsets", None)
         if isinstance(offsets, Tensor) and (float(offsets.min()) < 0 or float(offsets.max()) > 1 or not bool(offsets.any())):
             yield site.path, "the offsets of its hyperplanes are not random in [0, 1)"
+
+
+def ngram_start(memory: Any, options: Any) -> Iterator[str]:
+    """Check that b, or W_V, begins at zero, W_K with a spread of 1/√e, and the multipliers are odd and random 64-bit numbers."""
+    if bool((memory.b if options.gate == "none" else memory.w_v).any()):
+        yield "it does not begin at zero"
+    if options.gate == "context":
+        yield from spread_problem("w_k", memory.w_k, memory.w_k.shape[1] ** -0.5)
+        if not bool(memory.b.any()):
+            yield "its rows begin at zero, and so does what they are multiplied by: neither would learn"
+    drawn = []
+    for number, order in enumerate(order for order in ngram_orders(options.ngrams) for _ in range(options.heads)):
+        drawn += [int(value) for value in memory.multipliers[number, :order]]
+    if not all(value % 2 for value in drawn) or len(set(drawn)) < len(drawn):
+        yield "its multipliers are not odd, or not different"
+    if max(map(abs, drawn)) < 2**56:
+        yield "its multipliers are not random numbers of 64 bits"

@@ -187,14 +187,17 @@ def selected_layers(anatomy: Anatomy, layers: str, owner: str, stacks: str = "al
                 yield stack, depth
 
 
-def depth_ranges(text: str, owner: str) -> list[tuple[int, int]]:
-    """Return the first and the last depth of each part of `0-5+8`; raise `SpecError` where it cannot be read."""
+def depth_ranges(text: str, owner: str, option: str = "layers") -> list[tuple[int, int]]:
+    """Return the first and the last number of each part of `0-5+8`, as `option` is written; raise `SpecError` otherwise."""
     found: list[tuple[int, int]] = []
     for part in text.split("+"):
         named = DEPTHS.fullmatch(part)
         if named is None:
+            what, example = ("depths", "0-5+8") if option == "layers" else ("numbers", "2-3")
             raise SpecError(
-                f"{owner}: cannot read layers={text}", remedy="use depths and ranges joined by +, e.g. 0-5+8", option="layers"
+                f"{owner}: cannot read {option}={text}",
+                remedy=f"use {what} and ranges joined by +, e.g. {example}",
+                option=option,
             )
         found.append((int(named[1]), int(named[2] or named[1])))
     return found

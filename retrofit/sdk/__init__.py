@@ -15,6 +15,7 @@ from retrofit.passbase.protocol import Pass as Pass
 from retrofit.passbase.protocol import Plan as Plan
 from retrofit.passbase.protocol import Rewrite as Rewrite
 from retrofit.passbase.protocol import Recovery as Recovery
+from retrofit.passbase.options import depth_ranges as depth_ranges
 from retrofit.passbase.options import option as option
 from retrofit.passbase.options import selected_depths as selected_depths
 from retrofit.passbase.options import selected_layers as selected_layers

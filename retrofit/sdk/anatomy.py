@@ -12,6 +12,7 @@ from retrofit.anatomy.attention_cores import Attention as Attention
 from retrofit.anatomy.attention_cores import SOFTMAX as SOFTMAX
 from retrofit.anatomy.attention_cores import find_attentions as find_attentions
 from retrofit.anatomy.attention_sites import AttentionSite as AttentionSite
+from retrofit.anatomy.attention_sites import MaskArgument as MaskArgument
 from retrofit.anatomy.attention_sites import SiteProjection as SiteProjection
 from retrofit.anatomy.attention_sites import REST as REST
 from retrofit.anatomy.attention_parsing import find_attention_sites as find_attention_sites

@@ -33,6 +33,7 @@ from retrofit.surgery.wrappers import FUSED_ARGUMENTS as FUSED_ARGUMENTS
 from retrofit.surgery.wrappers import AnsweredFusedAttention as AnsweredFusedAttention
 from retrofit.surgery.wrappers import MULTI_HEAD as MULTI_HEAD
 from retrofit.surgery.wrappers import calls_multi_head as calls_multi_head
+from retrofit.surgery.wrappers import lookback_gates as lookback_gates
 from retrofit.surgery.wrappers import query_positions as query_positions
 from retrofit.surgery.wrappers import unpadded_tokens as unpadded_tokens
 from retrofit.surgery.wrappers import visible_keys as visible_keys

@@ -1,0 +1,256 @@
+"""Memory that a token looks up by its last ids: hashed n-grams.
+
+    i(n,h) = (XOR_{j<n} m[n,h,j] · c_{t−j}) mod M_{n,h}         c: canonical ids; m: odd 64-bit multipliers; M: different primes
+
+    gate=none      y = layer(x) + Σ_{n,h} b[n,h,i(n,h)]         b: [ΣM, d]
+    gate=context   y = layer(x) + σ(x̂ · k̂ / √d) v               k = W_K e, v = W_V e, x̂ = norm(x), k̂ = norm(k)
+                   e = the rows b[n,h,i(n,h)] side by side      b: [ΣM, ⌊d/hashes⌋]; W_K, W_V: [d, e]; norm(x) = √d x/|x|
+
+b is zero at the start, or W_V is. Products and XOR are of 64-bit integers that wrap around. Tokens before a sequence's beginning
+have the id `RESERVED`. A model that decodes keeps the last ids in its own cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from retrofit.passes.memory.external_memory import ExternalMemory, require_ids
+from retrofit.passes.memory.memory_layer import MemoryLayer
+from retrofit.sdk import SpecError, argument_place, depth_ranges
+from retrofit.sdk.anatomy import MaskArgument
+from retrofit.sdk.modules import (
+    TokenHistory,
+    cache_among,
+    histories_of,
+    lookback_gates,
+    staying_tokens,
+    tensor_argument,
+    visible_keys,
+)
+
+MOST = 8  # the highest order
+RESERVED = -1  # the id before a sequence's beginning; no token has it
+
+
+def parse_orders(text: str, owner: str) -> tuple[int, ...]:
+    """Return the orders that `2-3` or `2+4` names, ascending; raise `SpecError` where one is none from 1 to `MOST`."""
+    orders: set[int] = set()
+    for first, last in depth_ranges(text, owner, "ngrams"):
+        if last < first:
+            raise SpecError(
+                f"{owner}: ngrams={text} has the empty range {first}-{last}", remedy=f"write {last}-{first}", option="ngrams"
+            )
+        if first < 1 or last > MOST:
+            raise SpecError(
+                f"{owner}: ngrams={text} names order {last if last > MOST else first}",
+                why="an n-gram is a token and the n−1 before it",
+                remedy=f"use orders from 1 to {MOST}",
+                option="ngrams",
+            )
+        orders.update(range(first, last + 1))
+    return tuple(sorted(orders))
+
+
+def primes_from(buckets: int, count: int) -> tuple[int, ...]:
+    """Return the `count` largest primes up to `buckets`, descending; fewer where there are no more."""
+    found: list[int] = []
+    number = buckets
+    while number > 1 and len(found) < count:
+        if is_prime(number):
+            found.append(number)
+        number -= 1
+    return tuple(found)
+
+
+WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)  # enough for every number below 3·10^24
+
+
+def is_prime(number: int) -> bool:
+    """Return whether the number is a prime, by the test of Miller and Rabin."""
+    if number < 2 or any(number % prime == 0 for prime in WITNESSES):
+        return number in WITNESSES
+    twos = ((number - 1) & (1 - number)).bit_length() - 1  # number − 1 = odd · 2^twos
+    for witness in WITNESSES:
+        power = pow(witness, (number - 1) >> twos, number)
+        if power not in (1, number - 1) and all((power := power * power % number) != number - 1 for _ in range(twos - 1)):
+            return False
+    return True
+
+
+class NgramMemory(ExternalMemory):
+    """Σ_{n,h} b[n,h,i(n,h)]: zero at the start. `moduli` are the rows of each hash, order by order."""
+
+    reads_ids = True
+    multipliers: Tensor
+    moduli: Tensor
+    first_rows: Tensor
+    canonical: Tensor | None
+
+    def __init__(
+        self,
+        orders: Sequence[int],
+        moduli: Sequence[int],
+        width: int,
+        like: Tensor,
+        *,
+        row: int | None = None,
+        canonical: Tensor | None = None,
+        sparse: bool = False,
+    ) -> None:
+        super().__init__(sum(moduli), width if row is None else row, 0, like, sparse=sparse)
+        self.width, self.past = width, max(orders) - 1  # ids that it reads before a token's own
+        order_of_hash = [order for order in orders for _ in range(len(moduli) // len(orders))]
+        drawn = torch.randint(-(2**63), 2**63 - 1, (len(moduli), max(orders)), device=like.device) | 1
+        used = torch.tensor([[back < order for back in range(max(orders))] for order in order_of_hash], device="cpu")
+        self.register_buffer("multipliers", drawn * used.to(drawn))  # (hashes, max n); those beyond n are zero
+        sizes = torch.tensor(moduli, device="cpu")
+        self.register_buffer("moduli", sizes.to(like.device))
+        self.register_buffer("first_rows", (sizes.cumsum(0) - sizes).to(like.device))
+        self.register_buffer("canonical", canonical)
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        return self.rows(self.b, self.hashes(ids)).sum(-2)
+
+    def hashes(self, ids: Tensor | None) -> Tensor:
+        """Return the row of every hash, (…, hashes), of ids (…, max n): a token's own first, then the one before it."""
+        assert ids is not None
+        code = ids[..., :1] * self.multipliers[:, 0]
+        for back in range(1, self.past + 1):
+            code = code ^ (ids[..., back : back + 1] * self.multipliers[:, back])
+        return code.remainder(self.moduli) + self.first_rows
+
+    def canonical_ids(self, ids: Tensor) -> Tensor:
+        """Return the ids that the hashes are of; ids beyond the table `canonical` are their own."""
+        if self.canonical is None:
+            return ids.long()
+        known = self.canonical.shape[0]
+        return torch.where(ids < known, self.canonical[ids.clamp(max=known - 1)], ids.long())
+
+    def tables(self) -> tuple[str, ...]:
+        return ("b",)
+
+    @staticmethod
+    def size(moduli: Sequence[int], width: int) -> int:
+        """Return the number of parameters."""
+        return sum(moduli) * width
+
+    def extra_repr(self) -> str:
+        return f"hashes={len(self.moduli)}, rows={self.buckets}, width={self.width}"
+
+
+class GatedNgramMemory(NgramMemory):
+    """σ(x̂ · k̂ / √d) v, k = W_K e, v = W_V e of the rows side by side, whose spread is `spread` at the start. W_V is zero then."""
+
+    def __init__(
+        self,
+        orders: Sequence[int],
+        moduli: Sequence[int],
+        width: int,
+        like: Tensor,
+        *,
+        spread: float,
+        canonical: Tensor | None = None,
+        sparse: bool = False,
+    ) -> None:
+        row = self.row_width(moduli, width)
+        super().__init__(orders, moduli, width, like, row=row, canonical=canonical, sparse=sparse)
+        nn.init.normal_(self.b, std=spread)
+        kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
+        columns = row * len(moduli)
+        self.w_k = nn.Parameter(torch.randn(width, columns, **kind) / math.sqrt(columns))
+        self.w_v = nn.Parameter(torch.zeros(width, columns, **kind))
+
+    def forward(self, x: Tensor, ids: Tensor | None = None) -> Tensor:
+        e = self.rows(self.b, self.hashes(ids)).flatten(-2)
+        k, v = F.linear(e, self.w_k), F.linear(e, self.w_v)
+        x = x.to(k.dtype)
+        gate = (unit(x) * unit(k)).sum(-1, keepdim=True) * math.sqrt(self.width)  # norm(x) · norm(k) / √d
+        return torch.sigmoid(gate).to(v.dtype) * v
+
+    def late_parameters(self) -> tuple[str, ...]:
+        return ("b", "w_k")
+
+    @staticmethod
+    def row_width(moduli: Sequence[int], width: int) -> int:
+        """Return the width of a row: those of all hashes together are about as wide as the stream."""
+        return max(1, width // len(moduli))
+
+    @staticmethod
+    def size(moduli: Sequence[int], width: int) -> int:
+        row = GatedNgramMemory.row_width(moduli, width)
+        return sum(moduli) * row + 2 * width * row * len(moduli)
+
+
+def unit(x: Tensor) -> Tensor:
+    """Return x/|x|."""
+    return F.normalize(x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, dim=-1)
+
+
+class NgramLayer(MemoryLayer):
+    """`layer(x) + memory(x, ids)`, where the memory reads each token's id and those before it in its own sequence.
+
+    The ids of earlier calls with the same cache are in that cache, under `name`. Which tokens are of one sequence follows from the
+    mask that the layer is called with: it hides padding, and other sequences packed into the same row.
+    """
+
+    memory: NgramMemory
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        memory: NgramMemory,
+        *,
+        stream_in: int | str,
+        stream_out: int | str | None,
+        name: str,
+        mask: MaskArgument | None,
+    ) -> None:
+        super().__init__(layer, memory, stream_in=stream_in, stream_out=stream_out)
+        self.name = name
+        self.mask = None if mask is None else argument_place(layer, mask.key)
+        self.true_hides = mask is not None and mask.true_hides
+
+    def looked_up(self, ids: Tensor | None, x: Tensor, arguments: list[Any], keywords: dict[str, Any]) -> Tensor:
+        """Return each token's id and those before it: (batch, T, max n)."""
+        ids = self.memory.canonical_ids(require_ids(ids, x))
+        past, tokens = self.memory.past, ids.shape[1]
+        mask = tensor_argument(self.mask, arguments, keywords)
+        visible = None if mask is None else visible_keys(mask, tokens, self.true_hides)
+        return with_earlier(ids, self.earlier(ids, cache_among(arguments, keywords)), lookback_gates(visible, tokens, past), past)
+
+    def earlier(self, ids: Tensor, cache: Cache | None) -> Tensor | None:
+        """Return the ids before these in the cache, (batch, past), which stores these too; None without a cache.
+
+        A history is zeros before its first value, so it stores ids − RESERVED.
+        """
+        past = self.memory.past
+        if cache is None or not past:
+            return None
+        histories, stored = histories_of(cache), ids - RESERVED
+        if self.name not in histories:
+            histories[self.name] = TokenHistory.in_cache(cache, past, stored)
+        before = histories[self.name].last() + RESERVED
+        histories[self.name].push(stored, staying_tokens(cache))
+        return before
+
+
+def with_earlier(ids: Tensor, before: Tensor | None, gates: Tensor | None, past: int) -> Tensor:
+    """Return each of the ids (batch, T) and the `past` ones before it: (batch, T, 1 + past). `before` are those before the first.
+
+    It is RESERVED where there is none. What `gates`, (batch or 1, T, past), hides is a beginning: all before it is hidden too.
+    """
+    if before is None:
+        before = ids.new_full((ids.shape[0], past), RESERVED)
+    row = torch.cat([before, ids], 1)
+    window = torch.stack([row[:, past - back : row.shape[1] - back] for back in range(past + 1)], -1)
+    if gates is None:
+        return window
+    gates = gates.to(torch.int64).cumprod(-1).bool()
+    return torch.cat([window[..., :1], window[..., 1:].masked_fill(~gates, RESERVED)], -1)
