@@ -47,6 +47,7 @@ class DenseModel:
     steps: int = 500
     masked: bool = False  # a ModernBERT that predicts masked bytes, not a Llama that predicts the next one
     text: Text = DOCUMENTATION
+    vocabulary: int = 256  # more are those of a tokenizer
     tokenizer: ClassVar[None] = None
 
     def trained(self, folder: Path) -> nn.Module:
@@ -70,9 +71,10 @@ class DenseModel:
             last = dict.fromkeys(("eos_token_id", "sep_token_id"), 257)
             reach = {"max_position_embeddings": LENGTH, "global_attn_every_n_layers": 1}
             return ModernBertForMaskedLM(ModernBertConfig(vocab_size=259, num_attention_heads=4, **sizes, **reach, **first, **last))
-        tokens = {"vocab_size": 256, "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 1024}
+        tokens = {"vocab_size": self.vocabulary, "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 1024}
+        tied = {"tie_word_embeddings": self.vocabulary > 256}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": self.width // 4}
-        return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, **heads))
+        return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, **tied, **heads))
 
 
 SIZES = {"small": DenseModel(128, 384, 4), "demo": DenseModel()}
