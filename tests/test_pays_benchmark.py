@@ -114,6 +114,17 @@ def test_the_dense_loss_at_equal_time_is_between_two_runs(pays: Any, time: float
     assert pays.Figures("demo", values).ahead_in_time(arm) == pytest.approx(ahead)
 
 
+def test_the_page_compares_the_default_with_the_best(pays: Any) -> None:
+    losses = {"": 1.0, pays.NGRAMS: 0.9, "memory(lookup=ngram, heads=2)": 0.88, "memory": 0.97}
+    values: dict[str, Any] = {}
+    for spec, loss in losses.items():
+        arm = next(arm for arm in pays.ARMS["demo"] if arm.spec == spec and arm.new is None)
+        values[pays.key_of("demo", arm, 0)] = {"spec": spec, "steps": 1, "loss": loss}
+        values[pays.cost_key("demo", spec)] = {"time": 1.0}
+    text = " ".join(pays.verdict(pays.Figures("demo", values)))
+    assert "heads=2" in text and "+0.1200" in text and "+0.0200" in text
+
+
 def test_the_best_two_are_of_two_kinds(pays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = {"memory": 1.0, "altup(k=2)": 1.3, "memory(layers=1)": 0.9, "altup(k=4)": 1.2}
     monkeypatch.setitem(

