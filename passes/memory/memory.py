@@ -47,6 +47,7 @@ from retrofit.passes.memory.memory_layer import (
     trace_forwarding,
 )
 from retrofit.passes.memory.ngram_memory import GatedNgramMemory, NgramLayer, NgramMemory, parse_orders, primes_from
+from retrofit.passes.memory.value_embeddings import ValueAttention, ValueEmbedding, ValuePlace, value_formula, value_places
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
@@ -220,7 +221,9 @@ class Memory(Pass[MemoryPlan]):
         {
             MemoryLayer: ModuleReference(method_reference.memory_layer, ("layer",), key="stream_out", tokens=FEW),
             NgramLayer: ModuleReference(method_reference.ngram_layer, ("layer",), key="stream_out", cached=True),
+            ValueEmbedding: ModuleReference(method_reference.value_embedding),
         },
+        wiring=method_reference.wiring,
         start=method_reference.start,
     )
 
@@ -231,7 +234,9 @@ class Memory(Pass[MemoryPlan]):
         minimum=1,
     )
     rank: int = option(0, "r, hidden units of an entry; 0: an entry is a constant", minimum=0)
-    beside: str = option("layers", "one table per layer, or per FFN", choices=("layers", "ffns"))
+    beside: str = option(
+        "layers", "one table per layer, per FFN, or for each attention's values", choices=("layers", "ffns", "values")
+    )
     layers: str = option(
         "auto", "depths that get a table, e.g. 0-5+8; auto: all, of ngram the first and the middle one", depths=True
     )
@@ -249,14 +254,21 @@ class Memory(Pass[MemoryPlan]):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.form == "gated" and self.lookup != "token-id":
+        if self.beside == "values" and self.lookup != "token-id":
+            raise SpecError(
+                f"{self.name}: beside=values needs lookup=token-id, not {self.lookup}",
+                why="value embeddings are those of tokens",
+                remedy="use lookup=token-id, or beside=layers",
+                option="beside",
+            )
+        if self.gated and self.lookup != "token-id":
             raise SpecError(
                 f"{self.name}: form=gated needs lookup=token-id, not {self.lookup}",
                 why="its entries are per-layer embeddings of tokens",
                 remedy="use lookup=token-id, or form=expert",
                 option="form",
             )
-        if self.form == "gated" and not self.rank:
+        if self.gated and not self.rank:
             raise SpecError(
                 f"{self.name}: form=gated needs a rank",
                 why="an entry is a row of r numbers, and rank=0 is none",
@@ -297,7 +309,15 @@ class Memory(Pass[MemoryPlan]):
             "lsh": ("sparse", *ids),
             "ngram": ("jitter",),
         }
-        return {f"lookup={self.lookup}": idle[self.lookup]} | ({"form=expert": ("activation",)} if self.form == "expert" else {})
+        found = {f"lookup={self.lookup}": idle[self.lookup]}
+        if self.beside == "values":
+            return found | {"beside=values": ("rank", "form", "activation")}
+        return found if self.gated else found | {"form=expert": ("activation",)}
+
+    @property
+    def gated(self) -> bool:
+        """Return whether its tables are gated."""
+        return self.form == "gated" and self.beside != "values"
 
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int] | None:
         if self.buckets is None or self.lookup == "ngram":
@@ -344,11 +364,12 @@ class Memory(Pass[MemoryPlan]):
                     rows = int(recorded.setdefault(source.table, source.vocabulary))
                 found.append(StackTables(stack.width, rows, places, source, closed=closed, masks=masks))
         stacks = self.with_routes(found, anatomy)
-        gated = f", gated by {self.activation}" if self.form == "gated" else ""
+        gated = f", gated by {self.activation}" if self.gated else ""
         how = f"rank {self.rank}{gated}"
         if ngrams is not None:
             how = f"{len(ngrams.moduli)} hashes of orders {self.ngrams}, gate {self.gate}"
-        what = f"plus a table, looked up by {self.lookup}, {how}"
+        kind = "value embeddings" if self.beside == "values" else "a table"
+        what = f"plus {kind}, looked up by {self.lookup}, {how}"
         sites = tuple(Site(name, what) for tables in stacks for name in tables.wrapped_names(self.beside))
         gathered = [place.gathered for tables in stacks for places in tables.places.values() for place in places if place.gathered]
         parameters, formula = self.formula(stacks) if ngrams is None else self.ngram_formula(stacks, ngrams)
@@ -367,7 +388,7 @@ class Memory(Pass[MemoryPlan]):
 
     def with_activation(self, anatomy: Anatomy) -> Memory:
         """Return the pass with the activation of the model's feed-forwards, where it is gated and leaves that open."""
-        if self.form != "gated" or self.activation != "auto":
+        if not self.gated or self.activation != "auto":
             return self
         hidden = (copy.deepcopy(site.hidden).eval() for site in feed_forwards(anatomy)[0])
         return dataclasses.replace(self, activation=activation_name(hidden) or "gelu")
@@ -377,8 +398,11 @@ class Memory(Pass[MemoryPlan]):
     ) -> dict[str, tuple[WrappedModule, ...]]:
         """Return the places for tables in a stack, by layer; layers without any are included. `masks` gets those of n-grams."""
         anatomy = finder.anatomy
+        depths = sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest()))
+        if self.beside == "values":
+            return value_places(anatomy, stack, depths, near_misses)
         places: dict[str, tuple[WrappedModule, ...]] = {layer.name: () for layer in stack.layers if layer.name}
-        for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())):
+        for depth in depths:
             layer = stack.layers[depth]
             if self.beside == "layers" and self.lookup in ("softmax", "lsh") and is_all_zeros(anatomy.node(layer.entry)):
                 near_misses.append(
@@ -414,13 +438,15 @@ class Memory(Pass[MemoryPlan]):
 
     def formula(self, stacks: tuple[StackTables, ...]) -> tuple[int, str]:
         """Return the number of parameters of all the tables, and how it comes about."""
+        if self.beside == "values":
+            return value_formula((tables.rows, place) for tables in stacks for places in tables.places.values() for place in places)
         sizes: collections.Counter[tuple[int, int]] = collections.Counter()
         for tables in stacks:
             sizes[tables.rows, tables.width] += sum(map(len, tables.places.values()))
         kinds: dict[str, type[ExternalMemory]] = {"token-id": TokenIdMemory, "softmax": SoftmaxMemory, "lsh": LshMemory}
-        kind = GatedMemory if self.form == "gated" else kinds[self.lookup]
+        kind = GatedMemory if self.gated else kinds[self.lookup]
         total = sum(times * kind.count(rows, width, self.rank) for (rows, width), times in sizes.items())
-        if self.form == "gated":
+        if self.gated:
             terms = [f"{times}·({rows:,}·{self.rank} + 2·{width:,}·{self.rank})" for (rows, width), times in sizes.items()]
             return total, f"V·r + 2·d·r a table: {' + '.join(terms)} = {total:,}"
         has_router = self.lookup == "softmax"
@@ -461,10 +487,14 @@ class Memory(Pass[MemoryPlan]):
                 self.route_token_ids(tables, tables.source, edit)
 
     def add_table(self, place: WrappedModule, tables: StackTables, ngrams: Ngrams | None, edit: Edit) -> None:
-        """Wrap the module at `place` in a `MemoryLayer`."""
+        """Wrap the module at `place` in what adds a table to it."""
         module, into, out = edit.model.get_submodule(place.path), place.stream_in, place.stream_out
         like = float_like(module, edit.model)
-        if ngrams is None or tables.source is None:
+        memory: ExternalMemory
+        if isinstance(place, ValuePlace):
+            memory = values = ValueEmbedding(tables.rows, place.site, like, sparse=self.sparse)
+            place.install(edit, lambda attention: ValueAttention(attention, place.site.projection, values))
+        elif ngrams is None or tables.source is None:
             memory = self.table(tables.rows, tables.width, like)
             place.install(edit, lambda layer: MemoryLayer(layer, memory, stream_in=into, stream_out=out))
         else:
@@ -481,7 +511,7 @@ class Memory(Pass[MemoryPlan]):
         return GatedNgramMemory(ngrams.orders, ngrams.moduli, width, like, spread=spread, sparse=self.sparse)
 
     def table(self, rows: int, width: int, like: torch.Tensor) -> ExternalMemory:
-        if self.form == "gated":
+        if self.gated:
             return GatedMemory(rows, width, self.rank, like, activation=self.activation, sparse=self.sparse)
         if self.lookup == "token-id":
             return TokenIdMemory(rows, width, self.rank, like, sparse=self.sparse)

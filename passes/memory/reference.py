@@ -128,6 +128,43 @@ def primes_below(buckets: int, count: int) -> list[int]:
     return found
 
 
+def value_embedding(call: SiteCall) -> Tensor:
+    """Return y, to whose columns of values 2σ(W x[:32]) · table[i] is added, head by head."""
+    memory: Any = call.module
+    y, x, ids = call.args
+    if memory.tokens_first and ids is not None:
+        call.kwargs["token_ids"], order = ids, ids.t().flatten().tolist()
+        token_ids(call, x.transpose(0, 1))
+    else:
+        call.kwargs["token_ids"] = ids
+        order = token_ids(call, x)
+    count, block = memory.table.shape[1], y.shape[-1] // memory.blocks
+    each, a_head = count // memory.blocks, count // len(memory.w)
+    columns = torch.tensor([b * block + memory.start + column for b in range(memory.blocks) for column in range(each)])
+    found = []
+    for token, features, id in zip(y.flatten(0, -2), x.flatten(0, -2), order, strict=True):
+        gates = [2 / (1 + torch.exp(-(row @ features[:32]))) for row in memory.w]
+        if id < len(memory.table):
+            added = torch.stack([gates[column // a_head] * memory.table[id, column] for column in range(count)])
+            token = token.index_add(0, columns, added)
+        found.append(token)
+    return torch.stack(found).view(y.shape)
+
+
+def wiring(observed: Observed) -> Problems:
+    """Check that value embeddings are added to what the attention's projection makes of x, and that it goes on from there."""
+    for site in observed.sites if observed.options.beside == "values" else ():
+        around: Any = observed.model.get_submodule(site.path.rpartition(".")[0])
+        try:
+            projection = around.layer.get_submodule(around.path)
+        except AttributeError:  # another pass has wrapped what is inside
+            continue
+        for call in site.calls:
+            y, x = call.args[:2]
+            if not torch.allclose(projection(x), y, atol=1e-3, rtol=1e-3):
+                yield site.path, f"they are not added to the result of {around.path}"
+
+
 def token_ids(call: SiteCall, x: Tensor) -> list[int]:
     """Return the id of each position's token: they must be those of the model's input."""
     ids = call.kwargs.get("token_ids")
@@ -198,6 +235,11 @@ def start(observed: Observed) -> Problems:
     that hyperplanes are random, and saved.
     """
     for site in observed.sites:
+        if observed.options.beside == "values":
+            values: Any = site.module
+            if bool(values.table.any()) or bool(values.w.any()):
+                yield site.path, "its table or its gates do not begin at zero"
+            continue
         memory: Any = site.module.memory
         d = memory.width
         gated = observed.options.form == "gated"

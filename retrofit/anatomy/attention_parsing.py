@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
@@ -14,11 +15,12 @@ from retrofit.anatomy.attention_sites import (
     AttentionSite,
     SiteProjection,
     StreamReader,
+    ValueSite,
     column_letters,
     with_mask_arguments,
 )
-from retrofit.anatomy.branches import owner_of
-from retrofit.anatomy.parts import Branch, Findings, NearMiss, Stack, collect_near_miss
+from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, is_on_two_streams, owner_of
+from retrofit.anatomy.parts import Branch, Findings, Layer, NearMiss, Stack, collect_near_miss
 from retrofit.anatomy.weights import (
     Matrix,
     WeightProduct,
@@ -29,7 +31,7 @@ from retrofit.anatomy.weights import (
     product_result,
     weight_product,
 )
-from retrofit.errors import DoesNotFitError
+from retrofit.errors import DoesNotFitError, Remedy
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, op, shape
 from retrofit.program.capture import with_constant_values
 from retrofit.program.dataflow import Dataflow
@@ -53,6 +55,30 @@ def find_attention_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]])
     return with_mask_arguments(list(sites.values()), anatomy), [miss for miss in near_misses if first_misses[miss.name] is miss]
 
 
+def find_value_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]]) -> tuple[dict[str, list[ValueSite]], list[NearMiss]]:
+    """Return the value projections of the attentions at `depths`, by layer, and a near miss for each other attention."""
+    flow = Dataflow(with_constant_values(anatomy.program, anatomy.model))
+    cores = find_attentions(flow)
+    sites: dict[str, list[ValueSite]] = {}
+    near_misses: dict[str, NearMiss] = {}
+    for stack, depth in depths:
+        layer, found = stack.layers[depth], list[NearMiss]()
+        if not layer.attentions:
+            found.append(NearMiss(layer.name or layer.exit, "it has no attention", in_any_form=True))
+        for branch in layer.attentions:
+            with collect_near_miss(branch.name or layer.name or branch.output, found):
+                site = AttentionParser(branch, stack, flow, cores).value_site(layer)
+                if site not in sites.setdefault(layer.name, []):
+                    sites[layer.name].append(site)
+        for miss in found:
+            near_misses.setdefault(miss.name, miss)
+    return sites, list(near_misses.values())
+
+
+GOES_LAST = "a pass that put them there goes after this one; layers= leaves depths out"
+NO_OWNER = Remedy("emit='graph' makes modules of such code", "graph")
+
+
 @dataclasses.dataclass(frozen=True)
 class InputStream:
     """What projections of an attention multiply, and the argument of the attention's module that it is."""
@@ -72,9 +98,9 @@ class AttentionParser:
         self.cores = [core for core in cores if core.result in inside]
         self.others: list[WeightProduct] = []  # of other streams, by weights that project the stream too
 
-    def unfit(self, why: str, remedy: str = "") -> DoesNotFitError:
+    def unfit(self, why: str, remedy: str | Sequence[str] = "", *, in_any_form: bool = False) -> DoesNotFitError:
         what = f"the attention {self.branch.name or self.branch.output} does not come apart"
-        return DoesNotFitError(what, why=why, remedy=remedy)
+        return DoesNotFitError(what, why=why, remedy=remedy, in_any_form=in_any_form)
 
     def site(self) -> AttentionSite:
         if len(self.cores) != 1:
@@ -131,6 +157,52 @@ class AttentionParser:
             tokens_first=tokens_first,
         )
 
+    def value_site(self, layer: Layer) -> ValueSite:
+        """Return the projection of the branch's values; raises `DoesNotFitError` where no module makes these alone."""
+        product, core = self.value_product()
+        module, paths = self.flow.call_of(product.node), [call.path for call in self.flow.program.calls]
+        owner = module.parent
+        if owner is None or not layer.name or not f"{owner.path}.".startswith(f"{layer.name}."):
+            raise self.unfit(f"no module inside the layer calls {module.path}", NO_OWNER)
+        if paths.count(module.path) != paths.count(owner.path):
+            raise self.unfit(
+                f"{module.path} is called {paths.count(module.path)} times, and {owner.path} {paths.count(owner.path)}"
+            )
+        letters = column_letters(self.result(product), core, self.flow)
+        if shared := sum("v" in letter and letter != "v" for letter in letters):
+            raise self.unfit(f"{shared} columns of its values are keys or queries too", in_any_form=True)
+        places, size = [column for column, letter in enumerate(letters) if letter == "v"], (shape(core.value) or (1,))[-1]
+        blocks, start, width = blocks_of(places, len(letters))
+        if not width or len(places) % size:
+            raise self.unfit(f"the {len(places)} columns of its values do not come as heads of {size}")
+        x, tokens = shape(product.source) or (), (shape(self.flow.node(layer.entry)) or ())[:-1]
+        if math.prod(x[:-1]) != math.prod(tokens) or (len(x) == 3 and x[:-1] not in (tokens, tokens[::-1])):
+            raise self.unfit(f"its values are made of {x}, and the stream's tokens are {tokens}", in_any_form=True)
+        projection = module.path[len(owner.path) + 1 :]
+        tokens_first = len(x) == 3 and x[:-1] != tokens
+        return ValueSite(owner.path, projection, len(places) // size, x[-1], blocks, start, width, tokens_first)
+
+    def value_product(self) -> tuple[WeightProduct, Attention]:
+        """Return the one product of a module's own that makes the values, and an attention that reads them."""
+        if self.branch.role == "cross-attention":
+            raise self.unfit("its values are those of another stream's tokens", in_any_form=True)
+        if is_on_two_streams(self.branch, [self.stack], self.flow):
+            raise self.unfit(ON_TWO_STREAMS, BEFORE_TWO_STREAMS)
+        made = {value: self.of_own_stream(nearest_products([value], self.flow)) for value in {core.value for core in self.cores}}
+        products = {product.node: product for found in made.values() for product in found}
+        if len(products) != 1:
+            names = ", ".join(sorted({product.parameter for product in products.values()})) or "none"
+            raise self.unfit(f"its values are made by {len(products)} matrices ({names}), not one", GOES_LAST)
+        (product,) = products.values()
+        where, inside = self.flow.call_of(product.node).path or "the model", set(self.region)
+        if product.node not in inside:
+            raise self.unfit("its values are made outside of it: another layer's, or another stream's", in_any_form=True)
+        if before := [other.parameter for other in nearest_products([product.source], self.flow) if other.node in inside]:
+            raise self.unfit(f"its values are made of a latent, a product with {', '.join(before)}", in_any_form=True)
+        if product.batched or not self.is_alone(product):
+            raise self.unfit(f"the weight {product.parameter} is applied by the code of {where} itself", NO_OWNER)
+        return product, self.cores[0]
+
     def products(self, core: Attention) -> list[WeightProduct]:
         """Return the products that make q, k and v, each once, in order, without keys and values that another layer has made."""
         found: dict[fx.Node, WeightProduct] = {}
@@ -145,7 +217,7 @@ class AttentionParser:
             if len(nearest) != 1:
                 names = ", ".join(sorted({product.parameter for product in nearest})) or "none"
                 why = f"{letter} is made by {len(nearest)} matrices ({names}), and only one can be replaced for each letter"
-                raise self.unfit(why, "a pass that put them there goes after this one; layers= leaves depths out")
+                raise self.unfit(why, GOES_LAST)
             if nearest[0].batched:
                 raise self.unfit(f"the weight {nearest[0].parameter} has more than two dimensions")
             found.setdefault(nearest[0].node, nearest[0])
@@ -314,6 +386,19 @@ class AttentionParser:
             return []
         result = product_result(out, self.flow, set(self.flow.nodes))
         return [key for key, node in owner.outputs.items() if before_dropout(node, result) is result]
+
+
+def blocks_of(places: list[int], columns: int) -> tuple[int, int, int]:
+    """Return how ascending `places` among so many columns lie: in how many equal blocks, from where on in each, and how many there.
+
+    That is 0 where they lie in no equal blocks.
+    """
+    runs = sum(index == 0 or place != places[index - 1] + 1 for index, place in enumerate(places))
+    if not runs or columns % runs or len(places) % runs:
+        return 0, 0, 0
+    start, width, size = places[0], len(places) // runs, columns // runs
+    whole = [block * size + start + column for block in range(runs) for column in range(width)]
+    return (runs, start, width) if places == whole else (0, 0, 0)
 
 
 def before_dropout(node: fx.Node, result: fx.Node) -> fx.Node:

@@ -116,6 +116,28 @@ class AttentionSite:
         return tuple(projection for projection in self.projections if self.cross and "q" not in projection.letters)
 
 
+@dataclasses.dataclass(frozen=True)
+class ValueSite:
+    """The projection of one attention whose result holds the values of the stream's tokens, and which of its columns those are.
+
+    The columns lie in `blocks` of equal size: of each, the `width` from `start` on.
+    """
+
+    name: str  # path of the module that calls the projection
+    projection: str  # path of that inside it
+    heads: int  # that the values are divided into: fewer than the queries' where those share them
+    features: int  # of x, which the projection multiplies
+    blocks: int
+    start: int
+    width: int
+    tokens_first: bool  # whether x is (length, batch, features) and not (batch, length, features)
+
+    @property
+    def columns(self) -> int:
+        """The number of columns that are values."""
+        return self.blocks * self.width
+
+
 def weights_by_letter(site: AttentionSite, model: nn.Module) -> dict[str, Tensor]:
     """Return the dense weight of each letter, (in, columns)."""
     weights = {}

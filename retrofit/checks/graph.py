@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import networkx
@@ -36,6 +36,7 @@ from retrofit.program.cost import Cost, cost_of
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import Call, Program
 from retrofit.surgery.edit import Fate
+from retrofit.surgery.wrappers import Wrapper
 
 Layouts = dict[str, Layout]
 
@@ -87,7 +88,7 @@ def judge_graph(now: GraphMeasurement, before: GraphMeasurement | None, context:
             return failed(nodes, f"on {describe(inputs)}, {'; '.join(wrong)}")
     other_branches = now.branches and not context.exact  # other values, and so perhaps other branches
     if before is not None and context.rewrites is not None and not other_branches:
-        changed = changed_modules(before.hashes, now.hashes, context.fates, context.rewrites)
+        changed = changed_modules(before.hashes, now.hashes, context.fates, context.rewrites, opened_modules(context.subject.model))
         if changed:
             return failed(nodes, f"changed, but not declared by the edit: {first_few(changed)}")
     return passed(f"{nodes}, {len(shapes)} shapes of inputs")
@@ -203,18 +204,34 @@ def constants(node: fx.Node) -> tuple[Any, ...]:
     return tuple(value for value in (*node.args, *node.kwargs.values()) if isinstance(value, float))
 
 
-def changed_modules(before: GraphHashes, now: GraphHashes, fates: Mapping[str, Fate], rewrites: Iterable[Rewrite]) -> list[str]:
-    """Return the modules, by their path now, that are whole and in no approximate site, and no longer compute what they did."""
+def opened_modules(model: nn.Module) -> frozenset[str]:
+    """Return the paths of the modules whose wrappers substitute parts of them."""
+    return frozenset(
+        f"{path}.layer" for path, module in model.named_modules() if isinstance(module, Wrapper) and module.opens_layer
+    )
+
+
+def changed_modules(
+    before: GraphHashes,
+    now: GraphHashes,
+    fates: Mapping[str, Fate],
+    rewrites: Iterable[Rewrite],
+    opened: Collection[str] = frozenset(),
+) -> list[str]:
+    """Return the modules, by their path now, that are whole and in no approximate site, and no longer compute what they did.
+
+    Of those that are `opened` only the parts are compared.
+    """
     approximate = [f"{site.name}." if site.name else "" for rewrite in rewrites if not rewrite.exact for site in rewrite.sites]
     changed = []
-    for path, place in whole_modules(before, fates).items():
+    for path, place in whole_modules(before, fates, opened).items():
         announced = any(f"{place}.".startswith(site) for site in approximate)
         if not announced and place in now and now[place] != before[path]:
             changed.append(place)
     return changed
 
 
-def whole_modules(paths: Iterable[str], fates: Mapping[str, Fate]) -> dict[str, str]:
+def whole_modules(paths: Iterable[str], fates: Mapping[str, Fate], opened: Collection[str] = frozenset()) -> dict[str, str]:
     """Return the largest whole modules among the dense ones at `paths`: their path in the dense model → their path now."""
     places: dict[str, set[str | None]] = {}
     names = Counter(fate.name for fate in fates.values())  # a weight with several names does not say which module it is in now
@@ -226,6 +243,7 @@ def whole_modules(paths: Iterable[str], fates: Mapping[str, Fate]) -> dict[str, 
             places.setdefault(path, set()).add(fate.name.removesuffix(rest) if moved else None)
             path = path.rpartition(".")[0]
     found = {path: place for path in paths if len(place_set := places.get(path, set())) == 1 and (place := next(iter(place_set)))}
+    found = {path: place for path, place in found.items() if place not in opened}
     return {path: place for path, place in found.items() if not any(path.startswith(f"{other}.") for other in found)}
 
 

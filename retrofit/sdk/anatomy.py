@@ -16,6 +16,8 @@ from retrofit.anatomy.attention_sites import MaskArgument as MaskArgument
 from retrofit.anatomy.attention_sites import SiteProjection as SiteProjection
 from retrofit.anatomy.attention_sites import REST as REST
 from retrofit.anatomy.attention_parsing import find_attention_sites as find_attention_sites
+from retrofit.anatomy.attention_sites import ValueSite as ValueSite
+from retrofit.anatomy.attention_parsing import find_value_sites as find_value_sites
 from retrofit.anatomy.attention_sites import weights_by_letter as weights_by_letter
 
 # Which keys a query may see.

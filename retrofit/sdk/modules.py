@@ -18,6 +18,7 @@ from retrofit.surgery.wrappers import batch_first as batch_first
 from retrofit.surgery.wrappers import InjectingForward as InjectingForward
 from retrofit.surgery.wrappers import own_forward as own_forward
 from retrofit.surgery.wrappers import call_with_keywords as call_with_keywords
+from retrofit.surgery.wrappers import call_with_substitutes as call_with_substitutes
 from retrofit.surgery.wrappers import child_modules as child_modules
 
 # Memory in the model's cache, which lasts from one decoding step to the next.

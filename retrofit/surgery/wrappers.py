@@ -92,14 +92,16 @@ def map_first(output: Any, change: Callable[[Tensor], Tensor], key: int | str | 
 
 
 class Wrapper(nn.Module):
-    """Wraps the module `layer` and forwards its public attributes, but for two that say what other passes may not do.
+    """Wraps the module `layer` and forwards its public attributes, but for three that say what it does.
 
     `stays_outermost`: nothing may wrap it again. `adds_branches`: it adds the branches of its layer to a stream itself, so that
-    what another pass adds to what the layer returns would be lost.
+    what another pass adds to what the layer returns would be lost. `opens_layer`: it calls its layer with other modules in the
+    place of some inside, so that only those compute what they did.
     """
 
     stays_outermost = False
     adds_branches = False
+    opens_layer = False
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()  # as Dynamo traces it: nn.Module.__init__(self) breaks the graph
@@ -145,13 +147,13 @@ class CallWithKeywords(Wrapper):
 
 
 class InjectingCopy:
-    """A shallow copy of a module for one call, `copy`, whose submodules at `paths` are called with `keywords` in addition.
+    """A shallow copy of a module for one call, `copy`, in which `substitute` of each submodule at `paths` is in its place.
 
     A path may name what a `Wrapper` on it wraps as if the wrapper were not there, as attribute access does.
     """
 
-    def __init__(self, module: nn.Module, paths: Iterable[str], keywords: Mapping[str, Any]) -> None:
-        self.keywords = keywords
+    def __init__(self, module: nn.Module, paths: Iterable[str], substitute: Callable[[nn.Module], nn.Module]) -> None:
+        self.substitute = substitute
         self.copies: list[tuple[nn.Module, nn.Module]] = []  # a module, its copy
         self.copy = self.shallow_copy(module, list(paths))
 
@@ -165,7 +167,7 @@ class InjectingCopy:
             rests.setdefault(name, []).append(rest)
         children = child_modules(module)
         changed = {
-            name: CallWithKeywords(children[name], self.keywords) if "" in inner else self.shallow_copy(children[name], inner)
+            name: self.substitute(children[name]) if "" in inner else self.shallow_copy(children[name], inner)
             for name, inner in rests.items()
         }
         twin: nn.Module = object.__new__(type(module))
@@ -212,7 +214,19 @@ def call_with_keywords(
     module: nn.Module, paths: Iterable[str], keywords: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what `module` returns when its submodules at `paths` are called with `keywords` in addition."""
-    injecting = InjectingCopy(module, paths, keywords)
+    return call_with_substitutes(module, paths, with_keywords(keywords), args, kwargs)
+
+
+def with_keywords(keywords: Mapping[str, Any]) -> Callable[[nn.Module], nn.Module]:
+    """Return what makes of a module one that is called with `keywords` in addition."""
+    return lambda module: CallWithKeywords(module, keywords)
+
+
+def call_with_substitutes(
+    module: nn.Module, paths: Iterable[str], substitute: Callable[[nn.Module], nn.Module], args: Any, kwargs: Mapping[str, Any]
+) -> Any:
+    """Return what `module` returns when `substitute` of each of its submodules at `paths` is in the place of that."""
+    injecting = InjectingCopy(module, paths, substitute)
     output = injecting.copy(*args, **kwargs)
     injecting.write_back()
     return output
@@ -289,7 +303,7 @@ class InjectingForward(ForwardReplacement):
         self.paths, self.keywords_from, self.inner = tuple(paths), keywords_from, inner
 
     def run(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        injecting = InjectingCopy(module, self.paths, self.keywords_from(args, kwargs))
+        injecting = InjectingCopy(module, self.paths, with_keywords(self.keywords_from(args, kwargs)))
         if self.inner is None:
             output = type(self.module).forward(injecting.copy, *args, **kwargs)
         else:

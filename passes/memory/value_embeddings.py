@@ -1,0 +1,131 @@
+"""Value embeddings: the values of an attention get rows of a table, looked up by token id, each head's by a gate of its own.
+
+    v_t ← v_t + g_t · table[i_t],   g_t = 2σ(W x_t[:32])          table: [n, values of all heads], W: [heads of values, 32]
+
+x is what the value projection multiplies. With the table and W at zero the gates are 1 and nothing is added. The values are what a
+model caches, so nothing else is. Heads of queries that share their values share what is added to them.
+
+The projection stays where it is, with its name and its weight: the attention is called on a shallow copy of itself in which the
+projection's result gets the rows, wherever its columns lie (`ValueSite`).
+
+As in nanochat and modded-nanogpt (2024, 2025).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from retrofit.passes.memory.external_memory import TokenIdMemory
+from retrofit.passes.memory.memory_layer import TOKEN_IDS, reads_token_ids
+from retrofit.sdk import Anatomy, NearMiss, Stack, WrappedModule, Wrapper
+from retrofit.sdk.anatomy import ValueSite, find_value_sites
+from retrofit.sdk.modules import call_with_substitutes, child_modules
+
+GATE_INPUTS = 32  # features of x that a gate reads, or all of fewer
+
+
+class ValueEmbedding(TokenIdMemory):
+    """v ← v + 2σ(W x[:32]) · table[i] in the columns of y that are values. y: (…, columns), x: (…, d), ids: (batch, tokens)."""
+
+    def __init__(self, rows: int, site: ValueSite, like: Tensor, *, sparse: bool = False) -> None:
+        super().__init__(rows, site.columns, 0, like, sparse=sparse)
+        self.heads, self.inputs = site.heads, min(GATE_INPUTS, site.features)
+        self.blocks, self.start, self.tokens_first = site.blocks, site.start, site.tokens_first
+        self.w = nn.Parameter(torch.zeros(self.heads, self.inputs, device=like.device, dtype=like.dtype))
+
+    def create(self, kind: dict[str, Any]) -> None:
+        self.table = nn.Parameter(torch.zeros(self.buckets, self.width, **kind))
+
+    def forward(self, y: Tensor, x: Tensor, ids: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        i, known = self.look_up(x, ids.transpose(0, 1) if self.tokens_first and ids is not None else ids)
+        gate = 2 * torch.sigmoid(F.linear(x[..., : self.inputs].to(self.w.dtype), self.w))  # (…, heads)
+        gate = gate if known is None else gate * known.unsqueeze(-1).to(gate.dtype)
+        added = (self.rows(self.table, i).unflatten(-1, (self.heads, -1)) * gate.unsqueeze(-1)).flatten(-2).to(y.dtype)
+        if y.shape[-1] == self.width:
+            return y + added
+        blocks, width = y.unflatten(-1, (self.blocks, -1)), self.width // self.blocks
+        end = self.start + width
+        values = blocks[..., self.start : end] + added.unflatten(-1, (self.blocks, width))
+        return torch.cat([blocks[..., : self.start], values, blocks[..., end:]], -1).flatten(-2)
+
+    def late_parameters(self) -> tuple[str, ...]:
+        return ("w",)
+
+    def extra_repr(self) -> str:
+        return f"buckets={self.buckets}, heads={self.heads} of {self.width // self.heads}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ValuePlace(WrappedModule):
+    """An attention that gets value embeddings, and its value projection."""
+
+    site: ValueSite = dataclasses.field(kw_only=True)
+
+
+def value_places(
+    anatomy: Anatomy, stack: Stack, depths: list[int], near_misses: list[NearMiss]
+) -> dict[str, tuple[WrappedModule, ...]]:
+    """Return the attentions at these depths that get value embeddings, by layer; layers without any are included."""
+    sites, missed = find_value_sites(anatomy, [(stack, depth) for depth in depths])
+    near_misses += missed
+    return {
+        layer.name: tuple(ValuePlace(site.name, 0, None, site=site) for site in sites.get(layer.name, ()))
+        for layer in stack.layers
+        if layer.name
+    }
+
+
+def value_formula(tables: Iterable[tuple[int, WrappedModule]]) -> tuple[int, str]:
+    """Return the number of parameters of all tables, by their rows and their places, and how it comes about."""
+    sizes = collections.Counter(
+        (rows, place.site.columns, place.site.heads, min(GATE_INPUTS, place.site.features))
+        for rows, place in tables
+        if isinstance(place, ValuePlace)
+    )
+    total = sum(times * (rows * columns + heads * inputs) for (rows, columns, heads, inputs), times in sizes.items())
+    terms = (f"{times}·({rows:,}·{columns:,} + {heads}·{inputs})" for (rows, columns, heads, inputs), times in sizes.items())
+    return total, f"V·d_v + h_v·{GATE_INPUTS} a table: {' + '.join(terms)} = {total:,}"
+
+
+class ValueProjection(Wrapper):
+    """Wraps the projection of an attention for one call of that: its result gets the rows of `ids`."""
+
+    def __init__(self, projection: nn.Module, memory: ValueEmbedding, ids: Tensor | None) -> None:
+        super().__init__(projection)
+        self.memory, self.ids = memory, ids
+        self.training = projection.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        children = child_modules(self)
+        x = args[0] if args else next(iter(kwargs.values()))
+        y: Tensor = children["memory"](children["layer"](*args, **kwargs), x, self.ids)
+        return y
+
+
+class ValueAttention(Wrapper):
+    """Calls the attention `layer` with value embeddings, looked up by the keyword `token_ids`, in its projection at `path`."""
+
+    opens_layer = True
+
+    def __init__(self, layer: nn.Module, path: str, memory: ValueEmbedding) -> None:
+        super().__init__(layer)
+        self.memory, self.path, self.forwards_ids = memory, path, reads_token_ids(layer)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        keywords, children = dict(kwargs), child_modules(self)
+        memory: Any = children["memory"]
+        ids = keywords.get(TOKEN_IDS)
+        if not self.forwards_ids:
+            keywords.pop(TOKEN_IDS, None)
+
+        def with_rows(projection: nn.Module) -> nn.Module:
+            return ValueProjection(projection, memory, ids)
+
+        return call_with_substitutes(children["layer"], (self.path,), with_rows, args, keywords)
