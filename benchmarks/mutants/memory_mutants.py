@@ -13,10 +13,12 @@ SOFTMAX = on(TWO_MODELS, "memory(lookup=softmax, buckets=8)")
 SOFTMAX_RANK = on(TWO_MODELS, "memory(lookup=softmax, buckets=8, rank=2)")
 LSH = on(TWO_MODELS, "memory(lookup=lsh, buckets=8)")
 GATED = on(MODELS, "memory(form=gated, rank=3)")
+VALUES = on("gpt2 llama gpt-neox", "memory(beside=values)")
 LSH_RANK = on(TWO_MODELS, "memory(lookup=lsh, buckets=8, rank=2)")
 SUM = on(MODELS, "sum")
 
 tables = functools.partial(Mutant, "memory", "passes/memory/external_memory.py")
+values = functools.partial(Mutant, "memory", "passes/memory/value_embeddings.py")
 layer = functools.partial(Mutant, "memory", "passes/memory/memory_layer.py")
 ids = functools.partial(Mutant, "memory", "passes/memory/memory_layer.py")
 whole = functools.partial(Mutant, "memory", "passes/memory/memory.py")
@@ -61,8 +63,8 @@ MUTANTS = [
     ),
     tables(
         "every position reads the row of the token before it",
-        "        ids = ids.reshape(x.shape[:-1])\n",
-        "        ids = ids.reshape(x.shape[:-1]).roll(1, -1)\n",
+        "    return ids.reshape(x.shape[:-1])\n",
+        "    return ids.reshape(x.shape[:-1]).roll(1, -1)\n",
         trials=TOKEN_ID,
     ),
     tables(
@@ -215,6 +217,49 @@ MUTANTS = [
         'dtype=like.dtype) / math.sqrt(width))\n        self.register_buffer("offsets"',
         'dtype=like.dtype) / math.sqrt(width), persistent=False)\n        self.register_buffer("offsets"',
         trials=LSH,
+    ),
+    values(
+        "values: the gate is σ, not 2σ, and begins at a half",
+        "gate = 2 * torch.sigmoid(",
+        "gate = torch.sigmoid(",
+        trials=VALUES,
+    ),
+    values(
+        "values: the rows are added to the columns before the values'",
+        "self.start = site.blocks, site.start",
+        "self.start = site.blocks, 0",
+        trials=on("gpt2 gpt-neox", "memory(beside=values)"),
+        test="tests/passes/memory/test_value_embeddings.py::test_the_start_is_exact_and_a_trained_model_is_the_formula[causal/gpt2]",
+    ),
+    values(
+        "values: heads take their gates in turn, column by column",
+        ".unflatten(-1, (self.heads, -1)) * gate.unsqueeze(-1)).flatten(-2)",
+        ".unflatten(-1, (-1, self.heads)) * gate.unsqueeze(-2)).flatten(-2)",
+        trials=VALUES,
+    ),
+    values(
+        "values: the rows are those of the token before",
+        "self.look_up(x, ids.transpose(0, 1) if self.tokens_first and ids is not None else ids)",
+        "self.look_up(x, None if ids is None else ids.roll(1, -1))",
+        trials=VALUES,
+    ),
+    values(
+        "values: the gate gets no gradient",
+        "gate = 2 * torch.sigmoid(F.linear(x[..., : self.inputs].to(self.w.dtype), self.w))",
+        "gate = 2 * torch.sigmoid(F.linear(x[..., : self.inputs].to(self.w.dtype), self.w)).detach()",
+        trials=VALUES,
+    ),
+    values(
+        "values: the table begins with noise",
+        "self.table = nn.Parameter(torch.zeros(",
+        "self.table = nn.Parameter(torch.randn(",
+        trials=VALUES,
+    ),
+    values(
+        "values: what they are added to is computed and then left out",
+        'y: Tensor = children["memory"](children["layer"](*args, **kwargs), x, self.ids)',
+        'y: Tensor = children["layer"](*args, **kwargs)',
+        trials=VALUES,
     ),
     layer(
         "the memory reads the layer's output, not its input",
