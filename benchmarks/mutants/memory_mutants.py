@@ -226,8 +226,8 @@ MUTANTS = [
     ),
     values(
         "values: the rows are added to the columns before the values'",
-        "self.start = site.blocks, site.start",
-        "self.start = site.blocks, 0",
+        "= site.blocks, site.start,",
+        "= site.blocks, 0,",
         trials=on("gpt2 gpt-neox", "memory(beside=values)"),
         test="tests/passes/memory/test_value_embeddings.py::test_the_start_is_exact_and_a_trained_model_is_the_formula[causal/gpt2]",
     ),

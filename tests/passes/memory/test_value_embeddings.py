@@ -381,8 +381,5 @@ def test_projections_in_a_models_own_code_become_modules_of_its_graph() -> None:
             return self.out(y.transpose(1, 2).flatten(-2))
 
     model, ids = stack_of(Attention), torch.arange(12).view(2, 6)
-    with pytest.raises(DoesNotFitError) as refused:
-        retrofit.apply(model, VALUES, emit="module")
-    assert "graph" in refused.value.remedy
-    graph = retrofit.apply(model, VALUES, emit="graph")
-    assert len(tables(graph)) == 2 and torch.equal(graph(ids), model(ids))
+    graph = retrofit.apply(model, VALUES)  # which takes the graph by itself
+    assert len(tables(graph)) == 2 and not tables(model) and torch.equal(graph(ids), model(ids))
