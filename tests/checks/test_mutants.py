@@ -84,7 +84,7 @@ def test_mutants_are_reported_and_the_sources_as_they_are_are_not(tmp_path: Path
     results, output = tmp_path / "results.json", tmp_path / "page.md"
     script = [sys.executable, str(ROOT / "benchmarks/mutants/mutants_table.py"), "--only", pattern]
     done = subprocess.run(
-        [*script, "--results", str(results), "-o", str(output)], env=environment, capture_output=True, text=True, timeout=300
+        [*script, "--results", str(results), "-o", str(output)], env=environment, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(results.read_text())
