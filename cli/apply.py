@@ -55,7 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
         action="append",
         help="calibration text for approximate passes (repeatable)",
     )
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory for --calibrate (default: MODEL)")
+    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
     parser.add_argument(
         "--tokens", metavar="N", type=int, help=f"calibration tokens, sampled evenly from the text (default: {TOKENS})"
     )
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     if arguments.calibrate is not None:
         require_calibration(arguments.calibrate, passes)
-    elif arguments.tokenizer is not None or arguments.tokens is not None:
+    elif arguments.tokens is not None or (arguments.tokenizer is not None and not any(pass_.reads_tokenizer for pass_ in passes)):
         option = "--tokens" if arguments.tokenizer is None else "--tokenizer"
         raise UsageError(f"{option} without --calibrate", why="no text is read", remedy="drop it, or add --calibrate FILE")
     if arguments.tokens is not None and arguments.tokens < 1:
@@ -92,8 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--checks {arguments.checks} cannot be combined with {other}", why=why, remedy="drop one of them")
     if arguments.dry_run:
         from retrofit.cli.inspect import print_plan
+        from retrofit.passbase.calibration import using_tokenizer
 
-        return print_plan(arguments, passes)
+        with using_tokenizer(tokenizer_for(arguments, passes)):
+            return print_plan(arguments, passes)
     output = arguments.output or default_output(arguments.model, [pass_.name for pass_ in passes])
     check_model_output(output, arguments.force, arguments.model)
     if arguments.stream:
@@ -130,7 +132,13 @@ def run(arguments: argparse.Namespace) -> int:
         embedded = None if calibration is None else EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
         torch.manual_seed(arguments.seed)
         applied = apply_reported(
-            model, *passes, calibration=calibration, verify=not arguments.no_verify, checks=arguments.checks, progress=progress
+            model,
+            *passes,
+            calibration=calibration,
+            tokenizer=tokenizer_for(arguments, passes),
+            verify=not arguments.no_verify,
+            checks=arguments.checks,
+            progress=progress,
         )
         model = applied.model
         verdict = None
@@ -156,6 +164,7 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
             why=STREAMS,
             remedy="drop them",
         )
+    from retrofit.passbase.calibration import using_tokenizer
     from retrofit.storage.directories import transformer_folder
     from retrofit.streaming.source_directory import model_without_weights, require_directory
     from retrofit.streaming.streamed_apply import apply_streamed
@@ -167,16 +176,17 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
             windows, _, read = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
             calibration, fitted = fitted_on(windows, arguments.tokens)
             read = f"{read}; {fitted}"
-        applied = apply_streamed(
-            arguments.model,
-            output,
-            *passes,
-            calibration=calibration,
-            seed=arguments.seed,
-            force=arguments.force,
-            verify=not arguments.no_verify,
-            progress=progress,
-        )
+        with using_tokenizer(tokenizer_for(arguments, passes)):
+            applied = apply_streamed(
+                arguments.model,
+                output,
+                *passes,
+                calibration=calibration,
+                seed=arguments.seed,
+                force=arguments.force,
+                verify=not arguments.no_verify,
+                progress=progress,
+            )
     print_table([*summary(applied, output, read), *advice(arguments.model, output, applied, None)])
     return 0
 
@@ -189,6 +199,17 @@ def require_calibration(files: list[Path], passes: Recipe) -> None:
     for file in files:
         if not file.exists():
             raise UsageError(f"--calibrate {file}: no such file or directory", remedy="check the path")
+
+
+def tokenizer_for(arguments: argparse.Namespace, passes: Recipe) -> Any:
+    """Return the tokenizer that was named, or comes with the model, where a pass uses one; None without."""
+    from retrofit.passbase.tokenization import read_tokenizer
+    from retrofit.storage.companions import tokenizer_place
+
+    if not any(pass_.reads_tokenizer for pass_ in passes):
+        return None
+    place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
+    return read_tokenizer(place, required=arguments.tokenizer is not None)
 
 
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[torch.Tensor, Any, str]:

@@ -37,7 +37,7 @@ from retrofit.inputs.usable_models import (
     transformer_inside,
 )
 from retrofit.passbase import recipe_storage
-from retrofit.passbase.calibration import calibration_from, readable_calibration
+from retrofit.passbase.calibration import calibration_from, readable_calibration, using_tokenizer
 from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite, load_pass, pass_names
 from retrofit.passbase.replaying import added, rearranged, recipe, rewrites
 from retrofit.passbase.running import refuse_early, require_place, run_passes, with_current_names
@@ -76,6 +76,7 @@ def apply(
     *passes: AnyPass | str,
     example_inputs: Any = None,
     calibration: Any = None,
+    tokenizer: Any = None,
     verify: bool = True,
     emit: str = "module",
     checks: str | Collection[str] = "all",
@@ -90,7 +91,9 @@ def apply(
 
     `passes` are objects or specs (`"altup(k=2)"`); `example_inputs` (by argument name) are derived from the model where not given.
     `calibration`, what passes that start approximate are fitted on: texts, token ids (windows, length), or batches of inputs.
-    `checks` are those that `verify` makes: `"all"`, `"quick"` (graph, function and round trip) or their names.
+    `tokenizer`, an object or a directory, is for passes that read the text of ids; None: the one in the directory that a
+    transformers model was loaded from, where one is. `checks` are those that `verify` makes: `"all"`, `"quick"` (graph, function
+    and round trip) or their names.
     Raises
     `RetrofitError` where a pass does not fit, `VerificationError` where the result fails a check.
     """
@@ -99,6 +102,7 @@ def apply(
         *passes,
         example_inputs=example_inputs,
         calibration=calibration,
+        tokenizer=tokenizer,
         verify=verify,
         emit=emit,
         checks=checks,
@@ -107,8 +111,12 @@ def apply(
     return applied.model  # type: ignore[return-value]
 
 
-def require_use(calibration: Any, passes: Recipe) -> None:
-    """Raise `SpecError` where there is calibration data and no pass uses it."""
+def require_use(calibration: Any, passes: Recipe, tokenizer: Any = None) -> None:
+    """Raise `SpecError` where there is calibration data, or a tokenizer, and no pass uses it."""
+    if tokenizer is not None and not any(pass_.reads_tokenizer for pass_ in passes):
+        reading = ", ".join(name for name in pass_names() if load_pass(name).reads_tokenizer)
+        why = f"passes that use it: {reading}; calibration= takes token ids of any tokenizer"
+        raise SpecError("none of the passes uses tokenizer=", why=why, remedy="drop it", option="tokenizer")
     if calibration is not None and not any(pass_.calibrates for pass_ in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         why = f"passes that use it: {fitted}"
@@ -121,6 +129,7 @@ def apply_reported(
     *passes: AnyPass | str,
     example_inputs: Any = None,
     calibration: Any = None,
+    tokenizer: Any = None,
     verify: bool = True,
     emit: str = "module",
     checks: str | Collection[str] = "all",
@@ -142,12 +151,13 @@ def apply_reported(
     refuse_packed(model, "rewritten")
     if verify:
         require_values(model, "verified", "load its weights first, or use verify=False")
-    require_use(calibration, chosen)
+    require_use(calibration, chosen, tokenizer)
     run_checks = named_checks(checks) if verify else ()
     refuse_early(model, chosen)
     calibration = readable_calibration(model, calibration)
     how = functools.partial(
-        rewrite_once,
+        rewrite_with_tokenizer,
+        tokenizer,
         passes=chosen,
         example_inputs=example_inputs,
         calibration=calibration,
@@ -175,6 +185,12 @@ def apply_reported(
             raise DoesNotFitError(refusal.what, why=why, remedy=remedy, site=refusal.site) from None
         except RetrofitError:  # the graph cannot hold it either
             raise without_graph_fix(refusal) from None
+
+
+def rewrite_with_tokenizer(tokenizer: Any, model: nn.Module, **how: Any) -> Applied:
+    """Do what `rewrite_once` does, with this tokenizer for the passes."""
+    with using_tokenizer(tokenizer):
+        return rewrite_once(model, **how)
 
 
 def without_graph_fix(refusal: DoesNotFitError) -> DoesNotFitError:

@@ -18,12 +18,13 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig
 
 from retrofit.passes.memory import reference as method_reference
+from retrofit.passes.memory.canonical_ids import canonical_ids, require_of_model
 from retrofit.passes.memory.external_memory import (
     ACTIVATIONS,
     FEW,
@@ -79,6 +80,7 @@ from retrofit.sdk.anatomy import (
     feed_forwards,
     modules_around,
 )
+from retrofit.sdk.data import SAVED, tokenizer_of
 from retrofit.sdk.modules import float_like
 from retrofit.sdk.program import is_all_zeros
 
@@ -145,6 +147,7 @@ def no_place(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitErro
     return DoesNotFitError(f"memory: {name} cannot have a table", why=why, remedy=remedy, site=name)
 
 
+NO_TOKENIZER = "canonical=none: the model comes without a tokenizer, and none was given"
 BY_ITSELF = "lookup=token-id reads no earlier token"
 SAME_ENTRY = "the stream is all zeros there, and every token would look the same entry up"
 ROWS = "memory_rows"  # in a config of transformers: the rows of its tables, by the token table that they were sized for
@@ -161,6 +164,7 @@ class StackTables:
     forwards_ids: bool = False  # whether the model's own code forwards the keyword from the source to the layers
     closed: frozenset[str] = frozenset()  # the layers whose own code takes no keywords
     masks: Mapping[str, MaskArgument | None] = dataclasses.field(default_factory=dict)  # of n-grams: the layer's, by its path
+    ids: int = 0  # that the token table had when the model first got tables
 
     def injected(self, layer: str, beside: str) -> tuple[str, ...]:
         """Return the paths inside a layer that token ids are injected at: of FFNs, or of the layer in a graph around it."""
@@ -206,6 +210,7 @@ class MemoryPlan(Plan):
     resolved: Memory  # the pass with every option
     recorded_rows: dict[str, int]  # what a config of transformers records, where tables are looked up by token id
     ngrams: Ngrams | None = None
+    tokenizer: Any = dataclasses.field(default=None, compare=False, repr=False)  # where n-grams are of canonical ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +222,7 @@ class Memory(Pass[MemoryPlan]):
     paper: ClassVar[str] = "The Power of External Memory in Increasing Predictive Model Capacity, §3"
     rewrites: ClassVar[str] = "layer or feed-forward"
     exact = True
+    reads_tokenizer = True
     reference: ClassVar[MethodReference] = MethodReference(
         {
             MemoryLayer: ModuleReference(method_reference.memory_layer, ("layer",), key="stream_out", tokens=FEW),
@@ -250,6 +256,11 @@ class Memory(Pass[MemoryPlan]):
     )
     ngrams: str | None = option(None, "orders of the n-grams, e.g. 2-3 or 2+4; none: 2-3, of a small vocabulary 2-4")
     heads: int = option(1, "H, hashes per order", minimum=1)
+    canonical: str = option(
+        "auto",
+        "fold: n-grams of ids whose text is the same but for case and space; auto: where there is a tokenizer",
+        choices=("auto", "fold", "none"),
+    )
     gate: str = option("none", "how rows are joined: summed, or side by side and gated by the stream", choices=("none", "context"))
 
     def __post_init__(self) -> None:
@@ -302,10 +313,10 @@ class Memory(Pass[MemoryPlan]):
             Ngrams.of(self.ngrams, self.heads, self.buckets or FEWEST, self.name)
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
-        ids = ("jitter", "ngrams", "heads")
+        ids = ("jitter", "ngrams", "heads", "canonical")
         idle: dict[str, tuple[str, ...]] = {
             "token-id": ids if self.buckets == 128 else ("buckets", *ids),
-            "softmax": ("sparse", "ngrams", "heads"),
+            "softmax": ("sparse", *ids[1:]),
             "lsh": ("sparse", *ids),
             "ngram": ("jitter",),
         }
@@ -319,12 +330,17 @@ class Memory(Pass[MemoryPlan]):
         """Return whether its tables are gated."""
         return self.form == "gated" and self.beside != "values"
 
+    @property
+    def keeps_ids(self) -> bool:
+        """Return whether the size of what it adds depends on the ids that the model has."""
+        return self.lookup == "token-id" or (self.lookup == "ngram" and self.canonical == "fold")
+
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int] | None:
         if self.buckets is None or self.lookup == "ngram":
             return None
         return frozenset({self.buckets, self.rank, *range(1, self.buckets.bit_length() + 1)})  # lsh: about half as many planes
 
-    def resolved(self, anatomy: Anatomy) -> Memory:
+    def resolved(self, anatomy: Anatomy, tokenizer: Any) -> Memory:
         """Return the pass with the options that were left to the model."""
         if self.lookup != "ngram":
             return self.with_activation(anatomy)
@@ -334,12 +350,23 @@ class Memory(Pass[MemoryPlan]):
             ngrams=self.ngrams or ("2-4" if vocabulary <= BYTES else "2-3"),
             buckets=self.buckets or min(max(2 ** (2 * vocabulary - 1).bit_length(), FEWEST), MOST),
             layers=("0" if deepest < 2 else f"0+{deepest // 2}") if self.layers == "auto" else self.layers,
+            canonical="none" if tokenizer is None or (tokenizer is SAVED and self.canonical != "fold") else "fold",
         )
 
     def plan(self, anatomy: Anatomy) -> MemoryPlan:
-        resolved = self.resolved(anatomy)
-        if resolved != self:
-            return resolved.plan(anatomy)  # whose spec is saved
+        tokenizer = tokenizer_of(anatomy.model) if self.lookup == "ngram" and self.canonical != "none" else None
+        plan = self.resolved(anatomy, tokenizer).resolved_plan(anatomy)
+        if self.lookup != "ngram" or self.canonical == "none":
+            return plan
+        if tokenizer is None:
+            return dataclasses.replace(plan, notes=(*plan.notes, NO_TOKENIZER))
+        if tokenizer is not SAVED:
+            for tables in plan.stacks:
+                require_of_model(tokenizer, tables.ids)
+        return dataclasses.replace(plan, tokenizer=tokenizer)
+
+    def resolved_plan(self, anatomy: Anatomy) -> MemoryPlan:
+        """Return the plan of the pass with all options, whose spec is saved."""
         ngrams = Ngrams.of(str(self.ngrams), self.heads, int(self.buckets or 0), self.name) if self.lookup == "ngram" else None
         finder = TablePlaces(anatomy)
         near_misses: list[NearMiss] = []
@@ -359,10 +386,9 @@ class Memory(Pass[MemoryPlan]):
             with collect_near_miss(stack.name, near_misses):
                 source = find_token_id_source(anatomy, stack)
                 closed = frozenset(name for name in places if not takes_keyword(anatomy.model.get_submodule(name), TOKEN_IDS))
-                rows = 0 if ngrams is None else sum(ngrams.moduli)
-                if ngrams is None:  # a model that was resized keeps its tables
-                    rows = int(recorded.setdefault(source.table, source.vocabulary))
-                found.append(StackTables(stack.width, rows, places, source, closed=closed, masks=masks))
+                ids = int(recorded.setdefault(source.table, source.vocabulary))  # a model that was resized keeps its tables
+                rows = ids if ngrams is None else sum(ngrams.moduli)
+                found.append(StackTables(stack.width, rows, places, source, closed=closed, masks=masks, ids=ids))
         stacks = self.with_routes(found, anatomy)
         gated = f", gated by {self.activation}" if self.gated else ""
         how = f"rank {self.rank}{gated}"
@@ -382,7 +408,7 @@ class Memory(Pass[MemoryPlan]):
             notes=tuple(f"{site.path}: {site.dropout_note}" for site in gathered if site.dropout),
             stacks=stacks,
             resolved=self,
-            recorded_rows=recorded if self.lookup == "token-id" and any(tables.source for tables in stacks) else {},
+            recorded_rows=recorded if self.keeps_ids and any(tables.source for tables in stacks) else {},
             ngrams=ngrams,
         )
 
@@ -481,12 +507,12 @@ class Memory(Pass[MemoryPlan]):
         for tables in plan.stacks:
             for places in tables.places.values():
                 for place in places:
-                    plan.resolved.add_table(place, tables, plan.ngrams, edit)
+                    plan.resolved.add_table(place, tables, plan, edit)
         for tables in plan.stacks:
             if tables.source is not None:
                 self.route_token_ids(tables, tables.source, edit)
 
-    def add_table(self, place: WrappedModule, tables: StackTables, ngrams: Ngrams | None, edit: Edit) -> None:
+    def add_table(self, place: WrappedModule, tables: StackTables, plan: MemoryPlan, edit: Edit) -> None:
         """Wrap the module at `place` in what adds a table to it."""
         module, into, out = edit.model.get_submodule(place.path), place.stream_in, place.stream_out
         like = float_like(module, edit.model)
@@ -494,21 +520,24 @@ class Memory(Pass[MemoryPlan]):
         if isinstance(place, ValuePlace):
             memory = values = ValueEmbedding(tables.rows, place.site, like, sparse=self.sparse)
             place.install(edit, lambda attention: ValueAttention(attention, place.site.projection, values))
-        elif ngrams is None or tables.source is None:
+        elif plan.ngrams is None or tables.source is None:
             memory = self.table(tables.rows, tables.width, like)
             place.install(edit, lambda layer: MemoryLayer(layer, memory, stream_in=into, stream_out=out))
         else:
-            memory = rows = self.ngram_table(ngrams, tables.width, like, edit.model.get_parameter(tables.source.table))
+            memory = rows = self.ngram_table(plan, tables, like, edit.model.get_parameter(tables.source.table))
             name, mask = history_name(place.path, module), tables.masks[place.path]
             place.install(edit, lambda layer: NgramLayer(layer, rows, stream_in=into, stream_out=out, name=name, mask=mask))
         for late in memory.late_parameters():
             edit.expect_late_gradient(memory.get_parameter(late))
 
-    def ngram_table(self, ngrams: Ngrams, width: int, like: torch.Tensor, token_table: torch.Tensor) -> NgramMemory:
+    def ngram_table(self, plan: MemoryPlan, tables: StackTables, like: torch.Tensor, token_table: torch.Tensor) -> NgramMemory:
+        assert plan.ngrams is not None
+        orders, moduli, width = plan.ngrams.orders, plan.ngrams.moduli, tables.width
+        canonical = canonical_ids(plan.tokenizer, tables.ids).to(like.device) if self.canonical == "fold" else None
         if self.gate == "none":
-            return NgramMemory(ngrams.orders, ngrams.moduli, width, like, sparse=self.sparse)
+            return NgramMemory(orders, moduli, width, like, canonical=canonical, sparse=self.sparse)
         spread = 1.0 if token_table.is_meta else float(token_table.float().std())
-        return GatedNgramMemory(ngrams.orders, ngrams.moduli, width, like, spread=spread, sparse=self.sparse)
+        return GatedNgramMemory(orders, moduli, width, like, spread=spread, canonical=canonical, sparse=self.sparse)
 
     def table(self, rows: int, width: int, like: torch.Tensor) -> ExternalMemory:
         if self.gated:

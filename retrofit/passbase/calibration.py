@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,34 @@ def length_taken(model: nn.Module) -> int:
             run(model, named_inputs(model, named_batch(model, ids, inputs)))
             return length
     return own
+
+
+TOKENIZER: contextvars.ContextVar[Any] = contextvars.ContextVar("tokenizer", default=None)
+SAVED = object()  # in place of a tokenizer: what passes make of one is in the file that the model is loaded from
+
+
+@contextlib.contextmanager
+def using_tokenizer(tokenizer: Any) -> Iterator[None]:
+    """Within this context passes find `tokenizer`, an object or a directory; None: the one that came with their model."""
+    token = TOKENIZER.set(tokenizer)
+    try:
+        yield
+    finally:
+        TOKENIZER.reset(token)
+
+
+def tokenizer_of(model: nn.Module) -> Any:
+    """Return the tokenizer in use, or the one that came with a transformers model; None without one.
+
+    It is `SAVED` where a saved model is loaded, with all that was made of its tokenizer.
+    """
+    from retrofit.passbase.tokenization import read_tokenizer
+
+    given = TOKENIZER.get()
+    if isinstance(given, (str, Path)):
+        return read_tokenizer(Path(given), required=True)
+    home = origin_of(model) if given is None else None
+    return read_tokenizer(home) if home is not None else given
 
 
 def origin_of(model: nn.Module) -> Path | None:

@@ -106,6 +106,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
     summary: ClassVar[str]  # the first line of its docstring
     paper: ClassVar[str] = "none"
     calibrates: ClassVar[bool] = False  # whether it uses calibration data
+    reads_tokenizer: ClassVar[bool] = False  # whether it uses the model's tokenizer
     places_by: ClassVar[tuple[str, ...] | None] = (
         None  # options by which it finds its places, each rewritten once; None: repeatable
     )

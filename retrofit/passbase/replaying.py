@@ -21,6 +21,7 @@ from retrofit.inputs.example_inputs import device_of, named_inputs
 from retrofit.inputs.model_memory import value_of, without_weights
 from retrofit.inputs.usable_models import require_torch_module, transformers_models
 from retrofit.passbase import recipe_storage
+from retrofit.passbase.calibration import SAVED, using_tokenizer
 from retrofit.passbase.protocol import AnyPass, Dial, Recipe, Rewrite, parse_recipe
 from retrofit.passbase.recipe_storage import passes_of, tie_as
 from retrofit.passbase.running import run_passes, with_current_names
@@ -50,7 +51,8 @@ def replay(
             if then is not None:
                 tie_as(model, then.ties)
             names, modules = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
-            (account,), _ = run_passes(model, (method,), inputs, edit, lambda stage: None)
+            with using_tokenizer(SAVED):
+                (account,), _ = run_passes(model, (method,), inputs, edit, lambda stage: None)
             if then is not None and account.applied_to is not None and same_model:
                 then.require_same(account.applied_to, method.spec())
             accounts = (*with_current_names(accounts, names, modules, edit), account)

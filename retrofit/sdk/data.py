@@ -6,6 +6,8 @@ from __future__ import annotations
 from retrofit.inputs.calibration import Calibration as Calibration
 from retrofit.inputs.calibration import Enough as Enough
 from retrofit.passbase.calibration import calibration_from as calibration_from
+from retrofit.passbase.calibration import SAVED as SAVED
+from retrofit.passbase.calibration import tokenizer_of as tokenizer_of
 from retrofit.inputs.calibration import sample_calibration as sample_calibration
 from retrofit.inputs.calibration import split_calibration as split_calibration
 from retrofit.inputs.calibration import evenly_spaced as evenly_spaced
