@@ -19,10 +19,11 @@ from torch import Tensor
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.sdk.data import evaluation_mode, evenly_spaced, token_weights
 
-CHUNK = 512  # tokens computed at a time
+CHUNK = 1024  # tokens computed at a time
 SAMPLE = 2048  # tokens whose median length counts
 STRENGTHS = (0.01, 0.1, 0.3, 1.0, 3.0)  # λ; none: the dense matrix
 ROUNDS = 2  # where the mask depends on W
+STRIPE = 384  # rows of a symmetric product that are computed from the diagonal on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,15 +92,17 @@ def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output
     median = sample.square().sum(1).median().clamp_min(torch.finfo(torch.float32).tiny)
     units, width = dense.weight.shape
     rows = units if dense.bias is None else units + 1  # the bias is the row of a unit that is always 1
-    gram, right = dense.weight.new_zeros(rows, rows), dense.weight.new_zeros(rows, width)
+    gram, products = dense.weight.new_zeros(rows, rows), dense.weight.new_zeros(rows, width)
     for a, y in values(block, dense, x):
         weight = (median / y.square().sum(1).clamp_min(torch.finfo(torch.float32).tiny)).clamp(max=1.0).unsqueeze(1)
-        missed = y - dense(a)
         a = a if dense.bias is None else torch.cat([a, torch.ones_like(a[:, :1])], 1)
         weighted = (weight * a).t()
-        gram += weighted @ a
-        right += weighted @ missed
-    gram, right = gram.double(), right.double()
+        add_symmetric_product(gram, weighted, a)
+        products.addmm_(weighted, y)
+    gram = gram.double().triu_()
+    gram += gram.triu(1).t()
+    matrix = dense.weight if dense.bias is None else torch.cat([dense.weight, dense.bias.unsqueeze(0)])
+    right = products.double() - gram @ matrix.double()  # Σ w a (y − a W⁰ − b⁰)
     size = gram.diagonal()[:units].mean().clamp_min(1e-30)
     found = []
     for strength in STRENGTHS:
@@ -111,6 +114,13 @@ def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output
         change = torch.cholesky_solve(right, root).float()
         found.append(Output(dense.weight + change[:units], None if dense.bias is None else dense.bias + change[units]))
     return found
+
+
+def add_symmetric_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right, a symmetric matrix, to the upper triangle of `total`; what is below it is undefined afterwards."""
+    for first in range(0, len(total), STRIPE):
+        rows = slice(first, first + STRIPE)
+        total[rows, first:].addmm_(left[rows], right[:, first:])
 
 
 def values(block: SparseFeedForward, dense: Output, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -251,16 +251,18 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     def make_group(self, sites: Sequence[FeedForward], edit: Edit, done: int, total: int) -> list[SparseBlock]:
         """Return the sparse feed-forwards of some of the `total` sites, `done` of which came before, side by side."""
-        inputs: dict[str, Tensor] = {}
+        recorded: dict[str, Tensor] = {}
         if edit.calibration is not None and not self.exact:
-            inputs = record_inputs(edit.model, edit.calibration, list(dict.fromkeys(site.entry_path for site in sites)))
+            recorded = record_inputs(edit.model, edit.calibration, list(dict.fromkeys(site.entry_path for site in sites)))
+        inputs = [recorded.get(site.entry_path) for site in sites]
+        size = max(bytes_of_a_fit(max(map(len, recorded.values()), default=0), site) for site in sites)
+        recorded.clear()
 
-        def make(site: FeedForward) -> SparseBlock:
-            return self.make(site, edit.model, inputs.get(site.entry_path))
+        def make(index: int) -> SparseBlock:
+            x, inputs[index] = inputs[index], None  # whose memory is free after the last site that reads it
+            return self.make(sites[index], edit.model, x)
 
-        tokens = max(map(len, inputs.values()), default=0)
-        size = max(bytes_of_a_fit(tokens, site) for site in sites)
-        return side_by_side(make, sites, "fitting feed-forward", size, done=done, total=total)
+        return side_by_side(make, range(len(sites)), "fitting feed-forward", size, done=done, total=total)
 
     def make(self, site: FeedForward, model: nn.Module, x: Tensor | None) -> SparseBlock:
         """Return the sparse feed-forward that replaces a dense one; `x`, (tokens, d), is its calibration input."""
@@ -333,12 +335,12 @@ def blocks_of(number: int) -> str:
 
 TOKENS = 32_768  # that a layer is calibrated on, where there are so many
 FEWEST = 16  # tokens that anything is fitted on
+ROUNDED = torch.bfloat16  # what recorded inputs are rounded to: fits are as good, and more layers are recorded in a run
 
 
 def recording_groups(model: nn.Module, calibration: Calibration, widths: Mapping[str, int]) -> list[list[str]]:
     """Return the paths of `widths` in groups, in order, whose inputs are recorded in one run of the model and fit in memory."""
-    size = max(parameter.element_size() for parameter in model.parameters())
-    return groups_in_room({path: size * most_tokens(calibration) * width for path, width in widths.items()}, model)
+    return groups_in_room({path: ROUNDED.itemsize * most_tokens(calibration) * width for path, width in widths.items()}, model)
 
 
 def most_tokens(calibration: Calibration) -> int:
@@ -348,7 +350,10 @@ def most_tokens(calibration: Calibration) -> int:
 
 
 def record_inputs(model: nn.Module, calibration: Calibration, paths: list[str]) -> dict[str, Tensor]:
-    """Return the inputs of the modules at the paths, by path: (tokens, d) on the CPU; without those that receive too few."""
+    """Return the inputs of the modules at the paths, by path: (tokens, d), rounded, on the CPU.
+
+    Those that receive too few tokens are left out.
+    """
     recorders = {path: TokenRecorder(most_tokens(calibration)) for path in paths}
     spread_out(calibration, TOKENS).observe(model, recorders)
     recorded = {path: recorder.tokens() for path, recorder in recorders.items()}
@@ -356,7 +361,7 @@ def record_inputs(model: nn.Module, calibration: Calibration, paths: list[str]) 
 
 
 class TokenRecorder:
-    """Keeps the first `most` tokens that a module receives, in memory that is taken once."""
+    """Keeps the first `most` tokens that a module receives, rounded, in memory that is taken once."""
 
     def __init__(self, most: int) -> None:
         self.most, self.count = most, 0
@@ -364,7 +369,8 @@ class TokenRecorder:
 
     def __call__(self, x: Tensor) -> None:
         if not self.count:
-            self.rows = set_aside(torch.empty(self.most, x.shape[-1], dtype=x.dtype))
+            dtype = ROUNDED if x.dtype.itemsize > ROUNDED.itemsize else x.dtype
+            self.rows = set_aside(torch.empty(self.most, x.shape[-1], dtype=dtype))
         part = x[: self.most - self.count]
         self.rows[self.count : self.count + len(part)] = part
         self.count += len(part)

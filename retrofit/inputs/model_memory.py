@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 Store = Callable[[Tensor], Tensor]
 STORE: ContextVar[Store | None] = ContextVar("STORE", default=None)
-ROOM = 256 * 2**20  # bytes of recordings in memory at a time, and more beside a large model:
+ROOM = 288 * 2**20  # bytes of recordings in memory at a time, and more beside a large model:
 SHARE = 4  # a quarter of its own
 
 

@@ -206,8 +206,8 @@ def test_the_energy_reported_is_that_of_the_units_that_are_active(gated: bool, o
     model = stack(gated, layers=1)
     dense = copy.deepcopy(model.layers[0].f)
     ids = torch.randint(31, (64, 16), generator=torch.Generator().manual_seed(0))
-    seen: list[torch.Tensor] = []
-    handle = model.layers[0].f.register_forward_pre_hook(lambda module, args: seen.append(args[0].reshape(-1, 16)))
+    seen: list[torch.Tensor] = []  # rounded, as inputs are recorded
+    handle = model.layers[0].f.register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, 1).bfloat16().float()))
     model(ids)
     handle.remove()
     sparse = SparseFFN(sparsity=6, fit_output=False, **options)  # the gate reads the output matrix
@@ -254,12 +254,12 @@ def test_a_few_massive_tokens_are_kept_and_do_not_decide_for_the_others() -> Non
     start = fit_start(site, model, 8, 1, 4, x)
     assert start.controller is not None and start.order is not None and start.finding is not None
     massive, others = x[(x[:, :4] != 0).any(1)], x[(x[:, :4] == 0).all(1)]
-    assert Kept.measure(contributions, massive, start.order, 8, 1, start.controller).of_tokens > 0.99
-    ours = Kept.measure(contributions, others, start.order, 8, 1, start.controller).of_tokens
+    assert Kept.measure(contributions, massive, 8, 1, [(start.controller, start.order)])[0].of_tokens > 0.99
+    ours = Kept.measure(contributions, others, 8, 1, [(start.controller, start.order)])[0].of_tokens
     raw = contributions(x)  # what a plain least-squares fit of the contributions is led by
     joint = torch.cov(torch.cat([x, raw], 1).t(), correction=0)
     led = Controller.fit(ContributionMoments(x.mean(0), raw.mean(0), joint[:16, :16], joint[:16, 16:]), units, 8, 4)
-    assert ours > Kept.measure(contributions, others, units, 8, 1, led).of_tokens + 0.1
+    assert ours > Kept.measure(contributions, others, 8, 1, [(led, units)])[0].of_tokens + 0.1
 
 
 @torch.no_grad()
@@ -276,7 +276,7 @@ def test_no_calibrated_start_is_worse_than_none(seed: int, k: int, gated: bool, 
     for start in (fit_start(site, model, 8, k, rank, x), fit_start(site, model, 8, k, rank, None)):
         order = torch.arange(48) if start.order is None else start.order
         scores = start.controller or gate_scores(site, contributions, order)
-        kept.append(Kept.measure(contributions, x[held_out], order, 8, k, scores))
+        kept += Kept.measure(contributions, x[held_out], 8, k, [(scores, order)])
     assert kept[0].share >= kept[1].share
 
 
@@ -287,7 +287,7 @@ def test_more_active_units_keep_more_and_all_of_them_everything() -> None:
     site = site_of(model)
     start, contributions = fit_start(site, model, 8, 3, 4, x), Contributions(site, model)
     assert start.controller is not None and start.order is not None
-    kept = [Kept.measure(contributions, x, start.order, 8, k, start.controller) for k in range(1, 9)]
+    kept = [Kept.measure(contributions, x, 8, k, [(start.controller, start.order)])[0] for k in range(1, 9)]
     assert all(more.of_tokens >= less.of_tokens and more.of_all >= less.of_all for less, more in itertools.pairwise(kept))
     assert kept[-1].of_tokens == pytest.approx(1) and kept[-1].of_all == pytest.approx(1)
     again = fit_start(site, model, 8, 3, 4, x)
