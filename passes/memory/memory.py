@@ -119,20 +119,15 @@ class TablePlaces:
 
         Raises `DoesNotFitError` where a cache or a mask does not tell the layer of earlier tokens.
         """
-        call = self.calls.of_layer(layer)
+        outer = self.modules.calls[layer.name, layer.call]
+        around = (call for call in self.anatomy.program.calls if call.path == place.path and outer.encloses(call))
+        call = self.calls.of_module(next(around, outer), layer)
         if call.tokens_first:
             raise no_place(layer.name, "its stream is laid out (length, batch, width), and token ids are not", BY_ITSELF)
         if call.causal and call.times > 1 and call.takes_more:
             why = f"{call.path} is called at several depths, and the cache keeps the ids of one call for each module"
             raise no_place(layer.name, why, BY_ITSELF)
-        if call.mask is None or call.path == place.path:
-            return call.mask
-        calls = {known.path: known for known in reversed(self.calls.masked.program.calls)}
-        node = calls[call.path].inputs[call.mask.key]
-        keys = [key for key, value in calls[place.path].inputs.items() if value is node and key is not None]
-        if not keys:
-            raise no_place(layer.name, f"no argument of {place.path} is the mask of {call.path}", BY_ITSELF)
-        return MaskArgument(keys[0], call.mask.true_hides)
+        return call.mask
 
     @functools.cached_property
     def calls(self) -> LayerCalls:

@@ -56,7 +56,10 @@ class LayerCalls:
 
     def of_layer(self, layer: Layer) -> LayerCall:
         """Return the call of a layer; raises `DoesNotFitError` where no module is one, or where padding is hidden from it."""
-        call = self.innermost(layer)
+        return self.of_module(self.innermost(layer), layer)
+
+    def of_module(self, call: Call, layer: Layer) -> LayerCall:
+        """Return a call of a module that runs the layer, and perhaps more; raises `DoesNotFitError` as `of_layer` does."""
         key, node = self.stream(call, layer)
         size = shape(node) or ()
         if len(size) != 3:
