@@ -74,8 +74,8 @@ from retrofit.sdk.anatomy import (
     LAYER_WITHIN,
     ON_TWO_STREAMS,
     InnerLayers,
+    LayerCall,
     LayerCalls,
-    MaskArgument,
     WrappedModules,
     feed_forwards,
     modules_around,
@@ -114,8 +114,8 @@ class TablePlaces:
                     places.append(self.modules.feed_forward(branch, stack.width))
         return places
 
-    def mask_of(self, layer: Layer, place: WrappedModule) -> MaskArgument | None:
-        """Return the argument of the layer at a place that shows which of its tokens are of one sequence, None without one.
+    def call_of(self, layer: Layer, place: WrappedModule) -> LayerCall:
+        """Return the call of the layer at a place, whose arguments show which of its tokens are of one sequence.
 
         Raises `DoesNotFitError` where a cache or a mask does not tell the layer of earlier tokens.
         """
@@ -127,7 +127,7 @@ class TablePlaces:
         if call.causal and call.times > 1 and call.takes_more:
             why = f"{call.path} is called at several depths, and the cache keeps the ids of one call for each module"
             raise no_place(layer.name, why, BY_ITSELF)
-        return call.mask
+        return call
 
     @functools.cached_property
     def calls(self) -> LayerCalls:
@@ -158,7 +158,7 @@ class StackTables:
     source: TokenIdSource | None  # of the token ids, where they are the lookup
     forwards_ids: bool = False  # whether the model's own code forwards the keyword from the source to the layers
     closed: frozenset[str] = frozenset()  # the layers whose own code takes no keywords
-    masks: Mapping[str, MaskArgument | None] = dataclasses.field(default_factory=dict)  # of n-grams: the layer's, by its path
+    calls: Mapping[str, LayerCall] = dataclasses.field(default_factory=dict)  # of n-grams: of the layers, by their paths
     ids: int = 0  # that the token table had when the model first got tables
 
     def injected(self, layer: str, beside: str) -> tuple[str, ...]:
@@ -371,8 +371,8 @@ class Memory(Pass[MemoryPlan]):
             if any(layer.name in tables.places for tables in found for layer in stack.layers):
                 near_misses.append(NearMiss(stack.name, "a second stream through layers that have their tables"))
                 continue
-            masks: dict[str, MaskArgument | None] = {}
-            places = self.places(finder, stack, near_misses, masks)
+            calls: dict[str, LayerCall] = {}
+            places = self.places(finder, stack, near_misses, calls)
             if not any(places.values()):
                 continue
             if self.lookup in ("softmax", "lsh"):
@@ -383,7 +383,7 @@ class Memory(Pass[MemoryPlan]):
                 closed = frozenset(name for name in places if not takes_keyword(anatomy.model.get_submodule(name), TOKEN_IDS))
                 ids = int(recorded.setdefault(source.table, source.vocabulary))  # a model that was resized keeps its tables
                 rows = ids if ngrams is None else sum(ngrams.moduli)
-                found.append(StackTables(stack.width, rows, places, source, closed=closed, masks=masks, ids=ids))
+                found.append(StackTables(stack.width, rows, places, source, closed=closed, calls=calls, ids=ids))
         stacks = self.with_routes(found, anatomy)
         gated = f", gated by {self.activation}" if self.gated else ""
         how = f"rank {self.rank}{gated}"
@@ -415,9 +415,9 @@ class Memory(Pass[MemoryPlan]):
         return dataclasses.replace(self, activation=activation_name(hidden) or "gelu")
 
     def places(
-        self, finder: TablePlaces, stack: Stack, near_misses: list[NearMiss], masks: dict[str, MaskArgument | None]
+        self, finder: TablePlaces, stack: Stack, near_misses: list[NearMiss], calls: dict[str, LayerCall]
     ) -> dict[str, tuple[WrappedModule, ...]]:
-        """Return the places for tables in a stack, by layer; layers without any are included. `masks` gets those of n-grams."""
+        """Return the places for tables in a stack, by layer; layers without any are included. `calls` gets theirs of n-grams."""
         anatomy = finder.anatomy
         depths = sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest()))
         if self.beside == "values":
@@ -435,7 +435,7 @@ class Memory(Pass[MemoryPlan]):
                     continue
                 with collect_near_miss(layer.name, near_misses):
                     if self.lookup == "ngram":
-                        masks[place.path] = finder.mask_of(layer, place)
+                        calls[place.path] = finder.call_of(layer, place)
                     places[layer.name] += (place,)
         return places
 
@@ -520,8 +520,8 @@ class Memory(Pass[MemoryPlan]):
             place.install(edit, lambda layer: MemoryLayer(layer, memory, stream_in=into, stream_out=out))
         else:
             memory = rows = self.ngram_table(plan, tables, like, edit.model.get_parameter(tables.source.table))
-            name, mask = history_name(place.path, module), tables.masks[place.path]
-            place.install(edit, lambda layer: NgramLayer(layer, rows, stream_in=into, stream_out=out, name=name, mask=mask))
+            name, call = history_name(place.path, module), tables.calls[place.path]
+            place.install(edit, lambda layer: NgramLayer(layer, rows, stream_in=into, stream_out=out, name=name, call=call))
         for late in memory.late_parameters():
             edit.expect_late_gradient(memory.get_parameter(late))
 

@@ -12,6 +12,7 @@ have the id `RESERVED`. A model that decodes keeps the last ids in its own cache
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from transformers.cache_utils import Cache
 from retrofit.passes.memory.external_memory import ExternalMemory, require_ids
 from retrofit.passes.memory.memory_layer import MemoryLayer
 from retrofit.sdk import SpecError, argument_place, depth_ranges
-from retrofit.sdk.anatomy import MaskArgument
+from retrofit.sdk.anatomy import LayerCall
 from retrofit.sdk.modules import (
     TokenHistory,
     cache_among,
@@ -196,8 +197,8 @@ def unit(x: Tensor) -> Tensor:
 class NgramLayer(MemoryLayer):
     """`layer(x) + memory(x, ids)`, where the memory reads each token's id and those before it in its own sequence.
 
-    The ids of earlier calls with the same cache are in that cache, under `name`. Which tokens are of one sequence follows from the
-    mask that the layer is called with: it hides padding, and other sequences packed into the same row.
+    The ids of earlier calls with the same cache are in that cache, under `name`. Which tokens are of one sequence follows from what
+    the layer is called with: a mask hides padding and other sequences packed into the same row, positions start again.
     """
 
     memory: NgramMemory
@@ -210,20 +211,24 @@ class NgramLayer(MemoryLayer):
         stream_in: int | str,
         stream_out: int | str | None,
         name: str,
-        mask: MaskArgument | None,
+        call: LayerCall,
     ) -> None:
         super().__init__(layer, memory, stream_in=stream_in, stream_out=stream_out)
         self.name = name
-        self.mask = None if mask is None else argument_place(layer, mask.key)
-        self.true_hides = mask is not None and mask.true_hides
+        self.mask = None if call.mask is None else argument_place(layer, call.mask.key)
+        self.true_hides = call.mask is not None and call.mask.true_hides
+        self.positions = None if call.positions is None else argument_place(layer, call.positions)
 
     def looked_up(self, ids: Tensor | None, x: Tensor, arguments: list[Any], keywords: dict[str, Any]) -> Tensor:
         """Return each token's id and those before it: (batch, T, max n)."""
         ids = self.memory.canonical_ids(require_ids(ids, x))
-        past, tokens = self.memory.past, ids.shape[1]
-        mask = tensor_argument(self.mask, arguments, keywords)
-        visible = None if mask is None else visible_keys(mask, tokens, self.true_hides)
-        return with_earlier(ids, self.earlier(ids, cache_among(arguments, keywords)), lookback_gates(visible, tokens, past), past)
+        mask, positions = (tensor_argument(place, arguments, keywords) for place in (self.mask, self.positions))
+        gates = None
+        if past := self.memory.past:
+            visible = None if mask is None else visible_keys(mask, ids.shape[1], self.true_hides)
+            found = (lookback_gates(visible, ids.shape[1], past), position_gates(positions, past))
+            gates = functools.reduce(torch.logical_and, [each for each in found if each is not None] or [None])
+        return with_earlier(ids, self.earlier(ids, cache_among(arguments, keywords)), gates, past)
 
     def earlier(self, ids: Tensor, cache: Cache | None) -> Tensor | None:
         """Return the ids before these in the cache, (batch, past), which stores these too; None without a cache.
@@ -239,6 +244,18 @@ class NgramLayer(MemoryLayer):
         before = histories[self.name].last() + RESERVED
         histories[self.name].push(stored, staying_tokens(cache))
         return before
+
+
+def position_gates(positions: Tensor | None, past: int) -> Tensor | None:
+    """Return g[t,1] … g[t,past]: whether the token j − 1 before token t goes on with the one before it, (batch or 1, T, past).
+
+    It does where its number is higher; the first one's is to be above 0.
+    """
+    if positions is None or positions.dim() != 2:
+        return None
+    before = torch.cat([torch.zeros_like(positions[:, :1]), positions[:, :-1]], 1)
+    row = F.pad(positions > before, (past - 1, 0), value=True)
+    return torch.stack([row[:, past - 1 - back : row.shape[1] - back] for back in range(past)], -1)
 
 
 def with_earlier(ids: Tensor, before: Tensor | None, gates: Tensor | None, past: int) -> Tensor:

@@ -69,18 +69,28 @@ def follows(call: SiteCall, row: int, t: int, past: int) -> list[bool]:
     """Return for each of the tokens before token t of a row, the latest first, whether t is of its sequence, as the masks say."""
     layer: Any = call.module
     x = call.argument(layer.stream_in)
-    total = past + x.shape[1]
     mask = None if layer.mask is None else call.argument(layer.mask, None)
+    numbers = None if layer.positions is None else call.argument(layer.positions, None)
+    cut = [False] * (past + t)
+    if isinstance(numbers, Tensor):
+        counted = numbers[row % len(numbers)].tolist()
+        starts = [at for at in range(t + 1) if counted[at] <= (counted[at - 1] if at else 0)]
+        if starts:
+            cut = [back >= t - starts[-1] for back in range(past + t)]
+    return [seen and not hidden for seen, hidden in zip(seen_before(layer, mask, row, t, past, x.shape[1]), cut, strict=True)]
+
+
+def seen_before(layer: Any, mask: Any, row: int, t: int, past: int, tokens: int) -> list[bool]:
+    """Return for each of the tokens before token t of a row, the latest first, whether the mask lets t see it."""
     if not isinstance(mask, Tensor):
         return [True] * (past + t)
     values = mask[row % len(mask)] if mask.dim() == 2 else mask[row % len(mask), 0]
-    values = values if values.dim() == 2 else values.expand(x.shape[1], -1)
+    values = values if values.dim() == 2 else values.expand(tokens, -1)
     shown = values[t % len(values)]
     biased = shown.is_floating_point() and (mask.dim() == 4 or layer.true_hides)
     seen = [bool(v > -1e4 and (mask.dim() == 4 or v < 0.5)) if biased else bool(v) != layer.true_hides for v in shown]
-    if len(seen) > total:  # places for tokens to come
-        seen = seen[:total]
-    own = len(seen) - x.shape[1] + t
+    seen = seen[: past + tokens]  # without places for tokens to come
+    own = len(seen) - tokens + t
     found = [seen[own - back] for back in range(1, min(own, past + t) + 1)]
     return found + [False] * (past + t - len(found))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from retrofit.anatomy.attention_cores import Attention, find_attentions
 from retrofit.anatomy.attention_parsing import is_batch_first
@@ -38,6 +39,7 @@ class LayerCall:
     times: int  # calls of this module in one forward
     causal: bool  # whether its own attentions, of which it has some, hide later tokens from earlier ones
     takes_more: bool  # whether its forward has a place for more than it was given, such as a cache
+    positions: Key = None  # the argument that numbers its tokens, (batch or 1, length); None where there is none
 
 
 class LayerCalls:
@@ -75,7 +77,8 @@ class LayerCalls:
         causal = bool(own) and all(is_causal(core, stream, self.masked) for core in own)
         mask = self.mask(layer, masked, key, own, tokens_first)
         takes_more = has_room(self.anatomy.model.get_submodule(call.path), len(call.inputs))
-        return LayerCall(call.path, key, size, mask, tokens_first, times, causal, takes_more)
+        positions = self.positions(masked, size[tokens_first], size[not tokens_first])
+        return LayerCall(call.path, key, size, mask, tokens_first, times, causal, takes_more, positions)
 
     def innermost(self, layer: Layer) -> Call:
         """Return the innermost module call that computes all branches of the layer, of which at least one mixes tokens."""
@@ -122,6 +125,16 @@ class LayerCalls:
             return MaskArgument(key, true_hides(call.inputs[key], cores, flow))
         if hidden:
             raise unfit(layer, "the model takes a padding mask, but no argument of the layer carries it")
+        return None
+
+    def positions(self, call: Call, batch: int, length: int) -> Key:
+        """Return an argument (batch or 1, length) with a whole number for each token that an `arange` makes, not the contents."""
+        for key, node in call.inputs.items():
+            if key is None or node in self.masked.depends or shape(node) not in ((1, length), (batch, length)):
+                continue
+            whole = isinstance(held := node.meta.get("val"), Tensor) and held.dtype in (torch.int64, torch.int32)
+            if whole and any(op(above) == "arange" for above in backward_slice([node])):
+                return key
         return None
 
     def token_mask(self, call: Call, tokens_first: bool) -> Key:
