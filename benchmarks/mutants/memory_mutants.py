@@ -15,10 +15,13 @@ LSH = on(TWO_MODELS, "memory(lookup=lsh, buckets=8)")
 GATED = on(MODELS, "memory(form=gated, rank=3)")
 VALUES = on("gpt2 llama gpt-neox", "memory(beside=values)")
 LSH_RANK = on(TWO_MODELS, "memory(lookup=lsh, buckets=8, rank=2)")
+NGRAM = on(MODELS, "memory(lookup=ngram, ngrams=1-3, heads=2, buckets=40)")
+GATED_NGRAM = on(TWO_MODELS, "memory(lookup=ngram, ngrams=2-3, buckets=40, gate=context)")
 SUM = on(MODELS, "sum")
 
 tables = functools.partial(Mutant, "memory", "passes/memory/external_memory.py")
 values = functools.partial(Mutant, "memory", "passes/memory/value_embeddings.py")
+ngrams = functools.partial(Mutant, "memory", "passes/memory/ngram_memory.py")
 layer = functools.partial(Mutant, "memory", "passes/memory/memory_layer.py")
 ids = functools.partial(Mutant, "memory", "passes/memory/memory_layer.py")
 whole = functools.partial(Mutant, "memory", "passes/memory/memory.py")
@@ -260,6 +263,126 @@ MUTANTS = [
         'y: Tensor = children["memory"](children["layer"](*args, **kwargs), x, self.ids)',
         'y: Tensor = children["layer"](*args, **kwargs)',
         trials=VALUES,
+    ),
+    ngrams(
+        "n-grams: the multipliers are not odd",
+        "device=like.device) | 1\n",
+        "device=like.device) & -2\n",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: the multipliers have 32 bits",
+        "torch.randint(-(2**63), 2**63 - 1,",
+        "torch.randint(-(2**31), 2**31 - 1,",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: every token before has the multiplier of the token itself",
+        "* self.multipliers[:, back])",
+        "* self.multipliers[:, 0])",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: products are added, not joined by XOR",
+        "code = code ^ (ids",
+        "code = code + (ids",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: hashes of a low order read as many ids as the highest",
+        "drawn * used.to(drawn))",
+        "drawn)",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: the heads of an order share the prime",
+        '        sizes = torch.tensor(moduli, device="cpu")\n',
+        '        sizes = torch.tensor([moduli[index // 2 * 2] for index in range(len(moduli))], device="cpu")\n',
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: all hashes look their rows up from the table's first row on",
+        "code.remainder(self.moduli) + self.first_rows",
+        "code.remainder(self.moduli)",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: the remainder of a negative code is negative, and moved",
+        "code.remainder(self.moduli)",
+        "code.abs().remainder(self.moduli)",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: a row has zeros before its beginning, where the reserved id belongs",
+        "before = ids.new_full((ids.shape[0], past), RESERVED)",
+        "before = ids.new_zeros((ids.shape[0], past))",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: a cache that stores nothing yet is full of id 0",
+        "before = histories[self.name].last() + RESERVED",
+        "before = (histories[self.name].last() + RESERVED).clamp(min=0)",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: one id too few is kept in the cache",
+        "        histories[self.name].push(stored, staying_tokens(cache))\n",
+        "        histories[self.name].push(stored, staying_tokens(cache))\n        before[:, 0] = RESERVED\n",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: the ids of a step are not kept in the cache",
+        "        histories[self.name].push(stored, staying_tokens(cache))\n",
+        "",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams reach across the beginning of a sequence into its padding",
+        "            gates = functools.reduce(torch.logical_and, [each for each in found if each is not None] or [None])\n",
+        "",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: the window reads the tokens after a token",
+        "for back in range(past + 1)], -1)",
+        "for back in range(past, -1, -1)], -1)",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "n-grams: the rows of the hashes are averaged, not summed",
+        "self.rows(self.b, self.hashes(ids)).sum(-2)",
+        "self.rows(self.b, self.hashes(ids)).mean(-2)",
+        trials=NGRAM,
+    ),
+    ngrams(
+        "gated n-grams: the gate is not divided by √d",
+        "* math.sqrt(self.width)  # norm",
+        "* self.width  # norm",
+        trials=GATED_NGRAM,
+    ),
+    ngrams(
+        "gated n-grams: the gate gets no gradient",
+        "torch.sigmoid(gate)",
+        "torch.sigmoid(gate.detach())",
+        trials=GATED_NGRAM,
+    ),
+    ngrams(
+        "gated n-grams: keys are values",
+        "k, v = F.linear(e, self.w_k), F.linear(e, self.w_v)",
+        "k, v = F.linear(e, self.w_v), F.linear(e, self.w_v)",
+        trials=GATED_NGRAM,
+    ),
+    ngrams(
+        "gated n-grams: the rows begin at zero, and so does W_V",
+        "        nn.init.normal_(self.b, std=spread)\n",
+        "",
+        trials=GATED_NGRAM,
+    ),
+    ngrams(
+        "n-grams: the multipliers are not saved with the model",
+        'self.register_buffer("multipliers", drawn * used.to(drawn))',
+        'self.register_buffer("multipliers", drawn * used.to(drawn), persistent=False)',
+        trials=NGRAM,
     ),
     layer(
         "the memory reads the layer's output, not its input",
