@@ -338,7 +338,7 @@ MUTANTS = [
     ),
     ngrams(
         "n-grams reach across the beginning of a sequence into its padding",
-        "            gates = functools.reduce(torch.logical_and, [each for each in found if each is not None] or [None])\n",
+        "            gates = both(lookback_gates(visible, ids.shape[1], past), position_gates(positions, past))\n",
         "",
         trials=NGRAM,
     ),

@@ -12,7 +12,6 @@ have the id `RESERVED`. A model that decodes keeps the last ids in its own cache
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -223,11 +222,10 @@ class NgramLayer(MemoryLayer):
         """Return each token's id and those before it: (batch, T, max n)."""
         ids = self.memory.canonical_ids(require_ids(ids, x))
         mask, positions = (tensor_argument(place, arguments, keywords) for place in (self.mask, self.positions))
-        gates = None
-        if past := self.memory.past:
+        past, gates = self.memory.past, None
+        if past:
             visible = None if mask is None else visible_keys(mask, ids.shape[1], self.true_hides)
-            found = (lookback_gates(visible, ids.shape[1], past), position_gates(positions, past))
-            gates = functools.reduce(torch.logical_and, [each for each in found if each is not None] or [None])
+            gates = both(lookback_gates(visible, ids.shape[1], past), position_gates(positions, past))
         return with_earlier(ids, self.earlier(ids, cache_among(arguments, keywords)), gates, past)
 
     def earlier(self, ids: Tensor, cache: Cache | None) -> Tensor | None:
@@ -256,6 +254,11 @@ def position_gates(positions: Tensor | None, past: int) -> Tensor | None:
     before = torch.cat([torch.zeros_like(positions[:, :1]), positions[:, :-1]], 1)
     row = F.pad(positions > before, (past - 1, 0), value=True)
     return torch.stack([row[:, past - 1 - back : row.shape[1] - back] for back in range(past)], -1)
+
+
+def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """Return the gates that are open in both; None: all are."""
+    return second if first is None else first if second is None else first & second
 
 
 def with_earlier(ids: Tensor, before: Tensor | None, gates: Tensor | None, past: int) -> Tensor:
