@@ -75,6 +75,11 @@ def test_it_goes_on_where_it_was_stopped(
     (checkpoint,) = (tmp_path / "stopped/demo").glob("*.run/checkpoint-*")
     assert 0 < int(checkpoint.name.partition("-")[2]) < 16 and checkpoint.parent.name != "dense.run"
     steps = -(10**6)
+    # Killed after the last step, before the figures are kept.
+    monkeypatch.setattr(pays, "trained", lambda *given: pays_starts.trained(*given)["no such figure"])
+    with pytest.raises(KeyError):
+        rehearse("stopped", "demo", "--only", "dense")
+    monkeypatch.setattr(pays, "trained", pays_starts.trained)
     assert losses(rehearse("stopped", "demo", *ONLY)) == losses(whole)
     assert not [*(tmp_path / "stopped/demo").glob("*.run/checkpoint-*")][1:]  # but for the dense model's, nothing is left
     # Nothing is run again, and a page of what there is can be made.

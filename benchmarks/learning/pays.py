@@ -38,7 +38,6 @@ import hashlib
 import itertools
 import json
 import math
-import shutil
 import statistics
 import sys
 import time
@@ -48,7 +47,7 @@ from typing import Any
 
 import torch
 from experiment import Kept, mean_and_deviation, with_error
-from pays_starts import STARTS, Texts, base, trained
+from pays_starts import STARTS, Texts, base, forget, trained
 from torch import nn
 from transformers import set_seed
 
@@ -57,7 +56,6 @@ from retrofit.errors import RetrofitError
 from retrofit.passbase.protocol import as_pass
 from retrofit.program.cost import flops_per_token
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.runs import folder_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "coverage"))
 from sweeping import write_page
@@ -210,8 +208,12 @@ class Runs:
             return
         for seed in range(self.options.seeds):
             for arm in arms:
+                key = key_of(self.name, arm, seed)
+                output = self.given.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:12]}.pt"
                 if seed < arm.seeds and self.fits():
-                    self.kept.measure(key_of(self.name, arm, seed), functools.partial(self.run, arm, seed))
+                    self.kept.measure(key, functools.partial(self.run, arm, seed, output))
+                if key in self.kept.values:
+                    forget(output)
 
     def fits(self) -> bool:
         """Whether a run that takes as long as the dense one ends in time; True where runs may go on in another call."""
@@ -232,8 +234,8 @@ class Runs:
             return None
         return arm
 
-    def run(self, arm: Arm, seed: int) -> dict[str, Any]:
-        """The figures of one run; its model is not kept."""
+    def run(self, arm: Arm, seed: int, output: Path) -> dict[str, Any]:
+        """The figures of one run, whose model is at `output` until they are kept."""
         found, given = self.resolved(arm), self.given
         assert found is not None
         texts = given.enough(given.then, round(self.start.longest * self.start.steps))
@@ -244,10 +246,7 @@ class Runs:
             steps /= self.kept.values[cost_key(self.name, found.spec)]["time"]
         rate = found.rate * self.start.lr
         settings = self.start.settings(round(steps), seed, lr=rate, lr_new=None if found.new is None else found.new * rate)
-        output = given.folder / f"{hashlib.sha256(key_of(self.name, arm, seed).encode()).hexdigest()[:12]}.pt"
         figures = trained(model, texts, settings, output, given, self.kept.end)
-        output.unlink()
-        shutil.rmtree(folder_of(output), ignore_errors=True)
         return {"spec": found.spec, "steps": round(steps), **figures}
 
     def rewritten(self, spec: str, seed: int = 0) -> nn.Module:

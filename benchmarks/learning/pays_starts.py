@@ -12,6 +12,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -237,9 +238,7 @@ class Watch:
     def glance(self, step: int) -> None:
         """Keep the loss after this step, of some windows."""
         self.losses[str(step)] = round(loss_of(self.model, self.windows[::GLANCED], self.start), 5)
-        part = self.path.with_suffix(".part")
-        part.write_text(json.dumps(self.losses))
-        part.replace(self.path)
+        write_json(self.path, self.losses)
 
     @property
     def curve(self) -> list[tuple[int, float]]:
@@ -248,6 +247,13 @@ class Watch:
     @property
     def seconds_per_step(self) -> float:
         return statistics.median(self.seconds) if self.seconds else 0.0
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write the file whole or not at all."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(value))
+    part.replace(path)
 
 
 @torch.no_grad()
@@ -266,7 +272,7 @@ def trained(model: nn.Module, texts: list[str], settings: Settings, output: Path
 
     Raises `KeyboardInterrupt` when the time is over: the next call goes on.
     """
-    start, losses = given.start, output.with_suffix(".losses.json")
+    start, losses = given.start, losses_of(output)
     windows = given.measured(model)
     resume = has_checkpoint(folder_of(output))
     if not (output.exists() or resume):
@@ -277,10 +283,21 @@ def trained(model: nn.Module, texts: list[str], settings: Settings, output: Path
     watch = Watch(model, windows, start, max(1, settings.steps // start.points), losses, end)
     if not output.exists():
         continue_pretraining(model, texts, settings, tokenizer=given.tokenizer, output=output, resume=resume, progress=watch)
-    losses.unlink()
     found = {"parameters": sum(parameter.numel() for parameter in model.parameters()), "curve": watch.curve}
     times = {"seconds": round(time.monotonic() - began, 1), "processor seconds a step": round(watch.seconds_per_step, 4)}
     return {**found, **times, "loss": loss_of(model, windows, start)}
+
+
+def losses_of(output: Path) -> Path:
+    """Where the curve of a run is kept until its figures are."""
+    return output.with_suffix(".losses.json")
+
+
+def forget(output: Path) -> None:
+    """Remove the model of a run whose figures are kept, with its checkpoints and its curve."""
+    output.unlink(missing_ok=True)
+    losses_of(output).unlink(missing_ok=True)
+    shutil.rmtree(folder_of(output), ignore_errors=True)
 
 
 def base(given: Texts, end: float) -> nn.Module:
@@ -294,6 +311,6 @@ def base(given: Texts, end: float) -> nn.Module:
         rate = {"lr": start.first_lr or start.lr, "schedule": start.first_schedule, "warmup": min(200, start.first // 10)}
         settings = start.settings(start.first, 0, **rate)
         found = trained(start.model.untrained(), given.enough(given.first, start.first), settings, path, given, end)
-        kept.write_text(json.dumps(found))
+        write_json(kept, found)
         print(f"{given.folder.name}, dense: {found}", flush=True)
     return retrofit.load(path)
