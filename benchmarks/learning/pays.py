@@ -136,7 +136,7 @@ OF_ALTUP = (
 )
 ARMS = {
     "demo": EVERY,
-    "tokens": tuple(arm for arm in EVERY if arm.seeds == 3 or not arm.spec),
+    "tokens": (*(arm for arm in EVERY if arm.seeds == 3 or not arm.spec), ngrams(canonical="none")),
     "documentation": OF_ALTUP,
     "documentation-small": OF_ALTUP,
     "SmolLM2": SMOLLM2,
@@ -252,8 +252,11 @@ class Runs:
     def rewritten(self, spec: str, seed: int = 0) -> nn.Module:
         set_seed(seed)
         model, specs = copy.deepcopy(self.dense), specs_of(spec)
-        calibration = self.given.calibration(model) if any(as_pass(each).calibrates for each in specs) else None
-        return retrofit.apply(model, *specs, calibration=calibration, verify=False) if specs else model
+        passes = [as_pass(each) for each in specs]
+        calibration = self.given.calibration(model) if any(each.calibrates for each in passes) else None
+        known = self.given.tokenizer
+        tokenizer = known.tokenizer if known is not None and any(each.reads_tokenizer for each in passes) else None
+        return retrofit.apply(model, *passes, calibration=calibration, tokenizer=tokenizer, verify=False) if passes else model
 
     def measure_costs(self, specs: Iterable[str]) -> None:
         """Keep what a step takes after each of these over a dense one: they take turns, and are trained as they are in a run."""
