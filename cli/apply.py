@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import shlex
 import warnings
 from pathlib import Path
@@ -14,7 +15,7 @@ from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import MODEL, STREAMS, Subparsers, add_checks_argument, add_model_arguments, require_path, seed
 from retrofit.cli.pass_options import add_pass_arguments, named_passes
 from retrofit.cli.terminal import print_table, working
-from retrofit.errors import RetrofitWarning
+from retrofit.errors import RetrofitError, RetrofitWarning
 from retrofit.passbase.protocol import load_pass, pass_names
 from retrofit.passbase.report_text import rewrite_rows, separated
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from retrofit.passbase.protocol import Recipe
-    from retrofit.planning.quality import Verdict
+    from retrofit.planning.quality import DenseOutputs, Verdict
     from retrofit.rewriting import Applied
 
 
@@ -104,7 +105,6 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from retrofit.files.model_folders import is_file_name
-    from retrofit.planning.quality import DenseOutputs, hold_back
     from retrofit.rewriting import apply_reported
     from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import companion_files
@@ -119,22 +119,18 @@ def run(arguments: argparse.Namespace) -> int:
         model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
         if arguments.dequantize:
             model = dequantize(model)
-        calibration, read, dense = None, "", None
+        text, dense = None, None
         if arguments.calibrate is not None:
-            windows, tokenizer, read = read_calibration(arguments, model)
-            calibration, held_back = hold_back(windows)
-            calibration, fitted = fitted_on(calibration, arguments.tokens)
-            read = f"{read}; {fitted}"
+            text = read_calibration(arguments, model)
             if not all(pass_.exact for pass_ in passes):
                 progress("measuring the dense model on text held back")
-                text = "held-out" if len(calibration) < len(windows) else "calibration"
-                dense = DenseOutputs.of(model, held_back, tokenizer, text=text)
-        embedded = None if calibration is None else EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
+                dense = text.dense_outputs(model)
+        embedded = None if arguments.calibrate is None else EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
         torch.manual_seed(arguments.seed)
         applied = apply_reported(
             model,
             *passes,
-            calibration=calibration,
+            calibration=None if text is None else text.fitted,
             tokenizer=tokenizer_for(arguments, passes),
             verify=not arguments.no_verify,
             checks=arguments.checks,
@@ -144,12 +140,10 @@ def run(arguments: argparse.Namespace) -> int:
         verdict = None
         if dense is not None and not all(rewrite.exact for rewrite in applied.rewrites):
             progress("measuring the rewritten model on text held back")
-            verdict = dense.verdict(model)
-            if verdict.needs_training:
-                warnings.warn(str(verdict), RetrofitWarning, stacklevel=2)
+            verdict = warned(dense.verdict(model))
         progress(f"writing {output}")
         write_model(model, source, output, arguments.force)
-    rows = summary(applied, output, read)
+    rows = summary(applied, output, "" if text is None else text.read)
     if embedded is not None:
         rows.insert(-1, ("embeddings", embedded.measured(model)))
     print_table([*rows, *advice(arguments.model, output, applied, verdict)])
@@ -167,28 +161,45 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
     from retrofit.passbase.calibration import using_tokenizer
     from retrofit.storage.directories import transformer_folder
     from retrofit.streaming.source_directory import model_without_weights, require_directory
-    from retrofit.streaming.streamed_apply import apply_streamed
+    from retrofit.streaming.streamed_apply import apply_streamed, model_on_disk
 
     with working(arguments.debug) as progress:
-        calibration, read = None, ""
+        text = verdict = None
+        unmeasured = NO_TEXT
         if arguments.calibrate is not None:
             require_directory(arguments.model)
-            windows, _, read = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
-            calibration, fitted = fitted_on(windows, arguments.tokens)
-            read = f"{read}; {fitted}"
+            text = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
         with using_tokenizer(tokenizer_for(arguments, passes)):
             applied = apply_streamed(
                 arguments.model,
                 output,
                 *passes,
-                calibration=calibration,
+                calibration=None if text is None else text.fitted,
                 seed=arguments.seed,
                 force=arguments.force,
                 verify=not arguments.no_verify,
                 progress=progress,
             )
-    print_table([*summary(applied, output, read), *advice(arguments.model, output, applied, None)])
+        if text is not None and not all(rewrite.exact for rewrite in applied.rewrites):
+            try:
+                progress("measuring the dense model on text held back")
+                with model_on_disk(arguments.model, output) as model:
+                    dense = text.dense_outputs(model)
+                progress("measuring the rewritten model on text held back")
+                with model_on_disk(output, output) as model:
+                    verdict = warned(dense.verdict(model))
+            except (RetrofitError, OSError) as error:  # the result is written, and stays
+                unmeasured = f"not measured on the text: {error}"
+    rows = summary(applied, output, "" if text is None else text.read)
+    print_table([*rows, *advice(arguments.model, output, applied, verdict, unmeasured)])
     return 0
+
+
+def warned(verdict: Verdict) -> Verdict:
+    """Return the verdict; warn where the model is to be trained before use."""
+    if verdict.needs_training:
+        warnings.warn(str(verdict), RetrofitWarning, stacklevel=3)
+    return verdict
 
 
 def require_calibration(files: list[Path], passes: Recipe) -> None:
@@ -212,16 +223,37 @@ def tokenizer_for(arguments: argparse.Namespace, passes: Recipe) -> Any:
     return read_tokenizer(place, required=arguments.tokenizer is not None)
 
 
-def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> tuple[torch.Tensor, Any, str]:
-    """Return the text to fit on as windows of token ids, (windows, length), the tokenizer, and how the text was read."""
+@dataclasses.dataclass(frozen=True)
+class CalibrationText:
+    """A text as windows of token ids, (windows, length): to fit on, and held back."""
+
+    fitted: torch.Tensor
+    held_back: torch.Tensor
+    kind: str  # of what is held back
+    tokenizer: Any
+    read: str  # in words: how it was read, and how much of it is fitted on
+
+    def dense_outputs(self, model: nn.Module) -> DenseOutputs:
+        """Return what the dense model makes of the text held back."""
+        from retrofit.planning.quality import DenseOutputs
+
+        return DenseOutputs.of(model, self.held_back, self.tokenizer, text=self.kind)
+
+
+def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> CalibrationText:
+    """Return the text of the files that --calibrate names, as the model reads it."""
     from retrofit.passbase.calibration import calibration_windows
     from retrofit.passbase.tokenization import read_texts, read_tokenizer, reading, text_codec
+    from retrofit.planning.quality import hold_back
     from retrofit.storage.companions import tokenizer_place
 
     place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
     tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
     windows = calibration_windows(model, read_texts(arguments.calibrate), tokenizer)
-    return windows, tokenizer, reading(text_codec(model, tokenizer), windows)
+    others, held_back = hold_back(windows)
+    fitted, words = fitted_on(others, arguments.tokens)
+    kind = "held-out" if len(others) < len(windows) else "calibration"
+    return CalibrationText(fitted, held_back, kind, tokenizer, f"{reading(text_codec(model, tokenizer), windows)}; {words}")
 
 
 def fitted_on(windows: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, str]:
@@ -256,8 +288,13 @@ def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
     return rows
 
 
-def advice(model: Path, output: Path, applied: Applied, verdict: Verdict | None) -> list[tuple[str, str]]:
-    """Return what an approximate rewrite cost, and the command that is probably next."""
+NO_TEXT = "no text was given to measure a loss on"
+
+
+def advice(
+    model: Path, output: Path, applied: Applied, verdict: Verdict | None, unmeasured: str = NO_TEXT
+) -> list[tuple[str, str]]:
+    """Return what an approximate rewrite cost, or why that was not measured, and the command that is probably next."""
     dense, result = shlex.quote(str(model)), shlex.quote(str(output))
     train = f"retrofit train {result} --teacher {dense} --data TEXT --steps 1000"
     compare = f"retrofit compare {dense} {result} --data TEXT"
@@ -270,7 +307,7 @@ def advice(model: Path, output: Path, applied: Applied, verdict: Verdict | None)
         return [("cost", str(verdict)), ("next", train if verdict.needs_training else compare)]
     checks = applied.report.checks if applied.report is not None else ()
     found = next((f"{check.measured}, on random inputs; " for check in checks if check.name == "function" and check.measured), "")
-    return [("cost", f"{found}no text was given to measure a loss on"), ("next", compare)]
+    return [("cost", f"{found}{unmeasured}"), ("next", compare)]
 
 
 # ── Undo ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -137,6 +137,17 @@ def verify_streamed(
     return report
 
 
+@contextlib.contextmanager
+def model_on_disk(directory: Path, beside: Path) -> Iterator[Any]:
+    """Within this context the model in a directory of safetensors runs on its mapped weights.
+
+    Those that loading computes are in files beside `beside` meanwhile.
+    """
+    files = TensorFiles()
+    with draft_folder(beside.resolve()) as aside, kept_out_of_memory(files):
+        yield model_on_files(transformer_folder(directory), files, SetAside(aside, files))
+
+
 def with_others(report: Report) -> Report:
     """Return the report, with every check that was not made."""
     others = (CheckResult(name, "skipped", "", ELSEWHERE, 0.0) for name in CHECKS if name not in STREAMED)

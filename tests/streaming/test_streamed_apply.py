@@ -188,6 +188,20 @@ def test_what_is_inspected_without_weights_is_what_is_inspected_with_them(
     assert capsys.readouterr().out == whole
 
 
+def test_a_stream_fits_what_apply_fits_and_ends_with_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "model"
+    tiny_models.llama(**LLAMA, vocab_size=300).save_pretrained(model)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(chr(33 + index * index % 19) for index in range(4000)))
+    verdicts = []
+    for name, options in (("whole", []), ("streamed", ["--stream"])):
+        given = ["apply", "--pass", "sparse-ffn", "--sparsity", "4", "--calibrate", str(text), "--tokens", "512", "--no-verify"]
+        assert main([*given, *options, str(model), "-o", str(tmp_path / name)]) == 0
+        verdicts += [line for line in capsys.readouterr().out.splitlines() if line.startswith("cost")]
+    assert len(verdicts) == 2 and verdicts[0] == verdicts[1] and "nats" in verdicts[0]
+    assert differences(tmp_path / "whole", tmp_path / "streamed") == []
+
+
 @pytest.mark.long
 def test_the_command_line_verifies_a_stream(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     apply_streamed(models / "mixture", tmp_path / "out", "altup(k=2)", verify=False)
