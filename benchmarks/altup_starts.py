@@ -53,7 +53,8 @@ def main() -> None:
                 model = copy.deepcopy(dense)
                 if start != "dense":
                     retrofit.apply(model, start, verify=False)
-                run = continue_pretraining(model, texts, settings(options.steps, lr, seed))
+                new = None if start == "dense" else lr
+                run = continue_pretraining(model, texts, settings(options.steps, lr, seed, new))
                 losses = "".join(f" {loss:7.4f}" for _, loss in run.eval_losses)
                 print(f"{start:<44} {lr:>7g} {seed:>4} {run.parameters:>11,} {losses}", flush=True)
 
@@ -72,8 +73,9 @@ def byte_llama(width: int, layers: int, *, tied: bool) -> LlamaConfig:
     )
 
 
-def settings(steps: int, lr: float, seed: int) -> Settings:
-    return Settings(steps, batch_size=8, length=128, lr=lr, seed=seed, schedule="cosine", eval_every=-(-steps // 2), device="cpu")
+def settings(steps: int, lr: float, seed: int, lr_new: float | None = None) -> Settings:
+    every = -(-steps // 2)
+    return Settings(steps, 8, 128, lr=lr, lr_new=lr_new, seed=seed, schedule="cosine", eval_every=every, device="cpu")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import itertools
 from pydoc_data.topics import topics
 
@@ -63,7 +64,8 @@ def main() -> None:
         print("".join(f"{note}\n" for note in applied.rewrites[0].notes if "energy" in note and start == "calibrated"), end="")
         for lr, seed in itertools.product(options.lr, range(1, options.seeds + 1)):
             torch.manual_seed(seed)
-            run = continue_pretraining(copy.deepcopy(model), texts, settings(options, options.steps, lr, seed))
+            given = dataclasses.replace(settings(options, options.steps, lr, seed), lr_new=lr)
+            run = continue_pretraining(copy.deepcopy(model), texts, given)
             losses = ", ".join(f"{loss:.4f} after {step}" for step, loss in run.eval_losses)
             print(f"lr {lr:g}, seed {seed}: held-out loss {losses} steps", flush=True)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 from pydoc_data.topics import topics
 from typing import Any
 
@@ -54,7 +55,7 @@ def main() -> None:
             errors = [list(note.values.values())[-1] for note in notes]
             if kind == "random":
                 draw(model)
-            run = continue_pretraining(model, texts, settings(options.steps, 1e-3, 1))
+            run = continue_pretraining(model, texts, dataclasses.replace(settings(options.steps, 1e-3, 1), lr_new=1e-3))
             losses = "".join(f" {loss:7.3f}" for _, loss in run.eval_losses)
             error = "" if kind == "random" else f"{sum(errors) / len(errors):.3f}"
             print(f"{spec:<28} {kind:<12} {error:>6} {losses}", flush=True)

@@ -24,6 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, Modern
 
 import retrofit
 from retrofit.passbase.protocol import as_pass
+from retrofit.passbase.replaying import added_parameters
 from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.runs import TrainingRun
@@ -132,8 +133,10 @@ def trained_on(
     tokenizer: Any = None,
     text: Text = DOCUMENTATION,
 ) -> TrainingRun:
-    """The run that trained the model, in place; it holds out what its text says."""
-    settings = dataclasses.replace(settings, eval_fraction=text.held_out)
+    """The run that trained the model, in place; it holds out what its text says. New parameters have the rate of the others, unless
+    the settings name theirs, whatever their passes propose."""
+    new = settings.lr if settings.lr_new is None and added_parameters(model) else settings.lr_new
+    settings = dataclasses.replace(settings, eval_fraction=text.held_out, lr_new=new)
     return continue_pretraining(model, text.then(), settings, teacher=teacher, tokenizer=tokenizer)
 
 

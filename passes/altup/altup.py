@@ -33,6 +33,7 @@ from retrofit.sdk import (
     ModuleReference,
     NearMiss,
     Pass,
+    Recovery,
     Site,
     SpecError,
     Stack,
@@ -102,6 +103,10 @@ class AltUp(Pass[AltUpPlan]):
             )
 
     # The plan.
+
+    @property
+    def recovery(self) -> Recovery:  # type: ignore[override]
+        return Recovery(rate=1.0 if self.coefficients == "dynamic" else 10.0)
 
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
         k = self.k

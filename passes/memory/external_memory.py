@@ -31,12 +31,12 @@ from torch.nn import functional as F
 from transformers.integrations.moe import _grouped_mm as grouped_mm
 
 from retrofit.sdk import DoesNotFitError
-from retrofit.sdk.modules import is_exporting
+from retrofit.sdk.modules import RowTables, is_exporting
 
 FEW = 64  # up to so many tokens each one's expert is gathered; more are sorted by expert (measured: benchmarks/memory_overhead.py)
 
 
-class ExternalMemory(nn.Module):
+class ExternalMemory(RowTables):
     """w_i(x) f_i(x), i = lookup(x, id): zero at the start. x: (…, d), ids: (…)."""
 
     reads_ids: ClassVar[bool] = False  # whether the index depends on token ids
@@ -64,9 +64,6 @@ class ExternalMemory(nn.Module):
         """Return the index of each token's expert, and the weight of the expert's output (None: 1)."""
         raise NotImplementedError
 
-    def rows(self, table: Tensor, i: Tensor) -> Tensor:
-        return F.embedding(i, table, sparse=self.sparse)
-
     def experts(self, x: Tensor, i: Tensor) -> Tensor:
         """Return V_i relu(U_iᵀ x) for each token: (tokens, d), (tokens) give (tokens, d)."""
         x = x.to(self.u.dtype)
@@ -78,14 +75,8 @@ class ExternalMemory(nn.Module):
 
     def by_gathering(self, x: Tensor, i: Tensor) -> Tensor:
         """Return each token multiplied by a copy of its expert's matrices."""
-        u, v = (self.matrices(table, i) for table in (self.u, self.v))
+        u, v = (self.rows(table, i) for table in (self.u, self.v))
         return torch.bmm(torch.bmm(x.unsqueeze(1), u).relu(), v.transpose(1, 2)).squeeze(1)
-
-    def matrices(self, table: Tensor, i: Tensor) -> Tensor:
-        """Return the matrices at these indices: (tokens, d, r)."""
-        if self.sparse and torch.is_grad_enabled() and table.requires_grad and not is_exporting():
-            return MatricesWithSparseGradient.apply(table, i)  # type: ignore[no-any-return, no-untyped-call]
-        return F.embedding(i, table.flatten(1)).unflatten(-1, (self.width, self.rank))
 
     def by_grouping(self, x: Tensor, i: Tensor) -> Tensor:
         """Return the result by a grouped product of the tokens sorted by expert."""
@@ -110,23 +101,6 @@ class ExternalMemory(nn.Module):
         return f"buckets={self.buckets}, width={self.width}, rank={self.rank}"
 
 
-class MatricesWithSparseGradient(torch.autograd.Function):
-    """`table[i]`, whose gradient is a sparse tensor of the table's shape; torch's own look-up has one for tables of rows only."""
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, i: Tensor) -> Tensor:
-        ctx.save_for_backward(i)
-        ctx.size = table.shape
-        return table.index_select(0, i)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (i,) = ctx.saved_tensors
-        with torch.sparse.check_sparse_tensor_invariants(False):  # the indices were looked up already
-            return torch.sparse_coo_tensor(i.unsqueeze(0), gradient, ctx.size), None
-
-
 class TokenIdMemory(ExternalMemory):
     """The index is the input token's id. For tokens that were added to the vocabulary later the output is zero."""
 
@@ -135,6 +109,9 @@ class TokenIdMemory(ExternalMemory):
     def look_up(self, x: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor | None]:
         ids = require_ids(ids, x)
         return ids.clamp(max=self.buckets - 1), ids < self.buckets
+
+    def tables(self) -> tuple[str, ...]:
+        return ("u", "v") if self.rank else ("b",)
 
     def gathers(self, tokens: int) -> bool:
         return True  # few tokens of a batch share an id
@@ -192,6 +169,9 @@ class GatedMemory(TokenIdMemory):
         gate = ACTIVATIONS[self.activation](F.linear(x.to(self.w_gate.dtype), self.w_gate))
         y = F.linear(gate * self.rows(self.p, i), self.w_up)
         return y if known is None else y * known.unsqueeze(-1).to(y.dtype)
+
+    def tables(self) -> tuple[str, ...]:
+        return ("p",)
 
     def late_parameters(self) -> tuple[str, ...]:
         return "p", "w_gate"

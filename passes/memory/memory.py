@@ -59,6 +59,7 @@ from retrofit.sdk import (
     NearMiss,
     Pass,
     Plan,
+    Recovery,
     Remedy,
     Site,
     SpecError,
@@ -306,6 +307,10 @@ class Memory(Pass[MemoryPlan]):
                 )
         if self.ngrams is not None:
             Ngrams.of(self.ngrams, self.heads, self.buckets or FEWEST, self.name)
+
+    @property
+    def recovery(self) -> Recovery:  # type: ignore[override]
+        return Recovery(table_rate=1.0 if self.rank else 30.0)
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         ids = ("jitter", "ngrams", "heads", "canonical")

@@ -90,7 +90,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         start=method_reference.start,
     )
 
-    recovery: ClassVar[Recovery] = Recovery(dial=ActiveUnits())
+    recovery: ClassVar[Recovery] = Recovery(dial=ActiveUnits(), rate=10.0)
 
     sparsity: int = option(64, "N, hidden units in a block; must divide d_ff", minimum=1, weights="divides")
     active: int = option(1, "k, active hidden units of each block, up to N; N is the dense function", minimum=1)

@@ -41,6 +41,7 @@ from retrofit.sdk import (
     NearMiss,
     Pass,
     Plan,
+    Recovery,
     Site,
     collect_near_miss,
     option,
@@ -73,6 +74,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
     places_by: ClassVar[tuple[str, ...]] = ("layers", "stacks", "modules", "kernel", "variant", "output")
     already: ClassVar[str] = "its projections are sparse already"
     candidates: ClassVar[tuple[str, ...]] = ("output=keep", "")
+    recovery: ClassVar[Recovery] = Recovery(rate=10.0)
     reference: ClassVar[MethodReference] = MethodReference(
         {
             SparseAttention: ModuleReference(method_reference.sparse_attention, ("layer",), key="out_key", tokens=FEW, cached=True),

@@ -55,6 +55,7 @@ from retrofit.process import serialized
 from retrofit.program.cost import Cost
 from retrofit.program.program import Program
 from retrofit.surgery.edit import Fate
+from retrofit.surgery.row_tables import unwarned
 
 
 @dataclasses.dataclass
@@ -205,6 +206,7 @@ LOAD_FIRST = "load its weights first"
 
 
 @serialized
+@unwarned()
 def verify(
     model: nn.Module,
     reference: nn.Module | Reference | None = None,
@@ -265,6 +267,7 @@ def verify_onnx(path: str | Path, model: nn.Module, example_inputs: Any = None) 
     return Report((run_timed("onnx", model, lambda: check_file(Path(path), subject)),))
 
 
+@unwarned()
 def check_rewrite(
     model: nn.Module,
     reference: Reference,

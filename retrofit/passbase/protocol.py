@@ -67,6 +67,7 @@ class Rewrite:
     unseen: tuple[str, ...] = ()  # arguments that the example inputs left out, and on which it depends whether this is right
     notes: tuple[str, ...] = ()
     applied_to: AppliedTo | None = None
+    added: tuple[str, ...] = ()  # the parameters that it added
 
 
 class Dial(Protocol):
@@ -88,11 +89,13 @@ class Dial(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-    """What a pass proposes for training with a teacher, in steps for each step that trains the whole."""
+    """What a pass proposes for training: stages with a teacher, in steps for each step that trains the whole, and rates."""
 
     align: float = 0.25  # in which the sites learn from the dense ones first
     anneal: float = 0.0  # of these steps, in which the sites turn from dense to rewritten
     dial: Dial | None = None  # by which they turn where the run says so; else as mixtures with the dense ones
+    rate: float = 1.0  # learning rate of the parameters that the pass adds, as a multiple of that of the others
+    table_rate: float = 1.0  # the same of tables whose rows are looked up (`RowTables`)
 
 
 @dataclasses.dataclass(frozen=True)

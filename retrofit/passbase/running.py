@@ -62,8 +62,14 @@ def run_passes(
         gone = {key: size for key, size in before.items() if key not in after and key not in edit.replaced}
         superseded = sum(gone.values()) - (dropped_elements(edit) - lost)
         found = AppliedTo.found(anatomy, [site.name for site in account.sites], shared_names(iter(names.items())))
-        rewrites.append(dataclasses.replace(account, superseded=superseded, applied_to=found))
+        rewrites.append(dataclasses.replace(account, superseded=superseded, applied_to=found, added=new_names(edit, before)))
     return tuple(rewrites), dense_flops
+
+
+def new_names(edit: Edit, before: Mapping[int, int]) -> tuple[str, ...]:
+    """Return the names of the parameters that were not among those before, by identity, and replace none."""
+    known = {*before, *(id(parameter) for parameter in edit.replaced.values())}
+    return tuple(name for name, parameter in edit.model.named_parameters() if id(parameter) not in known)
 
 
 def require_place(model: nn.Module, method: AnyPass, anatomy: Anatomy) -> Plan:
@@ -98,6 +104,7 @@ def with_current_names(
             rewrite,
             second_step=tuple(map(parameter_name, rewrite.second_step)),
             unreached=tuple(map(parameter_name, rewrite.unreached)),
+            added=tuple(map(parameter_name, rewrite.added)),
             sites=tuple(dataclasses.replace(site, name=site_name(site.name)) for site in rewrite.sites),
         )
         for rewrite in rewrites

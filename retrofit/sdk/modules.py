@@ -39,6 +39,9 @@ from retrofit.surgery.wrappers import query_positions as query_positions
 from retrofit.surgery.wrappers import unpadded_tokens as unpadded_tokens
 from retrofit.surgery.wrappers import visible_keys as visible_keys
 
+# Tables whose rows are looked up by indices that follow from the ids.
+from retrofit.surgery.row_tables import RowTables as RowTables
+
 # Losses added to the model's own.
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses as ForwardWithAuxiliaryLosses
 from retrofit.surgery.auxiliary_losses import auxiliary_losses as auxiliary_losses

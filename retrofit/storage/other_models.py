@@ -556,6 +556,7 @@ def renamed_account(account: Rewrite, common: Common, names: Collection[str]) ->
         sites=tuple(dataclasses.replace(site, name=str(common.name(site.name))) for site in account.sites),
         second_step=renamed(account.second_step, common, names),
         unreached=renamed(account.unreached, common, names),
+        added=renamed(account.added, common, names),
     )
 
 

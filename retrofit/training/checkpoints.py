@@ -34,6 +34,7 @@ from retrofit.files.atomic_writes import whole_file
 from retrofit.process import WAITING, deferred_signals
 from retrofit.progress import Milestone
 from retrofit.training import processes
+from retrofit.training.table_optimizer import RowwiseAdamW
 
 OF_TORCH = ("PytorchStreamWriter", "inline_container")  # in what torch says of a file that it could not write
 FULL = 1 << 20  # bytes: where less is free, that was it
@@ -280,10 +281,12 @@ class StepMonitor(TrainerCallback):
         self.began = time.perf_counter()
 
     def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: Any, control: Any, model: nn.Module | None = None, **rest: Any
+        self, args: TrainingArguments, state: Any, control: Any, model: nn.Module | None = None, optimizer: Any = None, **rest: Any
     ) -> None:
         known = ([] if model is None else list(model.parameters())) if self.idle is None else self.idle
-        self.idle = [parameter for parameter in known if parameter.requires_grad and parameter.grad is None]
+        plain = getattr(optimizer, "optimizer", optimizer)
+        received = plain.received if isinstance(plain, RowwiseAdamW) else lambda parameter: parameter.grad is not None
+        self.idle = [parameter for parameter in known if parameter.requires_grad and not received(parameter)]
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
         if args.device.type == "cuda":

@@ -20,10 +20,11 @@ from retrofit.inputs.example_inputs import device_of
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.usable_models import require_in_memory, require_module, require_values, transformer_inside
 from retrofit.passbase.recipe_storage import as_ordinary_model, stored_recipe
-from retrofit.passbase.replaying import added_parameters, rewritten_part
+from retrofit.passbase.replaying import rewritten_part
 from retrofit.passbase.tokenization import text_codec, windows_of
 from retrofit.storage.checkpoint import require_savable, save
 from retrofit.surgery.dequantization import is_quantized
+from retrofit.surgery.row_tables import tables_of
 from retrofit.training import processes
 from retrofit.training.checkpoints import StepMonitor
 from retrofit.training.objectives import (
@@ -35,6 +36,7 @@ from retrofit.training.objectives import (
     objective_for,
     same_text,
 )
+from retrofit.training.rates import NewRates
 from retrofit.training.recovery import Stages, recover
 from retrofit.training.runs import TrainingRun, draw_run, finish_folder, refuse_to_overwrite, run_folder
 from retrofit.training.settings import Settings
@@ -125,7 +127,7 @@ def continue_pretraining(
         guide = None if teacher is None else Teacher.of(teacher, model)
         identity = hash_weights(teacher)
     stages = Stages.of(settings, model, guide)
-    new = [] if settings.lr_new is None else new_parameters(model, settings.lr_new)
+    new = NewRates.of(model, settings.lr, settings.lr_new)
     facts = {
         "recipe": "; ".join(stored_recipe(rewritten_part(model))),  # before the model, which differs where it does
         "model": hash_architecture(model),
@@ -144,7 +146,7 @@ def continue_pretraining(
         activation_checkpointing(trained, settings.gradient_checkpointing),
     ):
         if trained is not model:
-            learner, new = add_loss(trained), [] if settings.lr_new is None else new_parameters(trained, settings.lr_new)
+            learner, new = add_loss(trained), NewRates.of(trained, settings.lr, settings.lr_new)
             if isinstance(guide, Teacher):
                 guide = guide.with_model(sharded_copy(guide.model, device_of(trained), settings.bf16))
         trainer: PretrainingTrainer
@@ -178,6 +180,8 @@ def continue_pretraining(
         losses=logged_values(history, "loss"),
         eval_losses=logged_values(history, "eval_loss"),
         rates=logged_values(history, "learning_rate"),
+        new_rates=new.to_dict(),
+        tables={name: table.numel() for table, name in tables_of(model).items()},
         seconds_per_step=watch.seconds_per_step,
         sampled=len(trainer.sample or ()),
         sample_loss=next((loss for _, loss in reversed(logged_values(history, ON_SAMPLE))), None),
@@ -220,15 +224,6 @@ def trained_copy(model: nn.Module, settings: Settings, cpu: bool) -> Iterator[nn
     copied = sharded_copy(model, PartialState(cpu=cpu).device, settings.bf16)
     yield copied
     collect(copied, model)
-
-
-def new_parameters(model: nn.Module, rate: float) -> list[nn.Parameter]:
-    """Return the parameters that the passes added to `model`; raises `TrainingError` where there is none."""
-    found = added_parameters(model)
-    if not found:
-        known = "no pass has rewritten it, or its file does not say what is new" if found is None else "its passes added none"
-        raise TrainingError(f"--lr-new {rate:g}: the model has no new parameter", why=known, remedy="drop it", option="lr_new")
-    return found
 
 
 def dtypes_of(model: nn.Module) -> list[str]:

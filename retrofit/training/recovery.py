@@ -28,7 +28,7 @@ from retrofit.training.runs import ALIGNMENT, FINDINGS, last_checkpoint
 from retrofit.training.settings import Settings, flag
 from retrofit.training.teacher import ChunkedLoss, Teacher, sharing_weights
 from retrofit.training.teacher_cache import KeptTeacher
-from retrofit.training.trainers import AligningTrainer, DistillingTrainer, ShardedDistillingTrainer, TrainerSetup
+from retrofit.training.trainers import NO_NEW_RATES, AligningTrainer, DistillingTrainer, ShardedDistillingTrainer, TrainerSetup
 
 ROUNDING = {torch.float32: 1e-4, torch.float64: 1e-8}
 HALF_ROUNDING = 2e-2
@@ -197,7 +197,6 @@ def align(setup: TrainerSetup, teacher: Teacher, steps: int, progress: Callable[
         setup.settings,
         steps=steps,
         lr=setup.settings.align_lr,
-        lr_new=None,
         warmup=None,
         anneal=0,
         eval_every=None if setup.settings.eval_every is None else max(1, steps // 10),
@@ -206,7 +205,7 @@ def align(setup: TrainerSetup, teacher: Teacher, steps: int, progress: Callable[
     checkpoint = last_checkpoint(folder)
     model = teacher.sites.model
     with only_trainable(model, teacher.sites.parameters()), sharing_weights(model, teacher.part, teacher.sites.parameters()):
-        trainer = setup.trainer(
+        trainer = dataclasses.replace(setup, new=NO_NEW_RATES).trainer(
             AligningTrainer,
             StepMonitor(progress, "align: "),
             folder=folder,

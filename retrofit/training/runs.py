@@ -20,6 +20,7 @@ from retrofit.errors import TrainingError, first_few
 from retrofit.files.atomic_writes import aside_of, held, is_held, whole_file
 from retrofit.files.model_folders import EXPORTED, FILES
 from retrofit.process import deferred_signals
+from retrofit.training.rates import rates_text
 from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag
 
 Points = tuple[tuple[int, float], ...]  # (step, loss)
@@ -128,6 +129,8 @@ class TrainingRun:
     eval_losses: Points  # (step, held-out loss)
     rates: Points  # (step, learning rate)
     seconds_per_step: float  # median, evaluation and saving left out; 0 where all steps had been made by a run that was resumed
+    new_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # peak rates of what passes added, where not --lr
+    tables: Mapping[str, int] = dataclasses.field(default_factory=dict)  # whose rows are looked up, and how many numbers each has
     dense_loss: float | None = None  # held-out loss of the teacher
     start_loss: float | None = None  # held-out loss of the rewritten model before any stage
     alignment: Points = ()  # (step of that stage, mean squared error of the sites on held-out windows)
@@ -149,7 +152,8 @@ class TrainingRun:
         values: dict[str, Any] = {field.name: record.get(field.name) for field in dataclasses.fields(TrainingRun)}
         for name in ("losses", "eval_losses", "rates", "alignment"):
             values[name] = tuple((step, value) for step, value in record.get(name) or ())
-        values["stages"] = record.get("stages") or {}
+        for name in ("stages", "new_rates", "tables"):
+            values[name] = record.get(name) or {}
         values["dials"] = tuple(record.get("dials") or ())
         values["sampled"] = record.get("sampled") or 0
         values["untrained"] = tuple(record.get("untrained") or ())
@@ -211,7 +215,11 @@ class TrainingRun:
             ),
             ("steps", f"{settings.steps:,}, each of {plural(settings.batch_size, 'window')}"),
             ("parameters", f"{self.parameters:,}"),
+            ("learning rate", rates_text(settings.lr, self.new_rates.items())),
         ]
+        if self.tables:
+            size = f"{plural(len(self.tables), 'table')} of {sum(self.tables.values()):,} numbers"
+            rows.append(("optimizer", f"AdamW; row-wise Adam for the rows that were looked up in {size}"))
         if self.untrained:
             some = first_few(self.untrained, 3)
             rows.append(("not trained", f"{some}: no gradient reached {'it' if len(self.untrained) == 1 else 'them'}"))

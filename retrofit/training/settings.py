@@ -25,7 +25,7 @@ class Settings:
     batch_size: int = option(8, "windows per step", minimum=1)
     length: int = option(256, "tokens per window", minimum=8)
     lr: float = option(1e-4, "peak learning rate", minimum=0)
-    lr_new: float | None = option(None, "peak learning rate of new parameters (default: --lr; try 10×)", minimum=0)
+    lr_new: float | None = option(None, "peak learning rate of new parameters (default: chosen by the passes)", minimum=0)
     warmup: int | None = option(None, "warm-up steps (default: --steps / 20)", minimum=0)
     schedule: str = option("linear", "learning rate schedule after the warm-up", choices=SCHEDULES)
     weight_decay: float = option(0.0, "AdamW's weight decay", minimum=0)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,12 @@ from torch import distributed as dist
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import RetrofitError, TrainingError, first_line
 from retrofit.inputs.model_memory import without_weights
+from retrofit.surgery.row_tables import tables_of
 from retrofit.training import processes
 from retrofit.training.checkpoints import not_whole
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # modules that are never called
 WHOLE = "drop --fsdp"
@@ -45,25 +49,26 @@ def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Modul
     inside, outside = (MixedPrecisionPolicy(low, returned, output) for output in (None, returned))
     copied = without_weights(model)
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
+    tables = set(tables_of(copied))  # never gathered: their rows are looked up where they are
     for group in shard_groups(model):
-        fully_shard(twins[group], mesh=mesh, mp_policy=inside)
-    fully_shard(copied, mesh=mesh, mp_policy=outside, reshard_after_forward=True)  # an optimizer made after a forward has the parts
-    fill(copied, model, device)
+        fully_shard(twins[group], mesh=mesh, mp_policy=inside, ignored_params=tables)
+    # An optimizer made after a forward has the parts.
+    fully_shard(copied, mesh=mesh, mp_policy=outside, reshard_after_forward=True, ignored_params=tables)
+    fill(copied, model, device, mesh)
     return copied
 
 
-def fill(sharded: nn.Module, model: nn.Module, device: torch.device) -> None:
+def fill(sharded: nn.Module, model: nn.Module, device: torch.device, mesh: DeviceMesh) -> None:
     """Copy the values of the model: of a parameter the rows of this process, everything else whole."""
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Shard
 
     placed: dict[int, nn.Parameter] = {}
     empty = dict(sharded.named_parameters(remove_duplicate=False))
     for name, full in model.named_parameters(remove_duplicate=False):
         like = empty[name]
         if id(full) not in placed:
-            assert isinstance(like, DTensor)
             rows = full.detach()[own_rows(full)].to(device, copy=True)
-            mesh, placements = like.device_mesh, like.placements
+            placements = like.placements if isinstance(like, DTensor) else (Shard(0),)
             found = DTensor.from_local(rows, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
             placed[id(full)] = nn.Parameter(found, like.requires_grad)
     values = {name: placed[id(full)] for name, full in model.named_parameters(remove_duplicate=False)}

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from transformers.utils import WEIGHTS_NAME
 
 from retrofit.errors import TrainingError
 from retrofit.inputs.model_state import evaluation_mode
+from retrofit.surgery.row_tables import tables_of
 from retrofit.training import processes
 from retrofit.training.checkpoints import (
     SCHEDULER,
@@ -35,12 +37,15 @@ from retrofit.training.checkpoints import (
 )
 from retrofit.training.layerwise import DenseSites, HiddenStates
 from retrofit.training.objectives import Collator, Example, without_labels
+from retrofit.training.rates import NewRates
 from retrofit.training.settings import Settings
 from retrofit.training.sharding import fill_from_parts, read_parts, write_parts
+from retrofit.training.table_optimizer import RowwiseAdamW
 from retrofit.training.teacher import ChunkedLoss, Teacher
 from retrofit.training.teacher_cache import KeptTeacher
 from retrofit.training.windows import WINDOW, WindowDataset, numbered_windows, ordered_windows, shuffled_windows
 
+NO_NEW_RATES = NewRates()
 ON_SAMPLE = "eval_sample_loss"  # what the last evaluation logs beside the loss of all windows
 Entered = TypeVar("Entered")
 
@@ -48,16 +53,16 @@ Entered = TypeVar("Entered")
 class PretrainingTrainer(Trainer):
     """A trainer whose checkpoints hold the module's own state, under its own names, whatever its class and wrappers are.
 
-    The parameters in `new` have `new_rate`, where it is given, for their highest learning rate.
+    The parameters in `new` have highest learning rates of their own. Tables whose rows are looked up have row-wise Adam.
     """
 
-    def __init__(self, pace: Pace, new: Iterable[nn.Parameter] = (), new_rate: float | None = None, **rest: Any) -> None:
+    def __init__(self, pace: Pace, new: NewRates = NO_NEW_RATES, **rest: Any) -> None:
         super().__init__(**rest)
         self.pace = pace
         data: Any = self.eval_dataset
         batch = self.args.per_device_eval_batch_size
         self.sample = None if data is None else pace.sample(len(data), self.args.max_steps, batch)
-        self.new, self.new_rate = {id(parameter) for parameter in new}, new_rate
+        self.new = new
         self.step: contextlib.ExitStack | None = None  # what lasts until the gradients of a step are computed
 
     def training_step(self, *args: Any, **named: Any) -> Tensor:
@@ -74,12 +79,17 @@ class PretrainingTrainer(Trainer):
             yield (self.step or here).enter_context(context)
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
+        learner: Any = self.model
+        if tables_of(learner):
+            _, options = self.get_optimizer_cls_and_kwargs(self.args, learner)
+            self.optimizer_cls_and_kwargs = RowwiseAdamW, {**options, "tables_in": learner}
         optimizer = super().create_optimizer(*args)
-        for group in list(optimizer.param_groups if self.new_rate is not None else ()):
-            new = [parameter for parameter in group["params"] if id(parameter) in self.new]
-            if new:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in self.new]
-                optimizer.add_param_group({**group, "params": new, "lr": self.new_rate})
+        for group, new in itertools.product(list(optimizer.param_groups), self.new.groups):
+            mine = set(new.parameters)
+            parameters = [parameter for parameter in group["params"] if parameter in mine]
+            if parameters:
+                group["params"] = [parameter for parameter in group["params"] if parameter not in mine]
+                optimizer.add_param_group({**group, "params": parameters, "lr": new.rate})
         return optimizer
 
     def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
@@ -138,8 +148,16 @@ class PretrainingTrainer(Trainer):
         if isinstance(resume_from_checkpoint, str):
             self.require_checkpoint(Path(resume_from_checkpoint))
         saved = self.pace.checkpoints and self.args.save_strategy != SaveStrategy.NO and processes.count() == 1
-        with self.pace.ending_after_a_step() if saved else contextlib.nullcontext():
-            return super().train(resume_from_checkpoint, *rest, **named)
+        try:
+            with self.pace.ending_after_a_step() if saved else contextlib.nullcontext():
+                return super().train(resume_from_checkpoint, *rest, **named)
+        finally:
+            if isinstance(optimizer := self.plain_optimizer, RowwiseAdamW):
+                optimizer.close()
+
+    @property
+    def plain_optimizer(self) -> torch.optim.Optimizer | None:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def require_checkpoint(self, folder: Path) -> None:
         """Raise `TrainingError` unless the checkpoint is whole."""
@@ -268,6 +286,7 @@ class ShardedTrainer(PretrainingTrainer):
         write_parts(Path(output_dir), WEIGHTS, self.model.state_dict())
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        assert self.plain_optimizer is not None
         state = self.plain_optimizer.state_dict()
         named = {f"{index}.{key}": value for index, entry in state["state"].items() for key, value in entry.items()}
         write_parts(Path(output_dir), OPTIMIZER, {**named, GROUPS: state[GROUPS]})
@@ -287,6 +306,7 @@ class ShardedTrainer(PretrainingTrainer):
         if checkpoint is None:
             return
         folder, optimizer = Path(checkpoint), self.plain_optimizer
+        assert optimizer is not None
         parts = read_parts(folder, OPTIMIZER)
         groups = parts[0].get(GROUPS)
         own = optimizer.state_dict()[GROUPS]
@@ -296,10 +316,6 @@ class ShardedTrainer(PretrainingTrainer):
         optimizer.load_state_dict({"state": dict(states(parameters, parts, folder)), GROUPS: groups})
         assert self.lr_scheduler is not None
         self.lr_scheduler.load_state_dict(dict(read_entry(folder / SCHEDULER)))
-
-    @property
-    def plain_optimizer(self) -> torch.optim.Optimizer:
-        return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[return-value]
 
     def require_checkpoint(self, folder: Path) -> None:
         require_state(folder)
@@ -351,7 +367,7 @@ class TrainerSetup:
     folder: Path
     cpu: bool
     saving: bool
-    new: Sequence[nn.Parameter] = ()  # with a highest learning rate of their own
+    new: NewRates = NO_NEW_RATES
     numbering: Numbering | None = None  # where a teacher's predictions are found by the number of a window
 
     def trainer(
@@ -374,7 +390,6 @@ class TrainerSetup:
             eval_dataset=self.held_out_data() if len(self.held_out) else None,
             callbacks=[watch],
             new=self.new,
-            new_rate=settings.lr_new,
             **more,
         )
         trainer.remove_callback(PrinterCallback)
