@@ -1,25 +1,33 @@
 """What external memory costs over the dense model: train step without and with the optimizer, decoding, and the experts' two ways.
 
     python benchmarks/memory_overhead.py --size t5-base --threads 1
+    python benchmarks/memory_overhead.py --parts bars --model smollm2 --threads 1 --output bars.json
 
-T5 1.1 stacks of a few layers at their true widths with the true vocabulary, without the head and with a token table that is looked
-up but not trained: what they cost does not depend on the memory, and few layers would not put them in proportion. The models take
-turns in every round; a ratio is the median over the rounds of a model's time over the dense model's in the same round.
+`parts`: T5 1.1 stacks of a few layers at their true widths with the true vocabulary, without the head and with a token table that
+is looked up but not trained: what they cost does not depend on the memory, and few layers would not put them in proportion.
+
+`bars`: a whole decoder at its true depth, head and loss included. A step is forward, backward, clipping and optimizer, row-wise
+Adam for the tables; what it may cost does not depend on what the tables weigh.
+
+The models take turns in every round; a ratio is the median over the rounds of a model's time over the dense one's in the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import json
+import statistics
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import side_by_side
 import torch
 from altup_overhead import SIZES, VOCABULARY, decoder, train_step, without_ends
 from torch import Tensor, nn
-from transformers import T5Config, T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 import retrofit
 from retrofit.passes import AltUp, Memory
@@ -28,7 +36,7 @@ from retrofit.passes.memory.memory_layer import MemoryLayer
 
 RECIPES: dict[str, tuple[Any, ...]] = {
     "token-id": (Memory(),),
-    "token-id, sparse": (Memory(sparse=True),),
+    "token-id, AdamW": (Memory(),),
     "softmax, rank 0": (Memory(lookup="softmax"),),
     "softmax, rank 16": (Memory(lookup="softmax", rank=16),),
     "lsh, rank 16": (Memory(lookup="lsh", rank=16),),
@@ -57,18 +65,16 @@ def build(options: argparse.Namespace) -> dict[str, nn.Module]:
     return {name: without_ends(model).to(options.device) for name, model in models.items()}
 
 
-def optimizer_of(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """AdamW, and SparseAdam for the tables whose gradients are sparse."""
-    sparse = [module.b for module in model.modules() if getattr(module, "sparse", False) and hasattr(module, "b")]
-    rest = [one for one in model.parameters() if one.requires_grad and all(one is not other for other in sparse)]
-    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=1e-6)]
-    return made + ([torch.optim.SparseAdam(sparse, lr=1e-6)] if sparse else [])
+def optimizer_of(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    if name.endswith("AdamW"):
+        return torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-6)
+    return retrofit.optimizer(model, 1e-6)
 
 
-def full_step(model: nn.Module, optimizers: list[torch.optim.Optimizer], ids: Tensor) -> None:
+def full_step(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
+    optimizer.zero_grad()
     train_step(model, ids)
-    for optimizer in optimizers:
-        optimizer.step()
+    optimizer.step()
 
 
 def table_step(memory: ExternalMemory, ids: Tensor) -> Callable[[], None]:
@@ -126,8 +132,8 @@ def report(options: argparse.Namespace) -> None:
     alone = {name: table_step(table, ids) for name, table in tables(SIZES[options.size][0], options.device).items()}
     side_by_side.compare(alone, options)
 
-    print("\ntrain step with the optimizer, AdamW (SparseAdam for sparse gradients)")
-    full = {name: partial(full_step, model, optimizer_of(model), ids) for name, model in models.items()}
+    print("\ntrain step with the optimizer: row-wise Adam for tables that ids look up, or AdamW for everything")
+    full = {name: partial(full_step, model, optimizer_of(name, model), ids) for name, model in models.items()}
     side_by_side.compare(full, options)
     del full
 
@@ -142,6 +148,94 @@ def report(options: argparse.Namespace) -> None:
         side_by_side.compare({way: expert_step(tokens, 16, way, options) for way in ways}, options, 10)
 
 
+# ── A whole model, and what it may cost ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+BARS = {"train step": 1.05, "decoded token": 1.03}  # times the dense model's
+MODELS = {"smollm2": (576, 1536, 30, 9, 3, 49152), "smoke": (32, 64, 4, 4, 2, 512)}  # d, d_ff, layers, heads, of keys, vocabulary
+BAR_RECIPES: dict[str, Callable[[int], Memory]] = {
+    "token-id": lambda large: Memory(),
+    "n-grams": lambda large: Memory(lookup="ngram"),
+    "n-grams, large": lambda large: Memory(lookup="ngram", buckets=large),
+}
+
+
+def whole_models(options: argparse.Namespace) -> dict[str, Any]:
+    """A decoder and its rewritten copies; they share the dense weights."""
+    width, hidden, layers, heads, groups, vocabulary = MODELS[options.model]
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        tie_word_embeddings=True,
+    )
+    dense = LlamaForCausalLM(config).to(options.device)
+    models: dict[str, Any] = {"dense": dense}
+    shared = {id(parameter): parameter for parameter in dense.parameters()}
+    for name, recipe in BAR_RECIPES.items():
+        models[name] = retrofit.apply(copy.deepcopy(dense, dict(shared)), recipe(options.large), verify=False)
+    return models
+
+
+def training(model: Any, ids: Tensor, options: argparse.Namespace) -> Callable[[], None]:
+    """A step as a Trainer makes it."""
+    optimizer = retrofit.optimizer(model, 1e-6)
+    called = torch.compile(model, fullgraph=True) if options.compile else model
+
+    def step() -> None:
+        model.train()
+        called(input_ids=ids, labels=ids).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def decoding(model: Any, ids: Tensor, tokens: int) -> Callable[[], None]:
+    """Decodes `tokens` tokens after a prompt, with the model's cache."""
+
+    @torch.no_grad()
+    def decode() -> None:
+        model.eval()
+        cache = None
+        for place in range(tokens):
+            given = ids[:1] if place == 0 else ids[:1, place : place + 1]
+            cache = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+
+    return decode
+
+
+def bars(options: argparse.Namespace) -> None:
+    """Print what a step and a token cost, and whether that is within the bars; write it as data."""
+    models = whole_models(options)
+    dense = sum(one.numel() for one in models["dense"].parameters())
+    ids = torch.randint(MODELS[options.model][-1], (options.batch, options.length), device=options.device)
+    print(f"\n{options.model}, {dense / 1e6:.1f} M parameters, {side_by_side.conditions(options)}")
+    found: dict[str, Any] = {"conditions": side_by_side.conditions(options), "model": options.model, "ratios": {}}
+    tasks = {
+        "train step": {name: training(model, ids, options) for name, model in models.items()},
+        "decoded token": {name: decoding(model, ids, options.decode) for name, model in models.items()},
+    }
+    for what, bar in BARS.items():
+        print(f"\n{what}: at most {bar} of dense")
+        seconds = side_by_side.interleaved(tasks.pop(what), options)
+        for name, model in models.items():
+            ratios = [mine / first for mine, first in zip(seconds[name], seconds["dense"], strict=True)]
+            middle, more = statistics.median(ratios), sum(one.numel() for one in model.parameters()) - dense
+            verdict = "" if name == "dense" else "within" if middle <= bar else "ABOVE"
+            each = 1e3 * statistics.median(seconds[name]) / (1 if what == "train step" else options.decode)
+            print(f"  {name:<16}{more / 1e6:10.1f} M more  {each:10.2f} ms   ×{middle:.3f}   {verdict}", flush=True)
+            figures = {"ms": each, "ratio": middle, "least": min(ratios), "most": max(ratios), "parameters": more}
+            found["ratios"][f"{what} | {name}"] = figures
+    if options.output is not None:
+        options.output.write_text(json.dumps(found, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="t5-base")
@@ -150,10 +244,18 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES), help="which to time, after the dense model")
+    parser.add_argument("--parts", nargs="+", choices=("parts", "bars"), default=["parts", "bars"], help="what is measured")
+    parser.add_argument("--model", choices=MODELS, default="smollm2", help="of the bars")
+    parser.add_argument("--large", type=int, default=250_000, help="rows of a hash in the large tables of the bars")
+    parser.add_argument("--compile", action="store_true", help="train steps of the bars compiled, without graph breaks")
+    parser.add_argument("--output", metavar="JSON", type=Path, help="where the bars' figures go, as data")
     side_by_side.add_options(parser, rounds=5)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    report(options)
+    if "parts" in options.parts:
+        report(options)
+    if "bars" in options.parts:
+        bars(options)
 
 
 if __name__ == "__main__":

@@ -310,7 +310,7 @@ class Memory(Pass[MemoryPlan]):
 
     @property
     def recovery(self) -> Recovery:  # type: ignore[override]
-        return Recovery(table_rate=1.0 if self.rank else 30.0)
+        return Recovery(table_rate=30.0 if self.rank == 0 and self.gate == "none" else 1.0)  # rows that begin at zero
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         ids = ("jitter", "ngrams", "heads", "canonical")

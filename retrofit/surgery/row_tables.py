@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import warnings
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ class RowTables(nn.Module):
     """A module with tables, each a parameter of its own."""
 
     sparse: bool = False  # whether the gradient of a table is a sparse tensor, of the rows that were looked up
+    reader: ClassVar[Callable[..., Tensor] | None] = None  # how rows are looked up where retrofit is installed: `read_rows`
 
     def tables(self) -> tuple[str, ...]:
         """Return the names of the parameters whose rows are looked up by indices that follow from the ids."""
@@ -37,16 +38,61 @@ class RowTables(nn.Module):
 
     def rows(self, table: Tensor, i: Tensor) -> Tensor:
         """Return the rows at these indices, the gradients of which are dense or sparse as `sparse` says."""
-        if hasattr(table, "to_local"):
-            return rows_of_all(table, i)
-        is_learned = torch.is_grad_enabled() and table.requires_grad and not torch.compiler.is_exporting()
-        if is_learned and self.training and not self.sparse:
-            warn_of_dense_gradient(table)
+        return self.plain_rows(table, i) if self.reader is None else self.reader(table, i)
+
+    def plain_rows(self, table: Tensor, i: Tensor) -> Tensor:
         if table.dim() == 2:
             return F.embedding(i, table, sparse=self.sparse)
-        if is_learned and self.sparse:
-            return rows_with_sparse_gradient(table, i)
+        if self.sparse and is_learned(table):
+            return RowsWithSparseGradient.apply(table, i)  # type: ignore[no-any-return, no-untyped-call]
         return F.embedding(i, table.flatten(1)).unflatten(-1, table.shape[1:])
+
+
+def is_learned(table: Tensor) -> bool:
+    """Return whether a look-up now is to have a gradient."""
+    return torch.is_grad_enabled() and table.requires_grad and not torch.compiler.is_exporting()
+
+
+class RowsWithSparseGradient(torch.autograd.Function):
+    """`table[i]`, whose gradient is a sparse tensor of the table's shape; torch's own look-up has one for rows of numbers only."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, i: Tensor) -> Tensor:
+        ctx.save_for_backward(i)
+        ctx.size = table.shape
+        return table.index_select(0, i)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return sparse_rows(ctx.saved_tensors[0], gradient, ctx.size), None
+
+
+def sparse_rows(i: Tensor, rows: Tensor, size: torch.Size) -> Tensor:
+    """Return the sparse tensor with these rows; an index may be there several times."""
+    return torch.sparse_coo_tensor(i.unsqueeze(0), rows, size, check_invariants=False)  # the indices were looked up already
+
+
+# ── Where retrofit is installed ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_rows(module: RowTables, table: Tensor, i: Tensor) -> Tensor:
+    """Return the rows at these indices of a table that may be divided, in a model that may be compiled."""
+    if hasattr(table, "to_local"):
+        return rows_of_all(table, i)
+    if module.training and not module.sparse and is_learned(table):
+        warn_of_dense_gradient(table)
+    if table.dim() > 2 and module.sparse and is_learned(table) and torch.compiler.is_compiling():
+        return compiled_rows(table, i)
+    return module.plain_rows(table, i)
+
+
+def use_reader() -> None:
+    """Have all tables read so; a bundle, which has definitions alone, reads them plainly."""
+    RowTables.reader = read_rows
+
+
+use_reader()
 
 
 def tables_of(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -86,12 +132,12 @@ def unwarned() -> Iterator[None]:
 
 
 @torch.library.custom_op("retrofit::rows", mutates_args=(), schema="(Tensor table, Tensor i) -> Tensor")
-def rows_with_sparse_gradient(table: Tensor, i: Tensor) -> Tensor:
-    """Return `table[i]`, whose gradient is a sparse tensor; torch's own look-up has one for rows of numbers only."""
+def compiled_rows(table: Tensor, i: Tensor) -> Tensor:
+    """Return the same as `RowsWithSparseGradient`, in a call that a compiler does not look into."""
     return table.index_select(0, i)
 
 
-@rows_with_sparse_gradient.register_fake
+@compiled_rows.register_fake
 def shaped_rows(table: Tensor, i: Tensor) -> Tensor:
     return table.new_empty(i.shape[0], *table.shape[1:])
 
@@ -105,12 +151,7 @@ def gradient_of_rows(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
     return sparse_rows(ctx.saved_tensors[0], gradient, ctx.size), None
 
 
-rows_with_sparse_gradient.register_autograd(gradient_of_rows, setup_context=keep_index)
-
-
-def sparse_rows(i: Tensor, rows: Tensor, size: torch.Size) -> Tensor:
-    """Return the sparse tensor with these rows; an index may be there several times."""
-    return torch.sparse_coo_tensor(i.unsqueeze(0), rows, size, check_invariants=False)  # the indices were looked up already
+compiled_rows.register_autograd(gradient_of_rows, setup_context=keep_index)
 
 
 # ── Tables that are divided among processes ──────────────────────────────────────────────────────────────────────────────────────

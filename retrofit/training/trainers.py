@@ -80,9 +80,11 @@ class PretrainingTrainer(Trainer):
 
     def create_optimizer(self, *args: Any) -> torch.optim.Optimizer:
         learner: Any = self.model
-        if tables_of(learner):
+        if tables := tables_of(learner):
             _, options = self.get_optimizer_cls_and_kwargs(self.args, learner)
             self.optimizer_cls_and_kwargs = RowwiseAdamW, {**options, "tables_in": learner}
+            if all(parameter in tables for parameter in learner.parameters() if parameter.requires_grad):
+                learner._is_accelerate_prepared = True  # nothing is left for DistributedDataParallel to do
         optimizer = super().create_optimizer(*args)
         for group, new in itertools.product(list(optimizer.param_groups), self.new.groups):
             mine = set(new.parameters)

@@ -29,7 +29,7 @@ from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.runs import TrainingRun
 from retrofit.training.table_optimizer import RowwiseAdamW
 
-SPECS = ("memory", "memory(rank=2)", "memory(form=gated, rank=4)")
+SPECS = ("memory", "memory(rank=2)", "memory(form=gated, rank=4)", "memory(lookup=ngram, heads=2, buckets=50)")
 WAYS: dict[str, dict[str, Any]] = {"data parallel": {}, "sharded": {"fsdp": True}}
 
 
