@@ -55,6 +55,9 @@ class ValueEmbedding(TokenIdMemory):
         values = blocks[..., self.start : end] + added.unflatten(-1, (self.blocks, width))
         return torch.cat([blocks[..., : self.start], values, blocks[..., end:]], -1).flatten(-2)
 
+    def tables(self) -> tuple[str, ...]:
+        return ("table",)
+
     def late_parameters(self) -> tuple[str, ...]:
         return ("w",)
 

@@ -29,8 +29,14 @@ from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.runs import TrainingRun
 from retrofit.training.table_optimizer import RowwiseAdamW
 
-SPECS = ("memory", "memory(rank=2)", "memory(form=gated, rank=4)", "memory(lookup=ngram, heads=2, buckets=50)")
-WAYS: dict[str, dict[str, Any]] = {"data parallel": {}, "sharded": {"fsdp": True}}
+SPECS = (
+    "memory",
+    "memory(rank=2)",
+    "memory(form=gated, rank=4)",
+    "memory(beside=values)",
+    "memory(lookup=ngram, heads=2, buckets=50)",
+)
+WAYS: dict[str, dict[str, Any]] = {"data parallel": {}, "sharded": {"fsdp": True}, "tables alone": {"alone": True}}
 
 
 def rewritten(spec: str = "memory", make: Callable[..., Any] = llama) -> Any:
@@ -317,7 +323,11 @@ def test_a_resumed_run_ends_where_an_uninterrupted_one_does(spec: str, tmp_path:
     assert same_weights(whole, again) and not same_weights(start, again)
 
 
-@pytest.mark.parametrize("make", [llama, bert, t5])
+def graph() -> Any:
+    return retrofit.apply(llama(), "sum", emit="graph", verify=False)
+
+
+@pytest.mark.parametrize("make", [llama, bert, t5, graph])
 def test_a_run_names_its_tables_and_moves_only_rows_that_it_read(make: Callable[..., Any], tmp_path: Path) -> None:
     model = retrofit.apply(make(), "memory", verify=False)
     run = continue_pretraining(model, TEXTS, changed(steps=3), output=tmp_path / "model.pt")
@@ -345,8 +355,13 @@ def work(rank: int, folder: Path, specs: tuple[str, ...]) -> None:
     torch.save(model.state_dict(), folder / f"loop {rank}.pt")
 
 
-def losses(spec: str, **more: Any) -> Any:
-    run = continue_pretraining(rewritten(spec), TEXTS, changed(batch_size=4, steps=4, lr=3e-4, eval_every=2, **more))
+def losses(spec: str, alone: bool = False, **more: Any) -> Any:
+    model = rewritten(spec)
+    if alone:
+        tables = tables_of(model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter in tables)
+    run = continue_pretraining(model, TEXTS, changed(batch_size=4, steps=4, lr=3e-4, eval_every=2, **more))
     return torch.tensor(run.losses), torch.tensor(run.eval_losses)
 
 
@@ -354,8 +369,8 @@ def losses(spec: str, **more: Any) -> Any:
 def test_two_processes_train_tables_as_one_does(specs: tuple[str, ...], tmp_path: Path) -> None:
     run_in_processes(2, work, tmp_path, specs)
     for spec in specs:
-        alone = losses(spec)
-        for way in WAYS:
+        for way, more in WAYS.items():
+            alone = losses(spec, **{name: value for name, value in more.items() if name != "fsdp"})
             first, second = (torch.load(tmp_path / f"{spec} {way} {rank}.pt") for rank in range(2))
             torch.testing.assert_close(first, second, rtol=0, atol=0)
             torch.testing.assert_close(
