@@ -1,4 +1,4 @@
-"""Where results are written, what is written with them, and which file a failure to write names."""
+"""Paths of results, the files written with them, and the file named when a write fails."""
 
 from __future__ import annotations
 

@@ -175,10 +175,10 @@ def rows_of(found: Differences) -> Iterator[tuple[str, str, str, str]]:
     """Yield what differs, kind by kind."""
     if found.architectures[0] != found.architectures[1]:
         yield "architecture", "", *found.architectures
-    for key, (one, other) in list(found.config.items())[:MOST]:
-        yield "config", key, short(one), short(other)
-    for title, one, other in found.passes():
-        yield "recipe", title, one or "no such pass", other or "no such pass"
+    for key, (a, b) in list(found.config.items())[:MOST]:
+        yield "config", key, short(a), short(b)
+    for title, a, b in found.passes():
+        yield "recipe", title, a or "no such pass", b or "no such pass"
     methods = dict.fromkeys((site.method, site.only_in) for site in found.sites)
     for method, only_in in methods:
         names = [site.name for site in found.sites if (site.method, site.only_in) == (method, only_in)]

@@ -250,6 +250,7 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     if head is None:
         raise DoesNotFitError(
             "sparse-loss: the model has no output head",
+            code="missing",
             why="its first output is not a product with a weight",
             remedy="apply it to a model with a language-modelling head",
             in_any_form=True,
@@ -262,6 +263,7 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     if sparse := [inner.path for inner in call.chain if isinstance(anatomy.model.get_submodule(inner.path), MultiplicativeHead)]:
         raise DoesNotFitError(
             f"sparse-loss: the head {sparse[0]} is already sparse",
+            site=sparse[0],
             why="another modules= needs the dense head",
             remedy="apply sparse-loss once, to the dense model",
             in_any_form=True,
@@ -272,6 +274,8 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
         parts = sorted(anatomy.flow.parameters_of([part for part in node.all_input_nodes if part not in flow.depends]))
         raise DoesNotFitError(
             f"sparse-loss: the weight of the head {call.path or 'in the code of the model'} is computed in every forward",
+            site=call.path,
+            code="computed",
             why=f"from {' and '.join(parts)}; only stored weights can be replaced; this may be a sparse head already",
             remedy="apply sparse-loss to a model whose head is a module such as nn.Linear",
             in_any_form=True,
@@ -289,6 +293,8 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     if not call.path or other_work or fitting not in ([], [True]):
         raise DoesNotFitError(
             f"sparse-loss: the head {head.parameter} is applied in the code of {call.path or 'the model'}",
+            site=call.path,
+            code="no-owner",
             why="no module computes the head alone",
             remedy="make the head a module, such as nn.Linear",
         )

@@ -178,7 +178,8 @@ class SumEmbedding(Pass[SumPlan]):
 
     def plan(self, anatomy: Anatomy) -> SumPlan:
         if anatomy.embedding is None:
-            return SumPlan((), (NearMiss("", "it looks up no token embedding: its inputs are not token ids", in_any_form=True),))
+            why = "it looks up no token embedding: its inputs are not token ids"
+            return SumPlan((), (NearMiss("", why, in_any_form=True, code="missing"),))
         model, table = anatomy.model, anatomy.embedding.parameter
         parts = [part for part in anatomy.embeddings if part.parameter == table]
         width = int((shape(anatomy.node(parts[0].node)) or (0,))[-1])
@@ -190,7 +191,7 @@ class SumEmbedding(Pass[SumPlan]):
             module = model.get_submodule(path) if path else model
             if not owns(module, weight):
                 why = f"its own code looks the table {table} up, so no module returns what the extra embedding is added to"
-                near_misses.append(NearMiss(path, why, "look tokens up with nn.Embedding"))
+                near_misses.append(NearMiss(path, why, "look tokens up with nn.Embedding", code="no-owner"))
             elif not isinstance(module, SummedEmbedding):
                 sites.append(Site(path, f"plus an embedding of {rows:,} × {width}"))
         if near_misses:  # tokens looked up at one place would have two representations

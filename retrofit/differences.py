@@ -1,4 +1,4 @@
-"""What differs between two models: architecture, config, recipe, sites, parameters.
+"""The differences between two models: architecture, config, recipe, sites, parameters.
 
 Where the recipes differ, what is left of the dense model is compared with what is left of it in the other, wherever it lies.
 """
@@ -75,22 +75,22 @@ class Differences:
     @property
     def same(self) -> bool:
         """Return whether nothing differs."""
-        (one, other), (recipe, others) = self.architectures, self.recipes
-        return one == other and recipe == others and not (self.config or self.sites or self.tensors)
+        (a, b), (recipe, others) = self.architectures, self.recipes
+        return a == b and recipe == others and not (self.config or self.sites or self.tensors)
 
     def passes(self) -> list[tuple[str, str, str]]:
         """Return the passes side by side: in which model, or which options differ; what the one has, what the other has."""
         rows: list[tuple[str, str, str]] = []
-        ones, others = (parse_recipe(specs) for specs in self.recipes)
-        for place in range(max(len(ones), len(others))):
-            one, other = (passes[place] if place < len(passes) else None for passes in (ones, others))
-            if one is None or other is None or one.name != other.name:
-                rows.append((f"pass {place + 1}", one.spec() if one else "", other.spec() if other else ""))
-            elif one != other:
-                ours, theirs = dataclasses.asdict(one), dataclasses.asdict(other)
+        in_a, in_b = (parse_recipe(specs) for specs in self.recipes)
+        for place in range(max(len(in_a), len(in_b))):
+            a, b = (passes[place] if place < len(passes) else None for passes in (in_a, in_b))
+            if a is None or b is None or a.name != b.name:
+                rows.append((f"pass {place + 1}", a.spec() if a else "", b.spec() if b else ""))
+            elif a != b:
+                ours, theirs = dataclasses.asdict(a), dataclasses.asdict(b)
                 keys = [key for key in ours if ours[key] != theirs[key]]
                 first, second = (", ".join(f"{key}={options[key]}" for key in keys) for options in (ours, theirs))
-                rows.append((f"pass {place + 1}, {one.name}", first, second))
+                rows.append((f"pass {place + 1}, {a.name}", first, second))
         return rows
 
     def as_json(self) -> dict[str, Any]:
@@ -100,32 +100,32 @@ class Differences:
 
 
 @serialized
-def diff(one: nn.Module, other: nn.Module) -> Differences:
+def diff(a: nn.Module, b: nn.Module) -> Differences:
     """Return which sites, parameters and options of the recipes differ between two models, and by how much; both stay as they are.
 
     Raises `CheckpointError` for a model without values, and where a recipe does not lead to its model.
     """
-    for model in (one, other):
+    for model in (a, b):
         require_module(model)
         require_in_memory(model, "compared")
         require_values(model, "compared", "load its weights first")
-    one, other = rewritten_part(one), rewritten_part(other)
-    recipes = recipe_storage.stored_recipe(one), recipe_storage.stored_recipe(other)
-    if dense_graph(one) is not None and not recipes[1]:
-        other = as_dense_graph_of(one, other, named_inputs(one))
-    elif dense_graph(other) is not None and not recipes[0]:
-        one = as_dense_graph_of(other, one, named_inputs(other))
-    comparable = type(one) is type(other) or (has_dense_graph(one) and has_dense_graph(other))
-    forms = () if recipes[0] == recipes[1] or not comparable else (dense_form(one), dense_form(other))
+    a, b = rewritten_part(a), rewritten_part(b)
+    recipes = recipe_storage.stored_recipe(a), recipe_storage.stored_recipe(b)
+    if dense_graph(a) is not None and not recipes[1]:
+        b = as_dense_graph_of(a, b, named_inputs(a))
+    elif dense_graph(b) is not None and not recipes[0]:
+        a = as_dense_graph_of(b, a, named_inputs(b))
+    comparable = type(a) is type(b) or (has_dense_graph(a) and has_dense_graph(b))
+    forms = () if recipes[0] == recipes[1] or not comparable else (dense_form(a), dense_form(b))
     if forms:
-        tensors, equal = compare_forms(one, other, *forms)
+        tensors, equal = compare_forms(a, b, *forms)
     else:
-        tensors, equal = compare_tensors(saved_tensors(one), saved_tensors(other))
+        tensors, equal = compare_tensors(saved_tensors(a), saved_tensors(b))
     return Differences(
-        (type(one).__name__, type(other).__name__),
+        (type(a).__name__, type(b).__name__),
         recipes,
-        different_entries(config_of(one), config_of(other)),
-        tuple(different_sites(one, other)),
+        different_entries(config_of(a), config_of(b)),
+        tuple(different_sites(a, b)),
         tuple(sorted(tensors, key=lambda found: (found.relative is None, -(found.relative or 0.0)))),
         equal,
         "by their names in the dense model" if forms else "by name",
@@ -137,7 +137,7 @@ def has_dense_graph(model: nn.Module) -> bool:
     return isinstance(model, fx.GraphModule) and (dense_graph(model) is not None or not recipe_storage.stored_recipe(model))
 
 
-def compare_forms(one: nn.Module, other: nn.Module, ours: DenseForm, theirs: DenseForm) -> tuple[list[TensorDifference], int]:
+def compare_forms(a: nn.Module, b: nn.Module, ours: DenseForm, theirs: DenseForm) -> tuple[list[TensorDifference], int]:
     """Return what is left of the dense model in both, and what each has besides."""
     found: list[TensorDifference] = []
     values: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
@@ -149,36 +149,36 @@ def compare_forms(one: nn.Module, other: nn.Module, ours: DenseForm, theirs: Den
         else:
             values[0][name], values[1][name] = here.value, there.value
     differing, equal = compare_tensors(*values)
-    for model, form, which in ((one, ours, "first"), (other, theirs, "second")):
+    for model, form, which in ((a, ours, "first"), (b, theirs, "second")):
         for name in sorted(form.added):
             text = described(model.get_parameter(name))
             found.append(TensorDifference(name, f"only in the {which}", *((text, "") if which == "first" else ("", text))))
     return [*differing, *found], equal
 
 
-def compare_tensors(ones: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> tuple[list[TensorDifference], int]:
+def compare_tensors(in_a: Mapping[str, Tensor], in_b: Mapping[str, Tensor]) -> tuple[list[TensorDifference], int]:
     """Return the tensors that are not the same bits in both, and how many are."""
     found: list[TensorDifference] = []
     equal = 0
-    for name in dict.fromkeys((*ones, *others)):
-        one, other = ones.get(name), others.get(name)
-        if one is None or other is None:
-            which = "second" if one is None else "first"
-            first, second = ("" if tensor is None else described(tensor) for tensor in (one, other))
+    for name in dict.fromkeys((*in_a, *in_b)):
+        a, b = in_a.get(name), in_b.get(name)
+        if a is None or b is None:
+            which = "second" if a is None else "first"
+            first, second = ("" if tensor is None else described(tensor) for tensor in (a, b))
             found.append(TensorDifference(name, f"only in the {which}", first, second))
-        elif one.shape != other.shape or one.dtype != other.dtype:
-            what = "shape" if one.shape != other.shape else "dtype"
-            found.append(TensorDifference(name, what, described(one), described(other)))
-        elif same_bits(one.cpu(), other.cpu()):
+        elif a.shape != b.shape or a.dtype != b.dtype:
+            what = "shape" if a.shape != b.shape else "dtype"
+            found.append(TensorDifference(name, what, described(a), described(b)))
+        elif same_bits(a.cpu(), b.cpu()):
             equal += 1
         else:
-            found.append(TensorDifference(name, "values", described(one), described(other), *distances(one, other)))
+            found.append(TensorDifference(name, "values", described(a), described(b), *distances(a, b)))
     return found, equal
 
 
-def distances(one: Tensor, other: Tensor) -> tuple[float, float]:
+def distances(a: Tensor, b: Tensor) -> tuple[float, float]:
     """Return the largest |a − b|, and ‖a − b‖ / ‖a‖."""
-    left, right = one.detach().to("cpu", torch.float64), other.detach().to("cpu", torch.float64)
+    left, right = a.detach().to("cpu", torch.float64), b.detach().to("cpu", torch.float64)
     gap = left - right
     return float(gap.abs().max()), float(gap.norm() / (left.norm() or 1.0))
 
@@ -198,9 +198,9 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def different_sites(one: nn.Module, other: nn.Module) -> Iterable[SiteDifference]:
+def different_sites(a: nn.Module, b: nn.Module) -> Iterable[SiteDifference]:
     """Yield the places that were rewritten in one of the models alone."""
-    ours, theirs = sites_of(one), sites_of(other)
+    ours, theirs = sites_of(a), sites_of(b)
     yield from (SiteDifference(name, method, "first") for method, name in ours if (method, name) not in theirs)
     yield from (SiteDifference(name, method, "second") for method, name in theirs if (method, name) not in ours)
 
@@ -221,10 +221,10 @@ def config_of(model: nn.Module) -> dict[str, Any]:
     return dict(config) if isinstance(config, Mapping) else {}
 
 
-def different_entries(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def different_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return the entries of two configurations that differ; one that is None in the one and absent in the other does not."""
-    keys = dict.fromkeys((*one, *other))
-    return {key: (one.get(key, ABSENT), other.get(key, ABSENT)) for key in keys if one.get(key) != other.get(key)}
+    keys = dict.fromkeys((*a, *b))
+    return {key: (a.get(key, ABSENT), b.get(key, ABSENT)) for key in keys if a.get(key) != b.get(key)}
 
 
 def require_base_of(folder: Path, model: nn.Module, base: Path) -> None:
@@ -249,9 +249,9 @@ def require_base_of(folder: Path, model: nn.Module, base: Path) -> None:
 
 def difference_in_words(found: Differences) -> str:
     """Return what differs between the model that an adapter names and another one: the class, the recipe, else parameters."""
-    (one, other), recipes = found.architectures, [", ".join(specs) or "none" for specs in found.recipes]
-    if one != other:
-        return f"that is a {one}, this a {other}"
+    (a, b), recipes = found.architectures, [", ".join(specs) or "none" for specs in found.recipes]
+    if a != b:
+        return f"that is a {a}, this a {b}"
     if recipes[0] != recipes[1]:
         return f"its recipe is {recipes[0]}, the one of this model {recipes[1]}"
     if found.tensors:

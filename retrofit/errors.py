@@ -80,11 +80,14 @@ class NoTransformerError(RetrofitError):
 
 
 class DoesNotFitError(RetrofitError):
-    """A pass does not fit a model or a place in it; `in_any_form`: as its graph the model would not fit either."""
+    """A pass does not fit a model or a place in it.
 
-    def __init__(self, what: str, *, in_any_form: bool = False, **fields: Any) -> None:
+    `in_any_form`: as its graph the model would not fit either. `sites`: the places that were considered, `site` if it names one.
+    """
+
+    def __init__(self, what: str, *, in_any_form: bool = False, sites: Sequence[str] = (), **fields: Any) -> None:
         super().__init__(what, **fields)
-        self.in_any_form = in_any_form
+        self.in_any_form, self.sites = in_any_form, tuple(sites) or listed(self.site)
 
 
 class SpecError(RetrofitError):

@@ -119,7 +119,8 @@ class RecipePlan:
                     "fits": planned.fits,
                     "sites": [{"name": site.name, "what": site.what} for site in planned.plan.sites],
                     "near_misses": [
-                        {"name": miss.name, "why": miss.why, "remedy": miss.remedy} for miss in planned.plan.near_misses
+                        {"name": miss.name, "why": miss.why, "remedy": miss.remedy, "code": miss.code}
+                        for miss in planned.plan.near_misses
                     ],
                     "new_parameters": planned.plan.new_parameters,
                     "formula": planned.plan.formula,
@@ -212,7 +213,7 @@ def plan_pass(pass_: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool)
     except DoesNotFitError as error:
         edit.undo()
         why = f"{error.what}: {error.why}" if error.why else error.what
-        refusal = NearMiss("", why, error.remedies, error.in_any_form)
+        refusal = NearMiss("", why, error.remedies, error.in_any_form, error.code)
         return Plan((), (*near_misses, refusal))
 
 

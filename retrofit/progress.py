@@ -1,4 +1,4 @@
-"""What long work reports: its progress with an estimate, and the notes of passes, alike lines folded and sites in one table.
+"""Reports of long work: progress with an estimate, and the notes of passes, with similar lines folded and sites in one table.
 
 The fit of a layer is thousands of small operations. Threads that share a small operation wait for one another, and where other
 processes use the cores too, many times as long as they compute. So layers are worked on side by side, each by threads of its own.

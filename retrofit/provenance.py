@@ -1,4 +1,4 @@
-"""What a model carries with it besides its weights: how passes have rewritten it, and the inputs that it is captured with.
+"""The record in a rewritten model, apart from weights: the rewrites, and the inputs of its capture.
 
 All of it is one attribute of the model, so it goes wherever the model goes: into copies and into pickles, and not into the state
 dict. It is never changed in place; an edit that is undone puts the earlier object back.

@@ -5,8 +5,10 @@ Garbage is collected seldom, and not among what imports made: looking through to
 
 import gc
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
+from support.command_server import CommandServer
 
 gc.set_threshold(50_000, 20, 50)
 
@@ -26,3 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[CommandServer]:
+    """A process that runs commands and programs without the seconds that their imports take."""
+    with CommandServer() as running:
+        yield running

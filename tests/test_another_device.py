@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.elsewhere import add_device, counterpart
+from support.several_processes import start_processes
 from support.tiny_models import llama, t5
 
 import retrofit
@@ -52,7 +53,7 @@ def cases(specs: tuple[str, ...], short: tuple[str, ...]) -> list[Any]:
 
 def elsewhere(work: Callable[..., None], *arguments: Any) -> None:
     """`work(device, *arguments)` has run in a process that has the device."""
-    torch.multiprocessing.spawn(with_device, (work, arguments), nprocs=1)
+    start_processes(1, with_device, work, arguments)
 
 
 def with_device(rank: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.command_server import CommandServer
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "examples" / "external_pass"
@@ -33,23 +34,26 @@ print([one.spec() for one in retrofit.recipe(again)])
 """
 
 
+PYTEST = "import sys, pytest; sys.exit(pytest.main(['-q', '-p', 'no:cacheprovider', '-c', *sys.argv[1:]]))"
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of a process that has the package installed."""
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the package is installed in."""
     source, target = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("site")
     shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*command, "--target", str(target), str(source)], check=True, capture_output=True, timeout=120)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(target), os.environ.get("PYTHONPATH")]))}
+    return target
 
 
 @pytest.fixture(scope="module")
-def used(installed: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+def used(installed: Path, server: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     """What a program prints that uses the installed pass, and the model that it saved."""
     model = tmp_path_factory.mktemp("used") / "model"
-    done = subprocess.run([sys.executable, "-c", USE, str(model)], env=installed, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    return done.stdout, model
+    done = server.program(USE, model, paths=[installed])
+    assert done.code == 0, done.err
+    return done.out, model
 
 
 def test_an_installed_pass_is_found_used_saved_and_loaded(used: tuple[str, Path]) -> None:
@@ -59,17 +63,15 @@ def test_an_installed_pass_is_found_used_saved_and_loaded(used: tuple[str, Path]
 
 
 @pytest.mark.long
-def test_its_own_tests_pass(installed: dict[str, str]) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(PACKAGE / "tests")]
-    done = subprocess.run(command, env=installed, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout
+def test_its_own_tests_pass(installed: Path, server: CommandServer) -> None:
+    done = server.program(PYTEST, os.devnull, PACKAGE / "tests", paths=[installed])
+    assert done.code == 0, done.out
 
 
-def test_without_its_package_a_model_says_what_is_missing(used: tuple[str, Path]) -> None:
-    load = f"import retrofit; retrofit.load({str(used[1])!r})"
-    done = subprocess.run([sys.executable, "-c", load], capture_output=True, text=True, timeout=240)
-    assert done.returncode != 0
-    assert "unknown pass 'low-rank'" in done.stderr
+def test_without_its_package_a_model_says_what_is_missing(used: tuple[str, Path], server: CommandServer) -> None:
+    done = server.program(f"import retrofit; retrofit.load({str(used[1])!r})")
+    assert done.code != 0
+    assert "unknown pass 'low-rank'" in done.err
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +98,15 @@ print(sum(isinstance(module, Scaled) for module in model.modules()))
 """
 
 
-def test_the_page_runs_as_pasted_and_scales_feed_forwards_alone(pasted: Path) -> None:
-    program = f"{pasted.read_text(encoding='utf-8')}\n{SCALED}"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["2"]
+def test_the_page_runs_as_pasted_and_scales_feed_forwards_alone(pasted: Path, server: CommandServer) -> None:
+    done = server.program(f"{pasted.read_text(encoding='utf-8')}\n{SCALED}")
+    assert done.code == 0, done.err
+    assert done.out.split() == ["2"]
 
 
-def test_the_tests_of_the_page_pass_as_pasted(pasted: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(pasted)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout
+def test_the_tests_of_the_page_pass_as_pasted(pasted: Path, server: CommandServer) -> None:
+    done = server.program(PYTEST, os.devnull, pasted)
+    assert done.code == 0 and "2 passed" in done.out, done.out
 
 
 def without_spaces(text: str) -> str:

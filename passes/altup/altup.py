@@ -156,9 +156,10 @@ class AltUp(Pass[AltUpPlan]):
         for stack in sorted(anatomy.stacks, key=lambda stack: -len(stack.layers)):
             taken = {(layer.name, layer.call) for other in chosen for layer in other.layers if layer.name}
             if self.stacks not in ("all", stack.kind):
-                near_misses.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.stacks}", in_any_form=True))
+                near_misses.append(NearMiss.not_selected(stack, self.stacks))
             elif any((layer.name, layer.call) in taken for layer in stack.layers):
-                near_misses.append(NearMiss(stack.name, "a second stream through layers of which another stream is widened"))
+                why = "a second stream through layers of which another stream is widened"
+                near_misses.append(NearMiss(stack.name, why, code="shared-layers"))
             else:
                 chosen.append(stack)
         return [stack for stack in anatomy.stacks if stack in chosen]
@@ -185,6 +186,8 @@ class AltUp(Pass[AltUpPlan]):
             if not head.path and (tied or self.extra):
                 raise DoesNotFitError(
                     f"altup: the head ({name}) is applied in the model's own code",
+                    site=name,
+                    code="no-owner",
                     why="the blocks must be combined before it, and no module takes them as an argument there",
                     remedy="use embedding=recycled",
                 )
@@ -220,6 +223,8 @@ class AltUp(Pass[AltUpPlan]):
         if shared and not (starts_wide and ends_wide):
             raise DoesNotFitError(
                 f"altup: the layers of {stack.name or 'the model'} share their weights across depth",
+                site=stack.name,
+                code="shared-layers",
                 why="one module runs at every depth, so the stream must be wide before the first layer and after the last",
                 remedy="use embedding=wide on a model with a per-token head",
             )
@@ -411,6 +416,8 @@ def require_own_layers(stacks: list[Stack]) -> None:
     if twice is not None:
         raise DoesNotFitError(
             f"altup: the layer {twice} runs in several stacks",
+            site=twice,
+            code="shared-layers",
             why="its module runs on several inputs, and widening one stream would widen them all",
             remedy="rewrite that module by itself, with its own example_inputs=",
             in_any_form=True,

@@ -192,7 +192,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     def depths(self, stack: Stack, deepest: int, near_misses: list[NearMiss]) -> set[int]:
         """Return the depths of a stack that the options name."""
         if self.stacks not in ("all", stack.kind):
-            near_misses.append(NearMiss(stack.name, f"it is the {stack.kind}, and stacks={self.stacks}", in_any_form=True))
+            near_misses.append(NearMiss.not_selected(stack, self.stacks))
             return set()
         if self.method == "average-pooling" and stack.causal and self.k > 1:
             raise DoesNotFitError(
@@ -207,7 +207,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             where = "between the first and the last" if inner else f"at depth {self.layers}"
             why = f"it has {count} layer{'s' if count > 1 else ''}, none {where}"
             remedy = "use layers=1, the last alone, or layers=all" if count > 1 else "use layers=all"
-            near_misses.append(NearMiss(stack.name, why, remedy if inner else "", in_any_form=True))
+            near_misses.append(NearMiss(stack.name, why, remedy if inner else "", in_any_form=True, code="too-few-layers"))
         return depths
 
     # How their arguments follow the tokens.
@@ -226,7 +226,8 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         streams = streams_of_layers(anatomy, captures.larger)
         for path, why in self.failing_alone(fitting, streams, captures).items():
             remedy = "layers= names depths without it; sparse-ffn and shared-moe save elsewhere"
-            near_misses.append(NearMiss(path, f"its own code does not run on the anchors alone ({why})", remedy))
+            why = f"its own code does not run on the anchors alone ({why})"
+            near_misses.append(NearMiss(path, why, remedy, code="does-not-run"))
             del fitting[path]
         values = cross_layer_values(captures.larger.flow, streams)
         while misfit := first_misfit(fitting, values):

@@ -21,7 +21,7 @@ MOST_RANGES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Anatomy(Findings):
-    """What was found in a model, where, and what was not; as a string it is a table."""
+    """The structure of a model: what was found where, and what was not; as a string, a table."""
 
     def __str__(self) -> str:
         return table(self)
@@ -50,7 +50,7 @@ def shapes(branch: Branch) -> list[str]:
         branch.projections, key=lambda projection: ORDER.index(projection.role) if projection.role in ORDER else len(ORDER)
     ):
         groups.setdefault((projection.in_features, projection.out_features), []).append(projection)
-    return [f"{count_words([one.role for one in group])} {before}→{after}" for (before, after), group in groups.items()]
+    return [f"{count_words([branch.role for branch in group])} {before}→{after}" for (before, after), group in groups.items()]
 
 
 def count_words(words: Sequence[str]) -> str:

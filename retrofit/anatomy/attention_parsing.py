@@ -64,7 +64,7 @@ def find_value_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]]) -> 
     for stack, depth in depths:
         layer, found = stack.layers[depth], list[NearMiss]()
         if not layer.attentions:
-            found.append(NearMiss(layer.name or layer.exit, "it has no attention", in_any_form=True))
+            found.append(NearMiss(layer.name or layer.exit, "it has no attention", in_any_form=True, code="missing"))
         for branch in layer.attentions:
             with collect_near_miss(branch.name or layer.name or branch.output, found):
                 site = AttentionParser(branch, stack, flow, cores).value_site(layer)
@@ -81,7 +81,7 @@ NO_OWNER = Remedy("emit='graph' makes modules of such code", "graph")
 
 @dataclasses.dataclass(frozen=True)
 class InputStream:
-    """What projections of an attention multiply, and the argument of the attention's module that it is."""
+    """The input of an attention's projections, and the argument of the attention's module that holds it."""
 
     node: fx.Node
     key: Key  # None where they do not all read one argument
@@ -100,7 +100,7 @@ class AttentionParser:
 
     def unfit(self, why: str, remedy: str | Sequence[str] = "", *, in_any_form: bool = False) -> DoesNotFitError:
         what = f"the attention {self.branch.name or self.branch.output} does not come apart"
-        return DoesNotFitError(what, why=why, remedy=remedy, in_any_form=in_any_form)
+        return DoesNotFitError(what, why=why, remedy=remedy, in_any_form=in_any_form, code="not-parsed")
 
     def site(self) -> AttentionSite:
         if len(self.cores) != 1:

@@ -1,4 +1,4 @@
-"""Which tokens see which, by running parts of the graph: the masks of an attention, and a mixer without attention."""
+"""Causality, tested by running parts of the graph: the masks of an attention, and mixers without attention."""
 
 from __future__ import annotations
 

@@ -350,9 +350,9 @@ def hidden_feed_forwards(layer: Layer, anatomy: Findings) -> Iterator[NearMiss]:
     """Yield a near miss for each branch of a layer without feed-forwards that has one in it."""
     for branch in () if layer.ffns else layer.branches:
         if is_on_two_streams(branch, anatomy.stacks, anatomy.flow):
-            yield NearMiss(layer.name or branch.output, ON_TWO_STREAMS, BEFORE_TWO_STREAMS)
+            yield NearMiss(layer.name or branch.output, ON_TWO_STREAMS, BEFORE_TWO_STREAMS, code="two-streams")
         elif branch.role == "self-attention" and holds_sums(branch, anatomy.flow):
-            yield NearMiss(layer.name or branch.output, LAYER_WITHIN, BEFORE_THE_OUTER)
+            yield NearMiss(layer.name or branch.output, LAYER_WITHIN, BEFORE_THE_OUTER, code="nested-layer")
 
 
 def parse_feed_forward(branch: Branch, model: nn.Module, flow: Dataflow) -> FeedForward:

@@ -28,7 +28,7 @@ from retrofit.surgery.wrappers import argument_place, find_argument
 
 @dataclasses.dataclass(frozen=True)
 class Port:
-    """Where the hidden units read one matrix's result: unit u at column `start + step·u`."""
+    """The columns of a matrix's result that the hidden units read: unit u at column `start + step·u`."""
 
     matrix: int
     start: int
@@ -88,7 +88,7 @@ def bind(function: fx.GraphModule, paths: tuple[tuple[str, str], ...], model: nn
 def no_feed_forward(branch: Branch, why: str, remedy: str = "", *, in_any_form: bool = False) -> DoesNotFitError:
     """Return the error for a branch that is not of the form above."""
     what = f"the branch {branch.name or branch.output} is not parsed as a feed-forward"
-    return DoesNotFitError(what, why=why, remedy=remedy, in_any_form=in_any_form)
+    return DoesNotFitError(what, why=why, remedy=remedy, in_any_form=in_any_form, code="not-parsed")
 
 
 class FeedForwardBlock(nn.Module):

@@ -29,7 +29,7 @@ from retrofit.program.program import Call, Key
 
 @dataclasses.dataclass(frozen=True)
 class LayerCall:
-    """How the module at `path` is called, which runs one layer."""
+    """A call of the module at `path`, which runs one layer."""
 
     path: str
     stream_in: Key  # the argument that is the stream

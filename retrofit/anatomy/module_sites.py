@@ -218,7 +218,7 @@ class BranchOwners:
         return sequence and outer.x in flow.carried_chain(inner.x) and inner.y in flow.carried_chain(outer.y)
 
     def unfit(self, branch: Branch, why: str) -> DoesNotFitError:
-        return DoesNotFitError(f"no module owns the branch {branch.name or branch.output}", why=why)
+        return DoesNotFitError(f"no module owns the branch {branch.name or branch.output}", why=why, code="no-owner")
 
 
 Refusal = Callable[[str, str, str | Sequence[str]], DoesNotFitError]  # of the name of a place, why, the fix
@@ -387,7 +387,8 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
                 sites.append(dataclasses.replace(found[0][1], depths=tuple(at for at, _ in found), branches=branches))
     if not sites and not near_misses:
         holders = "none of its layers" if chosen is None else "none of the chosen layers"
-        near_misses.append(NearMiss("", f"{holders} has a part of this kind: {', '.join(kinds)}", in_any_form=True))
+        why = f"{holders} has a part of this kind: {', '.join(kinds)}"
+        near_misses.append(NearMiss("", why, in_any_form=True, code="missing"))
     first_of_each = {miss.name: miss for miss in reversed(near_misses)}
     return sites, [miss for miss in near_misses if first_of_each[miss.name] is miss]
 
@@ -404,11 +405,11 @@ def parts_of(
         name = branch.name or layer.name or branch.output
         if branch.role in kinds or ("attention" in kinds and branch in layer.attentions):
             if is_on_two_streams(branch, anatomy.stacks, anatomy.flow):
-                near_misses.append(NearMiss(name, ON_TWO_STREAMS, BEFORE_TWO_STREAMS))
+                near_misses.append(NearMiss(name, ON_TWO_STREAMS, BEFORE_TWO_STREAMS, code="two-streams"))
             else:
                 yield branch, name
         elif branch.role == "moe" and "ffn" in kinds:
-            near_misses.append(NearMiss(name, MIXTURE, in_any_form=True))
+            near_misses.append(NearMiss(name, MIXTURE, in_any_form=True, code="mixture"))
 
 
 def require_each_call(found: list[Use], chosen: set[int] | None, modules: WrappedModules) -> None:

@@ -1,4 +1,4 @@
-"""What the table and the drawing write down: layers that repeat, once; and the modules around the stacks, in order.
+"""The contents of the table and the drawing: repeated layers folded, and the modules around the stacks in order.
 
 A stack is the shortest sequence of repeated, possibly nested, groups of layers. Every parameter is counted once.
 """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NoStream(enum.Enum):
-    """What `Layer.stream_in` and `Layer.stream_out` are where no argument, or no output, of the layer is the stream."""
+    """The type of `Layer.stream_in` and `Layer.stream_out` if no argument, or no output, of the layer is the stream."""
 
     NO_STREAM = "no stream"
 
@@ -122,7 +122,7 @@ WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it through com
 
 @dataclasses.dataclass(frozen=True)
 class Findings:
-    """What was found in a model, where, and what was not."""
+    """The parts found in a model, their places, and the parts not found."""
 
     stacks: tuple[Stack, ...]
     embedding: Part | None  # token embedding; None where the model takes no ids
@@ -184,9 +184,15 @@ class NearMiss:
     why: str
     remedies: str | Sequence[str] = ()  # one, or several of which each is enough; afterwards a tuple
     in_any_form: bool = False  # whether it would be left alone in the model's graph too: for what is computed there, or an option
+    code: str = ""  # the kind of reason, as of an error
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remedies", listed(self.remedies))
+
+    @staticmethod
+    def not_selected(stack: Stack, stacks: str) -> NearMiss:
+        """Return the near miss of a stack that the option `stacks` leaves out."""
+        return NearMiss(stack.name, f"it is the {stack.kind}, and stacks={stacks}", in_any_form=True, code="not-selected")
 
     @property
     def remedy(self) -> str:
@@ -200,4 +206,4 @@ def collect_near_miss(name: str, near_misses: list[NearMiss]) -> Iterator[None]:
     try:
         yield
     except DoesNotFitError as error:
-        near_misses.append(NearMiss(name, error.why or error.what, error.remedies, error.in_any_form))
+        near_misses.append(NearMiss(name, error.why or error.what, error.remedies, error.in_any_form, error.code))

@@ -160,7 +160,8 @@ def matrix_of(product: WeightProduct, flow: Dataflow, inside: set[fx.Node], role
 
 
 def unreadable(product: WeightProduct, how: str) -> DoesNotFitError:
-    return DoesNotFitError(f"the weight {product.parameter} cannot be read", why=f"the weight {product.parameter} {how}")
+    why = f"the weight {product.parameter} {how}"
+    return DoesNotFitError(f"the weight {product.parameter} cannot be read", why=why, code="not-parsed")
 
 
 def weight_and_bias(matrix: Matrix, model: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:

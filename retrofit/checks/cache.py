@@ -46,7 +46,7 @@ PREREQUISITES = {"greedy": (PLAIN, GENERATED), "beam": (PLAIN, REORDERED, GENERA
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """What `generate` decodes on its cache, and how that differs from what it decodes without."""
+    """The tokens that `generate` decodes with its cache, and the difference from decoding without."""
 
     tokens: torch.Tensor
     difference: str | None = None  # "" where there is none; None where it was not tried without
@@ -345,7 +345,7 @@ def locate_stepping(model: nn.Module, batch: StepBatch, way: str, limit: float) 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """What `generate` returned: the tokens, the logits they were chosen from, the beams' scores."""
+    """An output of `generate`: the tokens, the logits they were chosen from, the beams' scores."""
 
     tokens: torch.Tensor
     logits: tuple[torch.Tensor, ...]

@@ -1,4 +1,4 @@
-"""Where two runs of a model diverge: recorded activations, and the first module, in call order, that returns something else."""
+"""The divergence of two runs of a model: recorded activations, and the first module, in call order, with another output."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # this model's logits, the dens
 
 @dataclasses.dataclass(frozen=True)
 class FunctionMeasurement:
-    """What a model computes."""
+    """The outputs of a model."""
 
     logits: tuple[torch.Tensor, ...]  # for inputs of each shape
     wide: tuple[torch.Tensor | None, ...]  # the same in float64, where that was computed

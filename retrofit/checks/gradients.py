@@ -37,7 +37,7 @@ MORE = ((True, 37, 8), (False, 43, 8), (True, 47, 8))  # for a rewritten model, 
 
 @dataclasses.dataclass(frozen=True)
 class GradientsMeasurement:
-    """What the trainable parameters received, and from which loss."""
+    """The gradients of the trainable parameters, and the loss they are of."""
 
     trainable: int
     zero: frozenset[str]  # those that received zeros, or nothing

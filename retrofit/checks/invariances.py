@@ -41,7 +41,7 @@ BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model
 
 @dataclasses.dataclass(frozen=True)
 class Leak:
-    """How much of the earlier outputs moved when later tokens changed."""
+    """The change of earlier outputs when later tokens change."""
 
     moves: Comparison  # of the earlier outputs
     share: float  # of the earlier outputs, how many moved

@@ -50,7 +50,7 @@ FEATURES, SMALL = 4, 64  # input features of which rows of a dense matrix are ke
 
 @dataclasses.dataclass(frozen=True)
 class DenseMeasurement:
-    """What a dense model's modules compute, and how the model can be run."""
+    """Recorded calls of a dense model's modules, and the ways in which the model runs."""
 
     modules: DenseModules = dataclasses.field(default_factory=DenseModules)
     ways: frozenset[str] = frozenset()  # in which it runs, in words
@@ -59,7 +59,7 @@ class DenseMeasurement:
 
 @dataclasses.dataclass(frozen=True)
 class MethodMeasurement:
-    """What was compared, and what does not agree."""
+    """The comparisons made, and the disagreements."""
 
     compared: int = 0  # sites
     sites: int = 0

@@ -34,7 +34,7 @@ UNPACKING = {  # operators of packed weights
 
 @dataclasses.dataclass(frozen=True)
 class OnnxMeasurement:
-    """How far the files that a model is exported to are from it; without files where it cannot be exported."""
+    """The distance of exported files from the model; without files if it cannot be exported."""
 
     files: int = 0
     measured: str = ""  # of the file that lies farthest from torch

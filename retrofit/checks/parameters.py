@@ -138,7 +138,7 @@ SAMPLE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """What is kept of a tensor that holds a parameter, or a multiple of one."""
+    """A hash of a tensor that holds a parameter, or a multiple of one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

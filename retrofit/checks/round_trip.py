@@ -40,7 +40,7 @@ DIRECTORY, FILE, STATE_DICT = "a directory", "a .pt file", "a state dict"
 
 @dataclasses.dataclass(frozen=True)
 class Trip:
-    """What came back of a model that was written to disk and read again."""
+    """A model written to disk and read again."""
 
     medium: str = ""
     gap: float | None = None  # between the outputs; None where they are the same bits
@@ -53,7 +53,7 @@ class Trip:
 
 @dataclasses.dataclass(frozen=True)
 class RoundTripMeasurement:
-    """What of a model no file holds, and how the model comes back from one; a dense model is not written to disk."""
+    """The state of a model that no file holds, and the model read back from a file; a dense model is not written."""
 
     loose: tuple[str, ...]  # tensors that are plain attributes, and not saved
     unsaved: frozenset[str]  # buffers that are not saved

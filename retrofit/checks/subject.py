@@ -44,7 +44,7 @@ Watch = Callable[[], contextlib.AbstractContextManager[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a model returned: its logits, as it is measured, and the shape and dtype of everything."""
+    """The outputs of a model: its logits, and the shapes and dtypes of all."""
 
     logits: torch.Tensor
     layouts: dict[str, Layout]
@@ -295,7 +295,7 @@ def pad_both_sides(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Context:
-    """What a check may know of the model under verification apart from its own measurements."""
+    """The context of a check: the model under verification, and all but the check's own measurements."""
 
     subject: Subject
     has_reference: bool  # whether there is a dense model to compare with

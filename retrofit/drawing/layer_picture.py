@@ -161,7 +161,7 @@ class Frame:
 
 @dataclasses.dataclass(frozen=True)
 class Inlet:
-    """Where a cross-attention takes in what it reads."""
+    """The point at which a cross-attention's input enters the picture."""
 
     branch: Branch
     point: Point

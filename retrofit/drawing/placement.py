@@ -1,4 +1,4 @@
-"""Where each part belongs along the residual streams: what feeds a stack, what a stem module feeds, where a norm acts.
+"""Positions along the residual streams: inputs of stacks, users of stem modules, places of norms.
 
 Everything is read from the data flow. What the graph does not show stays unplaced; nothing is inferred from a name.
 """
@@ -17,7 +17,7 @@ from retrofit.anatomy.parts import Branch, Layer
 
 @dataclasses.dataclass(frozen=True)
 class Norms:
-    """Where the norms of a layer act, branches by their position in the layer."""
+    """The norms of a layer by the place where they act; branches are numbered by their position in the layer."""
 
     before: dict[int, tuple[str, ...]]  # between the stream and the branch
     after: dict[int, tuple[str, ...]]  # between the branch and its addition
@@ -26,7 +26,7 @@ class Norms:
 
 
 class Placement:
-    """Where the parts of `anatomy` belong, by its graph."""
+    """The positions of the parts of `anatomy`, found in its graph."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.graph = anatomy.graph

@@ -1,4 +1,4 @@
-"""What a GGUF file says of itself before its weights: metadata, and where each tensor lies (ggml's gguf.md, versions 2 and 3)."""
+"""The header of a GGUF file: metadata and tensor offsets (ggml's gguf.md, versions 2 and 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What belongs to the model in a directory, and what does not; the kinds of files that models are in, by their names."""
+"""The files of a directory that belong to its model; kinds of model files, by their names."""
 
 from __future__ import annotations
 

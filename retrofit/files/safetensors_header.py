@@ -1,4 +1,4 @@
-"""What a safetensors file says of itself before its weights: where each tensor lies.
+"""The header of a safetensors file: tensor offsets.
 
 A file is the length of its header (8 bytes, little endian), a header in JSON, which may end in spaces, and the tensors' bytes.
 """
@@ -43,7 +43,7 @@ PLACE = "data_offsets"
 
 @dataclasses.dataclass(frozen=True)
 class Extent:
-    """Where a tensor's bytes lie."""
+    """The place of a tensor's bytes in a file."""
 
     file: Path
     start: int

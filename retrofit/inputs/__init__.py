@@ -1,1 +1,1 @@
-"""What a model runs on, and what its modules receive."""
+"""Inputs of models, and recorded inputs of their modules."""

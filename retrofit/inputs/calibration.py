@@ -30,7 +30,7 @@ class Enough(Exception):
 
 
 class Stop(Exception):
-    """All that was wanted of a forward has been seen; the rest of it is not run."""
+    """Raised to end a forward once everything wanted has been recorded."""
 
 
 @dataclasses.dataclass(frozen=True)

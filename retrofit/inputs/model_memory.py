@@ -1,4 +1,4 @@
-"""Where the weights of a model are and how many bytes they take: measured, offloaded, left out (a skeleton), recorded for later."""
+"""Devices and sizes of a model's weights: measured, offloaded, left out (a skeleton), recorded for later."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ def restore(table: dict[str, Any], values: dict[str, Any], keep: tuple[str, ...]
     table.update(values)
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors hold the same bits; a NaN equals itself."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return bool(torch.equal(one, other)) or bool(torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (one, other))))
+    return bool(torch.equal(a, b)) or bool(torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))))

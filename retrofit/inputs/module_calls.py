@@ -46,7 +46,7 @@ def watched(
 
 @dataclasses.dataclass(frozen=True)
 class CacheMark:
-    """Where an argument was a cache of keys and values."""
+    """Replaces an argument that was a cache of keys and values."""
 
     two_sided: bool
 

@@ -1,4 +1,4 @@
-"""What a model reads beside its example inputs: images, films and sound at the places of tokens, and a second text.
+"""Optional inputs of a model: images, films and sound in place of tokens, and a second text.
 
 A model of text that also reads images runs without them, and so the inputs derived from it hold none. Here are inputs that do. The
 config gives the size of an image and the id that stands for a part of it, the forward names the arguments, and there are as many of

@@ -1,4 +1,4 @@
-"""Which models can be captured and rewritten: modules that run their own code, and a transformers model inside another module."""
+"""Requirements of models that can be captured and rewritten, and the transformers model inside another module."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ def depths_with_stacks(model: nn.Module) -> tuple[int, ...]:
 def has_stacks(model: nn.Module) -> bool:
     """Return whether two parameters can be weights of the same experts: of each expert, the one takes what the other returns."""
     stacked = [shape for shape in shapes_of(model) if len(shape) == 3 and min(shape) > 1]
-    return any(one[0] == other[0] and one[1] == other[2] for one, other in itertools.product(stacked, repeat=2))
+    return any(a[0] == b[0] and a[1] == b[2] for a, b in itertools.product(stacked, repeat=2))
 
 
 def built(architecture: Architecture) -> PreTrainedModel | None:
@@ -384,8 +384,8 @@ def trials(value: Any, wanted: Wanted) -> list[Any]:
         return list(dict.fromkeys((*wanted.values, 1, 0, None, value)))
     if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
         kinds = list(dict.fromkeys(value))
-        other = [[kind if depth in wanted.depths else two for depth in range(wanted.layers)] for kind in kinds for two in kinds]
-        return [list(fromkey) for fromkey in dict.fromkeys((*map(tuple, other), tuple(value)))]
+        b = [[kind if depth in wanted.depths else two for depth in range(wanted.layers)] for kind in kinds for two in kinds]
+        return [list(fromkey) for fromkey in dict.fromkeys((*map(tuple, b), tuple(value)))]
     if isinstance(value, list):
         return [[depth for depth in range(wanted.layers) if depth not in wanted.depths], list(wanted.depths), value]
     return []

@@ -1,4 +1,4 @@
-"""Whether two models are the same graph around their mixtures, and which parameter of the one stands where in the other."""
+"""Isomorphism of two models' graphs around their mixtures, and the corresponding parameters."""
 
 from __future__ import annotations
 
@@ -151,35 +151,35 @@ def root_of(surroundings: Surroundings) -> fx.Node:
     return surroundings.origin(logits_in(surroundings.program))
 
 
-def first_difference(one: Surroundings, other: Surroundings) -> str:
-    """Return what of the one graph is the first that the other does not compute, and the reverse; "" where the graphs are equal."""
-    ours, theirs = (side.slice_of(root_of(side)) for side in (one, other))
-    known, there = {one.digests[node] for node in ours}, {other.digests[node] for node in theirs}
-    if one.digests[root_of(one)] == other.digests[root_of(other)]:
+def first_difference(a: Surroundings, b: Surroundings) -> str:
+    """Return the first node of `a` that `b` does not compute, and the reverse; "" if the graphs are equal."""
+    ours, theirs = (side.slice_of(root_of(side)) for side in (a, b))
+    known, there = {a.digests[node] for node in ours}, {b.digests[node] for node in theirs}
+    if a.digests[root_of(a)] == b.digests[root_of(b)]:
         return ""
-    first = next((node for node in ours if one.digests[node] not in there), None)
-    its = next((node for node in theirs if other.digests[node] not in known), None)
-    here = one.place(first) if first is not None else "nothing"
-    return f"{here} is not in it; it has {other.place(its) if its is not None else 'nothing'} there"
+    first = next((node for node in ours if a.digests[node] not in there), None)
+    its = next((node for node in theirs if b.digests[node] not in known), None)
+    here = a.place(first) if first is not None else "nothing"
+    return f"{here} is not in it; it has {b.place(its) if its is not None else 'nothing'} there"
 
 
-def matched_parameters(one: Surroundings, other: Surroundings) -> dict[str, str]:
-    """For each parameter of `other` outside its mixtures the one of `one` at its place; raises `LookupError` for two at one place.
+def matched_parameters(a: Surroundings, b: Surroundings) -> dict[str, str]:
+    """Return for each parameter of `b` outside its mixtures that of `a` at its place; raise `LookupError` for two at one place.
 
     The graphs are equal.
     """
     found: dict[str, str] = {}
     seen: set[tuple[fx.Node, fx.Node]] = set()
-    waiting = [(root_of(one), root_of(other))]
+    waiting = [(root_of(a), root_of(b))]
     while waiting:
         pair = waiting.pop()
         if pair in seen:
             continue
         seen.add(pair)
         ours, theirs = pair
-        if ours in one.program.parameters:
-            name = other.program.parameters[theirs]
-            if found.setdefault(name, one.program.parameters[ours]) != one.program.parameters[ours]:
+        if ours in a.program.parameters:
+            name = b.program.parameters[theirs]
+            if found.setdefault(name, a.program.parameters[ours]) != a.program.parameters[ours]:
                 raise LookupError(f"{name} would have to be two parameters at once")
-        waiting.extend(zip(one.operands(ours), other.operands(theirs), strict=True))
+        waiting.extend(zip(a.operands(ours), b.operands(theirs), strict=True))
     return found

@@ -1,1 +1,1 @@
-"""How far two computations lie apart, and why."""
+"""Distances between two computations, and their causes."""

@@ -1,4 +1,4 @@
-"""Whether two ways of computing one thing agree: what one arithmetic leaves in doubt is settled in a wider one.
+"""Agreement of two computations of the same values: a doubt in one arithmetic is settled in a wider one.
 
 1. No gap in float32, or, in a large model where the ways may round differently, one within its own rounding: they agree.
 2. In float64 more than 1e-9 of the outputs' scale: they do not, however small the gap is in float32.
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """How far two ways lie apart, relative to the largest output, and in which arithmetic that was decided."""
+    """The distance of two computations, relative to the largest output, and the arithmetic in which it was decided."""
 
     gap: float
     narrow: str = "float32"
@@ -65,7 +65,7 @@ def is_large(model: nn.Module) -> bool:
 
 
 class Arithmetic:
-    """How a model is measured: in which arithmetic, and where that leaves doubt in which wider one."""
+    """The arithmetic in which a model is measured, and the wider one that settles doubts."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], computed: Callable[[], Tensor] | None = None) -> None:
         """`computed` gives the outputs for the inputs, where somebody has them already."""
@@ -171,31 +171,31 @@ class Arithmetic:
         Ways that run the `same_kernels` on the same numbers round alike, so that even in a large model any gap is a doubt.
         """
         with self.computing(), self.remembering():
-            one, other = ways()
-        gap = distance(one, other)
+            a, b = ways()
+        gap = distance(a, b)
         if self.dtype == torch.float64:
-            return self.decided(one, other, Comparison(gap, self.name, agrees=gap <= LIMIT, limit=LIMIT, in_float64=True))
+            return self.decided(a, b, Comparison(gap, self.name, agrees=gap <= LIMIT, limit=LIMIT, in_float64=True))
         may_round = not self.settles_everything and not same_kernels
         if not in_doubt and (gap == 0.0 or (may_round and gap <= 2 * self.rounding)):
             return Comparison(gap, self.name)
         try:
             with self.computing(in_float64=True):
-                wide_one, wide_other = ways()
+                wide_a, wide_b = ways()
         except Exception as error:  # code that refuses float64
             limit = TOLERANCE[torch.float32]
             note = f"limit {limit:.0e}; not in float64: {first_line(error)}"
-            return self.decided(one, other, Comparison(gap, self.name, agrees=gap <= limit, limit=limit, note=note))
-        wide = distance(wide_one, wide_other)
+            return self.decided(a, b, Comparison(gap, self.name, agrees=gap <= limit, limit=limit, note=note))
+        wide = distance(wide_a, wide_b)
         if wide > LIMIT:
             found = Comparison(gap, self.name, wide, agrees=False, limit=LIMIT, in_float64=True)
-            return self.decided(wide_one, wide_other, found)
+            return self.decided(wide_a, wide_b, found)
         if gap <= self.explained:
             return Comparison(gap, self.name, wide)
-        return self.decided(one, other, self.explain(ways, Comparison(gap, self.name, wide)))
+        return self.decided(a, b, self.explain(ways, Comparison(gap, self.name, wide)))
 
-    def decided(self, one: Tensor, other: Tensor, found: Comparison) -> Comparison:
+    def decided(self, a: Tensor, b: Tensor, found: Comparison) -> Comparison:
         """Return the comparison with its outputs, where they are needed."""
-        return found if found.agrees else dataclasses.replace(found, outputs=one.detach().cpu(), others=other.detach().cpu())
+        return found if found.agrees else dataclasses.replace(found, outputs=a.detach().cpu(), others=b.detach().cpu())
 
     def explain(self, ways: Ways, found: Comparison) -> Comparison:
         """Return whether a gap that is none in float64 comes of choices that nearly tied."""
@@ -216,10 +216,10 @@ class Arithmetic:
             with self.computing(in_float64=True), Choices() as recorded:
                 ways()
             with self.computing(), Choices(recorded.made) as replayed:
-                one, other = ways()
+                a, b = ways()
         except OtherChoicesError:
             return None
-        return distance(one, other if expected is None else expected), replayed.changed, replayed.margin
+        return distance(a, b if expected is None else expected), replayed.changed, replayed.margin
 
 
 def identity_of(inputs: Mapping[str, Any]) -> Hashable:

@@ -1,4 +1,4 @@
-"""What a forward chooses: the largest of several numbers, an order, a side of a threshold. Recorded, and made again.
+"""Discrete choices of a forward, recorded and forced: the largest of several numbers, an order, a side of a threshold.
 
 Two runs that round differently may choose differently where two candidates are nearly tied, and then differ by far more than
 rounding. A choice is any operation that makes integers or truth values of floating-point numbers, alone or beside the numbers it
@@ -113,6 +113,6 @@ def candidates(function: Any, args: Any, ours: Tensor, theirs: Tensor) -> tuple[
         picked = [value.gather(dim, places if keeps else places.unsqueeze(dim)) for places in (ours, theirs)]
         return (picked[0], picked[1]) if keeps else (picked[0].squeeze(dim), picked[1].squeeze(dim))
     if function.overloadpacket in COMPARED:
-        one, other = torch.broadcast_tensors(value, torch.as_tensor(args[1], dtype=value.dtype, device=value.device))
-        return one, other
+        left, right = torch.broadcast_tensors(value, torch.as_tensor(args[1], dtype=value.dtype, device=value.device))
+        return left, right
     return value.new_zeros(()), value.new_zeros(())

@@ -1,4 +1,4 @@
-"""How far values lie from what they should be: by the largest difference, by the error of tokens, by a model's predictions.
+"""Distances between values: the largest difference, the error of tokens, the divergence of predictions.
 
     error = √(Σ_t w_t ‖y_t − ŷ_t‖² / Σ_t w_t ‖y_t‖²)        w_t = min(1, median_s ‖y_s‖² / ‖y_t‖²)
 
@@ -27,16 +27,16 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torc
 Batch = tuple[dict[str, object], Tensor]  # inputs, and the dense outputs
 
 
-def distance(one: torch.Tensor, other: torch.Tensor, least: float = 0.0) -> float:
+def distance(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
     """Return the largest difference relative to the largest magnitude of `other`, or to `least` where that is more.
 
     It is infinite where shapes differ or only one of two elements is a number.
     """
-    if one.shape != other.shape:
+    if a.shape != b.shape:
         return float("inf")
-    if one.numel() == 0:
+    if a.numel() == 0:
         return 0.0
-    left, right = one.detach().to("cpu", torch.float64), other.detach().to("cpu", torch.float64)
+    left, right = a.detach().to("cpu", torch.float64), b.detach().to("cpu", torch.float64)
     difference = (left - right).abs().masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0)
     return float("inf") if bool(difference.isnan().any()) else float(difference.max()) / scale_of(right, least)
 

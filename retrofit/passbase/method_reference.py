@@ -1,4 +1,4 @@
-"""What a pass says of the modules it installs, so that they can be verified: the formula of each, computed in another way.
+"""References of a pass's modules: independent implementations of their formulas, for verification.
 
 A reference shares no code with the pass. `ModuleReference.compute` gets one call of a module as a `SiteCall` and returns what the
 formula gives, in float64, from the call's arguments, the module's parameters and the options of the pass. What is inside such a
@@ -40,7 +40,7 @@ class Draw:
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a given child must be called with, and what it returns then."""
+    """The arguments that a given child must be called with, and its output."""
 
     places: Mapping[Place, Tensor]  # the first carries the gradient
     others: Mapping[Any, Any] | None  # further arguments, by position or keyword; None: they are not looked at
@@ -152,7 +152,7 @@ def linked(leaf: Tensor, argument: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class ModuleReference:
-    """How else the output of a module that a pass installs is computed.
+    """An independent implementation of a module that a pass installs.
 
     `given` are its children that were there before, `functions` those that compute an element-wise part of the dense model: the
     formula calls these too. `key` is the attribute that says where in what the module returns the output is, "" where that is the
@@ -174,7 +174,7 @@ class ModuleReference:
 
 @dataclasses.dataclass(frozen=True)
 class Inside:
-    """What the modules see that another runs on fewer tokens."""
+    """The inputs of modules that another module runs on fewer tokens."""
 
     inputs: Mapping[str, Any]  # the model's
     staying: Tensor | None = None  # (batch, tokens): which belong to their sequences after the call; None: all
@@ -195,7 +195,7 @@ Rows = Mapping[str, tuple[Tensor, Tensor]]  # module path → some rows of x, an
 
 @dataclasses.dataclass(frozen=True)
 class DenseModules:
-    """What is kept of a dense model's modules, by path.
+    """The recorded modules of a dense model, by path.
 
     `probes`, `products` and `features` are of the plain projections, which only multiply by one matrix and add a bias.
     """

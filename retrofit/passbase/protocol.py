@@ -31,7 +31,7 @@ MAX_REASONS = 4  # near misses named in a refusal
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one pass would rewrite in one model, and what it would leave alone and why; subclasses add what `apply` needs."""
+    """The sites that a pass would rewrite and those it would leave alone, with reasons; subclasses add data for `apply`."""
 
     sites: tuple[Site, ...]
     near_misses: tuple[NearMiss, ...] = ()
@@ -71,7 +71,7 @@ class Rewrite:
 
 
 class Dial(Protocol):
-    """How a pass turns what it installed from the dense function into its own, in steps of its own kind."""
+    """The dial of a pass: it blends an installed module from the dense function to the method's, in the pass's own steps."""
 
     @property
     def name(self) -> str:
@@ -89,7 +89,7 @@ class Dial(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-    """What a pass proposes for training: stages with a teacher, in steps for each step that trains the whole, and rates."""
+    """The proposals of a pass for training: stages with a teacher, in steps per step of training the whole model, and rates."""
 
     align: float = 0.25  # in which the sites learn from the dense ones first
     anneal: float = 0.0  # of these steps, in which the sites turn from dense to rewritten
@@ -240,6 +240,8 @@ class Pass(abc.ABC, Generic[SomePlan]):
             why=first_few(reasons, MAX_REASONS, "; ") or "the chosen layers have none",
             remedy=next((miss.remedies for miss in plan.near_misses if miss.remedies), self.remedy),
             in_any_form=plan.fits_no_form,
+            code=codes.pop() if len(codes := {miss.code for miss in plan.near_misses}) == 1 else "",
+            sites=tuple(miss.name for miss in plan.near_misses),
         )
 
     def spec(self) -> str:

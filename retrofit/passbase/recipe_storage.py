@@ -215,7 +215,7 @@ Stacks = tuple[tuple[str, int, int, int | None], ...]
 
 @dataclasses.dataclass(frozen=True)
 class AppliedTo:
-    """What one pass was applied to."""
+    """A description of the model that a pass was applied to."""
 
     sites: Names = ()  # module paths at that time
     ties: tuple[Names, ...] = ()  # the names of every parameter that had several

@@ -145,7 +145,7 @@ class CorrespondingSite:
 
 @dataclasses.dataclass(frozen=True)
 class Correspondence:
-    """What of a dense model became what of the model that was made from it."""
+    """The correspondence between a dense model and the model made from it."""
 
     sites: tuple[CorrespondingSite, ...]  # that approximate passes rewrote, in the order of the model
     fates: Mapping[str, Fate]  # of the dense parameters
@@ -162,11 +162,6 @@ class Correspondence:
                 fate.layout.put(value, named[fate.name], buffers.get(fate.layout.order))
             elif fate.kind in ("kept", "moved"):
                 named[fate.name].detach().copy_(value_of(dense, name))
-
-
-def corresponding_sites(model: nn.Module, dense: nn.Module) -> tuple[CorrespondingSite, ...]:
-    """Return the sites that approximate passes rewrote, in the order of the model; none where every pass was exact."""
-    return correspondence(model, dense).sites
 
 
 def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:

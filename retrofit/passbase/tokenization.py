@@ -25,7 +25,7 @@ SENTINELS = 1024  # more than any window of a sensible length needs
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How text becomes ids of one model's vocabulary, and which ids have a special meaning."""
+    """A model's tokenizer: the ids of a text, and the special ids."""
 
     name: str
     encode: Callable[[str], torch.Tensor]

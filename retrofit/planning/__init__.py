@@ -1,1 +1,1 @@
-"""Which passes, with which settings, in which layers of one model: measured, predicted, chosen."""
+"""Choice of passes, settings and layers for a model: measurement, prediction, optimization."""

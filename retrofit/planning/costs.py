@@ -1,4 +1,4 @@
-"""What hybrids cost beside the dense model: seconds of a token, of a forward, of a training step, measured in turn; bytes, counted.
+"""Costs of hybrids and the dense model: seconds per token, forward and training step, measured in turn; bytes, counted.
 
 Every time is that of the whole model, not of a module called by itself, whose weights would be in a cache by the second call. In
 each round the models take turns, and what counts is the median over the rounds of the ratios to the dense model: a machine that is

@@ -1,4 +1,4 @@
-"""What was measured for a plan, by name: in a folder as soon as it is there, so that an interrupted run goes on from it.
+"""The measurements for a plan, by name: each is written to a folder at once, so that an interrupted run resumes.
 
 A folder with `measured.json`, which says what they depend on, and the sketches of what each replacement does to the predictions.
 Without a folder they are in memory.
@@ -32,7 +32,7 @@ NOISE = 0.01  # of a time
 
 
 class MeasurementStore:
-    """All that was measured so far."""
+    """All measurements so far."""
 
     def __init__(self, folder: Path | None, facts: dict[str, Any], *, force: bool = False) -> None:
         self.folder, self.facts = folder, facts
@@ -143,7 +143,7 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class CandidateRecord:
-    """What is known of one candidate, read from the store."""
+    """The measurements of one candidate, read from the store."""
 
     number: int
     candidate: AnyPass

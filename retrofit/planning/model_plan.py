@@ -22,7 +22,7 @@ DISTANCES = {True: "KL from the dense predictions, nats a token", False: "relati
 
 @dataclasses.dataclass(frozen=True)
 class Worth:
-    """What a model costs, as shares of the dense model's, and what it loses."""
+    """A model's costs, as shares of the dense model's, and its added loss."""
 
     costs: Mapping[str, float]  # decode, prefill, train, memory: those that were measured
     distance: float  # KL, or the relative error where the outputs are no logits
@@ -34,7 +34,7 @@ class Worth:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLayers:
-    """What one pass with one setting does in the model, each site with its distance alone."""
+    """The sites of one pass with one setting, each with its distance alone."""
 
     spec: str  # short
     depths: tuple[int, ...]  # empty where it does not come apart by depth

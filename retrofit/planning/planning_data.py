@@ -54,7 +54,7 @@ class PlanningData:
 
 @dataclasses.dataclass(frozen=True)
 class TokenCounts:
-    """How many tokens are fitted on, measured on and held out, at most."""
+    """The most tokens to fit on, to measure on and to hold out."""
 
     fitted: int
     measured: int

@@ -1,4 +1,4 @@
-"""What several replacements do to the outputs together, and add to a time, predicted from what was measured of each.
+"""Prediction of the joint effect of several replacements on outputs and times, from measurements of each.
 
     q(S) = Σ_i k_i + 2 Σ_{i<j} g_ij r_ij √(k_i k_j)        K(S) = a · q(S)^b        t(S) = Σ_s n_s(S) c_s
 

@@ -1,4 +1,4 @@
-"""What choices of sites cost and lose: predicted from what was measured of each, corrected by the choices that were measured."""
+"""Prediction of the cost and loss of a choice of sites, from measurements of each site, corrected by measured choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a hybrid's outputs are worth on windows of text: their distance from the dense ones, and the loss.
+"""Quality of a hybrid on windows of text: the distance of its outputs from the dense ones, and the loss.
 
 Where the outputs are logits, the distance is the KL divergence from the dense predictions, in nats a token. To second order it is
 
@@ -55,7 +55,7 @@ class MeasuredBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """How far outputs are from the dense ones."""
+    """The distance of outputs from the dense ones."""
 
     distance: float  # KL in nats a token, or the squared relative error
     loss: float | None  # nats a token
@@ -276,7 +276,7 @@ def hold_back(windows: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a rewrite cost on some windows; a loss is in nats a token, None where the model computes none."""
+    """The effect of a rewrite on some windows; losses in nats per token, None if the model computes none."""
 
     text: str  # in words: "held-out" or what else the windows are
     before: float | None

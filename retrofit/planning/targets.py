@@ -1,4 +1,4 @@
-"""What a plan is to reach: `decode 1.5x`, `loss +0.05`, or several at once, `decode 1.3x, memory 0.9x`."""
+"""Targets of a plan: `decode 1.5x`, `loss +0.05`, or several at once, `decode 1.3x, memory 0.9x`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = Literal["speed", "share", "added"]
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """What can be limited: a speed or a share, in times the dense model's, or an added amount to it."""
+    """A quantity with a limit: a speed or a share, relative to the dense model's, or an amount added to it."""
 
     name: str
     kind: Kind

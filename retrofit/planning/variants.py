@@ -95,7 +95,7 @@ LayerPaths = Mapping[int, tuple[str, ...]]  # the layers of all stacks by depth
 
 @dataclasses.dataclass(frozen=True)
 class Replacement:
-    """What one candidate puts in the place of dense modules: in the layers of some depths, or as a whole."""
+    """The modules with which a candidate replaces dense ones, in the layers of some depths or in all."""
 
     depths: tuple[int, ...]  # that the recipe names; empty where the candidate does not come apart by depth
     modules: Mapping[str, nn.Module]  # by the path of what they replace

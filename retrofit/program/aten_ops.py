@@ -1,4 +1,4 @@
-"""What each ATen operation does to a token's representation, in one place for every analysis.
+"""The effect of each ATen operation on a token's representation, in one place for every analysis.
 
 The vocabulary: an operation *carries* an operand when its result is that operand up to layout, scale, offset, mask or
 normalisation. It is *heavy* when it multiplies representations by weights or by one another, or mixes tokens.

@@ -1,4 +1,4 @@
-"""What a model costs: its parameters, and the floating-point operations of its products, counted on its graph or on a run."""
+"""The cost of a model: its parameters, and the floating-point operations of its products, counted on its graph or on a run."""
 
 from __future__ import annotations
 

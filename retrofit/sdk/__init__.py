@@ -1,4 +1,4 @@
-"""What a pass may import: the stable seam between the library and its passes.
+"""The stable interface between the library and its passes: all names that a pass may import.
 
 This file is the core. What fewer passes need is in the rings around it: in `retrofit.sdk.anatomy` what models consist of, in
 `program` the graph behind it, in `modules` what parts of a model are replaced by, in `data` what a start is fitted to. A pass

@@ -1,4 +1,4 @@
-"""What modules are made of that replace or wrap others: `edit` installs them, `forward` runs in any form the model takes."""
+"""Parts for modules that replace or wrap others: `edit` installs them, `forward` runs in any form of the model."""
 
 from __future__ import annotations
 

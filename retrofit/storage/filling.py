@@ -407,9 +407,9 @@ def fill_model(
     return model.to(dtype).eval() if dtype is not None else model.eval()
 
 
-def is_same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors are one in memory or hold equal values."""
-    return one.data_ptr() == other.data_ptr() or torch.equal(one, other)
+    return a.data_ptr() == b.data_ptr() or torch.equal(a, b)
 
 
 def fill_transformers(

@@ -95,8 +95,8 @@ def require_equal_rewrite(model: Any, dense: Mapping[str, nn.Module], whole: Any
     """
     ours, theirs = structure_of(model), structure_of(whole)
     new, recorded = (
-        {path for path, module in one.named_modules(remove_duplicate=False) if module not in set(before.values())}
-        for one, before in ((model, dense), (whole, whole_dense))
+        {path for path, module in rewritten.named_modules(remove_duplicate=False) if module not in set(before.values())}
+        for rewritten, before in ((model, dense), (whole, whole_dense))
     )
     lost = [path for path in recorded - new if known_ancestor(path, whole_dense) in dense]
     other = [path for path in new & recorded if not same_module(ours[path], theirs[path], table_sizes(whole, model))]

@@ -211,15 +211,17 @@ def load_weights(own: Callable[..., Any], model: Any, state_dict: Any, files: li
 def require_recipe_of_files(model: Any, file: Path, missing: Collection[str], unread: Collection[str]) -> None:
     """Raise `CheckpointError` where weights of a module that the recipe beside the file has rewritten were missing or not read."""
     entries = list(recipes_in(config_beside(file)))
-    passes = [one for entry in entries for one in recipe_storage.passes_of(entry.get("applied_to"))]
+    passes = [applied for entry in entries for applied in recipe_storage.passes_of(entry.get("applied_to"))]
     base = f"{model.base_model_prefix}."
-    ends = tuple({f".{site.removeprefix(base)}" for one in passes for site in one.sites})
+    ends = tuple({f".{site.removeprefix(base)}" for applied in passes for site in applied.sites})
     if not ends:
         return
     from retrofit.storage.other_models import in_any  # not before: transformers is still importing itself when it reads this file
 
     sites = {path for path, _ in model.named_modules(remove_duplicate=False) if f".{path}".endswith(ends)}
-    lost = [name for name in (*missing, *unread) if any(in_any(one, sites) for one in (name, name.removeprefix(base), base + name))]
+    lost = [
+        name for name in (*missing, *unread) if any(in_any(path, sites) for path in (name, name.removeprefix(base), base + name))
+    ]
     if lost:
         raise CheckpointError(
             f"{file.parent} is not loaded as a {type(model).__name__} without its recipe {', '.join(entries[0]['recipe'])}",

@@ -95,10 +95,10 @@ def is_large(weight: torch.Tensor) -> bool:
     return weight.nbytes > WHOLE
 
 
-def same_sample(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_sample(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors agree bit for bit wherever a file of samples holds them."""
-    if one.shape != other.shape or one.dtype != other.dtype or not (one.is_contiguous() and other.is_contiguous()):
+    if a.shape != b.shape or a.dtype != b.dtype or not (a.is_contiguous() and b.is_contiguous()):
         return False
-    left, right = as_bytes(one), as_bytes(other)
-    places = blocks(len(left)) if is_large(one) else [(0, len(left))]
+    left, right = as_bytes(a), as_bytes(b)
+    places = blocks(len(left)) if is_large(a) else [(0, len(left))]
     return all(torch.equal(left[first:last], right[first:last]) for first, last in places)

@@ -1,4 +1,4 @@
-"""What a stream reads: a directory of safetensors, as a model without weights and as one whose weights are mapped."""
+"""The source of a stream: a directory of safetensors, as a model without weights and as one with mapped weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What transformers keeps about a model in addition to its modules: which weights are tied, under which names they are saved."""
+"""transformers' tables about a model: tied weights, and the names under which weights are saved."""
 
 from __future__ import annotations
 

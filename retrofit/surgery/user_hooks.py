@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,6 +37,7 @@ SAVING = {
 CARRIED = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs")
 LIBRARIES = ("retrofit", "transformers", "peft")  # their hooks record outputs or mark inputs for gradients, and follow a module
 REMOVE = "remove the hook first (pruning, parametrizations: make them permanent); put it on the rewritten model where it is wanted"
+HOOKED = "hooked"  # the code of a refusal because of a hook
 OURS = "retrofit_hooks"  # of a module: the ids of the hooks that passes put on it
 
 
@@ -161,12 +161,10 @@ class HookWatch:
                 raise refusal(hook, name, "the pass gives it other weights, and the hook would act on other values")
 
     def explain(self, refusal: DoesNotFitError) -> None:
-        """`refusal`, of a pass that does not fit, names a hook: what it does is part of what its module was seen to compute."""
-        text = f"{refusal.what} {refusal.why}"
+        """Add to `refusal` the hook at one of its sites, if there is any: it is part of what its module was seen to compute."""
         called = [hook for hook in self.hooks if hook.kind != "gradient hook" and hook.kind not in SAVING.values()]
-        places = [word.strip(".") for word in re.findall(r"[\w.]+", text)]
-        hook = next((hook for hook in called if any(is_at(hook.path, place) for place in places)), None)
-        if hook is not None and hook.kind not in text:
+        hook = next((hook for hook in called if any(is_at(hook.path, site) for site in refusal.sites)), None)
+        if hook is not None and refusal.code != HOOKED:
             own = f"{hook.path or 'the model'} has a {hook.kind} ({hook.name}), which is part of what it computes"
             refusal.why = f"{refusal.why}; {own}" if refusal.why else own
             refusal.remedies += (REMOVE,)
@@ -238,7 +236,7 @@ def own_tensors(owner: nn.Module | nn.Parameter) -> tuple[int, ...]:
 
 
 def is_at(path: str, place: str) -> bool:
-    """Return whether a refusal that names `place` may be about the module at `path`: it is there, in it or around it."""
+    """Return whether a refusal of the site `place` may be about the module at `path`: it is there, in it or around it."""
     return path == place or ("." in place and path.startswith(f"{place}.")) or ("." in path and place.startswith(f"{path}."))
 
 
@@ -253,4 +251,6 @@ def refusal(hook: UserHook, name: str, why: str) -> DoesNotFitError:
         why=why,
         remedy=REMOVE,
         in_any_form=True,
+        code=HOOKED,
+        site=hook.path,
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from support import tiny_models
-from support.command_server import CommandServer
 from support.commands import contents, gpt2, llama
 from torch import nn
 
@@ -18,12 +17,6 @@ from retrofit.cli import main
 from retrofit.rewriting import Applied
 
 LINE = "the quick brown fox jumps over the lazy dog, and the dog does not mind. "
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[CommandServer]:
-    with CommandServer() as running:
-        yield running
 
 
 @pytest.fixture(scope="session")

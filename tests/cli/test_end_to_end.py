@@ -18,6 +18,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from support.command_server import CommandServer
 from support.commands import APPLY, RUN, contents, gpt2, llama, only_stages
 from torch import nn
 
@@ -38,20 +39,14 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def rewritten(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def rewritten(models: Path, server: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A folder where `retrofit apply` has rewritten model.pt, and what it printed."""
     folder = tmp_path_factory.mktemp("rewritten")
     for name in ("model.pt", "other.pt"):
         shutil.copy(models / name, folder)
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, "apply", "--pass", "altup", "--k", "2", "model.pt"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
-    assert done.returncode == 0 and only_stages(done.stderr) and "retrofit: verifying" in done.stderr.splitlines()
-    return folder, done.stdout
+    done = server.program(RUN, "apply", "--pass", "altup", "--k", "2", "model.pt", cwd=folder)
+    assert done.code == 0 and only_stages(done.err) and "retrofit: verifying" in done.err.splitlines()
+    return folder, done.out
 
 
 def same_function(rewritten: str | Path, dense: nn.Module) -> None:
@@ -326,7 +321,7 @@ def test_the_commands_of_the_readme_work(here: Path, capsys: pytest.CaptureFixtu
         assert main(arguments) == 0, (line, capsys.readouterr().err)
 
 
-def test_the_python_of_the_readme_works(here: Path) -> None:
+def test_the_python_of_the_readme_works(here: Path, server: CommandServer) -> None:
     """Pasted from the top; the pass of one's own is applied."""
     gpt2(layers=1).save_pretrained("smollm2")
     words = {word: index for index, word in enumerate(["[UNK]", "The", "capital", "of", "France", "is"])}
@@ -339,6 +334,6 @@ dense = AutoModelForCausalLM.from_pretrained("smollm2")
 before = dense(**prompt).logits
 assert (retrofit.apply(dense, HalveFFN(), verify=False)(**prompt).logits - before).abs().max() > 1e-3
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr
-    assert "width" in done.stdout and Path("smollm2.altup").is_dir()
+    done = server.program(code)
+    assert done.code == 0, done.err
+    assert "width" in done.out and Path("smollm2.altup").is_dir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-import resource
 import shutil
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.command_server import CommandServer
 from support.commands import APPLY, RUN, contents
 
 from retrofit.cli import main
@@ -175,18 +175,15 @@ def test_a_full_disk_leaves_everything_as_it_was(
 
 
 @pytest.mark.parametrize(("model", "output"), [pytest.param("model.pt", "out.pt", marks=pytest.mark.long), ("gpt2", "out")])
-def test_a_write_that_the_system_stops_leaves_everything_as_it_was(model: str, output: str, here: Path) -> None:
+def test_a_write_that_the_system_stops_leaves_everything_as_it_was(
+    model: str, output: str, here: Path, server: CommandServer
+) -> None:
     before = contents(here)
-    limit = 30_000  # bytes a file may have: enough for a config, too few for the weights
-
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-
-    command = [sys.executable, "-c", UNTOUCHED + RUN, *APPLY, model, "-o", output]
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limited, timeout=120)
-    assert done.returncode == 2, done.stderr
-    assert output in done.stderr
-    assert "Traceback" not in done.stderr
+    limits = {"RLIMIT_FSIZE": 30_000}  # bytes a file may have: enough for a config, too few for the weights
+    done = server.program(UNTOUCHED + RUN, *APPLY, model, "-o", output, limits=limits)
+    assert done.code == 2, done.err
+    assert output in done.err
+    assert "Traceback" not in done.err
     assert contents(here) == before
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import retrofit
 from retrofit.errors import DoesNotFitError, RetrofitError, TrainingError, VerificationError
 from retrofit.passbase.protocol import Pass, parse_recipe
-from retrofit.passbase.replaying import CorrespondingSite, corresponding_sites
+from retrofit.passbase.replaying import CorrespondingSite, correspondence
 from retrofit.passes import AltUp, SumEmbedding
 
 ORDERS = {
@@ -241,7 +241,7 @@ def test_a_site_is_followed_through_the_wrappers_of_later_passes() -> None:
     model = retrofit.apply(
         copy.deepcopy(dense), "sparse-ffn(sparsity=4)", "altup(k=2)", "sequence-altup(k=2, layers=1)", verify=False
     )
-    sites = corresponding_sites(model, dense)
+    sites = correspondence(model, dense).sites
     assert [(site.dense, site.method) for site in sites] == [
         ("model.layers.0.mlp", "sparse-ffn"),
         ("model.layers.1", "sequence-altup"),
@@ -255,19 +255,19 @@ def test_a_site_is_followed_through_the_wrappers_of_later_passes() -> None:
 def test_exact_passes_leave_nothing_to_learn() -> None:
     dense = gpt2()
     model = retrofit.apply(copy.deepcopy(dense), "altup(k=2)", verify=False)
-    assert corresponding_sites(model, dense) == ()
+    assert correspondence(model, dense).sites == ()
 
 
 def test_other_teachers_are_refused_with_what_differs() -> None:
     dense = llama()
     model = retrofit.apply(copy.deepcopy(dense), "sparse-ffn(sparsity=4)", verify=False)
     with refused(TrainingError, code="other-model", option="teacher") as wider:
-        corresponding_sites(model, llama(intermediate_size=40))
+        correspondence(model, llama(intermediate_size=40))
     assert "24" in wider.value.why and "40" in wider.value.why
     with refused(TrainingError, code="rewritten", option="teacher"):
-        corresponding_sites(model, model)
+        correspondence(model, model)
     with refused(TrainingError, code="not-rewritten"):
-        corresponding_sites(dense, dense)
+        correspondence(dense, dense)
 
 
 def test_a_site_names_both_paths_where_they_differ() -> None:

@@ -7,12 +7,12 @@ import itertools
 import math
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import scipy.optimize
+from support.command_server import CommandServer
 
 from retrofit.planning.choosing import Problem, choose, cliques_of, least_cost, linear_choice
 from retrofit.planning.costs import error_of_median
@@ -217,18 +217,15 @@ print("after")
 """
 
 
-def test_what_c_prints_is_lost_and_what_python_prints_goes_to_stderr() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["before", "C before", "after"]
-    assert done.stderr == "Python, meanwhile\n"
+def test_what_c_prints_is_lost_and_what_python_prints_goes_to_stderr(server: CommandServer) -> None:
+    done = server.program(PROGRAM)
+    assert done.code == 0 and done.out.splitlines() == ["before", "C before", "after"]
+    assert done.err == "Python, meanwhile\n"
 
 
-def test_an_error_leaves_stdout_as_it_was(tmp_path: Path) -> None:
-    program = PROGRAM.replace('    print("Python, meanwhile")', "    raise SystemExit(3)")
-    with open(tmp_path / "out", "w+") as out:
-        assert subprocess.run([sys.executable, "-c", program], stdout=out, check=False).returncode == 3
-        out.seek(0)
-        assert out.read() == "before\nC before\n"
+def test_an_error_leaves_stdout_as_it_was(server: CommandServer) -> None:
+    done = server.program(PROGRAM.replace('    print("Python, meanwhile")', "    raise SystemExit(3)"))
+    assert done.code == 3 and done.out == "before\nC before\n"
 
 
 def test_a_closed_stdout_is_no_error() -> None:

@@ -8,8 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import safetensors.torch
 import torch
 import transformers
 from support import tiny_models
+from support.command_server import CommandServer
 from support.directories import differences, tensors_in
 from support.refusals import refused
 
@@ -257,10 +256,11 @@ streamed_apply.apply_streamed(sys.argv[1], sys.argv[2], "altup(k=2)", verify=Fal
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize("records", [6, 1])
-def test_what_was_killed_goes_on_where_it_was(records: int, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_killed_goes_on_where_it_was(
+    records: int, models: Path, server: CommandServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, output = models / "llama", tmp_path / "out"
-    command = [sys.executable, "-c", KILLED, str(source), str(output), str(records)]
-    assert subprocess.run(command, timeout=200).returncode == -signal.SIGKILL
+    assert server.program(KILLED, source, output, str(records)).code == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
     assert left == resumable_directory.unfinished_of(output)
     done = {*resumable_directory.read_steps(left / "steps")}

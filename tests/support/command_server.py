@@ -1,8 +1,10 @@
-"""Commands of the command line, each in a process of its own that has imported everything already: quick to start, safe to kill."""
+"""Commands and programs, each in a process of its own that has imported everything already: quick to start, safe to kill."""
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import importlib
 import json
 import os
 import resource
@@ -10,6 +12,9 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+import types
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -28,7 +33,7 @@ class Ended:
 
 
 class CommandServer:
-    """A process that runs commands in forks of itself, one at a time."""
+    """A process that runs commands and programs in forks of itself, one at a time."""
 
     def __enter__(self) -> CommandServer:
         code = CODE.format(path=sys.path)
@@ -52,7 +57,25 @@ class CommandServer:
 
         `limits` are those of the process, by their names in `resource`; RLIMIT_AS is what it may take beyond what it has.
         """
-        order = {"argv": [str(one) for one in arguments], "limits": limits or {}}
+        return self.ended({"argv": [str(argument) for argument in arguments], "limits": limits or {}}, after, by)
+
+    def program(
+        self,
+        code: str | Path,
+        *arguments: str | Path,
+        cwd: str | Path = "",
+        paths: Iterable[str | Path] = (),
+        limits: dict[str, int] | None = None,
+    ) -> Ended:
+        """Return how a program ended, the text or file `code`, in the folder `cwd` and with `paths` to import from first.
+
+        It is for programs to which it makes no difference that torch, transformers and retrofit have been imported.
+        """
+        order = {"argv": [str(argument) for argument in arguments], "limits": limits or {}, "cwd": str(cwd or os.getcwd())}
+        return self.ended({**order, "code": str(code), "file": isinstance(code, Path), "paths": [str(path) for path in paths]})
+
+    def ended(self, order: dict[str, Any], after: float | None = None, by: int = 0) -> Ended:
+        """Return how the order ended; see `run`."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
@@ -109,8 +132,32 @@ def run_order(order: dict[str, Any], outputs: list[int], main: Any) -> None:
         resource.setrlimit(getattr(resource, name), (value + used, resource.RLIM_INFINITY))
     code = 70
     try:
-        code = main(order["argv"])
+        code = run_program(order) if "code" in order else main(order["argv"])
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        ctypes.CDLL(None).fflush(None)  # what C has printed
         os._exit(code)
+
+
+def run_program(order: dict[str, Any]) -> int:
+    """Return the exit code of a program, which this process runs as `python -c` or `python file` does."""
+    code, file = order["code"], order["file"]
+    os.chdir(order["cwd"])
+    sys.argv, sys.path[:0] = [code if file else "-c", *order["argv"]], [*order["paths"], str(Path(code).parent) if file else ""]
+    importlib.invalidate_caches()
+    text = Path(code).read_text(encoding="utf-8") if file else code
+    sys.modules["__main__"] = module = types.ModuleType("__main__")  # dataclasses look for their module there
+    if file:
+        module.__file__ = code
+    try:
+        exec(compile(text, code if file else "<string>", "exec"), vars(module))
+    except SystemExit as exit:
+        if exit.code is None or isinstance(exit.code, int):
+            return exit.code or 0
+        print(exit.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0

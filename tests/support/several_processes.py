@@ -1,8 +1,9 @@
-"""A function in several processes that are connected, as torchrun starts them."""
+"""A function in processes of its own: forks of one that has imported what takes seconds. Connected, as torchrun starts them."""
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import socket
 from collections.abc import Callable
@@ -13,8 +14,21 @@ import torch
 
 from retrofit.training import processes
 
+IMPORTED = [
+    "torch._dynamo",
+    "transformers",
+    "retrofit.rewriting",
+    "retrofit.checks.verify",
+    "retrofit.training.continued_pretraining",
+]
 OF_A_CONNECTION = ("gloo", "tcpstore")  # in the names of the threads that torch starts for one
 TASKS = Path("/proc/self/task")  # the threads of a process, where the system shows them
+
+
+def start_processes(count: int, work: Callable[..., None], *arguments: Any) -> None:
+    """`work(rank, *arguments)` has run in `count` processes."""
+    multiprocessing.set_forkserver_preload(IMPORTED)
+    torch.multiprocessing.start_processes(work, arguments, nprocs=count, start_method="forkserver")
 
 
 def run_in_processes(count: int, work: Callable[..., None], *arguments: Any) -> None:
@@ -22,7 +36,7 @@ def run_in_processes(count: int, work: Callable[..., None], *arguments: Any) -> 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(connected, (count, port, work, arguments), nprocs=count)
+    start_processes(count, connected, count, port, work, arguments)
 
 
 def connected(rank: int, count: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:

@@ -125,7 +125,7 @@ def test_pruning_and_gradient_hooks() -> None:
     model.lm_head.weight.register_hook(lambda gradient: gradient)
     with pytest.raises(DoesNotFitError) as refusal:
         retrofit.apply(model, "sparse-loss(modules=4)", verify=False)
-    assert "lm_head.weight" in refusal.value.what and "gradient hook" in refusal.value.what
+    assert (refusal.value.code, refusal.value.site) == ("hooked", "lm_head.weight") and "gradient hook" in refusal.value.what
     retrofit.apply(model, "reversible", verify=False)
 
 

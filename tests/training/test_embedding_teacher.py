@@ -18,7 +18,7 @@ from transformers import ViTConfig, ViTForImageClassification
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
-from retrofit.passbase.replaying import corresponding_sites
+from retrofit.passbase.replaying import correspondence
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.distillation import divergence_from_teacher
 from retrofit.training.layerwise import DenseSites
@@ -103,7 +103,7 @@ def test_class_logits_are_distilled_without_labels() -> None:
     for parameter in dense.parameters():
         parameter.data.mul_(6 if parameter.dim() > 1 else 1)
     model = retrofit.apply(copy.deepcopy(dense), FFN, verify=False)
-    sites = DenseSites(model, dense, corresponding_sites(model, dense))
+    sites = DenseSites(model, dense, correspondence(model, dense).sites)
     pixels = torch.randn(8, 3, 8, 8)
     with sites.mixed(0.0):
         assert torch.equal(model(pixels).logits, dense(pixels).logits)

@@ -20,7 +20,7 @@ from torch import nn
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
-from retrofit.passbase.replaying import corresponding_sites
+from retrofit.passbase.replaying import correspondence
 from retrofit.passes.reversible import two_streams
 from retrofit.training.continued_pretraining import continue_pretraining
 from retrofit.training.layerwise import DenseSites
@@ -52,7 +52,7 @@ def pair(*specs: str) -> tuple[nn.Module, nn.Module]:
 
 
 def sites_of(model: nn.Module, dense: nn.Module) -> DenseSites:
-    return DenseSites(model, dense, corresponding_sites(model, dense))
+    return DenseSites(model, dense, correspondence(model, dense).sites)
 
 
 # ── Sites next to the dense modules ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,4 +1,4 @@
-"""Whether an ONNX file computes what torch does: on inputs of other shapes than it was traced with.
+"""Comparison of an ONNX file with torch, on inputs of other shapes than those of the trace.
 
 ONNX Runtime and torch round differently, a trained model more than a fresh one. What is not settled by the gap itself is settled in
 float64: the file's outputs may lie a few times as far from torch's float64 outputs as torch's own do, output by output. Where a
