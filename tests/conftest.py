@@ -35,3 +35,13 @@ def server() -> Iterator[CommandServer]:
     """A process that runs commands and programs without the seconds that their imports take."""
     with CommandServer() as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def no_trial_as_graph(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that does not fit a transformers model is refused without a trial on its graph, which takes seconds.
+
+    Long tests, and those marked `tries_graph`, have the trial.
+    """
+    if not any(map(request.node.get_closest_marker, ("long", "tries_graph"))):
+        monkeypatch.setattr("retrofit.rewriting.fits_as_graph", lambda *given: False)

@@ -205,6 +205,7 @@ BASES = {
 }
 
 
+@pytest.mark.first(9)
 @pytest.mark.parametrize("gone", [False, True], ids=["its own base there", "its own base gone"])
 @pytest.mark.parametrize(
     ("own", "other", "says"),

@@ -132,6 +132,7 @@ def before(y: torch.Tensor) -> torch.Tensor:
     return nn.functional.pad(y, (0, 0, 2, 0))
 
 
+@pytest.mark.first(9)
 @pytest.mark.parametrize(
     ("mix", "causal"),
     [

@@ -211,6 +211,7 @@ def test_three_passes_are_refused_only_where_two_of_them_are(kind: str, recipe: 
     assert said or not any(first and second for _, first, second in two), "two of these forms are refused by themselves"
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox", "opt", "granite", "cohere"])
 def test_convolutions_in_strided_layers_go_on_behind_the_anchors_of_their_row(family: str) -> None:
     """Rows padded on the left reach their anchors at different steps, and tokens are taken back: each row is what it is alone.

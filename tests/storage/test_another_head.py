@@ -147,7 +147,7 @@ def part(name: str) -> str:
     return dense_name(name).rpartition(".")[0]
 
 
-@pytest.mark.first(7)
+@pytest.mark.first(4)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", PASSES)
 def test_the_shared_part_is_there_and_the_rest_is_new(family: str, spec: str, tmp_path: Path) -> None:
@@ -192,6 +192,7 @@ def test_a_classifier_computes_what_it_computes_from_dense_weights(spec: str, tm
     assert torch.allclose(other(IDS).logits, plain(IDS).logits, atol=1e-5)
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize(
     ("saved", "first", "then"),
     [

@@ -329,6 +329,7 @@ def test_dense_weights_saved_under_a_recipe_are_refused(spec, tmp_path):
 # The names in the files
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("spec", ["reversible", "altup(k=2)", "memory(lookup=softmax)", "shared-moe(groups=0)"])
 @pytest.mark.parametrize("device_map", [None, "cpu"])
 def test_no_tensor_of_a_rewritten_module_is_left_at_random(spec, device_map, tmp_path):

@@ -55,6 +55,7 @@ def keys_of(directory: Path) -> set[str]:
     return found
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("shards", ["50GB", "2KB"])
 def test_the_stock_round_trip_is_bit_identical(name, shards, tmp_path):
@@ -68,6 +69,7 @@ def test_the_stock_round_trip_is_bit_identical(name, shards, tmp_path):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1 or shards == "50GB"
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_loaded_model_saves_and_loads_again(name, tmp_path):
     model, inputs = remembered(name)
@@ -92,6 +94,7 @@ def test_the_same_weights_are_tied_before_and_after(name, tmp_path):
     assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", ["llama-tied", "t5", "mixtral"])
 @pytest.mark.parametrize("device_map", ["cpu", "auto", {"": "cpu"}])
 def test_device_maps(name, device_map, tmp_path):
@@ -117,6 +120,7 @@ def test_a_wrapped_layer_is_offloaded_as_one(name, tmp_path):
     assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_another_dtype(name, tmp_path):
     model, inputs = remembered(name)
@@ -156,6 +160,7 @@ def test_auto_classes(name, auto, tmp_path):
     assert torch.equal(standin.outputs(loaded, inputs), standin.outputs(model, inputs))
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "mixtral"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_base_class_loads_the_base(name, dtype, tmp_path):
@@ -334,6 +339,7 @@ def test_a_plain_module_keeps_its_recipe():
     assert provenance_of(model).is_empty and ATTRIBUTE not in vars(model)
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_forgetting_leaves_a_model_as_it_was(name, tmp_path):
     model, _ = standin.tiny(name)

@@ -132,6 +132,7 @@ def t5_by_hand(model: Any, attentions: int, given: dict[str, Tensor], positions:
 BY_HAND = {"bart": bart_by_hand, "t5": t5_by_hand}
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

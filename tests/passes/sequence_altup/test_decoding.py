@@ -155,6 +155,7 @@ def test_beams_take_their_anchors_with_them(tokens: list[list[int]], k: int, cut
         close(torch.stack(made, 1)[row], whole[cut:])
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("how", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
 @pytest.mark.parametrize("k", [2, 5, 20])
