@@ -9,8 +9,9 @@ SITE := $(VENV)/.site
 TORCH := $(shell grep '^torch==' constraints.txt)
 SMALLEST := $(shell grep -E '^(rxnmapper|rapidocr)==' tests/real_models.txt)
 
-# Tests and checks run two at a time: one thread each. Nothing ever asks the network for a model.
-ALONE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Tests and checks run two at a time: one thread each. Nothing ever asks the network for a model. Modules are compiled once, not by
+# each of the processes that tests start, whatever the environment says.
+ALONE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
 .PHONY: demo test long lint types coverage mutants real bench gpu site matrix clean
 

@@ -249,7 +249,8 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     head, flow, program = anatomy.head, anatomy.flow, anatomy.program
     if head is None:
         raise DoesNotFitError(
-            "sparse-loss: the model has no output head",
+            "the model has no output head",
+            by="sparse-loss",
             code="missing",
             why="its first output is not a product with a weight",
             remedy="apply it to a model with a language-modelling head",
@@ -262,7 +263,8 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     inside = [inner for inner, owner in program.owner.items() if call.encloses(owner) and inner in flow.depends]
     if sparse := [inner.path for inner in call.chain if isinstance(anatomy.model.get_submodule(inner.path), MultiplicativeHead)]:
         raise DoesNotFitError(
-            f"sparse-loss: the head {sparse[0]} is already sparse",
+            f"the head {sparse[0]} is already sparse",
+            by="sparse-loss",
             site=sparse[0],
             why="another modules= needs the dense head",
             remedy="apply sparse-loss once, to the dense model",
@@ -273,7 +275,8 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     if operand is None or not is_stored(operand, anatomy):
         parts = sorted(anatomy.flow.parameters_of([part for part in node.all_input_nodes if part not in flow.depends]))
         raise DoesNotFitError(
-            f"sparse-loss: the weight of the head {call.path or 'in the code of the model'} is computed in every forward",
+            f"the weight of the head {call.path or 'in the code of the model'} is computed in every forward",
+            by="sparse-loss",
             site=call.path,
             code="computed",
             why=f"from {' and '.join(parts)}; only stored weights can be replaced; this may be a sparse head already",
@@ -292,7 +295,8 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
     ]  # (V,) or (1, V)
     if not call.path or other_work or fitting not in ([], [True]):
         raise DoesNotFitError(
-            f"sparse-loss: the head {head.parameter} is applied in the code of {call.path or 'the model'}",
+            f"the head {head.parameter} is applied in the code of {call.path or 'the model'}",
+            by="sparse-loss",
             site=call.path,
             code="no-owner",
             why="no module computes the head alone",
@@ -353,7 +357,8 @@ class SparseLoss(Pass[SparseLossPlan]):
         head = find_output_head(anatomy)
         if self.modules > head.vocabulary:
             raise DoesNotFitError(
-                f"sparse-loss: modules={self.modules} exceeds the head's {head.vocabulary} outputs",
+                f"modules={self.modules} exceeds the head's {head.vocabulary} outputs",
+                by="sparse-loss",
                 why="some modules would have no output",
                 remedy=f"use about the square root of the vocabulary, {round(head.vocabulary**0.5)}",
                 in_any_form=True,

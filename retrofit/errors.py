@@ -40,15 +40,25 @@ class RetrofitError(Exception):
     """A failure: what it concerns, the reason and, where there are any, the remedies, of which each is enough.
 
     Programs read the fields that stay when the words change: `code`, the kind of failure ("exists", "unreadable", "busy");
-    `option`, the argument or setting to change; `site`, the module, parameter or node it concerns. Each may be empty.
+    `option`, the argument or setting to change; `site`, the module, parameter or node it concerns; `by`, the pass that refuses.
+    Each may be empty. `what` begins with `by`, `matter` is `what` without it.
     """
 
     def __init__(
-        self, what: str, *, why: str = "", remedy: str | Sequence[str] = "", code: str = "", option: str = "", site: str = ""
+        self,
+        what: str,
+        *,
+        why: str = "",
+        remedy: str | Sequence[str] = "",
+        code: str = "",
+        option: str = "",
+        site: str = "",
+        by: str = "",
     ) -> None:
-        self.what, self.why, self.remedies = what, why, listed(remedy)
+        self.by, self.matter, self.what = by, what, f"{by}: {what}" if by else what
+        self.why, self.remedies = why, listed(remedy)
         self.code, self.option, self.site = code, option, site
-        super().__init__(what)
+        super().__init__(self.what)
 
     @property
     def labels(self) -> dict[str, str]:

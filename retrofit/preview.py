@@ -290,7 +290,8 @@ def has_layers_in_code(model: nn.Module, program: Program) -> bool:
 def unseen_refusal(pass_: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
     """Return the refusal of a pass that may be wrong for arguments that the derived inputs leave out."""
     return DoesNotFitError(
-        f"{pass_.name}: the derived example inputs lack {', '.join(unseen)}",
+        f"the derived example inputs lack {', '.join(unseen)}",
+        by=pass_.name,
         why="features computed from them may join the stream, which the captured graph does not show",
         remedy=(pass_.way_around, SEE_EVERYTHING),
         in_any_form=True,

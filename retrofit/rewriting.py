@@ -182,7 +182,7 @@ def apply_reported(
         except CaptureError as error:
             why = f"{refusal.why or refusal.what}; and the model has no graph to rewrite: {error.why}"
             remedy = without_form(error.remedies, "module") or without_form(refusal.remedies, "graph")
-            raise DoesNotFitError(refusal.what, why=why, remedy=remedy, site=refusal.site) from None
+            raise DoesNotFitError(refusal.matter, by=refusal.by, why=why, remedy=remedy, site=refusal.site) from None
         except RetrofitError:  # the graph cannot hold it either
             raise without_graph_fix(refusal) from None
 

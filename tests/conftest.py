@@ -1,6 +1,7 @@
 """Of a test marked `first(n)`, the first n parameter sets run with `make test`, the others with `make long`.
 
-Garbage is collected seldom, and not among what imports made: looking through torch and transformers took a sixth of the time.
+Garbage is collected seldom, and only among what the tests of a file made: looking through torch, transformers and their caches took
+more than a sixth of the time.
 """
 
 import gc
@@ -26,6 +27,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
+    forget_what_is_there()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        forget_what_is_there()
+
+
+def forget_what_is_there() -> None:
+    """Keep the objects of imports and caches from being looked through by later collections: each run of a Trainer has several."""
     gc.collect()
     gc.freeze()
 

@@ -214,8 +214,10 @@ def test_a_pass_that_fits_nowhere_says_why_and_apply_refuses_it(build: Callable[
     assert planned.plan.near_misses and all(miss.why for miss in planned.plan.near_misses)
     assert planned.plan.near_misses[0].why in str(plan)
     assert plan.parameters_after == plan.parameters_before and plan.flops_after == plan.flops_before
-    with pytest.raises(DoesNotFitError):
+    with pytest.raises(DoesNotFitError) as refusal:
         retrofit.apply(model, spec)
+    assert refusal.value.by == spec.partition("(")[0] and refusal.value.what == f"{refusal.value.by}: {refusal.value.matter}"
+    assert all(miss.code for miss in planned.plan.near_misses) and refusal.value.code == planned.plan.near_misses[0].code
 
 
 class ThreeMatrices(Block):

@@ -185,7 +185,8 @@ class AltUp(Pass[AltUpPlan]):
             tied = name in widening.tables
             if not head.path and (tied or self.extra):
                 raise DoesNotFitError(
-                    f"altup: the head ({name}) is applied in the model's own code",
+                    f"the head ({name}) is applied in the model's own code",
+                    by="altup",
                     site=name,
                     code="no-owner",
                     why="the blocks must be combined before it, and no module takes them as an argument there",
@@ -222,7 +223,8 @@ class AltUp(Pass[AltUpPlan]):
         trained = selected_depths(self.layers, len(stack.layers), self.name, deepest)
         if shared and not (starts_wide and ends_wide):
             raise DoesNotFitError(
-                f"altup: the layers of {stack.name or 'the model'} share their weights across depth",
+                f"the layers of {stack.name or 'the model'} share their weights across depth",
+                by="altup",
                 site=stack.name,
                 code="shared-layers",
                 why="one module runs at every depth, so the stream must be wide before the first layer and after the last",
@@ -403,7 +405,10 @@ def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
                     raise other_width(entering, stack.width)
             except DoesNotFitError as error:
                 raise DoesNotFitError(
-                    f"altup: layer {layer.name or layer.exit} of the {stack.kind} {stack.name or 'stack'} cannot be wrapped",
+                    f"layer {layer.name or layer.exit} of the {stack.kind} {stack.name or 'stack'} cannot be wrapped",
+                    by="altup",
+                    site=layer.name,
+                    code=error.code,
                     why=error.why if attends else f"{error.why}; no layer attends: this may not be a transformer",
                     remedy=error.remedies,
                 ) from None
@@ -415,7 +420,8 @@ def require_own_layers(stacks: list[Stack]) -> None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise DoesNotFitError(
-            f"altup: the layer {twice} runs in several stacks",
+            f"the layer {twice} runs in several stacks",
+            by="altup",
             site=twice,
             code="shared-layers",
             why="its module runs on several inputs, and widening one stream would widen them all",
@@ -427,7 +433,7 @@ def require_own_layers(stacks: list[Stack]) -> None:
 def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFitError:
     """Return why a layer cannot be wrapped where what enters it does not end in the stream's width."""
     if isinstance(entering[-1], int) and entering[-1] % width == 0:
-        return DoesNotFitError("the stream is wide", why=AltUp.already, remedy="apply altup once")
+        return DoesNotFitError("the stream is wide", why=AltUp.already, remedy="apply altup once", code="rewritten")
     return DoesNotFitError(
         "the stream has another layout",
         why=f"its input is {'×'.join(map(str, entering))}, not tokens of width {width}",

@@ -258,7 +258,7 @@ class SiteFinder:
 
 
 def unfit(name: str, why: str, remedy: str | Sequence[str] = "") -> DoesNotFitError:
-    return DoesNotFitError(f"lsh-attention: {name} cannot attend in buckets", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(f"{name} cannot attend in buckets", by="lsh-attention", why=why, remedy=remedy, site=name)
 
 
 __all__ = ["LSHAttention"]

@@ -140,7 +140,7 @@ class TablePlaces:
 
 
 def no_place(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError:
-    return DoesNotFitError(f"memory: {name} cannot have a table", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(f"{name} cannot have a table", by="memory", why=why, remedy=remedy, site=name)
 
 
 NO_TOKENIZER = "canonical=none: the model comes without a tokenizer, and none was given"

@@ -126,7 +126,7 @@ def find_token_id_source(anatomy: Anatomy, stack: Stack) -> TokenIdSource:
 
 def no_ids(stack: Stack, why: str) -> DoesNotFitError:
     return DoesNotFitError(
-        f"memory: {stack.name or 'the stack'} has no token ids", why=why, remedy="lookup=softmax and lookup=lsh need no ids"
+        f"{stack.name or 'the stack'} has no token ids", by="memory", why=why, remedy="lookup=softmax and lookup=lsh need no ids"
     )
 
 
@@ -175,7 +175,8 @@ def present_injection(module: nn.Module, source: TokenIdSource) -> tuple[Forward
     if inner is None:
         return outer, injecting
     raise DoesNotFitError(
-        f"memory: the token ids do not reach the layers inside {source.path or 'the model'}",
+        f"the token ids do not reach the layers inside {source.path or 'the model'}",
+        by="memory",
         why="its code does not pass them through, and its forward is already replaced",
         remedy="apply memory before other tools change the model, or with lookup=softmax",
     )

@@ -122,14 +122,16 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         ]
         if not chosen and any(isinstance(module, MergedLayer) for module in anatomy.model.modules()):
             raise DoesNotFitError(
-                "merge-cross-attention: the model has no cross-attention left",
+                "the model has no cross-attention left",
+                by="merge-cross-attention",
                 why=self.already,
                 remedy="start from the dense model to use other options",
                 in_any_form=True,
             )
         if not chosen:
             raise DoesNotFitError(
-                "merge-cross-attention: no stack of the model has cross-attention",
+                "no stack of the model has cross-attention",
+                by="merge-cross-attention",
                 why="no attention reads the result of another stack",
                 remedy="use it on encoder-decoders",
                 in_any_form=True,

@@ -104,7 +104,8 @@ class Recurrence(Pass[RecurrencePlan]):
             refuse_state_inputs(anatomy.program, self.name)
         if self.bidirectional and found and not any(site.bidirectional for site in found):
             raise DoesNotFitError(
-                "recurrence: no stack is bidirectional",
+                "no stack is bidirectional",
+                by="recurrence",
                 why="all selected stacks are causal",
                 remedy="use bidirectional=false",
             )
@@ -233,7 +234,7 @@ class SiteFinder:
 
 
 def unfit(name: str, why: str, remedy: str | Sequence[str] = "") -> DoesNotFitError:
-    return DoesNotFitError(f"recurrence: {name} cannot have a recurrence", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(f"{name} cannot have a recurrence", by="recurrence", why=why, remedy=remedy, site=name)
 
 
 __all__ = ["Recurrence"]

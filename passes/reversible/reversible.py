@@ -130,7 +130,9 @@ class Reversible(Pass[ReversiblePlan]):
                         notes.append(f"{layer.name}: the model changes the stream before it, so it begins a chain of its own")
                 previous = layer if found else None
         if notes and not links:
-            raise DoesNotFitError("reversible: no two layers follow each other", why=notes[0], remedy="use gradient checkpointing")
+            raise DoesNotFitError(
+                "no two layers follow each other", by="reversible", why=notes[0], remedy="use gradient checkpointing"
+            )
         written = written_arguments(anatomy.model, anatomy.program.examples, finder.sites)
         steps = tuple(dataclasses.replace(step, written=written.get(path, ())) for path, step in finder.sites.items())
         notes += [f"{path}: the model writes to its argument {keys[0]}, and a copy is kept" for path, keys in written.items()]
@@ -299,7 +301,7 @@ class StepFinder:
 
 
 def unfit(name: str, why: str, remedy: str = "layers= leaves depths out") -> DoesNotFitError:
-    return DoesNotFitError(f"reversible: {name} cannot be a reversible step", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(f"{name} cannot be a reversible step", by="reversible", why=why, remedy=remedy, site=name)
 
 
 # ── Layers of two streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────

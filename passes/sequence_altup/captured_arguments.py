@@ -258,7 +258,8 @@ class ArgumentCaptures:
         batches = [int(value.shape[0]) for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
         if not batches:
             raise DoesNotFitError(
-                f"sequence-altup: {type(self.model).__name__} does not take its tokens as tensor arguments",
+                f"{type(self.model).__name__} does not take its tokens as tensor arguments",
+                by="sequence-altup",
                 why=f"it is inferred from longer inputs how arguments follow the tokens; {', '.join(inputs)} is not a tensor",
                 remedy="wrap the model in a module that takes tensors",
             )

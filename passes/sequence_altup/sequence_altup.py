@@ -196,7 +196,8 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             return set()
         if self.method == "average-pooling" and stack.causal and self.k > 1:
             raise DoesNotFitError(
-                f"sequence-altup: average-pooling does not fit the {stack.kind} {stack.name}",
+                f"average-pooling does not fit the {stack.kind} {stack.name}",
+                by="sequence-altup",
                 why="it is causal, and a window's mean sees later tokens",
                 remedy="use method=sequence-altup, or stacks=encoder if the encoder is not causal",
                 in_any_form=True,
@@ -289,7 +290,8 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             missing = next((f"; {miss.name}: {miss.why}" for miss in near_misses if miss.name), "")
             alone = "layers= with depths at which each of its stacks can be strided, or another pass where there are none"
             raise DoesNotFitError(
-                f"{self.name}: the stacks can be strided at different depths only",
+                "the stacks can be strided at different depths only",
+                by=self.name,
                 why=f"a recipe names the same depths for all stacks{missing}",
                 remedy="apply it twice: stacks=encoder, then stacks=decoder" if len(found) > 1 else alone,
             )

@@ -153,7 +153,8 @@ class SharedMoE(Pass[SharedMoEPlan]):
                     attentions += shared
         if groups and self.groups > max(len(stack.layers) for stack in anatomy.stacks):
             raise DoesNotFitError(
-                f"shared-moe: groups={self.groups} is more than any stack has layers",
+                f"groups={self.groups} is more than any stack has layers",
+                by="shared-moe",
                 remedy="use groups=0 for one mixture per layer",
                 in_any_form=True,
                 option="groups",
@@ -184,14 +185,18 @@ class SharedMoE(Pass[SharedMoEPlan]):
         if len(named) != len(several):
             why = f"{len(several)} of the groups have several layers"
             raise DoesNotFitError(
-                f"shared-moe: sources names layers for {len(named)} groups", why=why, remedy=SOURCES_REMEDY, option="sources"
+                f"sources names layers for {len(named)} groups", by="shared-moe", why=why, remedy=SOURCES_REMEDY, option="sources"
             )
         chosen = dict(zip((group.name for group in several), named, strict=True))
         for group in several:
             if max(chosen[group.name]) >= len(group.sites):
                 why = f"the group {group.name} has {len(group.sites)} layers"
                 raise DoesNotFitError(
-                    f"shared-moe: sources names layer {max(chosen[group.name])}", why=why, remedy=SOURCES_REMEDY, option="sources"
+                    f"sources names layer {max(chosen[group.name])}",
+                    by="shared-moe",
+                    why=why,
+                    remedy=SOURCES_REMEDY,
+                    option="sources",
                 )
         return tuple(dataclasses.replace(group, chosen=chosen.get(group.name, ())) for group in groups)
 
@@ -232,7 +237,8 @@ class SharedMoE(Pass[SharedMoEPlan]):
             return super().rewrite(anatomy, edit)
         if edit.keep is not None and self.sources == SPREAD:
             raise DoesNotFitError(
-                f"{self.name}: the layers that become experts depend on calibration data",
+                "the layers that become experts depend on calibration data",
+                by=self.name,
                 why="--stream fixes the layout of the result before any data is read",
                 remedy="name the layers with sources=, drop the data, or drop --stream",
                 in_any_form=True,

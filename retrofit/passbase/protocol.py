@@ -205,7 +205,8 @@ class Pass(abc.ABC, Generic[SomePlan]):
         needed, limit = plan.new_parameters * first.element_size(), memory_limit()
         if needed > limit:
             raise DoesNotFitError(
-                f"{self.name}: {plan.new_parameters:,} new parameters do not fit in memory",
+                f"{plan.new_parameters:,} new parameters do not fit in memory",
+                by=self.name,
                 why=f"they need {in_gigabytes(needed)}, {in_gigabytes(limit)} available",
                 remedy="choose smaller settings",
                 in_any_form=True,
@@ -236,7 +237,8 @@ class Pass(abc.ABC, Generic[SomePlan]):
         """Return the refusal of a plan without sites, from its near misses."""
         reasons = dict.fromkeys(f"{miss.name or 'the model'}: {miss.why}" for miss in plan.near_misses)
         return DoesNotFitError(
-            f"{self.name}: no {self.rewrites} of the model can be rewritten",
+            f"no {self.rewrites} of the model can be rewritten",
+            by=self.name,
             why=first_few(reasons, MAX_REASONS, "; ") or "the chosen layers have none",
             remedy=next((miss.remedies for miss in plan.near_misses if miss.remedies), self.remedy),
             in_any_form=plan.fits_no_form,

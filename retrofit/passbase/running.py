@@ -149,7 +149,8 @@ def require_consistent(passes: Recipe) -> None:
                 depth_ranges(text, method.name)
         if any(leaves_nothing(earlier, method) for earlier in passes[:number]):
             raise DoesNotFitError(
-                f"{method.name}: given twice",
+                "given twice",
+                by=method.name,
                 why=f"{method.already} the second time, at the same sites{chosen_by(method)}",
                 remedy="give it once",
                 in_any_form=True,
@@ -220,7 +221,8 @@ def require_sizes(method: AnyPass, sizes: WeightSizes, added: frozenset[int]) ->
             continue
         shown = first_few(sorted(sizes.matrices if divides else sizes.all), SHOWN)
         raise DoesNotFitError(
-            f"{method.name}: option {field.name}={value} {'divides no' if divides else 'is above every'} size of the weights",
+            f"option {field.name}={value} {'divides no' if divides else 'is above every'} size of the weights",
+            by=method.name,
             why=f"it is {field.metadata['doc']}; the sizes are {shown}",
             remedy=remedy(field.name, value, sizes.matrices) if divides else f"use at most {max(sizes.all)}; {SEE_SIZES}",
             in_any_form=True,

@@ -156,8 +156,7 @@ class Measurements:
                 raise PlanningError(refused)
             measure(record)
         except (CaptureError, DoesNotFitError, PlanningError) as error:
-            what = error.what.removeprefix(f"{record.candidate.name}: ")  # as passes begin; the name is there anyway
-            reason = f"{what}: {error.why}" if error.why else what
+            reason = f"{error.matter}: {error.why}" if error.why else error.matter  # the report names the pass
             self.left_out[record.name] = self.store.measure(record.key("refused"), functools.partial(str, reason))
             return False
         return True

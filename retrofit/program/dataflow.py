@@ -237,7 +237,8 @@ def refuse_state_inputs(program: Program, name: str) -> None:
     """Raises `DoesNotFitError` where the model takes states; `name` is the pass whose layers need more of earlier tokens."""
     if found := state_inputs(program):
         raise DoesNotFitError(
-            f"{name}: the model takes the states of earlier tokens as inputs, such as {found[0]}",
+            f"the model takes the states of earlier tokens as inputs, such as {found[0]}",
+            by=name,
             why="what the rewritten layers need of earlier tokens has no place among them",
             remedy="rewrite the model of whole sequences, which from_onnx(path, cache='none') gives, or use another pass",
         )

@@ -247,7 +247,8 @@ def times(count: int) -> str:
 def refusal(hook: UserHook, name: str, why: str) -> DoesNotFitError:
     """`in_any_form`: a graph would do what the hook did on one input."""
     return DoesNotFitError(
-        f"{name}: {hook.path or 'the model'} has a {hook.kind} ({hook.name})",
+        f"{hook.path or 'the model'} has a {hook.kind} ({hook.name})",
+        by=name,
         why=why,
         remedy=REMOVE,
         in_any_form=True,
