@@ -14,6 +14,10 @@ from support.command_server import CommandServer
 gc.set_threshold(50_000, 20, 50)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "tries_graph: a pass that does not fit a transformers model is tried on its graph")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     met: Counter[str] = Counter()

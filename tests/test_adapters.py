@@ -62,8 +62,8 @@ def test_a_model_with_adapters_is_rewritten_then_merged_and_saved(native: bool, 
         model.add_adapter(config)
     with torch.no_grad():
         expected = adapted(input_ids=IDS).logits
-    retrofit.apply(adapted, "altup(k=2)")
-    trips = [check for check in retrofit.verify(adapted).checks if check.name == "round trip"]
+    retrofit.apply(adapted, "altup(k=2)", verify=False)
+    trips = retrofit.verify(adapted, checks=["round trip"]).checks
     assert [one.status for one in trips] == ["skipped"] and "retrofit.merge_adapters" in trips[0].why
     if native:
         return

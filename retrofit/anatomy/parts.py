@@ -80,6 +80,7 @@ class Layer:
             else "the residual additions are in the model's own code, no module owns a layer",
             remedy="write each layer as a module that takes the stream and returns it",
             site=self.name,
+            code="no-owner",
         )
 
     @property

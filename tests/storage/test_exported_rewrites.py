@@ -256,7 +256,7 @@ class Configured(Model):
 def test_the_dense_model_is_known_again_whatever_its_parameters_are_called(tmp_path: Path) -> None:
     """In a graph they are named after the regions that read them, and in the model after its own modules."""
     dense = Functional().eval()
-    model = retrofit.apply(copy.deepcopy(dense), "sparse-ffn(sparsity=4)", example_inputs=IDS)
+    model = retrofit.apply(copy.deepcopy(dense), "sparse-ffn(sparsity=4)", example_inputs=IDS, verify=False)
     loaded = retrofit.load(retrofit.save(model, tmp_path / "model.pt2"))
     assert {name for name, _ in loaded.named_parameters()}.isdisjoint(name for name, _ in dense.named_parameters())
     checks = {check.name: check for check in retrofit.verify(loaded, dense, IDS).checks}
