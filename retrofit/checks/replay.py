@@ -11,14 +11,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
+from retrofit.inputs.model_memory import zeros_for
 from retrofit.inputs.module_calls import CacheMark, RecordedCall, map_tensors, tensors_in
 from retrofit.numerics.distances import distance
 from retrofit.numerics.precision import Widened
@@ -42,6 +45,7 @@ SPREAD, LEAST = 0.5, 0.1  # how far parameters move: in parts of their own sprea
 NEGLIGIBLE = 1e-6  # of the largest gradient: one that is smaller everywhere is measured by that
 LARGE = 1 << 22  # elements of a table of which only the rows in use are copied
 TALL = 4096  # rows of such a table
+EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")  # its first arguments
 BLOCK = 65521  # random numbers that are drawn for one tensor; a prime, so that no two rows of a matrix are alike
 
 
@@ -73,7 +77,7 @@ class PerturbedParameters:
 
     leaves: dict[str, Tensor]  # by name
     places: list[tuple[dict[str, Any], str, Any, str]]  # registry, name in it, what was there, name of the leaf
-    rows: dict[str, Tensor]  # of large tables: the rows in use
+    tables: dict[str, RowsInUse]  # those that are large, by name
 
     @staticmethod
     def of(module: nn.Module, reference: ModuleReference, calls: Sequence[RecordedCall]) -> PerturbedParameters:
@@ -81,7 +85,7 @@ class PerturbedParameters:
         generator = torch.Generator().manual_seed(5)
         leaves: dict[str, Tensor] = {}
         places: list[tuple[dict[str, Any], str, Any, str]] = []
-        rows: dict[str, Tensor] = {}
+        tables: dict[str, RowsInUse] = {}
         used = used_integers(calls)
         by_identity: dict[int, str] = {}
         for path, part in own_modules(module, (*reference.given, *reference.functions)):
@@ -93,12 +97,13 @@ class PerturbedParameters:
                     known = by_identity.setdefault(id(value), full)
                     if known == full:
                         is_table = value.numel() > LARGE and value.dim() > 1 and len(value) > TALL
-                        if is_table:
-                            rows[full] = used[used < len(value)]
-                        new = perturbed(value.detach(), rows.get(full), generator)
+                        rows = used[used < len(value)] if is_table else None
+                        new = perturbed(value.detach(), rows, generator)
                         leaves[full] = new.requires_grad_(registry is part._parameters)
+                        if rows is not None:
+                            tables[full] = RowsInUse.of(new, rows)
                     places.append((registry, name, value, known))  # type: ignore[arg-type]
-        return PerturbedParameters(leaves, places, rows)
+        return PerturbedParameters(leaves, places, tables)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
@@ -106,7 +111,8 @@ class PerturbedParameters:
         try:
             for registry, name, _, leaf in self.places:
                 registry[name] = self.leaves[leaf]
-            yield
+            with LookUps(self.tables.values()) if self.tables else contextlib.nullcontext():
+                yield
         finally:
             for registry, name, value, _ in self.places:
                 registry[name] = value
@@ -126,9 +132,74 @@ class PerturbedParameters:
             for registry, values in zip(registries, before, strict=True):
                 registry.update(values)  # type: ignore[arg-type]
 
-    def rows_in_use(self, name: str, gradient: Tensor) -> Tensor:
-        """Return a gradient's rows in use, of a large table."""
-        return gradient[self.rows[name]] if name in self.rows else gradient
+    @property
+    def trainable(self) -> dict[str, Tensor]:
+        """Those that receive a gradient, by name."""
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
+
+    def gradients(self, value: Tensor, others: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return the gradient of a number with respect to each trainable parameter, then to each of `others`.
+
+        Of a large table it is that of the rows in use; None: the number does not depend on it.
+        """
+        leaves = self.trainable
+        tables = {place: self.tables[name] for place, name in enumerate(leaves) if name in self.tables}
+        found = gradients_of(value, [*leaves.values(), *others, *(table.values for table in tables.values())])
+        for (place, table), looked_up in zip(tables.items(), found[len(leaves) + len(others) :], strict=True):
+            found[place] = table.gradient(found[place], looked_up)
+        return [None if each is None else each.to_dense() for each in found[: len(leaves) + len(others)]]
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsInUse:
+    """The rows of a large table that are looked up, as a tensor of their own: the gradient of a look-up is one of these alone."""
+
+    table: Tensor
+    rows: Tensor  # in ascending order
+    values: Tensor
+
+    @staticmethod
+    def of(table: Tensor, rows: Tensor) -> RowsInUse:
+        rows = rows.to(table.device)
+        return RowsInUse(table, rows, table.detach()[rows].requires_grad_(table.requires_grad))
+
+    def places(self, index: Any) -> Any:
+        """Return where the rows of an integer index are among those in use; None where it is no such index, or another row's."""
+        if isinstance(index, Tensor) and index.dtype == torch.long:
+            found = torch.searchsorted(self.rows, index.to(self.rows.device)).clamp_max(len(self.rows) - 1)
+            return found if torch.equal(self.rows[found], index.to(self.rows.device)) else None
+        if isinstance(index, int) and not isinstance(index, bool):
+            place = self.places(torch.tensor([index]))
+            return None if place is None else int(place)
+        return None
+
+    def gradient(self, whole: Tensor | None, looked_up: Tensor | None) -> Tensor | None:
+        """Return the gradient of the rows in use from the table's, dense or sparse, and that of what was looked up."""
+        if whole is None:
+            return looked_up
+        part = (whole.coalesce() if whole.is_sparse else whole).index_select(0, self.rows).to_dense()
+        return part if looked_up is None else part + looked_up
+
+
+class LookUps(TorchFunctionMode):
+    """Within this context rows of large tables are looked up among those in use; anything else reads the table itself."""
+
+    def __init__(self, tables: Iterable[RowsInUse]) -> None:
+        super().__init__()
+        self.tables = {id(rows.table): rows for rows in tables}
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.embedding:
+            given = dict(zip(EMBEDDING, args, strict=False)) | (kwargs or {})
+            plain = given.get("padding_idx") is None and given.get("max_norm") is None and not given.get("scale_grad_by_freq")
+            index, table = given["input"] if plain else None, given["weight"]
+        elif function is Tensor.__getitem__:
+            table, index = args
+        else:
+            return function(*args, **(kwargs or {}))
+        known = self.tables.get(id(table))
+        places = None if known is None else known.places(index)
+        return function(*args, **(kwargs or {})) if known is None or places is None else known.values[places]
 
 
 def own_modules(module: nn.Module, given: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
@@ -145,7 +216,8 @@ def perturbed(value: Tensor, rows: Tensor | None, generator: torch.Generator) ->
     size = float(source.double().square().mean().sqrt()) if source.numel() else 0.0
     new = source.double() + (SPREAD * size or LEAST) * noise
     if rows is not None:
-        new = torch.zeros(value.shape, dtype=torch.float64, device=value.device).index_copy_(0, rows.to(value.device), new)
+        zeros = zeros_for(torch.empty(value.shape, dtype=torch.float64, device="meta")).to(value.device)
+        new = zeros.index_copy_(0, rows.to(value.device), new)
     return new
 
 
@@ -446,20 +518,18 @@ class Replay:
     def compare_gradients(self, value: Tensor, losses: Sequence[Tensor], expected: Tensor, seed: int) -> ReplayResult:
         """Compare the gradients of a random linear function of the output, and of the losses."""
         cotangent = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        leaves = {name: leaf for name, leaf in self.parameters.leaves.items() if leaf.requires_grad}
-        names = [f"parameter {name}" for name in leaves] + [f"argument {number}" for number in range(len(self.inputs))]
+        names = [f"parameter {name}" for name in self.parameters.trainable]
+        names += [f"argument {number}" for number in range(len(self.inputs))]
         names += [f"what {name} returns" for name, made in self.site.expected.items() for _ in made]
-        wanted = [*leaves.values(), *self.inputs]
-        wanted += [expected_call.leaf for made in self.site.expected.values() for expected_call in made]
-        ours = gradients_of((value * cotangent).sum() + sum(losses), wanted)
-        theirs = gradients_of((expected * cotangent).sum() + sum(self.site.losses), wanted)
+        others = [*self.inputs, *(call.leaf for made in self.site.expected.values() for call in made)]
+        ours = self.parameters.gradients((value * cotangent).sum() + sum(losses), others)
+        theirs = self.parameters.gradients((expected * cotangent).sum() + sum(self.site.losses), others)
         largest = (float(values.abs().max()) for values in theirs if values is not None and values.numel())
         floor = NEGLIGIBLE * max(largest, default=0.0)
         worst = ReplayResult()
-        for name, leaf, *both in zip(names, wanted, ours, theirs, strict=True):
-            label = name.removeprefix("parameter ")
-            pair = [None if grad is None else self.zero_at_padding(grad, leaf) for grad in both]
-            left, right = (None if grad is None else self.parameters.rows_in_use(label, grad) for grad in pair)
+        leaves = [*self.parameters.trainable.values(), *others]
+        for name, leaf, *both in zip(names, leaves, ours, theirs, strict=True):
+            left, right = (None if grad is None else self.zero_at_padding(grad, leaf) for grad in both)
             if left is None or right is None:
                 present = right if left is None else left
                 if present is not None and bool((present.abs() > floor).any()):
@@ -479,8 +549,7 @@ def gradients_of(value: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]
     """Return the gradient of a number with respect to each tensor, None where it does not depend on it."""
     if not value.requires_grad:
         return [None] * len(wanted)
-    found = torch.autograd.grad(value, list(wanted), allow_unused=True)
-    return [gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient for gradient in found]
+    return list(torch.autograd.grad(value, list(wanted), allow_unused=True))
 
 
 def output_of(returned: Any, module: nn.Module, reference: ModuleReference) -> Tensor:

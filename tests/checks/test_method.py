@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from support.tiny_models import VOCABULARY, bert, built, gpt2, llama, t5, vit
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from retrofit.checks import replay
 from retrofit.errors import DoesNotFitError
+from retrofit.inputs.module_calls import RecordedCall
 from retrofit.passbase.method_reference import SiteCall
 from retrofit.passbase.protocol import parse_spec
 from retrofit.passes import SequenceAltUp, SparseLoss
@@ -442,3 +445,31 @@ def test_a_fault_in_a_pass_is_reported(one: SourceFault, monkeypatch: pytest.Mon
 
 
 __all__ = ["WidthPropagation", "sparse_feed_forward"]
+
+
+# ── Large tables ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_gradient_of_a_large_table_is_that_of_its_rows_in_use(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else reads the table; look-ups alone give the table itself none."""
+    monkeypatch.setattr(replay, "LARGE", 1)
+    monkeypatch.setattr(replay, "TALL", 1)
+    table, ids = nn.Embedding(50, 3, sparse=sparse), torch.tensor([7, 3, 7, 49])
+    nothing_given: Any = types.SimpleNamespace(given=(), functions=())
+    parameters = replay.PerturbedParameters.of(table, nothing_given, [RecordedCall((ids,), {}, None)])
+    cotangent = torch.randn(4, 3, dtype=torch.float64)
+
+    def looked_up(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (rows * cotangent).tanh().sum() + weight[7].square().sum() * weight[ids].sum()
+
+    def value(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return looked_up(rows, weight) + weight[8].exp().sum() + (weight[3:9] ** 3).sum() + weight[torch.tensor([8, 3])].prod()
+
+    plain = parameters.leaves["weight"].detach().clone().requires_grad_()
+    expected = torch.autograd.grad(value(plain[ids], plain), plain)[0]
+    with parameters.in_place():
+        (found,) = parameters.gradients(value(table(ids), table.weight), [])
+        (of_table,) = torch.autograd.grad(looked_up(table(ids), table.weight), [table.weight], allow_unused=True)
+    assert found is not None and of_table is None
+    torch.testing.assert_close(found, expected[[0, 3, 7, 49]])
