@@ -246,7 +246,8 @@ class Runs:
             steps /= self.kept.values[cost_key(self.name, found.spec)]["time"]
         rate = found.rate * self.start.lr
         settings = self.start.settings(round(steps), seed, lr=rate, lr_new=None if found.new is None else found.new * rate)
-        figures = trained(model, texts, settings, output, given, self.kept.end)
+        keep = not self.start.equal_seconds  # a lent machine keeps nothing
+        figures = trained(model, texts, settings, output, given, self.kept.end, keep)
         return {"spec": found.spec, "steps": round(steps), **figures}
 
     def rewritten(self, spec: str, seed: int = 0) -> nn.Module:

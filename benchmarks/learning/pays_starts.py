@@ -56,7 +56,7 @@ class Start:
     fresh: bool = True  # nothing is seen twice; otherwise the texts are the same in both trainings, again and again
     first_lr: float | None = None  # where it is another
     first_schedule: str = "constant"
-    equal_seconds: bool = False  # runs are as long as the dense one, and not as many steps
+    equal_seconds: bool = False  # runs take as long as the dense one, not as many steps, and are not kept on the way
     bf16: bool = False
     device: str = "cpu"
     words: str = ""
@@ -267,10 +267,12 @@ def loss_of(model: nn.Module, windows: Tensor, start: Start) -> float:
     return total / len(windows)
 
 
-def trained(model: nn.Module, texts: list[str], settings: Settings, output: Path, given: Texts, end: float) -> dict[str, Any]:
+def trained(
+    model: nn.Module, texts: list[str], settings: Settings, output: Path, given: Texts, end: float, keep: bool = True
+) -> dict[str, Any]:
     """Train the model, in place and into `output`, from the last checkpoint where there is one; return what was found.
 
-    Raises `KeyboardInterrupt` when the time is over: the next call goes on.
+    Without `keep` there are no checkpoints, and no model. Raises `KeyboardInterrupt` when the time is over: the next call goes on.
     """
     start, losses = given.start, losses_of(output)
     windows = given.measured(model)
@@ -282,7 +284,8 @@ def trained(model: nn.Module, texts: list[str], settings: Settings, output: Path
     began = time.monotonic()
     watch = Watch(model, windows, start, max(1, settings.steps // start.points), losses, end)
     if not output.exists():
-        continue_pretraining(model, texts, settings, tokenizer=given.tokenizer, output=output, resume=resume, progress=watch)
+        place = output if keep else None
+        continue_pretraining(model, texts, settings, tokenizer=given.tokenizer, output=place, resume=resume, progress=watch)
     found = {"parameters": sum(parameter.numel() for parameter in model.parameters()), "curve": watch.curve}
     times = {"seconds": round(time.monotonic() - began, 1), "processor seconds a step": round(watch.seconds_per_step, 4)}
     return {**found, **times, "loss": loss_of(model, windows, start)}
