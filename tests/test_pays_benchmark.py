@@ -103,6 +103,7 @@ def test_runs_take_as_many_seconds_as_the_dense_one(
     dense, ngrams = (figures[f"SmolLM2 | {arm} | seed 0"] for arm in ("dense", pays.NGRAMS))
     assert (dense["steps"], ngrams["steps"]) == (16, 10) and ngrams["curve"][-1][0] == 10
     assert dense["curve"][0] == ngrams["curve"][0]  # an exact start, in bfloat16 too
+    assert ngrams["new at"] and not dense["new at"]  # as the pass proposes
     (ahead,) = pays.Figures("SmolLM2", figures).ahead_in_time(pays.Arm(pays.NGRAMS))
     assert ahead == pytest.approx(dense["loss"] - ngrams["loss"]) and ahead
 

@@ -426,14 +426,24 @@ def verdict(figures: Figures) -> list[str]:
 
 def every_run(values: dict[str, Any], starts: Sequence[str]) -> list[str]:
     """A row for each run, with its curve."""
-    head = ("start", "arm", "seed", "steps", "processor seconds a step", "loss", "loss of a quarter of the windows, by the step")
+    head = (
+        "start",
+        "arm",
+        "rates of what is new",
+        "seed",
+        "steps",
+        "processor seconds a step",
+        "loss",
+        "loss of a quarter of the windows, by the step",
+    )
     lines = [row(head), row(["---"] * len(head))]
     for name in starts:
         for arm in ARMS[name]:
             for seed, run in Figures(name, values).runs(arm).items():
                 curve = " ".join(f"{step}:{loss:.4f}" for step, loss in run["curve"])
                 figures = [str(seed), str(run["steps"]), f"{run['processor seconds a step']:.3f}", f"{run['loss']:.4f}", curve]
-                lines.append(row([name, arm.name, *figures]))
+                rates = ", ".join(f"{what} {rate:g}×" for what, rate in run["new at"].items())
+                lines.append(row([name, arm.name, rates, *figures]))
     return lines
 
 

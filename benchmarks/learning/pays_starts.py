@@ -29,6 +29,7 @@ import retrofit
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.rates import NewRates
 from retrofit.training.runs import folder_of, has_checkpoint
 from retrofit.training.settings import Settings
 
@@ -281,12 +282,13 @@ def trained(
         losses.unlink(missing_ok=True)
     device = "cuda" if start.device == "auto" and torch.cuda.is_available() else "cpu"
     model = (retrofit.load(output) if output.exists() else model).to(device)  # killed before the figures were kept
+    rates = {what: rate / settings.lr for what, rate in NewRates.of(model, settings.lr, settings.lr_new).to_dict().items()}
     began = time.monotonic()
     watch = Watch(model, windows, start, max(1, settings.steps // start.points), losses, end)
     if not output.exists():
         place = output if keep else None
         continue_pretraining(model, texts, settings, tokenizer=given.tokenizer, output=place, resume=resume, progress=watch)
-    found = {"parameters": sum(parameter.numel() for parameter in model.parameters()), "curve": watch.curve}
+    found = {"parameters": sum(parameter.numel() for parameter in model.parameters()), "new at": rates, "curve": watch.curve}
     times = {"seconds": round(time.monotonic() - began, 1), "processor seconds a step": round(watch.seconds_per_step, 4)}
     return {**found, **times, "loss": loss_of(model, windows, start)}
 
