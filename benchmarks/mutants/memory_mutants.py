@@ -13,6 +13,7 @@ SOFTMAX = on(TWO_MODELS, "memory(lookup=softmax, buckets=8)")
 SOFTMAX_RANK = on(TWO_MODELS, "memory(lookup=softmax, buckets=8, rank=2)")
 LSH = on(TWO_MODELS, "memory(lookup=lsh, buckets=8)")
 GATED = on(MODELS, "memory(form=gated, rank=3)")
+NGRAM_HASHES = on("gpt2", "memory(lookup=ngram, buckets=101)")
 VALUES = on("gpt2 llama gpt-neox", "memory(beside=values)")
 LSH_RANK = on(TWO_MODELS, "memory(lookup=lsh, buckets=8, rank=2)")
 NGRAM = on(MODELS, "memory(lookup=ngram, ngrams=1-3, heads=2, buckets=40)")
@@ -20,6 +21,7 @@ GATED_NGRAM = on(TWO_MODELS, "memory(lookup=ngram, ngrams=2-3, buckets=40, gate=
 SUM = on(MODELS, "sum")
 
 tables = functools.partial(Mutant, "memory", "passes/memory/external_memory.py")
+folded = functools.partial(Mutant, "memory", "passes/memory/canonical_ids.py")
 values = functools.partial(Mutant, "memory", "passes/memory/value_embeddings.py")
 ngrams = functools.partial(Mutant, "memory", "passes/memory/ngram_memory.py")
 layer = functools.partial(Mutant, "memory", "passes/memory/memory_layer.py")
@@ -220,6 +222,34 @@ MUTANTS = [
         'dtype=like.dtype) / math.sqrt(width))\n        self.register_buffer("offsets"',
         'dtype=like.dtype) / math.sqrt(width), persistent=False)\n        self.register_buffer("offsets"',
         trials=LSH,
+    ),
+    folded(
+        "canonical ids: upper case keeps ids of its own",
+        ".lower()",
+        "",
+        trials=NGRAM_HASHES,
+        test="tests/passes/memory/test_canonical_ids.py::test_ids_whose_text_is_the_same_share_the_first",
+    ),
+    folded(
+        "canonical ids: all byte tokens share one id, for they decode to the same sign",
+        " and text and UNDECODABLE not in text",
+        "",
+        trials=NGRAM_HASHES,
+        test="tests/passes/memory/test_canonical_ids.py::test_ids_whose_text_is_the_same_share_the_first",
+    ),
+    folded(
+        "canonical ids: special tokens fold into words",
+        "if id not in special and text",
+        "if text",
+        trials=NGRAM_HASHES,
+        test="tests/passes/memory/test_canonical_ids.py::test_ids_whose_text_is_the_same_share_the_first",
+    ),
+    folded(
+        "canonical ids: a leading space keeps ids of its own",
+        '.removeprefix(" ")',
+        "",
+        trials=NGRAM_HASHES,
+        test="tests/passes/memory/test_canonical_ids.py::test_ids_whose_text_is_the_same_share_the_first",
     ),
     values(
         "values: the gate is σ, not 2σ, and begins at a half",

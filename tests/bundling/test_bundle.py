@@ -51,6 +51,8 @@ OTHERS: dict[str, Case] = {
     "memory, token ids": (llama, CAUSAL, ("memory(rank=2)",), "whole"),
     "memory, softmax": (llama, CAUSAL, ("memory(lookup=softmax, buckets=8, rank=2)",), "whole"),
     "memory, lsh": (llama, CAUSAL, ("memory(lookup=lsh, buckets=8, beside=ffns)",), "whole"),
+    "memory, gated": (llama, CAUSAL, ("memory(form=gated, rank=2)",), "whole"),
+    "memory, values": (tiny_models.gpt2, CAUSAL, ("memory(beside=values)",), "whole, saved again"),
     "recurrence": (llama, CAUSAL, ("recurrence(rank=4)",), "whole, bfloat16"),
     "lsh-attention": (llama, CAUSAL, ("lsh-attention(buckets=4, chunk=4)",), "whole"),
     "lsh-attention, shared": (

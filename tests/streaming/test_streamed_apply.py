@@ -89,6 +89,8 @@ EVERY_PASS = [
     ("half", "sparse-qkv", "sparse-loss"),
     ("llama", "memory"),
     ("llama", "memory(lookup=lsh, buckets=8)"),
+    ("llama", "memory(form=gated, rank=2)"),
+    ("gpt2", "memory(beside=values)"),
     ("llama", "sequence-altup(k=2)"),
     ("llama", "shared-moe(groups=0, reinit=0.5)"),
     ("llama", "shared-moe(groups=1, share_attention=true)"),
