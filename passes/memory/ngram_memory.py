@@ -272,5 +272,5 @@ def with_earlier(ids: Tensor, before: Tensor | None, gates: Tensor | None, past:
     window = torch.stack([row[:, past - back : row.shape[1] - back] for back in range(past + 1)], -1)
     if gates is None:
         return window
-    gates = gates.to(torch.int64).cumprod(-1).bool()
-    return torch.cat([window[..., :1], window[..., 1:].masked_fill(~gates, RESERVED)], -1)
+    hidden = (~gates).long().cumsum(-1) > 0
+    return torch.cat([window[..., :1], window[..., 1:].masked_fill(hidden, RESERVED)], -1)

@@ -309,3 +309,12 @@ def test_an_onnx_decoder_carries_the_last_ids(tmp_path: Path) -> None:
     how = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(prompt, attention_mask=mask, **how)
     assert torch.equal(decode_greedily(OnnxSession(tmp_path / "model.onnx"), prompt, 5, mask), expected)
+
+
+def test_out_to_onnx_and_back_it_is_the_same_function(tmp_path: Path) -> None:
+    model = trained("bert", GATED)
+    made = retrofit.export_onnx(model, tmp_path / "model.onnx")
+    read = retrofit.from_onnx(made.files[0].path)
+    given = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "token_type_ids": torch.zeros_like(IDS)}
+    found = zoo.logits(read(**given))
+    torch.testing.assert_close(found, logits(model, input_ids=IDS), atol=1e-4, rtol=1e-4)
