@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.elsewhere import add_device, counterpart
+from support.elsewhere import add_device, counterpart, counterparts
 from support.several_processes import start_processes
 from support.tiny_models import llama, t5
 
 import retrofit
 from retrofit.errors import VerificationError
 from retrofit.rewriting import apply_reported
+from retrofit.surgery.row_tables import tables_of
 
 SHORT = ("sparse-ffn(sparsity=8)", "sequence-altup(k=2,layers=all)")
 SPECS = (
@@ -27,6 +28,7 @@ SPECS = (
     "altup(k=2,embedding=recycled)",
     "lsh-attention(chunk=4)",
     "memory",
+    "memory(tables=host)",
     "merge-cross-attention",
     "recurrence(rank=4)",
     "reversible",
@@ -155,3 +157,42 @@ def fit(device: torch.device, spec: str) -> None:
 @pytest.mark.parametrize("spec", cases(FITTED, ("sparse-ffn(sparsity=4)",)))
 def test_a_start_is_fitted_and_trained_as_on_the_cpu(spec: str) -> None:
     elsewhere(fit, spec)
+
+
+# ── Tables that stay on the host ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train_with_tables_on_host(device: torch.device, spec: str) -> None:
+    """Two steps and some tokens: those of the CPU, and nothing as large as a table was ever on the device."""
+    dense = model_for(spec)
+    ids, found = texts(dense, 2), []
+    for where in (torch.device("cpu"), device):
+        torch.manual_seed(3)
+        model = retrofit.apply(copy.deepcopy(dense).to(where), spec, verify=False)
+        model.to(torch.float64).to(where).to(torch.float32)
+        tables = tables_of(model)
+        assert tables and {(table.device.type, table.dtype) for table in tables} == {("cpu", torch.float32)}
+        assert {one.device.type for one in model.parameters() if one not in tables} == {where.type}
+        optimizer = retrofit.optimizer(model, 1e-2)
+        for _ in range(2):
+            model(input_ids=ids.to(where), labels=ids.to(where)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        tokens = model.generate(ids.to(where), max_new_tokens=4, do_sample=False).cpu()
+        found.append((tokens, {name: value.cpu() for name, value in model.state_dict().items()}, [one.detach() for one in tables]))
+    (first, weights, moved), (second, others, _) = found
+    assert torch.equal(first, second) and all(table.any() for table in moved)
+    for name, value in weights.items():
+        torch.testing.assert_close(others[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}")
+    assert max(one.numel() for one in counterparts.values()) < min(table.numel() for table in moved)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "memory(lookup=ngram, heads=1, buckets=5000, tables=host)",
+        pytest.param("memory(lookup=token-id, rank=64, tables=host)", marks=pytest.mark.long),
+    ],
+)
+def test_tables_on_the_host_train_and_decode_as_on_the_cpu(spec: str) -> None:
+    elsewhere(train_with_tables_on_host, spec)

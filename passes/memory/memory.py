@@ -243,6 +243,9 @@ class Memory(Pass[MemoryPlan]):
         "auto", "depths that get a table, e.g. 0-5+8; auto: all, of ngram the first and the middle one", depths=True
     )
     jitter: float = option(0.01, "ε, relative noise on the input of the softmax lookup in training", minimum=0)
+    tables: str = option(
+        "device", "where tables that ids look up are: beside the weights, or in the CPU memory", choices=("device", "host")
+    )
     sparse: bool = option(False, "token-id, ngram: sparse gradients, for optimizers that support them (SGD, SparseAdam)")
     form: str = option(
         "expert", "an entry of rank r: matrices of its own, or r numbers in a gated product", choices=("expert", "gated")
@@ -316,8 +319,8 @@ class Memory(Pass[MemoryPlan]):
         ids = ("jitter", "ngrams", "heads", "canonical")
         idle: dict[str, tuple[str, ...]] = {
             "token-id": ids if self.buckets == 128 else ("buckets", *ids),
-            "softmax": ("sparse", *ids[1:]),
-            "lsh": ("sparse", *ids),
+            "softmax": ("sparse", "tables", *ids[1:]),
+            "lsh": ("sparse", "tables", *ids),
             "ngram": ("jitter",),
         }
         found = {f"lookup={self.lookup}": idle[self.lookup]}
@@ -515,7 +518,10 @@ class Memory(Pass[MemoryPlan]):
     def add_table(self, place: WrappedModule, tables: StackTables, plan: MemoryPlan, edit: Edit) -> None:
         """Wrap the module at `place` in what adds a table to it."""
         module, into, out = edit.model.get_submodule(place.path), place.stream_in, place.stream_out
-        like = float_like(module, edit.model)
+        beside = like = float_like(module, edit.model)
+        on_host = self.tables == "host" and not beside.is_meta
+        if on_host:
+            like = torch.empty(0, dtype=beside.dtype)  # nothing as large as a table is made elsewhere
         memory: ExternalMemory
         if isinstance(place, ValuePlace):
             memory = values = ValueEmbedding(tables.rows, place.site, like, sparse=self.sparse)
@@ -527,6 +533,9 @@ class Memory(Pass[MemoryPlan]):
             memory = rows = self.ngram_table(plan, tables, like, edit.model.get_parameter(tables.source.table))
             name, call = history_name(place.path, module), tables.calls[place.path]
             place.install(edit, lambda layer: NgramLayer(layer, rows, stream_in=into, stream_out=out, name=name, call=call))
+        memory.on_host = self.tables == "host"
+        if on_host:
+            memory.to(beside.device)
         for late in memory.late_parameters():
             edit.expect_late_gradient(memory.get_parameter(late))
 

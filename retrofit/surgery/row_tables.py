@@ -2,6 +2,8 @@
 
     rows(table, i) = table[i]                                     table: [n, …], i: (…)
 
+A table may stay in the CPU's memory, wherever the model is: the indices go there, the rows come back, their gradients go there.
+
 A table may be divided among processes: each holds some of its rows, as of any parameter that torch divides. Every process then
 looks up the rows that it holds for the indices of all, and its rows get the gradients of all.
 """
@@ -12,7 +14,7 @@ import contextlib
 import contextvars
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ class RowTables(nn.Module):
     """A module with tables, each a parameter of its own."""
 
     sparse: bool = False  # whether the gradient of a table is a sparse tensor, of the rows that were looked up
+    on_host: bool = False  # whether tables stay in the CPU's memory
     reader: ClassVar[Callable[..., Tensor] | None] = None  # how rows are looked up where retrofit is installed: `read_rows`
 
     def tables(self) -> tuple[str, ...]:
@@ -41,11 +44,33 @@ class RowTables(nn.Module):
         return self.plain_rows(table, i) if self.reader is None else self.reader(table, i)
 
     def plain_rows(self, table: Tensor, i: Tensor) -> Tensor:
+        if i.device != table.device:
+            return self.plain_rows(table, i.to(table.device)).to(i.device)
         if table.dim() == 2:
             return F.embedding(i, table, sparse=self.sparse)
         if self.sparse and is_learned(table):
             return RowsWithSparseGradient.apply(table, i)  # type: ignore[no-any-return, no-untyped-call]
         return F.embedding(i, table.flatten(1)).unflatten(-1, table.shape[1:])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Do what a module does to move or cast its tensors; tables on the host are cast alone."""
+        if not self.on_host:
+            return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
+        tables = [self.get_parameter(name) for name in self.tables()]
+        held = {id(tensor) for table in tables for tensor in (table, table.grad)}
+        return super()._apply(  # type: ignore[no-untyped-call, no-any-return]
+            lambda tensor: cast_on_host(fn, tensor) if id(tensor) in held else fn(tensor), recurse
+        )
+
+
+def cast_on_host(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
+    """Return what `fn` makes of a tensor, but in the CPU's memory: nothing of its size is made elsewhere."""
+    asked = fn(tensor[:0])
+    if asked.is_meta:
+        return fn(tensor)
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device="cpu", dtype=asked.dtype)
+    return tensor.to("cpu", asked.dtype)
 
 
 def is_learned(table: Tensor) -> bool:
