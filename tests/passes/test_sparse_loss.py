@@ -179,7 +179,7 @@ def test_a_head_that_is_sparse_already_is_refused_and_left_alone() -> None:
 def test_a_head_whose_weight_is_computed_is_refused() -> None:
     model = zoo.build(zoo.entry("causal/llama"))
     nn.utils.parametrizations.weight_norm(model.lm_head)
-    with refused(DoesNotFitError, "lm_head", code=""):
+    with refused(DoesNotFitError, "lm_head", code="computed", site="lm_head"):
         retrofit.apply(model, SparseLoss(modules=8), verify=False)
 
 
