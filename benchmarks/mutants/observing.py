@@ -255,7 +255,7 @@ def attempt(folder: Path, trial: Trial, reference: bytes, program: Any) -> Row:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     import retrofit
-    from retrofit import rewriting
+    from retrofit import preview, rewriting
     from retrofit.checks.verify import CHECKS
     from retrofit.errors import VerificationError
 
@@ -263,7 +263,7 @@ def attempt(folder: Path, trial: Trial, reference: bytes, program: Any) -> Row:
     if not str(mutated.__file__).startswith(str(folder)):
         raise AssertionError(f"the sources imported are those of {mutated.__file__}")
     names = [*sorted(CHECKS, key=lambda name: (name in LAST, name != FIRST)), *(["onnx"] if "onnx" in trial.options else [])]
-    check, capture, capture_result = rewriting.check_rewrite, rewriting.capture, rewriting.capture_result
+    check, capture, capture_result = rewriting.check_rewrite, preview.capture, rewriting.capture_result
     captured = iter([] if program is None else [program])  # of the dense model, which is captured first
 
     def up_to_the_first_failure(rewritten: Any, measured: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -276,7 +276,7 @@ def attempt(folder: Path, trial: Trial, reference: bytes, program: Any) -> Row:
 
     rewriting.check_rewrite = up_to_the_first_failure
     rewriting.capture_result = lambda *_: None  # type: ignore[assignment,return-value]
-    rewriting.capture = lambda *arguments: next(captured, None) or capture(*arguments)
+    preview.capture = lambda *arguments: next(captured, None) or capture(*arguments)
     rewriting.Reference = Measured(pickle.loads(reference))  # type: ignore[misc,assignment]
     try:
         retrofit.apply(model(trial.model), trial.spec, calibration=calibration(trial))
