@@ -25,8 +25,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from retrofit.errors import CheckpointError, first_few
 from retrofit.passbase import recipe_storage
 from retrofit.provenance import record_provenance
+from retrofit.storage.load_guard import openings_of, renamed, require_filled, require_names, require_part
 from retrofit.surgery import transformers_bookkeeping
-from retrofit.surgery.dequantization import METHOD, is_packed, is_recipe
+from retrofit.surgery.dequantization import METHOD, is_recipe
 
 
 @dataclasses.dataclass
@@ -75,6 +76,7 @@ class RecipeReplay(HfQuantizer):
 
     quantization_config: RecipeConfig
     new: frozenset[str] = frozenset()  # the names of tensors that no file has to have: of another head, as its class makes it
+    openings: Collection[Any] = ()  # the conversions that find a part's weights in a file of the whole model
 
     def __new__(cls, quantization_config: RecipeConfig, **kwargs: Any) -> Any:
         """Itself; where the config holds a quantization too, the quantizer of that, which replays the recipe first."""
@@ -111,6 +113,7 @@ class RecipeReplay(HfQuantizer):
         entry = self.quantization_config
         self.dense = set(model.modules())
         unfreeze(model)
+        self.openings = [] if entry.part is None else openings_of(model, entry.part)
         transformers_bookkeeping.keep_own_names(model)
         declared = dict(model.all_tied_weights_keys)
         saved = (model.config.architectures or [None])[0] if checkpoint_files else None
@@ -127,16 +130,19 @@ class RecipeReplay(HfQuantizer):
 
             held = names_in_files(checkpoint_files)
             if held is not None:
+                require_part(model, entry, held, self.openings)
+                held = {renamed(name, self.openings) for name in held}
                 tie_as_saved(model, held, declared)
                 require_names(model, held, self.rewritten(model), self.new)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
-        """Return no renaming: the file has the model's own names (`transformers_bookkeeping.keep_own_names`)."""
-        return []
+        """Return no renaming but a part's: the file has the model's own names (`transformers_bookkeeping.keep_own_names`)."""
+        return list(self.openings)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
         """Every new parameter and buffer has its value, and nothing on the model says that it came through a quantizer."""
         del model.hf_quantizer
+        transformers_bookkeeping.keep_own_names(model)
         recipe_storage.store_recipe(model, self.quantization_config.recipe, self.quantization_config.applied_to)
         self.finish(model)
 
@@ -364,7 +370,7 @@ def rewrite_same_class(model: Any, entry: RecipeConfig) -> set[nn.Module]:
 def rewrite_inner_part(model: Any, entry: RecipeConfig) -> set[nn.Module]:
     """Give `model`, a part of the class that was rewritten, what the recipe puts there; return the modules that are not new.
 
-    Raises `CheckpointError` where it is not that part, as it was recorded.
+    It may have a head of its own around the part. Raises `CheckpointError` where it is not that part, as it was recorded.
     """
     from retrofit.storage.filling import transformers_class  # not before, as above
     from retrofit.storage.other_models import config_differences, recorded_skeleton, structure_of
@@ -372,27 +378,27 @@ def rewrite_inner_part(model: Any, entry: RecipeConfig) -> set[nn.Module]:
     kind = transformers_class(str(entry.architecture))
     whole = None if kind is None else recorded_skeleton(kind, entry.applied_to, model)
     places = dict(() if whole is None else whole.named_modules(remove_duplicate=False))
-    part: Any = places.get(str(entry.part))
-    part = getattr(part, "base_model", None) if type(part) is not type(model) else part
-    if whole is None or type(part) is not type(model) or structure_of(part) != structure_of(model):
+    found: Any = places.get(str(entry.part))
+    pairs = ((found, model), (getattr(found, "base_model", None), model), (found, model.base_model))
+    part, target = next((pair for pair in pairs if type(pair[0]) is type(pair[1])), (None, model))
+    if whole is None or part is None or structure_of(part) != structure_of(target):
         raise CheckpointError(
             f"{', '.join(entry.recipe)} was applied to {entry.architecture}, of which this is no longer {entry.part}",
-            why="; ".join(config_differences(part, model) if type(part) is type(model) else ()) or f"it is {type(model).__name__}",
+            why="; ".join(config_differences(part, target) if part is not None else ()) or f"it is {type(model).__name__}",
             remedy="load it with the class and config it was saved with, or save and load the whole model",
         )
     unfreeze(whole)
-    dense = rewrite_skeleton(whole, entry.recipe, entry.applied_to)
-    config = model.config
-    vars(model).update(vars(part))
-    for module in model.modules():
+    dense = rewrite_skeleton(whole, entry.recipe, entry.applied_to) | set(model.modules())
+    config = target.config
+    vars(target).update(vars(part))
+    for module in target.modules():
         for name, value in vars(module).items():
-            if value is model.config:
+            if value is part.config:
                 vars(module)[name] = config
-    model.config = config
     record_provenance(model, recipe=tuple(entry.recipe))  # its config says of which class and part
     recipe_storage.store_recipe(model, entry.recipe, entry.applied_to)
     transformers_bookkeeping.keep_on_one_device(model, dense)
-    return dense | {model}
+    return dense
 
 
 def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple[set[nn.Module], frozenset[str]]:
@@ -492,70 +498,6 @@ def tie_as_saved(model: Any, held: set[str], declared: Mapping[str, str]) -> Non
     }
     model.all_tied_weights_keys = ties
     model.__dict__["_tied_weights_keys"] = dict(ties)
-
-
-def require_names(model: Any, held: set[str], rewritten: set[str], new: Collection[str] = ()) -> None:
-    """Raise `CheckpointError` where a tensor of a rewritten module is not among the names in the files, or one there is not read.
-
-    Of the tensors, the files need not have the `new` ones.
-    """
-    from retrofit.storage.other_models import in_any  # not before, as above
-
-    prefix = f"{model.base_model_prefix}."
-    known = held | {name.removeprefix(prefix) for name in held} | {prefix + name for name in held}
-    own = model.state_dict()
-    groups = [{name, source} for name, source in model.all_tied_weights_keys.items()]
-    missing = [
-        name
-        for name in own
-        if in_any(name, rewritten)
-        and name not in known
-        and name not in new
-        and not any(name in group and group & known for group in groups)
-    ]
-    unread = [name for name in sorted(held) if {name, name.removeprefix(prefix), prefix + name}.isdisjoint(own)]
-    unread = [name for name in unread if in_any(name, rewritten) or in_any(name.removeprefix(prefix), rewritten)]
-    if missing:
-        raise wrong_weights(model, "missing", missing)
-    if unread:
-        raise wrong_weights(model, "in the files and not in the model", unread)
-
-
-def wrong_weights(model: Any, what: str, names: list[str]) -> CheckpointError:
-    """Return the error that names the weights of a model that are not those of its recipe."""
-    recipe = ", ".join(recipe_storage.stored_recipe(model))
-    named = str(model.config.name_or_path)  # "None" of weights that were in memory
-    place = f"{named}: " if Path(named).exists() else ""
-    return CheckpointError(
-        f"{place}the weights do not match the recipe {recipe}",
-        why=f"{what}: {first_few(names)}",
-        remedy='if they are dense weights, remove the recipe ("quantization_config" in a config.json)',
-        code="mismatch",
-    )
-
-
-def require_filled(model: Any, rewritten: set[str], shapes: dict[str, torch.Size], new: Collection[str] = ()) -> None:
-    """Raise `CheckpointError` where a tensor has another shape than in the skeleton, or is of a rewritten module and not loaded.
-
-    The `new` tensors need not have been loaded.
-    """
-    from retrofit.storage.other_models import in_any  # not before: transformers is still importing itself when it reads this file
-
-    state = {  # what a quantizer packed came from the file, and what its layers have besides is its own
-        name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in shapes and not is_packed(tensor)
-    }
-    wrong = [name for name, tensor in state.items() if not tensor.is_meta and tensor.shape != shapes[name]]
-    if not hasattr(model, "hf_device_map"):  # moving a tensor to another device loses transformers' mark that it was loaded
-        wrong += [
-            name
-            for name, tensor in state.items()
-            if in_any(name, rewritten)
-            and name not in new
-            and not getattr(tensor, "_is_hf_initialized", False)
-            and not tensor.is_meta
-        ]
-    if wrong:
-        raise wrong_weights(model, "missing or of another shape", wrong)
 
 
 def rebuild_buffers(model: nn.Module, dense: set[nn.Module]) -> None:

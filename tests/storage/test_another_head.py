@@ -16,6 +16,7 @@ import retrofit
 from retrofit.errors import CheckpointError
 from retrofit.passbase import replaying
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
+from tests.support.refusals import refused
 
 IDS, TARGET = torch.arange(3, 19)[None], torch.arange(5, 12)[None]
 BASE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -335,3 +336,58 @@ def test_a_composite_of_rewritten_masked_models_is_the_dense_one_and_is_saved(sp
         logits, wanted = composite(**inputs).logits, expected(**inputs).logits
         assert torch.allclose(logits, wanted, atol=1e-4)
         assert torch.equal(again.eval()(**inputs).logits, logits) and not info["missing_keys"]
+
+
+TEXT = BASE | {"max_position_embeddings": 32, "projection_dim": 24, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+IMAGE = {name: size for name, size in BASE.items() if name != "vocab_size"} | {"image_size": 16, "patch_size": 4}
+IMAGES = {"pixel_values": torch.linspace(-1, 1, 3 * 16 * 16).view(1, 3, 16, 16)}
+
+
+def image_and_text(kind: str) -> Any:
+    """A dense model of this class with an image encoder and a text model."""
+    config = class_of(kind).config_class
+    torch.manual_seed(0)
+    parts = {"text_config": TEXT | {"encoder_hidden_size": 32}, "vision_config": IMAGE | {"projection_dim": 24}}
+    return class_of(kind)(config(**parts, projection_dim=24)).eval()
+
+
+def projected(model: Any, projection: str, output: Any) -> torch.Tensor:
+    return model.get_submodule(projection)(output.pooler_output) if projection else output.last_hidden_state
+
+
+@pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "altup(k=2)", "shared-moe(groups=1)"])
+@pytest.mark.parametrize(
+    ("whole", "name", "place", "projection"),
+    [
+        ("CLIPModel", "CLIPVisionModel", "vision_model", ""),
+        ("CLIPModel", "CLIPTextModel", "text_model", ""),
+        ("CLIPModel", "CLIPVisionModelWithProjection", "vision_model", "visual_projection"),
+        ("CLIPModel", "CLIPTextModelWithProjection", "text_model", "text_projection"),
+        ("SiglipModel", "SiglipVisionModel", "vision_model", ""),
+    ],
+)
+def test_a_part_is_read_from_the_directory_of_the_whole(
+    whole: str, name: str, place: str, projection: str, spec: str, tmp_path: Path
+) -> None:
+    model = trained(image_and_text(whole), spec).eval()
+    model.save_pretrained(tmp_path / "whole")
+    inputs = IMAGES if place == "vision_model" else {"input_ids": IDS}
+    with torch.no_grad():
+        expected = projected(model, projection, getattr(model, place)(**inputs))
+    part, missing = loaded(tmp_path / "whole", name)
+    part.save_pretrained(tmp_path / "part")
+    again, lost = loaded(tmp_path / "part", name)
+    assert not missing | lost
+    for copied in (part, again):
+        with torch.no_grad():
+            assert torch.allclose(copied.eval()(**inputs)[0], expected, atol=1e-6)
+        assert retrofit.recipe(copied) == retrofit.recipe(model)
+
+
+def test_a_part_that_transformers_does_not_find_in_the_whole_is_refused(tmp_path: Path) -> None:
+    whole = image_and_text("BlipForConditionalGeneration")
+    whole.save_pretrained(tmp_path / "dense")
+    assert len(loaded(tmp_path / "dense", "BlipVisionModel")[1]) == len(whole.vision_model.state_dict())
+    trained(whole, "memory(lookup=softmax)").save_pretrained(tmp_path / "rewritten")
+    with refused(CheckpointError, "BlipVisionModel", "BlipForConditionalGeneration", "vision_model", code="mismatch"):
+        loaded(tmp_path / "rewritten", "BlipVisionModel")

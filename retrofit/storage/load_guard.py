@@ -1,0 +1,107 @@
+"""The weights in a model's files compared with a rewritten model's, before and after transformers reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from retrofit.errors import CheckpointError, first_few
+from retrofit.passbase import recipe_storage
+from retrofit.surgery.dequantization import is_packed
+
+
+def openings_of(model: Any, part: str) -> list[Any]:
+    """Return transformers' conversions of names by which `model` reads the weights of `part` in a file of the whole model."""
+    from transformers.conversion_mapping import (
+        get_model_conversion_mapping,
+    )  # not before: transformers is still importing itself when it reads this file
+
+    renamings = (found for found in get_model_conversion_mapping(model) if not hasattr(found, "operations"))
+    return [found for found in renamings if renamed(f"{part}.weight", [found]) == "weight"]
+
+
+def renamed(name: str, renamings: Collection[Any]) -> str:
+    """Return the name in the model of a tensor that has this one in a file."""
+    for renaming in renamings:
+        name = renaming.rename_source_key(name)[0]
+    return name
+
+
+def require_part(model: Any, entry: Any, held: set[str], openings: Collection[Any]) -> None:
+    """Raise `CheckpointError` where the files are the whole model's, in which transformers does not find a part's weights."""
+    inside = {name for name in held if name.startswith(f"{entry.part}.")} if entry.part and not openings else ()
+    prefix = f"{model.base_model_prefix}."
+    if inside and {name.removeprefix(prefix) for name in held}.isdisjoint(model.state_dict()):
+        raise CheckpointError(
+            f"{type(model).__name__} does not find its weights in the files of a {entry.architecture}",
+            why=f"they are called {first_few(sorted(inside), 1)} there, which transformers does not look for, dense or rewritten",
+            remedy=f"load it as {entry.architecture} and take its {entry.part}, or save that by itself first",
+            code="mismatch",
+        )
+
+
+def require_names(model: Any, held: set[str], rewritten: set[str], new: Collection[str] = ()) -> None:
+    """Raise `CheckpointError` where a tensor of a rewritten module is not among the names in the files, or one there is not read.
+
+    Of the tensors, the files need not have the `new` ones.
+    """
+    from retrofit.storage.other_models import in_any  # not before, as above
+
+    prefix = f"{model.base_model_prefix}."
+    known = held | {name.removeprefix(prefix) for name in held} | {prefix + name for name in held}
+    own = model.state_dict()
+    groups = [{name, source} for name, source in model.all_tied_weights_keys.items()]
+    missing = [
+        name
+        for name in own
+        if in_any(name, rewritten)
+        and name not in known
+        and name not in new
+        and not any(name in group and group & known for group in groups)
+    ]
+    unread = [name for name in sorted(held) if {name, name.removeprefix(prefix), prefix + name}.isdisjoint(own)]
+    unread = [name for name in unread if in_any(name, rewritten) or in_any(name.removeprefix(prefix), rewritten)]
+    if missing:
+        raise wrong_weights(model, "missing", missing)
+    if unread:
+        raise wrong_weights(model, "in the files and not in the model", unread)
+
+
+def wrong_weights(model: Any, what: str, names: list[str]) -> CheckpointError:
+    """Return the error that names the weights of a model that are not those of its recipe."""
+    recipe = ", ".join(recipe_storage.stored_recipe(model))
+    named = str(model.config.name_or_path)  # "None" of weights that were in memory
+    place = f"{named}: " if Path(named).exists() else ""
+    return CheckpointError(
+        f"{place}the weights do not match the recipe {recipe}",
+        why=f"{what}: {first_few(names)}",
+        remedy='if they are dense weights, remove the recipe ("quantization_config" in a config.json)',
+        code="mismatch",
+    )
+
+
+def require_filled(model: Any, rewritten: set[str], shapes: dict[str, torch.Size], new: Collection[str] = ()) -> None:
+    """Raise `CheckpointError` where a tensor has another shape than in the skeleton, or is of a rewritten module and not loaded.
+
+    The `new` tensors need not have been loaded.
+    """
+    from retrofit.storage.other_models import in_any  # not before: transformers is still importing itself when it reads this file
+
+    state = {  # what a quantizer packed came from the file, and what its layers have besides is its own
+        name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in shapes and not is_packed(tensor)
+    }
+    wrong = [name for name, tensor in state.items() if not tensor.is_meta and tensor.shape != shapes[name]]
+    if not hasattr(model, "hf_device_map"):  # moving a tensor to another device loses transformers' mark that it was loaded
+        wrong += [
+            name
+            for name, tensor in state.items()
+            if in_any(name, rewritten)
+            and name not in new
+            and not getattr(tensor, "_is_hf_initialized", False)
+            and not tensor.is_meta
+        ]
+    if wrong:
+        raise wrong_weights(model, "missing or of another shape", wrong)
