@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -203,6 +204,31 @@ BASES = {
     "trained on": other_weights,
     "shorter": lambda: tiny_models.llama(num_hidden_layers=1),
 }
+
+
+def with_transformers(model: Any, folder: str) -> Any:
+    model.load_adapter(folder)
+    return model
+
+
+@pytest.mark.parametrize("how", [peft.PeftModel.from_pretrained, with_transformers])
+def test_an_adapter_of_the_dense_model_is_put_on_a_rewritten_one_whole_or_not_at_all(how: Any, tmp_path: Path) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted: Any = peft.get_peft_model(tiny_models.llama(), config).eval()
+    adapted.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = adapted(input_ids=IDS).logits
+        torch.manual_seed(9)  # what is not read is not what was drawn before
+        assert torch.equal(how(tiny_models.llama(), str(tmp_path)).eval()(input_ids=IDS).logits, expected)
+        for spec, site in (("altup(k=2)", "model.layers.0"), ("shared-moe(groups=0)", "model.layers.0.mlp")):
+            with refused(CheckpointError, site, code="other-model"):
+                how(retrofit.apply(tiny_models.llama(), spec, verify=False), str(tmp_path))
+        attention = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
+        mixture = retrofit.apply(tiny_models.llama(), "shared-moe(groups=0)", verify=False)
+        only: Any = peft.get_peft_model(copy.deepcopy(mixture), attention).eval()
+        only.save_pretrained(tmp_path / "only")
+        again = how(mixture, str(tmp_path / "only"))
+        assert torch.equal(again.eval()(input_ids=IDS).logits, only(input_ids=IDS).logits)
 
 
 @pytest.mark.first(9)

@@ -22,7 +22,7 @@ import torch
 from torch import fx, nn
 
 from retrofit.passes.altup import reference as method_reference
-from retrofit.passes.altup.layers import COEFFICIENTS, AltUpLayer, BlockScale, Blockwise, DivideAndProject, Replicated
+from retrofit.passes.altup.layers import COEFFICIENTS, AltUpLayer, BlockScale, Blockwise, DivideAndProject, Replicated, outer_width
 from retrofit.passes.altup.plan import REPEATED, AltUpPlan, Growth, LayerPlan, WideHead, WideTable, grow
 from retrofit.passes.altup.widening import WideningPlan, WidthPropagation
 from retrofit.sdk import (
@@ -304,6 +304,11 @@ class AltUp(Pass[AltUpPlan]):
         for last, path in plan.readers.items():
             end: AltUpLayer = model.get_submodule(last)  # type: ignore[assignment]
             edit.add_handle(model.get_submodule(path).register_forward_pre_hook(end.require_end, with_kwargs=True))
+        paths = [*(path for table in plan.tables for path in table.paths), *(head.path for head in plan.heads if head.path)]
+        if widths := {path: width for path in paths if (width := outer_width(model, path))}:
+            first: AltUpLayer = model.get_submodule(plan.layers[0].name)  # type: ignore[assignment]
+            edit.set_attribute(first, "ends", widths)
+            edit.add_handle(model.register_forward_pre_hook(first.require_ends, with_kwargs=True))
 
     def widen_table(self, table: WideTable, edit: Edit) -> DivideAndProject | None:
         """Widen the table where it is looked up; return the projection of its extra columns, if there are any."""

@@ -15,7 +15,7 @@ Around the stream stand modules that let a d-wide module read it, and those at i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -188,6 +188,26 @@ def start_coefficients(init: str, k: int, j: int, n: int) -> tuple[Tensor, Tenso
     return p, g
 
 
+def outer_width(model: nn.Module, path: str) -> int | None:
+    """Return how wide the stream is at a token table or head; None where there is none of torch's at the path."""
+    try:
+        module = model.get_submodule(path)
+    except AttributeError:  # of another class than was rewritten
+        return None
+    return (
+        module.embedding_dim if isinstance(module, nn.Embedding) else module.in_features if isinstance(module, nn.Linear) else None
+    )
+
+
+def reads_table(model: Any, paths: Iterable[str]) -> bool:
+    """Return whether the model's inputs are embedded by a table at one of the paths."""
+    try:
+        weight = model.get_input_embeddings().weight
+    except (AttributeError, NotImplementedError):  # no model of transformers, or one without a table
+        return False
+    return any(getattr(model.get_submodule(path), "weight", None) is weight for path in paths)
+
+
 def layers_left_out(why: str) -> DoesNotFitError:
     return DoesNotFitError(
         "layers of a stack rewritten by AltUp were skipped",
@@ -230,6 +250,7 @@ class AltUpLayer(Wrapper):
         self.stream_in, self.stream_out = argument_place(layer, stream_in), stream_out
         self.narrow = [(argument_place(layer, key), block) for key, block in (narrow or {}).items()]
         self.expand, self.rotate = expand, rotate
+        self.ends: dict[str, int] = {}  # of the first layer: the tables and heads that were widened, and how wide they are
         self.combine = None if combine is None else tuple(float(weight) for weight in combine)
         like = float_like(layer)
         self.add_coefficients(like.device, like.dtype)
@@ -258,6 +279,28 @@ class AltUpLayer(Wrapper):
         for home in (getattr(value, HOME, None) for value in (*args, *kwargs.values())):
             if home is not None and (self.combine is not None or home not in (EVERY, self.next_active)):
                 raise layers_left_out("the stream is read before its last layer")
+
+    def require_ends(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise `DoesNotFitError` where a widened table or head of `model` was replaced, or it is given embeddings of width d."""
+        if torch.compiler.is_compiling() or is_exporting():
+            return
+        now = {path: outer_width(model, path) for path in self.ends}
+        path = next((path for path, width in now.items() if width not in (None, self.ends[path])), None)
+        if path is not None:
+            raise DoesNotFitError(
+                f"{path} is {now[path]} wide, where AltUp's stream is {self.k * self.width}",
+                why="the widened module was replaced",
+                remedy=f"replace it before altup, or by one of width {self.ends[path]}; embedding=recycled leaves it as it was",
+                site=path,
+            )
+        given = kwargs.get("inputs_embeds")
+        if isinstance(given, Tensor) and given.shape[-1] == self.width and reads_table(model, self.ends):
+            raise DoesNotFitError(
+                f"inputs_embeds is {self.width} wide, where AltUp's stream is {self.k * self.width}",
+                why="the token table was widened",
+                remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled",
+                option="inputs_embeds",
+            )
 
     def check_width(self, x: Tensor) -> None:
         """Raise `DoesNotFitError` where the stream is not as wide as this layer takes it."""

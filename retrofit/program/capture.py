@@ -27,7 +27,7 @@ from retrofit.inputs.model_state import preserve_modes, preserve_state
 from retrofit.inputs.module_calls import watched
 from retrofit.inputs.packed_weights import refuse_packed_layers
 from retrofit.inputs.probes import extent_of, resized, run
-from retrofit.process import serialized
+from retrofit.process import deferred_signals, serialized
 from retrofit.program.aten_ops import SELECTION, op
 from retrofit.program.functionalize import functionalize, replace_nondifferentiable_copies
 from retrofit.program.program import Call, Program, mark_calls, read_program, restore_users
@@ -183,9 +183,13 @@ def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> t
 def trace(
     model: nn.Module, inputs: dict[str, Any], shapes: dict[str, Any] | None
 ) -> tuple[torch.export.ExportedProgram, list[Call]]:
-    """`export` with the dynamic shapes `shapes`, in the terms of `torch.export`; None where all are static."""
+    """`export` with the dynamic shapes `shapes`, in the terms of `torch.export`; None where all are static.
+
+    Signals wait until it is done: torch's code in C++ calls back into Python, and an exception there may end the process.
+    """
     annotations = contextlib.nullcontext() if shapes is None else annotate_autograd()
     with (
+        deferred_signals(),
         mark_calls(model) as calls,
         open_dataclasses(model, inputs),
         torch.no_grad(),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from retrofit.errors import CheckpointError, first_few
 from retrofit.passbase import recipe_storage
@@ -68,6 +69,31 @@ def require_names(model: Any, held: set[str], rewritten: set[str], new: Collecti
         raise wrong_weights(model, "missing", missing)
     if unread:
         raise wrong_weights(model, "in the files and not in the model", unread)
+
+
+def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
+    """Raise `CheckpointError` where weights that are to be loaded lie in a module that a recipe rewrote, and have no place there.
+
+    PEFT passes over them without a word: those of an adapter that was trained on the dense model. `weights` are their names, with
+    `prefix` before those in the model.
+    """
+    from retrofit.storage.other_models import in_any  # not before, as above
+
+    sites = {site for one in recipe_storage.passes_of(recipe_storage.stored_record(model)) for site in one.sites}
+    sites &= {path for path, _ in model.named_modules(remove_duplicate=False)}  # another class does not have them all
+    inside = [name for key in weights if key.startswith(prefix) and in_any(name := key.removeprefix(prefix), sites)]
+    if not inside:
+        return
+    places = {name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)}
+    lost = [name for name in inside if name not in places and not name.endswith(EXTRA_STATE)]
+    if lost and not any(module._load_state_dict_pre_hooks for module in model.modules()):  # these may rename them
+        raise CheckpointError(
+            f"{first_few(sorted(lost), 1)} would not be loaded into this {type(model).__name__}",
+            why=f"{', '.join(recipe_storage.stored_recipe(model))} has rewritten the modules that they belong to",
+            remedy="merge an adapter into the dense model before the rewrite, or train it on the rewritten one; load dense weights "
+            "into the dense model",
+            code="other-model",
+        )
 
 
 def wrong_weights(model: Any, what: str, names: list[str]) -> CheckpointError:

@@ -25,7 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from retrofit.errors import CheckpointError, first_few
 from retrofit.passbase import recipe_storage
 from retrofit.provenance import record_provenance
-from retrofit.storage.load_guard import openings_of, renamed, require_filled, require_names, require_part
+from retrofit.storage.load_guard import openings_of, renamed, require_filled, require_names, require_part, require_places
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import METHOD, is_recipe
 
@@ -189,7 +189,8 @@ def rewrite_configured() -> None:
     """Have models built, filled and saved as their recipes say.
 
     `from_config`, given a config that holds a recipe, returns the model that the recipe makes of a freshly drawn one. A model that
-    lacks the recipe of the files it is filled from, or would be saved without that of a part, is refused.
+    lacks the recipe of the files it is filled from, or would be saved without that of a part, is refused, and so are weights, an
+    adapter's too, that have no place in what the recipe made.
     """
     models = sys.modules["transformers.modeling_utils"].PreTrainedModel
     own, save = models._from_config.__func__, models.save_pretrained
@@ -204,13 +205,25 @@ def rewrite_configured() -> None:
     models._from_config = classmethod(functools.partial(from_config, own))
     models._load_pretrained_model = staticmethod(functools.partial(load_weights, models._load_pretrained_model))
     models.save_pretrained = save_pretrained
+    models._load_from_state_dict = functools.partialmethod(load_tensors, models._load_from_state_dict)
 
 
-def load_weights(own: Callable[..., Any], model: Any, state_dict: Any, files: list[str] | None, *args: Any, **kwargs: Any) -> Any:
+def load_tensors(model: Any, own: Callable[..., None], weights: Mapping[str, Any], prefix: str, *args: Any) -> None:
+    """Load the tensors of one module by torch's `own`; raise `CheckpointError` where others would be lost in a rewritten model."""
+    if recipe_storage.stored_recipe(model):
+        require_places(model, weights, prefix)
+    own(model, weights, prefix, *args)
+
+
+def load_weights(
+    own: Callable[..., Any], model: Any, state_dict: Any = None, checkpoint_files: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Fill the model by transformers' `own`; raise `CheckpointError` where it lacks the recipe of its files."""
-    loaded = own(model, state_dict, files, *args, **kwargs)
-    if files and not recipe_storage.stored_recipe(model):  # else `RecipeReplay` compares them
-        require_recipe_of_files(model, Path(files[0]), loaded[0].missing_keys, loaded[0].unexpected_keys)
+    loaded = own(model, state_dict, checkpoint_files, *args, **kwargs)
+    if recipe_storage.stored_recipe(model):  # else `RecipeReplay` has compared them, but for an adapter's
+        require_places(model, loaded[0].unexpected_keys, "")
+    elif checkpoint_files:
+        require_recipe_of_files(model, Path(checkpoint_files[0]), loaded[0].missing_keys, loaded[0].unexpected_keys)
     return loaded
 
 

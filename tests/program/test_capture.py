@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.inputs.model_memory import without_weights
 from retrofit.program import tracing
 from retrofit.program.aten_ops import op, shape
-from retrofit.program.capture import capture, failed_trials
+from retrofit.program.capture import capture, failed_trials, trace
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.tracing import MAX_OPERATIONS, expression_length
 
@@ -237,6 +238,24 @@ def test_what_cannot_be_traced_is_refused_with_the_first_line_of_the_reason() ->
         capture(model, {"x": torch.ones(2)})
     assert "cannot take (2,)" in caught.value.why and "second line" not in caught.value.why
     assert "example_inputs=" in caught.value.remedy and model.training
+
+
+class Interrupted(nn.Linear):
+    """Ctrl-C comes while it is traced."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        signal.raise_signal(signal.SIGINT)
+        y = super().forward(x)
+        self.went_on = True
+        return y
+
+
+def test_a_signal_waits_until_torch_has_traced() -> None:
+    """An exception that passes through its code in C++ ends the process, or becomes another one."""
+    model = Interrupted(2, 2)
+    with pytest.raises(KeyboardInterrupt):
+        trace(model, {"x": torch.ones(1, 2)}, None)
+    assert model.went_on
 
 
 def test_the_reason_names_the_module_that_fails() -> None:

@@ -193,6 +193,44 @@ def test_one_stack_of_two() -> None:
         retrofit.apply(shared, AltUp(stacks="encoder"), example_inputs=shared_inputs)
 
 
+@pytest.mark.parametrize("identity", ["causal/gpt2", "causal/llama", "masked/bert", "seq2seq/t5"])
+def test_an_end_of_the_dense_width_is_named(identity: str) -> None:
+    model, inputs, _ = build(identity)
+    ends = {"table": model.get_input_embeddings(), "head": model.get_output_embeddings()}
+    narrow = {name: copy.deepcopy(module) for name, module in ends.items()}
+    width = narrow["table"].embedding_dim
+    embeddings = narrow["table"](inputs["input_ids"])
+    expected = logits(retrofit.apply(model, AltUp(k=2), example_inputs=inputs, verify=False), inputs)
+    others = {name: value for name, value in inputs.items() if name != "input_ids"}
+    with refused(DoesNotFitError, str(width), option="inputs_embeds"):
+        model(**others, inputs_embeds=embeddings)
+    wide = model(**others, inputs_embeds=model.get_input_embeddings()(inputs["input_ids"])).logits
+    torch.testing.assert_close(wide, expected)
+    for put, get, name in (
+        (model.set_output_embeddings, model.get_output_embeddings, "head"),
+        (model.set_input_embeddings, model.get_input_embeddings, "table"),
+    ):
+        before = get()
+        put(narrow[name])
+        paths = {path for path, module in model.named_modules(remove_duplicate=False) if module is narrow[name]}
+        with refused(DoesNotFitError, str(width), str(2 * width)) as caught:
+            model(**inputs)
+        assert caught.value.site in paths
+        put(before)
+    torch.testing.assert_close(logits(model, inputs), expected)
+
+
+@pytest.mark.parametrize(("embedding", "last"), [("wide", 2), ("recycled", 1)])
+def test_hidden_states_are_those_of_the_layers(embedding: str, last: int) -> None:
+    model, inputs, _ = build("causal/llama")
+    dense = model(**inputs, output_hidden_states=True).hidden_states
+    retrofit.apply(model, AltUp(k=2, embedding=embedding), example_inputs=inputs, verify=False)
+    states = model(**inputs, output_hidden_states=True).hidden_states
+    assert len(states) == len(dense) and states[-1].shape[-1] == last * dense[-1].shape[-1]
+    for now, then in zip(states[:-1], dense[:-1], strict=True):
+        torch.testing.assert_close(now, then)
+
+
 @pytest.mark.first(1)
 @pytest.mark.parametrize("order", [("sum", "altup"), ("altup", "sum")])
 def test_sum_before_and_after(order: tuple[str, str]) -> None:
