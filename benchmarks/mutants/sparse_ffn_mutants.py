@@ -328,8 +328,8 @@ MUTANTS = [
     ),
     fitted(
         "the output matrix is fitted to what other tokens miss",
-        "missed = y - dense(a)",
-        "missed = (y - dense(a)).roll(1, 0)",
+        "products.addmm_(weighted, y)",
+        "products.addmm_(weighted, y.roll(1, 0))",
     ),
     fitted(
         "the output matrix is fitted, and its bias not",
