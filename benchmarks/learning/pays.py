@@ -41,7 +41,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -211,9 +211,16 @@ class Runs:
                 key = key_of(self.name, arm, seed)
                 output = self.given.folder / f"{hashlib.sha256(key.encode()).hexdigest()[:12]}.pt"
                 if seed < arm.seeds and self.fits():
-                    self.kept.measure(key, functools.partial(self.run, arm, seed, output))
+                    self.measure(key, functools.partial(self.run, arm, seed, output))
                 if key in self.kept.values:
                     forget(output)
+
+    def measure(self, key: str, run: Callable[[], dict[str, Any]]) -> None:
+        """Keep the figures of a run; what a pass or a training refuses is said, and the next run begins."""
+        try:
+            self.kept.measure(key, run)
+        except RetrofitError as error:
+            print(f"{key}: {error}", flush=True)
 
     def fits(self) -> bool:
         """Whether a run that takes as long as the dense one ends in time; True where runs may go on in another call."""

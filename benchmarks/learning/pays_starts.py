@@ -72,7 +72,7 @@ class Start:
         sizes = {"steps": 16, "first": min(16, self.first), "batch": 2, "length": 32, "points": 4, "held_out": 20_000}
         if not isinstance(self.model, DenseModel):
             return dataclasses.replace(self, **sizes, bytes_a_token=5.0)
-        model = dataclasses.replace(self.model, width=32, units=64, layers=2, vocabulary=min(512, self.model.vocabulary))
+        model = dataclasses.replace(self.model, width=32, units=64, layers=4, vocabulary=min(512, self.model.vocabulary))
         return dataclasses.replace(self, **sizes, model=model)
 
 
