@@ -133,7 +133,7 @@ def fails(mutant: Mutant, limit: int) -> bool:
         write_mutated(mutant, Path(folder))
         paths = (folder, ROOT / "tests", ROOT / "benchmarks/coverage", ROOT / "benchmarks/mutants")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "PYTHONSAFEPATH": "1"}
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", mutant.test]
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "pythonpath=", mutant.test]
         return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=10 * limit).returncode == 1
 
 
