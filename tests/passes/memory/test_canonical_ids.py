@@ -132,7 +132,9 @@ def test_the_tokenizer_of_the_models_directory_is_found_and_a_saved_model_needs_
         assert torch.equal(logits(loaded, [[62, 65, 62]]), logits(model, [[62, 65, 62]]))  # new ids are their own
 
 
-@pytest.mark.parametrize("tokenizer", [byte_tokenizer(size=300), byte_tokenizer(WORDS[:6], 6), "The", object()], ids=str)
+@pytest.mark.parametrize(
+    "tokenizer", [byte_tokenizer(size=300), byte_tokenizer(WORDS[:6], 6), "The", object()], ids=["more", "fewer", "text", "object"]
+)
 def test_a_tokenizer_that_is_not_the_models_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     model = tiny_models.llama()
     with pytest.raises(retrofit.RetrofitError) as refused:
