@@ -17,7 +17,6 @@ conv = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/modular_projec
 columns = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_attention.py")
 attention = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_attention.py")
 projections = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_projections.py")
-gates = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_attention.py")
 mask = functools.partial(Mutant, "sparse-qkv", "retrofit/surgery/wrappers.py")
 whole = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/sparse_qkv.py")
 fit = functools.partial(Mutant, "sparse-qkv", "passes/sparse_qkv/fitting.py")
@@ -211,7 +210,7 @@ MUTANTS = [
         "torch.cat([before[:, :1].to(m.dtype), before.to(m.dtype), m], 1)[:, :-1]",
         trials=DEFAULT,
     ),
-    gates(
+    mask(
         "the gates are one token late: g[t,1] is that of the token itself",
         "torch.arange(1, past + 1, device=visible.device)",
         "torch.arange(0, past, device=visible.device)",

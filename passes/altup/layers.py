@@ -229,6 +229,7 @@ class AltUpLayer(Wrapper):
     """
 
     second_step: ClassVar[tuple[str, ...]] = ()  # parameters whose gradient is zero until others have moved
+    guards: ClassVar[tuple[str, ...]] = ("require_ends",)
 
     def __init__(
         self,

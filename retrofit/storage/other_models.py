@@ -193,6 +193,7 @@ def in_any(name: str, paths: Iterable[str]) -> bool:
 
 
 REGISTRIES = ("_modules", "_parameters", "_buffers")
+HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 GONE = object()  # the value of what a module no longer holds
 
 Changes = Mapping[str, Mapping[Any, Any]]  # the table, "" for attributes → the name in it → the value
@@ -431,6 +432,16 @@ class Contents:
         return found
 
 
+def is_guard(hook: Any) -> bool:
+    return getattr(hook, "__name__", None) in getattr(getattr(hook, "__self__", None), "guards", ())
+
+
+def holds_guards(module: nn.Module, table: str, hooks: Collection[Any]) -> bool:
+    """Return whether these entries of a table are hooks that change nothing: a module of another class may go without."""
+    held = module._forward_pre_hooks
+    return table in HOOKS_BEFORE and all(is_guard(held.get(number)) for number in hooks)
+
+
 def table_of(held: Any) -> dict[Any, Any]:
     """Return a copy of a dictionary, or the members of a set as its keys."""
     return dict.fromkeys(held) if isinstance(held, set) else dict(held)
@@ -470,6 +481,8 @@ def transfer(common: Common, changes: Mapping[nn.Module, Changes], changed: Coll
             return f"{path} is {classes[0]} in {kinds[0]}, and {classes[1]} in {kinds[1]}"
     for path, (theirs, ours) in common.pairs.items():
         for table, values in changes[theirs].items():
+            if type(theirs) is not type(ours) and holds_guards(theirs, table, values):
+                continue
             if type(theirs) is not type(ours) and table not in REGISTRIES:
                 return f"the recipe changes {type(theirs).__name__}, and {kinds[1]} has {type(ours).__name__} instead"
             if table in REGISTRIES:

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -96,12 +96,14 @@ class Wrapper(nn.Module):
 
     `stays_outermost`: nothing may wrap it again. `adds_branches`: it adds the branches of its layer to a stream itself, so that
     what another pass adds to what the layer returns would be lost. `opens_layer`: it calls its layer with other modules in the
-    place of some inside, so that only those compute what they did.
+    place of some inside, so that only those compute what they did. `guards` names methods that are hooks and change nothing: they
+    raise, or let a call be.
     """
 
     stays_outermost = False
     adds_branches = False
     opens_layer = False
+    guards: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()  # as Dynamo traces it: nn.Module.__init__(self) breaks the graph

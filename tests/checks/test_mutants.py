@@ -41,7 +41,7 @@ def test_a_test_that_is_named_exists() -> None:
     for mutant in MUTANTS:
         if mutant.test:
             path, _, name = mutant.test.partition("::")
-            assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), mutant.name
+            assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(encoding="utf-8"), mutant.name
 
 
 @pytest.mark.parametrize(("old", "times"), [("x", 2), ("z", 0)])

@@ -323,7 +323,6 @@ ORDERS = (
     ("altup(k=2)", VALUES),
     (VALUES, "altup(k=2)"),
     (VALUES, "memory(beside=layers)", "sparse-ffn(sparsity=1)"),
-    (VALUES, VALUES),
 )
 
 
