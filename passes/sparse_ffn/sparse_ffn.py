@@ -60,6 +60,7 @@ class SparseFFNPlan(Plan):
     """The feed-forwards that become sparse, in the order of the sites."""
 
     feed_forwards: tuple[FeedForward, ...] = ()
+    calls: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of each module in a forward, by path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +173,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
             formula=self.formula(sizes),
             notes=(self.decoding_cost(fitting),) if fitting else (),
             feed_forwards=tuple(fitting),
+            calls=dict(collections.Counter(call.path for call in anatomy.program.calls)),
         )
 
     def check(self, site: FeedForward, model: nn.Module, remedy: str) -> None:
@@ -231,8 +233,8 @@ class SparseFFN(Pass[SparseFFNPlan]):
         sites = [site.bound_to(edit.model) for site in plan.feed_forwards]
         made: list[SparseBlock] = []
         with evaluation_mode(edit.model):
-            for group in self.groups(sites, edit):
-                made += self.make_group(group, edit, len(made), len(sites))
+            for group in self.groups(sites, edit, plan.calls):
+                made += self.make_group(group, edit, plan.calls, len(made), len(sites))
                 release_freed_memory()
         for site, new in zip(sites, made, strict=True):
             for heading, finding, how in new.findings:
@@ -241,19 +243,24 @@ class SparseFFN(Pass[SparseFFNPlan]):
             for dense, parameter, layout in new.rearranged:
                 edit.rearrange_parameter(dense, parameter, new.block, layout, "a row for each hidden unit, in blocks")
 
-    def groups(self, sites: Sequence[FeedForward], edit: Edit) -> list[list[FeedForward]]:
+    def groups(self, sites: Sequence[FeedForward], edit: Edit, calls: Mapping[str, int]) -> list[list[FeedForward]]:
         """Return the sites in groups, in order, whose inputs on the calibration data are in memory together."""
         if edit.calibration is None or self.exact:
             return [list(sites)]
-        widths = {site.entry_path: site.width for site in sites}
-        groups = recording_groups(edit.model, edit.calibration, widths)
+        most = most_tokens(edit.calibration)
+        tokens = {site.entry_path: min(TOKENS, most * calls.get(site.entry_path, 1)) for site in sites}
+        sizes = {site.entry_path: ROUNDED.itemsize * tokens[site.entry_path] * site.width for site in sites}
+        groups = groups_in_room(sizes, edit.model)
         return [[site for site in sites if site.entry_path in paths] for paths in groups]
 
-    def make_group(self, sites: Sequence[FeedForward], edit: Edit, done: int, total: int) -> list[SparseBlock]:
+    def make_group(
+        self, sites: Sequence[FeedForward], edit: Edit, calls: Mapping[str, int], done: int, total: int
+    ) -> list[SparseBlock]:
         """Return the sparse feed-forwards of some of the `total` sites, `done` of which came before, side by side."""
         recorded: dict[str, Tensor] = {}
         if edit.calibration is not None and not self.exact:
-            recorded = record_inputs(edit.model, edit.calibration, list(dict.fromkeys(site.entry_path for site in sites)))
+            paths = {site.entry_path: calls.get(site.entry_path, 1) for site in sites}
+            recorded = record_inputs(edit.model, edit.calibration, paths)
         inputs = [recorded.get(site.entry_path) for site in sites]
         size = max(bytes_of_a_fit(max(map(len, recorded.values()), default=0), site) for site in sites)
         recorded.clear()
@@ -338,40 +345,38 @@ FEWEST = 16  # tokens that anything is fitted on
 ROUNDED = torch.bfloat16  # what recorded inputs are rounded to: fits are as good, and more layers are recorded in a run
 
 
-def recording_groups(model: nn.Module, calibration: Calibration, widths: Mapping[str, int]) -> list[list[str]]:
-    """Return the paths of `widths` in groups, in order, whose inputs are recorded in one run of the model and fit in memory."""
-    return groups_in_room({path: ROUNDED.itemsize * most_tokens(calibration) * width for path, width in widths.items()}, model)
-
-
 def most_tokens(calibration: Calibration) -> int:
-    """Return how many tokens of a module are recorded at most: those of images and sound are not known before they are run."""
+    """Return how many tokens of a call are recorded at most: those of images and sound are not known before they are run."""
     tensors = [value for batch in calibration.batches for value in batch.values() if isinstance(value, Tensor)]
     return TOKENS if any(value.is_floating_point() for value in tensors) else min(TOKENS, tokens_given(calibration))
 
 
-def record_inputs(model: nn.Module, calibration: Calibration, paths: list[str]) -> dict[str, Tensor]:
-    """Return the inputs of the modules at the paths, by path: (tokens, d), rounded, on the CPU.
+def record_inputs(model: nn.Module, calibration: Calibration, calls: Mapping[str, int]) -> dict[str, Tensor]:
+    """Return the inputs of the modules at the paths in `calls`, by path: (tokens, d), rounded, on the CPU.
 
-    Those that receive too few tokens are left out.
+    Of a module that a forward calls several times, for layers that share it, tokens of all these calls are recorded. Modules that
+    receive too few tokens are left out.
     """
-    recorders = {path: TokenRecorder(most_tokens(calibration)) for path in paths}
+    recorders = {path: TokenRecorder(most_tokens(calibration) * count) for path, count in calls.items()}
     spread_out(calibration, TOKENS).observe(model, recorders)
     recorded = {path: recorder.tokens() for path, recorder in recorders.items()}
     return {path: x for path, x in recorded.items() if len(x) >= FEWEST}
 
 
 class TokenRecorder:
-    """Keeps the first `most` tokens that a module receives, rounded, in memory that is taken once."""
+    """Keeps the tokens that a module receives, evenly spaced ones where `expected` are too many, in memory that is taken once."""
 
-    def __init__(self, most: int) -> None:
-        self.most, self.count = most, 0
+    def __init__(self, expected: int) -> None:
+        self.most, self.every = min(TOKENS, expected), math.ceil(expected / TOKENS)
+        self.count = self.skipped = 0
         self.rows = torch.empty(0)
 
     def __call__(self, x: Tensor) -> None:
         if not self.count:
             dtype = ROUNDED if x.dtype.itemsize > ROUNDED.itemsize else x.dtype
             self.rows = set_aside(torch.empty(self.most, x.shape[-1], dtype=dtype))
-        part = x[: self.most - self.count]
+        first, self.skipped = self.skipped, (self.skipped - len(x)) % self.every
+        part = x[first :: self.every][: self.most - self.count]
         self.rows[self.count : self.count + len(part)] = part
         self.count += len(part)
         if self.count == self.most:

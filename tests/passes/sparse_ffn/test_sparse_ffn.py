@@ -30,7 +30,7 @@ from retrofit.passes.sparse_ffn.controller_fit import (
     leading_singular_vectors,
 )
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
-from retrofit.passes.sparse_ffn.sparse_ffn import ENERGY, TOKENS, most_tokens, spread_out
+from retrofit.passes.sparse_ffn.sparse_ffn import ENERGY, TOKENS, most_tokens, record_inputs, spread_out
 from retrofit.rewriting import apply_reported
 
 # Plain and gated, fused and Conv1D, with and without bias, parallel, spread over two modules, shared across depth, images.
@@ -522,3 +522,20 @@ def test_as_many_tokens_are_recorded_as_there_may_be() -> None:
     ids, sound = torch.ones(2, 8, dtype=torch.long), torch.zeros(2, 80, 3000)
     assert most_tokens(Calibration(({"input_ids": ids}, {"input_ids": ids}))) == 32
     assert most_tokens(Calibration(({"input_features": sound, "decoder_input_ids": ids},))) == TOKENS
+
+
+def test_layers_that_share_a_feed_forward_are_all_recorded() -> None:
+    """Of ALBERT's calls of one module, the inputs that a plain hook sees, also where there is room for some of them only."""
+    model, inputs = build("masked/albert")
+    seen: list[torch.Tensor] = []
+    path = SparseFFN(sparsity=4).plan(retrofit.inspect(model, inputs)).feed_forwards[0].entry_path
+    handle = model.get_submodule(path).register_forward_pre_hook(lambda module, args: seen.append(args[0].flatten(0, -2)))
+    logits(model, inputs)
+    handle.remove()
+    rows = torch.cat(seen).bfloat16()
+    calibration = Calibration((inputs,))
+    for room in (TOKENS, len(rows) // 2):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("retrofit.passes.sparse_ffn.sparse_ffn.TOKENS", room)
+            found = record_inputs(model, calibration, {path: len(seen)})[path]
+        assert torch.equal(found, rows[:: len(rows) // len(found)]) and len(found) == min(room, len(rows)) and len(seen) > 1
