@@ -93,9 +93,10 @@ class RowwiseAdamW(torch.optim.AdamW):
             for table in group["params"]:
                 if table not in self.collected:
                     continue
+                has_gradient = bool(self.collected[table])  # perhaps of no row that this process holds: the step counts
                 i, gradient = mean_rows(table, self.collected[table])
                 self.collected[table].clear()
-                if len(i):
+                if has_gradient or len(i):
                     self.update(table, i, -gradient if group["maximize"] else gradient, group)
 
     def update(self, table: nn.Parameter, i: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
