@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.calibrate is not None:
         require_calibration(arguments.calibrate, passes)
     elif arguments.tokens is not None or (arguments.tokenizer is not None and not any(pass_.reads_tokenizer for pass_ in passes)):
-        option = "--tokens" if arguments.tokenizer is None else "--tokenizer"
+        option = "--tokenizer" if arguments.tokens is None else "--tokens"
         raise UsageError(f"{option} without --calibrate", why="no text is read", remedy="drop it, or add --calibrate FILE")
     if arguments.tokens is not None and arguments.tokens < 1:
         raise UsageError(f"--tokens {arguments.tokens}", why="must be at least 1", remedy="use an integer ≥ 1")
