@@ -87,9 +87,9 @@ STARTS = {
     "demo": Start(
         DenseModel(),
         steps=2000,
-        first=4000,
+        first=10_000,
         lr=1e-3,
-        words="The demo's Llama (2.8 million parameters, bytes), trained for 4,000 steps of 2,048 bytes, then for 2,000.",
+        words="The demo's Llama (2.8 million parameters, bytes), trained for 10,000 steps of 2,048 bytes, then for 2,000.",
     ),
     "tokens": Start(
         DenseModel(320, 896, 8, vocabulary=8192),
