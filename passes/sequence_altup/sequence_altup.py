@@ -280,10 +280,12 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             return self
         strided = {layer_plan.path for layer_plan in layers}
         found: dict[str, set[tuple[int, ...]]] = {}
+        at: list[str] = []
         for stack in anatomy.stacks:
             if self.stacks in ("all", stack.kind):
                 depths = tuple(depth for depth, layer in enumerate(stack.layers) if layer.name in strided)
                 found.setdefault(stack.kind, set()).add(depths)
+                at.append(f"{stack.name} at {'+'.join(map(str, depths)) or 'none'}")
         kinds = {kind: depths for kind, depths in found.items() if depths != {()}}
         all_depths = set().union(*kinds.values())
         if len(all_depths) > 1 or (len(kinds) < len(found) and len(kinds) > 1):
@@ -292,7 +294,9 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             raise DoesNotFitError(
                 "the stacks can be strided at different depths only",
                 by=self.name,
-                why=f"a recipe names the same depths for all stacks{missing}",
+                why=f"a recipe names the same depths for all stacks: {', '.join(at)}{missing}",
+                code="depths-differ",
+                option="layers",
                 remedy="apply it twice: stacks=encoder, then stacks=decoder" if len(found) > 1 else alone,
             )
         stacks = self.stacks if len(kinds) == len(found) else next(iter(kinds))

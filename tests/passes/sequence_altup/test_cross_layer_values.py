@@ -262,8 +262,10 @@ def test_depths_that_differ_from_stack_to_stack_cannot_be_saved_in_one_recipe() 
             return self.left(ids), self.right(others)
 
     tokens = torch.arange(22).view(2, 11) % WORDS
-    with refused(DoesNotFitError, "different depths", "left", "right"):
+    with pytest.raises(DoesNotFitError) as error:
         retrofit.apply(Two().eval(), SequenceAltUp(k=3, layers="all"), example_inputs={"ids": tokens, "others": tokens})
+    assert error.value.code == "depths-differ"
+    assert "left at 0+2, right at 1+2" in error.value.why
 
 
 class Routed(Model):
