@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import abc
 import copy
-import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -36,7 +35,7 @@ from transformers.cache_utils import (
 
 from retrofit.passes.sequence_altup.arguments import Anchors, CountedAnchors, Indices, MaskArgument
 from retrofit.sdk import DoesNotFitError
-from retrofit.sdk.modules import TokenHistory, forget_histories, histories_of
+from retrofit.sdk.modules import CacheWithHistories, TokenHistory, forget_histories, histories_of
 
 # ── Layers of the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -67,14 +66,17 @@ class AnchorKeys(CacheLayerMixin):
 
     def replace(self, layer: Any) -> None:
         """Replace `layer`, which is empty, from here on."""
+        self.require_empty(layer)
+        self.counter = copy.copy(layer)
+        self.counter.is_initialized = False
+
+    def require_empty(self, layer: Any) -> None:
         if isinstance(layer, AnchorKeys) or int(layer.get_seq_length()):
             raise DoesNotFitError(
                 f"the strided layer {self.name} received a cache with tokens in it",
                 why="another layer filled it with every token",
                 remedy="start from an empty cache",
             )
-        self.counter = copy.copy(layer)
-        self.counter.is_initialized = False
 
     def count_tokens(self, length: int) -> None:
         """Count `length` tokens more, as the model sees them."""
@@ -182,6 +184,7 @@ class AnchorLayer(AnchorKeys):
     """
 
     common = frozenset({"real"})  # of what a program carries: the same for every strided layer of a model
+    is_settled = False  # whether the cache itself calls this layer, and keeps nothing else for what is inside the strided layer
 
     def __init__(self, name: str, k: int) -> None:
         self.k = k
@@ -199,9 +202,7 @@ class AnchorLayer(AnchorKeys):
 
     def replacement_for(self, layer: Any) -> AnchorKeys:
         """Return what replaces `layer`, which an attention inside is about to write to: this layer, or a new secondary one."""
-        own: AnchorKeys = self
-        if self.counter is not None:
-            own = SecondaryAnchorKeys(self.name)
+        own: AnchorKeys = self if self.counter is None else self.secondary_keys()
         own.replace(layer)
         if isinstance(own, SecondaryAnchorKeys):
             if own.is_sliding != self.is_sliding:
@@ -212,6 +213,15 @@ class AnchorLayer(AnchorKeys):
                 )
             self.secondary.append(own)
         return own
+
+    def secondary_keys(self) -> SecondaryAnchorKeys:
+        """Return an empty layer for a second or later attention."""
+        return SecondaryAnchorKeys(self.name)
+
+    @property
+    def start(self) -> int | Tensor:
+        """The column of the next token: a number, or a tensor () where the cache counts on the device."""
+        return self.tokens
 
     @property
     @abc.abstractmethod
@@ -381,10 +391,19 @@ class AnchorCacheView(Cache):
             self.layers[layer_idx] = self.anchor_layer.replacement_for(self.layers[layer_idx])
 
 
-@functools.cache
+VIEWS: dict[type[Cache], type[Cache]] = {}
+
+
 def view_class(kind: type[Cache]) -> type[Cache]:
-    """Return the views of caches of class `kind`."""
-    return type(kind.__name__, (AnchorCacheView, kind), {"__module__": kind.__module__})
+    """Return the views of caches of class `kind`; made once, but for each trace of compiled code that is the first to need it."""
+    known = VIEWS.get(kind)
+    if known is None:
+        bases = (kind,) if issubclass(kind, CacheWithHistories) else (CacheWithHistories, kind)
+        bases = bases if issubclass(kind, EncoderDecoderCache) else (AnchorCacheView, *bases)
+        known = type(kind.__name__, bases, {"__module__": kind.__module__})
+        if not torch.compiler.is_compiling():
+            VIEWS[kind] = known
+    return known
 
 
 def view_of(cache: Cache, layer: AnchorLayer, staying: Tensor | None = None) -> Cache:
@@ -392,13 +411,12 @@ def view_of(cache: Cache, layer: AnchorLayer, staying: Tensor | None = None) -> 
 
     So do modules their histories: they are of anchors, of which `staying` (batch, anchors) fill no row that has fewer.
     """
-    view: Any = object.__new__(type(cache) if isinstance(cache, EncoderDecoderCache) else view_class(type(cache)))  # type: ignore[arg-type]
+    view: Any = object.__new__(view_class(type(cache)))
     view.__dict__.update(cache.__dict__)
     if isinstance(cache, EncoderDecoderCache):
         view.self_attention_cache = view_of(cache.self_attention_cache, layer, staying)
     else:
         view.anchor_layer = layer
-    histories_of(view)
     view.histories, view.staying = layer.histories, staying
     return view  # type: ignore[no-any-return]
 

@@ -15,6 +15,7 @@ and their number is counted."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,28 @@ def take(value: Tensor, dim: int, indices: Indices, batch: int | None = 0) -> Te
     size = list(value.shape)
     size[dim] = index.shape[1]
     return value.gather(dim, index.view(shape).expand(size))
+
+
+class TakenRows(torch.autograd.Function):
+    """The entries of `value` (batch, T, d) at `index` (rows, n), with a gradient that is gathered too, and the same in every run.
+
+    The gradient of entry t of `value` is the sum of those at `members[:, t]` (rows, T, m) where `held`. All others of the entries
+    taken give no gradient: they are of padding, or fill slots that nothing reads.
+    """
+
+    @staticmethod
+    def forward(value: Tensor, index: Tensor, members: Tensor, held: Tensor) -> Tensor:
+        return take(value, 1, index)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[2:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        members, held = ctx.saved_tensors
+        taken = take(gradient, 1, members.flatten(1)).unflatten(1, members.shape[1:])  # (batch, T, m, d)
+        return torch.where(held.unsqueeze(-1), taken, 0).sum(2), None, None, None
 
 
 def match_rows(value: Tensor, rows: Tensor, batch: int | None) -> tuple[Tensor, Tensor]:
@@ -77,6 +100,12 @@ def hide_keys(mask: Tensor, dim: int, visible: Tensor, batch: int | None, zero_i
     if mask.is_floating_point() and (mask.dim() > 2 or zero_is_real):
         return mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
     return mask.masked_fill(~visible, int(zero_is_real))
+
+
+@functools.lru_cache(maxsize=64)
+def computed_tokens(length: int, k: int, dense_share: float) -> int:
+    """Return how many of the first `length` positions are computed: shorter rows have no more."""
+    return sum(position % k == 0 or position * GOLDEN_RATIO % 1.0 < dense_share for position in range(length))
 
 
 def is_computed(position: Tensor, k: int, dense_share: float) -> Tensor:
@@ -121,7 +150,7 @@ class EvenAnchors:
     def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
         """Return for each token the value of its anchor; `earlier` (batch, 1, d) is that of the last anchor before these tokens."""
         spread = values.unsqueeze(2).expand(-1, -1, self.k, -1).flatten(1, 2)  # (batch, anchors · k, d)
-        if earlier is None:
+        if earlier is None or not self.first:
             return first_tokens(spread, self.length)
         head = min(self.first, self.length)
         return torch.cat([earlier.expand(-1, head, -1), first_tokens(spread, self.length - head)], 1)
@@ -159,13 +188,13 @@ class CountedAnchors:
     ) -> None:
         length = real.shape[1]
         self.k, self.real = k, real
-        position = real.cumsum(1) - 1 + before
+        self.position = position = real.cumsum(1) - 1 + before
         self.anchors = real & is_computed(position, k, dense_share)  # (rows, T)
         number = self.anchors.cumsum(1)  # of anchors up to each token
         own = self.anchors.sum(1, keepdim=True)  # of anchors in each row
         self.count = (length + k - 1) // k if count is None else count
         if dense_share:
-            self.count = int(own.max())
+            self.count = computed_tokens(length, k, dense_share)
         start = self.count - own if filled_first else torch.zeros_like(own)
         self.slot = number - 1 + start  # of each token's anchor, below `start` for tokens before the first
         self.early = number == 0
@@ -186,7 +215,21 @@ class CountedAnchors:
 
     def pick(self, x: Tensor) -> Tensor:
         """Return the anchors' states: (batch, T, d) gives (batch, anchors, d)."""
-        return take(x, 1, self.index)
+        if not x.requires_grad:
+            return take(x, 1, self.index)
+        taken = (self.slot >= 0) & (self.slot < self.count) & self.anchors
+        return TakenRows.apply(x, self.index, self.slot.clamp(0, self.count - 1).unsqueeze(-1), taken.unsqueeze(-1))  # type: ignore[no-any-return]
+
+    @property
+    def windows(self) -> tuple[Tensor, Tensor]:
+        """Return the columns of the real tokens of each anchor's window, and which entries are such: (rows, anchors, k) each."""
+        (rows, length), size = self.real.shape, self.count * self.k
+        own = self.real & (self.slot >= 0) & (self.slot < self.count)
+        entry = torch.where(own, self.slot * self.k + self.position % self.k, size)
+        columns = torch.arange(length, device=self.real.device).expand(rows, -1)
+        none = torch.full((rows, size + 1), length, dtype=torch.long, device=self.real.device)
+        found = none.scatter(1, entry, columns).narrow(1, 0, size).unflatten(1, (self.count, self.k))
+        return found.clamp(max=length - 1), found < length
 
     def window_means(self, x: Tensor) -> Tensor:
         """Return the mean over the real tokens of each window, of sequences that begin with an anchor: (batch, anchors, d)."""
@@ -197,6 +240,8 @@ class CountedAnchors:
 
     def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
         """Return for each token the value of its anchor; `earlier` (batch, 1, d) is that of the last anchor before these tokens."""
+        if earlier is None and values.requires_grad:
+            return TakenRows.apply(values, self.slot.clamp(min=0), *self.windows)  # type: ignore[no-any-return]
         if earlier is None:
             return take(values, 1, self.slot.clamp(min=0))
         return take(torch.cat([earlier, values], 1), 1, torch.where(self.early, 0, self.slot + 1))
@@ -373,11 +418,13 @@ def to_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
-def unpadded_tokens(mask: Tensor, dims: TokenDims, batch: int, start: int, length: int) -> Tensor:
+def unpadded_tokens(mask: Tensor, dims: TokenDims, batch: int, start: int | Tensor, length: int) -> Tensor:
     """Return which of the `length` tokens from key `start` on are no padding, as `mask` shows: (1 or batch, length)."""
     dim = dims.positions[-1]
     if len(dims.positions) == 2 and mask.shape[dims.positions[0]] == length:
         visible = mask_diagonal(mask, start, length, *dims.positions)  # a token sees itself unless it is padding
+    elif isinstance(start, Tensor):
+        visible = mask.index_select(dim, start + torch.arange(length, device=mask.device)).movedim(dim, -1)
     else:
         visible = mask.narrow(dim, start, length).movedim(dim, -1)
     if visible.is_floating_point():
@@ -392,7 +439,7 @@ def unpadded_tokens(mask: Tensor, dims: TokenDims, batch: int, start: int, lengt
     return visible.movedim(rows, 0).reshape(batch, -1, length).any(1)
 
 
-def mask_diagonal(mask: Tensor, start: int, length: int, queries: int, keys: int) -> Tensor:
+def mask_diagonal(mask: Tensor, start: int | Tensor, length: int, queries: int, keys: int) -> Tensor:
     """Return the entry of each of the `length` queries for the key at its own index plus `start`, along a new last dimension."""
     if isinstance(start, int):
         return mask.diagonal(start, queries, keys).narrow(-1, 0, length)
@@ -480,14 +527,15 @@ class LayerCall:
         else:
             args[name if isinstance(name, int) else self.names.index(name)] = value
 
-    def real(self, before: int, offset: int) -> Tensor | None:
+    def real(self, before: int | Tensor, offset: int) -> Tensor | None:
         """Return which of the tokens after `before` others are no padding, (1 or batch, T); None if no argument shows it."""
         batch, length = self.x.shape[:2]
         start = before - offset
+        least = length + (1 if isinstance(start, Tensor) else start)  # on the device there are tokens, however many
         masks = [
             unpadded_tokens(mask, dims, batch, start, length)
             for mask, dims in self.tensors.values()
-            if dims.shows_padding and mask.shape[dims.positions[-1]] >= start + length
+            if dims.shows_padding and mask.shape[dims.positions[-1]] >= least
         ]
         for mask in masks[1:]:
             masks[0] = masks[0] & mask

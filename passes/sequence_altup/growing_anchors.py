@@ -169,7 +169,8 @@ class GrowingAnchorLayer(AnchorLayer):
             self.ragged = self.ragged.append(columns, new.valid, (corrections,))
             self.columns, self.valid = torch.cat([self.columns, columns], 1), torch.cat([self.valid, new.valid], 1)
         self.tokens += length
-        self.close_holes()
+        if not torch.compiler.is_dynamo_compiling():  # how many there are is in the values
+            self.close_holes()
 
     def drop_outside_window(self) -> None:
         """Remove anchors that no later mask covers; all rows have the same."""

@@ -11,8 +11,8 @@ dense layer.
 The papers' baselines: stride-and-skip, y_i = ỹ_i at anchors and x_i between them; average-pooling, every token of a window gets
 what the layer computes from the window's mean (layers in a row pool once, for the mean of equal tokens is the token).
 
-Alternating Updates for Efficient Transformers (NeurIPS 2023), §4.2, §5.4 and supplement E, Alg. 2. Which tokens are anchors is in
-`anchors`, how a call's other arguments are cut down to them in `arguments`, what decoding stores in `growing_anchors`.
+Alternating Updates for Efficient Transformers (NeurIPS 2023), §4.2, §5.4 and supplement E, Alg. 2. Which tokens are anchors and how
+a call's other arguments are cut down to them is in `arguments`, what decoding stores in `growing_anchors` and `fixed_anchors`.
 
 How a strided layer turns from the dense layer into its own: it computes fewer and fewer of the tokens between its anchors.
 """
@@ -50,6 +50,7 @@ from retrofit.passes.sequence_altup.arguments import (
     positional_names,
     to_mask,
 )
+from retrofit.passes.sequence_altup.fixed_anchors import FixedAnchorLayer, has_fixed_size
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
 from retrofit.sdk import DoesNotFitError, Wrapper, with_item
 from retrofit.sdk.modules import batch_first, cache_among, float_like
@@ -116,7 +117,6 @@ class StridedLayer(Wrapper):
             real = torch.ones(1, call.x.shape[1], dtype=torch.bool, device=call.x.device)
         return CountedAnchors(real, self.k, dense_share=self.dense_share)
 
-    @torch.compiler.disable
     def decode(self, call: LayerCall, cache: Cache) -> Any:
         """Return the layer's output with a cache: the layer runs where there are anchors among the new tokens."""
         if self.dense_share:
@@ -125,14 +125,31 @@ class StridedLayer(Wrapper):
                 why="the tokens it computes change with every step",
                 remedy="use use_cache=False until annealing is done",
             )
-        x, stored = call.x, find_anchor_layer(cache, self.name) or GrowingAnchorLayer(self.name, self.k, self.mask_argument)
-        offset = stored.offset(x.shape[1])
-        real = call.real(stored.tokens, offset)
+        stored = find_anchor_layer(cache, self.name) or self.new_anchor_layer(cache)
+        compiles = isinstance(stored, FixedAnchorLayer) or not stored.tokens
+        return (self.step if compiles else self.uncompiled_step)(call, cache, stored)
+
+    def new_anchor_layer(self, cache: Cache) -> AnchorLayer:
+        """Return an empty anchor layer for this cache."""
+        if has_fixed_size(cache):
+            return FixedAnchorLayer(self.name, self.k, self.mask_argument, int(cache.get_mask_sizes(1, 0)[0]))
+        return GrowingAnchorLayer(self.name, self.k, self.mask_argument)
+
+    @torch.compiler.disable
+    def uncompiled_step(self, call: LayerCall, cache: Cache, stored: AnchorLayer) -> Any:
+        """Return what `step` does; how much is stored depends on the values of masks, which compiled code cannot read."""
+        return self.step(call, cache, stored)
+
+    def step(self, call: LayerCall, cache: Cache, stored: AnchorLayer) -> Any:
+        """Return the layer's output, whose anchors `stored` keeps."""
+        x, offset = call.x, stored.offset(call.x.shape[1])
+        real = call.real(stored.start, offset)
         anchors = stored.anchors(x.shape[1], real, x.shape[0])
         earlier, corrections = stored.earlier, None
         if anchors.count:
             output, corrections, key = self.run(call, cache, stored, anchors, offset)
-            stored.template = self.output_template(output, key)
+            if stored.template is None:
+                stored.template = self.output_template(output, key)
         else:
             output, key = self.rebuild_output(stored.template, call, cache)
         nothing = x.new_zeros(x.shape[0], 0, x.shape[2])
@@ -149,7 +166,7 @@ class StridedLayer(Wrapper):
         x = self.layer_input(call.x, anchors)
         stored.make_room(anchors, call.key_extents)
         args, kwargs = call.strided(self.turn(x), anchors, functools.partial(stored.key_indices, anchors, offset))
-        view = view_of(cache, stored, anchors.valid)
+        view = cache if stored.is_settled else view_of(cache, stored, anchors.valid)
         args = [view if value is cache else value for value in args]
         kwargs = {key: view if value is cache else value for key, value in kwargs.items()}
         before = copy_states(cache) if stored.recurrent is None else {}

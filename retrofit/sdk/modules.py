@@ -25,8 +25,10 @@ from retrofit.surgery.wrappers import child_modules as child_modules
 from retrofit.surgery.cache_memory import TokenHistory as TokenHistory
 from retrofit.surgery.cache_memory import SLACK as SLACK
 from retrofit.surgery.cache_memory import cache_among as cache_among
+from retrofit.surgery.cache_memory import CacheWithHistories as CacheWithHistories
 from retrofit.surgery.cache_memory import histories_of as histories_of
 from retrofit.surgery.cache_memory import forget_histories as forget_histories
+from retrofit.surgery.cache_memory import mark_as_fixed as mark_as_fixed
 from retrofit.surgery.cache_memory import staying_tokens as staying_tokens
 
 # Calls of torch's fused attention, and the tokens that a mask shows.

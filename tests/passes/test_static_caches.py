@@ -155,7 +155,25 @@ def test_an_encoder_decoder_starts_anew_after_a_reset() -> None:
         cache.reset()
 
 
-# A step compiles into one graph. Strided layers are left out: whether one runs at a step is decided as it runs, between graphs.
+def test_two_captured_steps_of_strided_layers_go_on_when_they_are_replayed() -> None:
+    """One captured at an anchor and one between, as the host chooses."""
+    stride = 3
+    model, ids = retrofit.apply(llama(), f"sequence-altup(k={stride}, layers=all)", verify=False).eval(), tokens()
+    whole, cache = model(ids, use_cache=False).logits, started(model, ids)
+    token, captured = ids[:, :1].clone(), {}
+    for at in (PROMPT, PROMPT + 1):
+        token.copy_(ids[:, at : at + 1])
+        with Capture() as capture:
+            logits = model(token, past_key_values=cache).logits
+        captured[at % stride == 0] = capture, logits
+    assert len(captured[True][0].operations) > len(captured[False][0].operations)
+    for at in range(PROMPT + 2, LENGTH):
+        token.copy_(ids[:, at : at + 1])
+        capture, logits = captured[at % stride == 0]
+        torch.testing.assert_close(capture.replay(logits), whole[:, at : at + 1], rtol=1e-4, atol=1e-5)
+
+
+# A step compiles into one graph; with strided layers into two, as their own tests say.
 
 BEFORE, STEPS = 7, 6
 COMPILED = {
