@@ -308,6 +308,7 @@ class AltUp(Pass[AltUpPlan]):
         if widths := {path: width for path in paths if (width := outer_width(model, path))}:
             first: AltUpLayer = model.get_submodule(plan.layers[0].name)  # type: ignore[assignment]
             edit.set_attribute(first, "ends", widths)
+            edit.set_attribute(first, "place", plan.layers[0].name)
             edit.add_handle(model.register_forward_pre_hook(first.require_ends, with_kwargs=True))
 
     def widen_table(self, table: WideTable, edit: Edit) -> DivideAndProject | None:

@@ -208,12 +208,21 @@ def reads_table(model: Any, paths: Iterable[str]) -> bool:
     return any(getattr(model.get_submodule(path), "weight", None) is weight for path in paths)
 
 
+def holds(model: Any, path: str, layer: nn.Module) -> bool:
+    """Return whether the module at `path` is the layer, or wraps it; also where a class without that path has it."""
+    try:
+        return not path or any(module is layer for module in model.get_submodule(path).modules())
+    except AttributeError:  # of another class than was rewritten
+        return True
+
+
 def layers_left_out(why: str) -> DoesNotFitError:
     return DoesNotFitError(
         "layers of a stack rewritten by AltUp were skipped",
         why=why,
-        remedy="run all layers (no assistant_early_exit, the original num_hidden_layers), "
-        "or rewrite with init=lockstep and embedding=wide",
+        remedy="run all layers (no assistant_early_exit, the original num_hidden_layers; in training no LayerDrop: load with "
+        "layerdrop=0, or encoder_layerdrop=0 and decoder_layerdrop=0), or rewrite with init=lockstep and embedding=wide",
+        code="layers-skipped",
     )
 
 
@@ -252,6 +261,7 @@ class AltUpLayer(Wrapper):
         self.narrow = [(argument_place(layer, key), block) for key, block in (narrow or {}).items()]
         self.expand, self.rotate = expand, rotate
         self.ends: dict[str, int] = {}  # of the first layer: the tables and heads that were widened, and how wide they are
+        self.place = ""  # the path of such a first layer in the model
         self.combine = None if combine is None else tuple(float(weight) for weight in combine)
         like = float_like(layer)
         self.add_coefficients(like.device, like.dtype)
@@ -282,9 +292,14 @@ class AltUpLayer(Wrapper):
                 raise layers_left_out("the stream is read before its last layer")
 
     def require_ends(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `DoesNotFitError` where a widened table or head of `model` was replaced, or it is given embeddings of width d."""
+        """Raise `DoesNotFitError` where a widened table or head of `model` was replaced, or it is given embeddings of width d.
+
+        Also where this first layer was deleted: what the next ones receive then says nothing of it.
+        """
         if torch.compiler.is_compiling() or is_exporting():
             return
+        if not holds(model, self.place, self):
+            raise layers_left_out(f"the layer that was {self.place} is there no more")
         now = {path: outer_width(model, path) for path in self.ends}
         path = next((path for path, width in now.items() if width not in (None, self.ends[path])), None)
         if path is not None:
@@ -311,8 +326,9 @@ class AltUpLayer(Wrapper):
                 f"a layer received a stream {x.shape[-1]} wide, where AltUp's is {width}",
                 why="it was embedded by another table than the widened one, or the layer that widens it was skipped, as LayerDrop "
                 "does in training",
-                remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled; turn LayerDrop off "
-                "(layerdrop = 0 in the config)",
+                remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled; turn LayerDrop off: load with "
+                "layerdrop=0, or encoder_layerdrop=0 and decoder_layerdrop=0",
+                code="width",
             )
 
     def block(self, x: Tensor, i: int) -> Tensor:

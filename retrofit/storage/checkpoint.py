@@ -29,6 +29,7 @@ from retrofit.storage.directories import load_directory, name_file_in_errors
 from retrofit.storage.exported_program import load_exported, save_exported
 from retrofit.storage.gguf_file import load_gguf
 from retrofit.storage.pt_file import architecture_in_file, checkpoint_contents, read_checkpoint, rebuild_model
+from retrofit.storage.sampled_files import write_no_zeros
 
 
 @serialized
@@ -53,7 +54,7 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
         with whole_file(path, force=force) as file, unbroken(file) as sink:
             torch.save(payload, sink)
         return path
-    with whole_directory(path, force=force) as directory, as_ordinary_model(model):
+    with whole_directory(path, force=force) as directory, as_ordinary_model(model), write_no_zeros():
         model.save_pretrained(str(directory))  # type: ignore[operator]
         if tokenizer is not None:
             tokenizer.save_pretrained(str(directory))

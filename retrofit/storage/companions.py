@@ -23,6 +23,7 @@ from retrofit.passbase.protocol import as_pass
 from retrofit.passbase.replaying import rewritten_part
 from retrofit.passbase.tokenization import read_tokenizer
 from retrofit.storage.directories import MODULES, module_folders, transformer_folder
+from retrofit.storage.sampled_files import write_no_zeros
 
 BEGIN, END = OF_A_RECIPE, "<!-- retrofit: end -->"
 FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # the metadata that a card on the Hugging Face hub begins with
@@ -127,7 +128,7 @@ def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, 
     modules keep theirs. README.md says what the model is now before what it said. Raises `CheckpointError` where a
     link leads out of the directory.
     """
-    with whole_directory(output, force=force) as draft:
+    with whole_directory(output, force=force) as draft, write_no_zeros():
         if not source.is_dir():
             model.save_pretrained(draft)
             tokenizer = read_tokenizer(source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -79,8 +80,7 @@ def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
     """
     from retrofit.storage.other_models import in_any  # not before, as above
 
-    sites = {site for one in recipe_storage.passes_of(recipe_storage.stored_record(model)) for site in one.sites}
-    sites &= {path for path, _ in model.named_modules(remove_duplicate=False)}  # another class does not have them all
+    sites = recorded_sites(model)
     inside = [name for key in weights if key.startswith(prefix) and in_any(name := key.removeprefix(prefix), sites)]
     if not inside:
         return
@@ -96,7 +96,31 @@ def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
         )
 
 
-def wrong_weights(model: Any, what: str, names: list[str]) -> CheckpointError:
+def recorded_sites(model: Any) -> set[str]:
+    """Return the paths in `model` that the passes of its recipe have rewritten."""
+    sites = {site for applied in recipe_storage.passes_of(recipe_storage.stored_record(model)) for site in applied.sites}
+    return sites & {path for path, _ in model.named_modules(remove_duplicate=False)}  # another class does not have them all
+
+
+def require_shapes(model: Any, mismatched: Collection[tuple[Any, ...]]) -> None:
+    """Raise `CheckpointError` where weights of a rewritten module have other shapes in the files; `mismatched` has names first."""
+    from retrofit.storage.other_models import changed_settings, in_any  # not before, as above
+
+    sites = recorded_sites(model)
+    names = sorted(name for name, *_ in mismatched if in_any(name, sites))
+    if names:
+        changes: list[str] = []
+        with contextlib.suppress(Exception):  # whatever the class makes of a damaged record
+            was = type(model.config).from_dict(dict(recipe_storage.stored_record(model)["config"]))
+            changes = changed_settings(was.to_dict(), model.config.to_dict())
+        remedy = "load it with the config it was saved with" if changes else REMOVE_RECIPE
+        raise wrong_weights(model, "; ".join([*changes, "of another shape in the files"]), names, remedy)
+
+
+REMOVE_RECIPE = 'if they are dense weights, remove the recipe ("quantization_config" in a config.json)'
+
+
+def wrong_weights(model: Any, what: str, names: list[str], remedy: str = REMOVE_RECIPE) -> CheckpointError:
     """Return the error that names the weights of a model that are not those of its recipe."""
     recipe = ", ".join(recipe_storage.stored_recipe(model))
     named = str(model.config.name_or_path)  # "None" of weights that were in memory
@@ -104,7 +128,7 @@ def wrong_weights(model: Any, what: str, names: list[str]) -> CheckpointError:
     return CheckpointError(
         f"{place}the weights do not match the recipe {recipe}",
         why=f"{what}: {first_few(names)}",
-        remedy='if they are dense weights, remove the recipe ("quantization_config" in a config.json)',
+        remedy=remedy,
         code="mismatch",
     )
 

@@ -151,7 +151,12 @@ def ties_in(model: nn.Module, *structures: Structure) -> set[frozenset[str]]:
 
 def config_differences(whole: Any, model: Any) -> list[str]:
     """Return what the configs of the two models differ in, one text a setting."""
-    then, now = (dict(settings_in(network.config.to_dict())) for network in (whole, model))
+    return changed_settings(whole.config.to_dict(), model.config.to_dict())
+
+
+def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Return what two configs, as dictionaries, differ in, one text a setting."""
+    then, now = dict(settings_in(before)), dict(settings_in(after))
     return [f"{key} is {now[key]}, and was {then[key]}" for key in then if key in now and now[key] != then[key]]
 
 

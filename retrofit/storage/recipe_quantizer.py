@@ -25,7 +25,15 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from retrofit.errors import CheckpointError, first_few
 from retrofit.passbase import recipe_storage
 from retrofit.provenance import record_provenance
-from retrofit.storage.load_guard import openings_of, renamed, require_filled, require_names, require_part, require_places
+from retrofit.storage.load_guard import (
+    openings_of,
+    renamed,
+    require_filled,
+    require_names,
+    require_part,
+    require_places,
+    require_shapes,
+)
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import METHOD, is_recipe
 
@@ -222,6 +230,7 @@ def load_weights(
     loaded = own(model, state_dict, checkpoint_files, *args, **kwargs)
     if recipe_storage.stored_recipe(model):  # else `RecipeReplay` has compared them, but for an adapter's
         require_places(model, loaded[0].unexpected_keys, "")
+        require_shapes(model, loaded[0].mismatched_keys)
     elif checkpoint_files:
         require_recipe_of_files(model, Path(checkpoint_files[0]), loaded[0].missing_keys, loaded[0].unexpected_keys)
     return loaded

@@ -1,7 +1,8 @@
-"""Checkpoints written to be read back and thrown away: of a large weight the file holds a sample, and for the rest a hole.
+"""Safetensors files with holes: a hole takes no time to write and none of the disk, and reads as zeros.
 
-Nothing is lost of what a file says about a weight: its name, shape, dtype and place. A hole takes no time to write and none of the
-disk; it reads as zeros.
+Zeros are not written (`write_no_zeros`): a table that starts at zero is in its file as in any other, and costs nothing yet. A
+checkpoint that is read back and thrown away holds a sample of each large weight (`write_samples`), and else what a file says about
+it: its name, shape, dtype and place.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import safetensors.torch
@@ -18,6 +19,27 @@ from torch import nn
 
 WHOLE = 1 << 20  # bytes: a weight of no more is written whole
 BLOCK, BLOCKS = 4096, 16  # of a larger one, so many blocks of so many bytes
+RUN = 1 << 20  # bytes that are written, or left out, at once
+ZEROS = bytearray(RUN)
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@contextlib.contextmanager
+def writing_by(write: Callable[[Path, Tensors, dict[str, str]], bool]) -> Iterator[None]:
+    """Within this context `save_pretrained` writes safetensors by `write`; as it does elsewhere where that returns False."""
+    transformers = sys.modules["transformers.modeling_utils"]
+    save_file = transformers.safe_save_file  # type: ignore[attr-defined]
+
+    def save(tensors: Tensors, filename: str, metadata: dict[str, str] | None = None) -> None:
+        if not write(Path(filename), tensors, metadata or {}):
+            save_file(tensors, filename, metadata=metadata)
+
+    transformers.safe_save_file = save  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        transformers.safe_save_file = save_file  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -27,25 +49,36 @@ def write_samples(model: nn.Module) -> Iterator[None]:
     Whatever else it writes, and a weight that it converts on its way, is written whole.
     """
     large = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters() if is_large(parameter)}
-    transformers = sys.modules["transformers.modeling_utils"]
-    save_file = transformers.safe_save_file  # type: ignore[attr-defined]
 
-    def save_samples(tensors: Mapping[str, torch.Tensor], filename: str, metadata: dict[str, str] | None = None) -> None:
+    def write(path: Path, tensors: Tensors, metadata: dict[str, str]) -> bool:
         sampled = {name for name, tensor in tensors.items() if large.get(tensor.data_ptr()) == tensor.nbytes}
         if sampled:
-            write_safetensors(Path(filename), tensors, sampled, metadata or {})
-        else:
-            save_file(tensors, filename, metadata=metadata)
+            write_safetensors(path, tensors, sampled, metadata)
+        return bool(sampled)
 
-    transformers.safe_save_file = save_samples  # type: ignore[attr-defined]
-    try:
+    with writing_by(write):
         yield
-    finally:
-        transformers.safe_save_file = save_file  # type: ignore[attr-defined]
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], sampled: set[str], metadata: dict[str, str]) -> None:
-    """Write a safetensors file of contiguous tensors, with holes in those that are `sampled`.
+def write_no_zeros() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `save_pretrained` leaves a hole in the file for each large run of zeros in a large weight."""
+
+    def write(path: Path, tensors: Tensors, metadata: dict[str, str]) -> bool:
+        plain = all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors.values())
+        holes = plain and any(is_large(tensor) and starts_with_zeros(tensor) for tensor in tensors.values())
+        if holes:
+            write_safetensors(path, tensors, set(), metadata)
+        return holes
+
+    return writing_by(write)
+
+
+def starts_with_zeros(weight: torch.Tensor) -> bool:
+    return not bool(as_bytes(weight)[:RUN].any())
+
+
+def write_safetensors(path: Path, tensors: Tensors, sampled: set[str], metadata: dict[str, str]) -> None:
+    """Write a safetensors file of contiguous tensors, with holes in those that are `sampled` and where others are zero.
 
     The format: the length of a header in 8 bytes, the header as JSON, then the bytes of the tensors one after the other.
     """
@@ -67,9 +100,12 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], sampled: 
         file.truncate(start + end)
         for name in names:
             content = as_bytes(tensors[name])
-            for first, last in blocks(len(content)) if name in sampled else [(0, len(content))]:
-                file.seek(start + places[name] + first)
-                file.write(content[first:last].cpu().numpy().data)
+            content = content if name in sampled else content.cpu()
+            for first, last in blocks(len(content)) if name in sampled else runs(len(content)):
+                written = content[first:last].cpu().numpy().data
+                if ZEROS[: last - first] != written:
+                    file.seek(start + places[name] + first)
+                    file.write(written)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -88,6 +124,11 @@ def blocks(size: int) -> Iterator[tuple[int, int]]:
     """Yield the places of a sample in `size` bytes: blocks evenly spread, the first and the last bytes among them."""
     starts = {max(0, size - BLOCK) * number // (BLOCKS - 1) for number in range(BLOCKS)}
     return ((start, min(size, start + BLOCK)) for start in sorted(starts))
+
+
+def runs(size: int) -> Iterator[tuple[int, int]]:
+    """Yield the places of `size` bytes that are written, or left out, at once."""
+    return ((start, min(size, start + RUN)) for start in range(0, size, RUN))
 
 
 def is_large(weight: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import random
 
 import pytest
 import torch
@@ -177,6 +178,22 @@ def test_other_heads_matter_to_what_depends_on_them(spec, fits, tmp_path):
         with pytest.raises(CheckpointError) as refusal:
             transformers.LlamaForCausalLM.from_pretrained(tmp_path / "rewritten", **other)
         assert "num_attention_heads" in refusal.value.why
+
+
+def test_other_heads_that_change_a_shape_in_a_rewritten_module_are_named(tmp_path):
+    rewritten(llama(), "memory(beside=values)").save_pretrained(tmp_path)
+    other = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+    for more in ({}, {"ignore_mismatched_sizes": True}):
+        with refused(CheckpointError, "num_attention_heads", "num_key_value_heads", code="mismatch"):
+            transformers.LlamaForCausalLM.from_pretrained(tmp_path, **other, **more)
+
+
+def test_weights_that_were_tied_when_saved_stay_so_where_the_config_given_says_otherwise(tmp_path):
+    """The dense class draws a head then, of which no file has a value."""
+    model = rewritten(llama(tie_word_embeddings=True), "altup(k=2)")
+    back = reloaded(model, tmp_path, tie_word_embeddings=False)
+    assert back.lm_head.weight is back.get_input_embeddings().weight
+    assert gap(back, model) == 0
 
 
 @some
@@ -488,12 +505,49 @@ def test_drafts_by_early_exit_are_right_or_refused():
                 model.generate(IDS, assistant_early_exit=2, **how)
 
 
-def test_a_layer_skipped_in_between_is_refused():
-    model = rewritten(llama(), "altup(k=2)")
-    del model.model.layers[1]
+def bart(drop=0.0):
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1, "decoder_start_token_id": 2}
+    layers = {f"{side}_{what}": 4 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    sizes = {"vocab_size": 96, "d_model": 32, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64}
+    drops = {"dropout": 0.0, "encoder_layerdrop": drop, "decoder_layerdrop": drop}
+    given = transformers.BartConfig(**sizes, **layers, **drops, **ends, init_std=0.2, use_cache=False)
+    return transformers.BartForConditionalGeneration(given).train()
+
+
+@some
+@pytest.mark.parametrize("spec", ["altup(k=2)", "altup(k=2, init=lockstep)", "memory(lookup=token-id)", "sum", "recurrence"])
+def test_layers_dropped_in_training_are_those_of_the_dense_model_or_refused(spec, monkeypatch):
+    model, dense = rewritten(bart(0.3), spec).train(), bart(0.3)
+    results = set()
+    for seed in (0, 1, 2, 4, 5, 6):  # not 3, which drops the first layer of the encoder alone
+        wanted = dropping(dense, seed, monkeypatch)
+        try:
+            assert float((dropping(model, seed, monkeypatch) - wanted).abs().max()) < 1e-4
+            results.add("same")
+        except DoesNotFitError as error:
+            results.add(error.code)
+    skipped = "layers-skipped"
+    assert results == ({"same"} if "altup" not in spec else {"same", skipped} if "lockstep" in spec else {skipped})
+
+
+def dropping(model, seed, monkeypatch):
+    """The logits, with the layers dropped that this seed chooses, whatever else the model draws."""
+    draw = random.Random(seed)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "rand", lambda *size: torch.tensor(draw.random()))
+        return model(IDS, decoder_input_ids=IDS).logits.detach()
+
+
+@pytest.mark.parametrize("layer", [0, 1, 3])
+@pytest.mark.parametrize("spec", ["altup(k=2)", "altup(k=2, embedding=recycled)"])
+def test_a_layer_that_was_deleted_is_missed(layer, spec):
+    model = rewritten(llama(), spec)
+    del model.model.layers[layer]
     model.config.num_hidden_layers = 3
-    with refused(DoesNotFitError, "num_hidden_layers"):
+    with pytest.raises(DoesNotFitError) as caught:
         model(IDS)
+    assert caught.value.code in ("layers-skipped", "width")
 
 
 @some
