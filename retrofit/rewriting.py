@@ -236,7 +236,7 @@ def rewrite_once(
     optional: tuple[dict[str, Any], ...] = ()
     if checks:
         progress("measuring the dense model")
-        reference = Reference.of(model, inputs, dense, checks=checks, optional=example_inputs is None)
+        reference = Reference.of(model, inputs, dense, checks=checks, optional=example_inputs is None, keep_dense=keep is None)
         optional = reference.optional
     elif example_inputs is None and device_of(model).type != "meta" and keep is None:
         optional = with_optional(model, inputs)

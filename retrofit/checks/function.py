@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import torch
 
@@ -10,6 +12,7 @@ from retrofit.checks.divergence import Activations, first_divergence, record_act
 from retrofit.checks.parameters import sample
 from retrofit.checks.report import Finding, failed, passed
 from retrofit.checks.subject import Context, Subject, without_padding
+from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.probes import describe, logits_of, run
 from retrofit.numerics.agreement import EXPLAINED, Comparison
 from retrofit.numerics.distances import TOLERANCE, distance, kl_divergence
@@ -19,14 +22,25 @@ Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # this model's logits, the dens
 
 
 @dataclasses.dataclass(frozen=True)
+class WideMeasurement:
+    """The outputs of a model in float64."""
+
+    logits: tuple[torch.Tensor | None, ...]  # for inputs of each shape; None where they were not computed
+    rounding: float = 0.0  # how far those in its own arithmetic are from these
+    activations: Activations = dataclasses.field(default_factory=dict)  # a sample of what each module returned
+
+
+@dataclasses.dataclass(frozen=True)
 class FunctionMeasurement:
     """The outputs of a model."""
 
     logits: tuple[torch.Tensor, ...]  # for inputs of each shape
-    wide: tuple[torch.Tensor | None, ...]  # the same in float64, where that was computed
-    rounding: float  # how far apart these are
-    noise: Comparison | None  # of two runs on the same inputs; of a dense model nobody asks for it
-    activations: Activations  # a sample of what each module returned, in float64 where it computes in that
+    in_float64: Callable[[], WideMeasurement]  # of a large dense model computed when it is asked for
+    noise: Comparison | None = None  # of two runs on the same inputs; of a dense model nobody asks for it
+
+    @property
+    def wide(self) -> WideMeasurement:
+        return self.in_float64()
 
 
 def measure_function(
@@ -35,31 +49,48 @@ def measure_function(
     """Return the logits for inputs of every shape; for the first alone where there is no dense model to compare the others with.
 
     Those of a dense model are computed in float64 too: for every shape, of a large model for the smallest. Of a rewritten model
-    they are where it is exact and float32 sees a difference.
+    they are where it is exact and float32 sees a difference; so are those of a large dense model that stays at hand.
     """
     alone = context is not None and before is None
     logits = tuple(subject.run(shape).logits for shape in range(1 if alone else len(subject.shapes)))
-    wide: tuple[torch.Tensor | None, ...] = (None,) * len(logits)
-    activations: Activations = {}
-    noise: Comparison | None = None
-    if context is None or (before is not None and context.exact and any(map(differ, logits, before.logits))):
-        activations = measure_wide(subject)
-        wide = tuple(subject.wide(shape) if needs_wide(subject, shape, before) else None for shape in range(len(logits)))
-    if context is not None or not activations:
-        noise, narrow = compare_two_runs(subject)
-        activations = activations or narrow
-    rounding = subject.arithmetic.rounding if any(logit is not None for logit in wide) else 0.0
-    return FunctionMeasurement(logits, wide, rounding, noise, activations)
+    if context is None:
+        later = subject.later
+        if later is not None:
+            return FunctionMeasurement(logits, functools.cache(lambda: measure_later(later, len(logits))))
+        found = measure_in_float64(subject, len(logits))
+        return FunctionMeasurement(logits, lambda: found)
+    wide = WideMeasurement((None,) * len(logits))
+    if before is not None and context.exact and any(map(differ, logits, before.logits)):
+        wide = measure_in_float64(subject, len(logits), before.wide)
+    noise, narrow = compare_two_runs(subject)
+    wide = wide if wide.activations else dataclasses.replace(wide, activations=narrow)
+    return FunctionMeasurement(logits, lambda: wide, noise)
+
+
+def measure_later(subject: Subject, shapes: int) -> WideMeasurement:
+    """Return what a dense model computes in float64, now that it is needed."""
+    with preserve_state(subject.model):
+        return measure_in_float64(subject, shapes)
+
+
+def measure_in_float64(subject: Subject, shapes: int, before: WideMeasurement | None = None) -> WideMeasurement:
+    """Return the outputs in float64, where `before`, of the dense model, has them; its activations in its own arithmetic else."""
+    activations = measure_wide(subject)
+    logits = tuple(subject.wide(shape) if needs_wide(subject, shape, before) else None for shape in range(shapes))
+    if not activations and before is None:
+        _, activations = compare_two_runs(subject)
+    rounding = subject.arithmetic.rounding if any(logit is not None for logit in logits) else 0.0
+    return WideMeasurement(logits, rounding, activations)
 
 
 def differ(ours: torch.Tensor, other: torch.Tensor) -> bool:
     return distance(ours, other) > 0.0
 
 
-def needs_wide(subject: Subject, shape: int, before: FunctionMeasurement | None) -> bool:
+def needs_wide(subject: Subject, shape: int, before: WideMeasurement | None) -> bool:
     """Return whether the logits of that shape are needed in float64: of a rewritten model where the dense model has them."""
     if before is not None:
-        return before.wide[shape] is not None
+        return before.logits[shape] is not None
     return subject.arithmetic.dtype != torch.float64 and (not subject.is_large or shape == subject.cheapest)
 
 
@@ -112,8 +143,8 @@ def judge_exact(now: FunctionMeasurement, before: FunctionMeasurement, context: 
     measured = f"max |Δ| {worst.measured} of the outputs' scale"
     if worst.agrees:
         return passed(measured, context.subject.arithmetic.note)
-    names = unchanged_modules(context.fates, before.activations)
-    divergence = first_divergence(now.activations, before.activations, worst.limit, names).describe(context.place)
+    names = unchanged_modules(context.fates, before.wide.activations)
+    divergence = first_divergence(now.wide.activations, before.wide.activations, worst.limit, names).describe(context.place)
     inputs = describe(context.subject.shapes[comparisons.index(worst)])
     return failed(measured, f"over {worst.limit:.0e} on {inputs}\n{divergence}")
 
@@ -125,20 +156,20 @@ def compare_shape(shape: int, now: FunctionMeasurement, before: FunctionMeasurem
     """
     arithmetic, limit, inputs = context.subject.arithmetic, context.exact_limit, context.subject.shapes[shape]
     gap, wide = distance(without_padding(now.logits[shape], inputs), without_padding(before.logits[shape], inputs)), None
-    ours, theirs = now.wide[shape], before.wide[shape]
     if arithmetic.dtype == torch.float64:
         return Comparison(gap, arithmetic.name, agrees=gap <= limit, limit=limit, in_float64=True)
     if gap == 0.0:
         return Comparison(gap, arithmetic.name)
-    explained = max(TOLERANCE[torch.float32], EXPLAINED * before.rounding)
+    ours, theirs = now.wide.logits[shape], before.wide.logits[shape]
+    explained = max(TOLERANCE[torch.float32], EXPLAINED * before.wide.rounding)
     if ours is None or theirs is None:
         return Comparison(gap, arithmetic.name, agrees=gap <= explained, limit=explained, note=f"limit {explained:.0e}")
     wide = distance(without_padding(ours, inputs), without_padding(theirs, inputs))
     if wide > limit:
         return Comparison(gap, arithmetic.name, wide, agrees=False, limit=limit, in_float64=True)
-    if now.rounding <= explained:
+    if now.wide.rounding <= explained:
         return Comparison(gap, arithmetic.name, wide, limit=limit)
-    note = f"its own rounding is {now.rounding:.1e}, the dense model's {before.rounding:.1e}: it loses precision"
+    note = f"its own rounding is {now.wide.rounding:.1e}, the dense model's {before.wide.rounding:.1e}: it loses precision"
     return Comparison(gap, arithmetic.name, wide, agrees=False, limit=explained, note=note)
 
 

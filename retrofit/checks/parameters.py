@@ -200,8 +200,10 @@ def read(value: torch.Tensor, scale: float = 1.0) -> tuple[int, bool]:
 
 
 def is_finite(chunk: torch.Tensor) -> bool:
-    """Return whether no element is NaN or infinite: the extremes are not."""
+    """Return whether no element is NaN or infinite: their sum is not, or, where that is too large, the extremes."""
     if not chunk.is_floating_point() or not chunk.numel():
+        return True
+    if chunk.itemsize >= 2 and bool(chunk.sum(dtype=torch.promote_types(chunk.dtype, torch.float32)).isfinite()):
         return True
     least, most = (chunk.float() if chunk.itemsize < 2 else chunk).aminmax()  # eight bits are for storage
     return bool(least.isfinite() & most.isfinite())

@@ -72,6 +72,7 @@ class Subject:
     watches: dict[str, Watch] = dataclasses.field(default_factory=dict)  # of the first forward on the inputs, by check
     watched: dict[str, Any] = dataclasses.field(default_factory=dict)  # what these saw
     wide_runs: dict[int, torch.Tensor | None] = dataclasses.field(default_factory=dict)
+    later: Subject | None = None  # of a dense model: a copy that stays dense, for what may not be needed
 
     def __post_init__(self) -> None:
         if self.is_large is None:

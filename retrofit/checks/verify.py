@@ -38,6 +38,7 @@ from retrofit.errors import DoesNotFitError, RetrofitError
 from retrofit.files.memory import release_freed_memory
 from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.example_inputs import named_inputs
+from retrofit.inputs.model_memory import with_same_tensors
 from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.optional_inputs import adds_arguments, optional_tensors, with_optional
 from retrofit.inputs.probes import describe, distinct_lengths, recording_arguments, run
@@ -136,15 +137,19 @@ class Reference:
         *,
         checks: Collection[str] = tuple(CHECKS),
         optional: bool | None = None,
+        keep_dense: bool = False,
     ) -> Reference:
         """Return what the named checks measure on `model` now; `program` spares the capture.
 
         With `optional`, if None where the example inputs are derived, also on inputs with the images, films and sound that the
-        model reads beside its text. Raises `RetrofitError` where the model does not run on the example inputs.
+        model reads beside its text. With `keep_dense` the tensors of a large model are kept by the result: what few rewrites need
+        is measured on them when it is needed. Raises `RetrofitError` where the model does not run on the example inputs.
         """
         inputs = distinct_lengths(model, named_inputs(model, example_inputs))
         more = with_optional(model, inputs) if (example_inputs is None if optional is None else optional) else ()
         subject = runnable_subject(model, inputs, program, checks, more)
+        if keep_dense and subject.is_large and (twin := with_same_tensors(model)) is not None:
+            subject.later = Subject(twin, subject.shapes, runs=dict(subject.runs), is_large=True)
         measurements: dict[str, Any] = {}
         for name in (name for name in CHECKS if name in checks):
             with preserve_state(model):

@@ -99,6 +99,19 @@ def without_weights(model: nn.Module, *, keep_buffers: bool = False) -> nn.Modul
     return without_hooks(skeleton) if hooks else skeleton
 
 
+def with_same_tensors(model: nn.Module) -> nn.Module | None:
+    """Return a copy of the modules on the model's own tensors, which stays as it is when modules and parameters are replaced.
+
+    None where hooks, of a user or of accelerate, would act in the copy too.
+    """
+    hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    if hooked or hooks_to_leave_out(model):
+        return None
+    attributes = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *attributes)}
+    return copy.deepcopy(model, memo)
+
+
 def zeros_for(tensor: torch.Tensor) -> torch.Tensor:
     """Return zeros of its shape and dtype on the CPU, which take memory only once they are written.
 

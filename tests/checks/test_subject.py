@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_models import gpt2, llama
+from torch import nn
 
 import retrofit
+from retrofit.checks import function
 from retrofit.checks.method import watch_method
 from retrofit.checks.subject import PADS, Subject, other_shapes, share_padding
 from retrofit.checks.verify import Reference, watches
@@ -91,3 +93,61 @@ def test_a_large_model_is_run_on_few_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     assert report.ok, str(report)
     assert len(dense) <= 15 and sum(dense) <= 230
     assert len(tokens) <= 17 and sum(tokens) <= 230
+
+
+# A large dense model in float64
+
+
+class Scaled(nn.Module):
+    def __init__(self, inner: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.inner, self.factor = inner, factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.inner(x) * self.factor
+        return output
+
+
+@pytest.fixture
+def wide_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The runs in float64 of models that are all large."""
+    monkeypatch.setattr(agreement, "SETTLED", 0)
+    made, measure = [], function.measure_wide
+
+    def counted(subject: Subject) -> Any:
+        made.append(type(subject.model.get_submodule("model.layers.0.mlp")).__name__)
+        return measure(subject)
+
+    monkeypatch.setattr(function, "measure_wide", counted)
+    return made
+
+
+def test_it_is_run_so_only_where_the_rewritten_one_differs(wide_runs: list[str]) -> None:
+    retrofit.apply(llama(), "memory", checks=("function",))
+    assert wide_runs == []
+    retrofit.apply(llama(), "shared-moe(groups=0)", checks=("function",))
+    assert wide_runs == ["LlamaMLP", "MoEBlock"]  # the copy that stayed dense first
+
+
+@pytest.mark.parametrize(("factor", "status"), [(1.0, "passed"), (1 + 1e-6, "failed")])
+def test_what_is_measured_later_is_what_was_there_before_the_edit(wide_runs: list[str], factor: float, status: str) -> None:
+    model = llama()
+    at_once, later = Reference.of(model), Reference.of(model, keep_dense=True)
+    model.model.layers[0].mlp = Scaled(model.model.layers[0].mlp, factor)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    results = [retrofit.verify(model, reference, checks=("function",)).checks[0] for reference in (at_once, later)]
+    assert [check.status for check in results] == [status] * 2
+    assert results[0].measured == results[1].measured
+    for reference in (at_once, later):
+        assert reference.function is not None
+    ours, theirs = at_once.function.wide, later.function.wide  # type: ignore[union-attr]
+    assert ours.rounding == theirs.rounding and ours.activations.keys() == theirs.activations.keys()
+    for one, other in zip(ours.logits, theirs.logits, strict=True):
+        assert (one is None) == (other is None) and (one is None or torch.equal(one, other))  # type: ignore[arg-type]
+
+
+def test_hooks_that_would_act_twice_are_measured_at_once(wide_runs: list[str]) -> None:
+    model = llama()
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output)
+    Reference.of(model, checks=("function",), keep_dense=True)
+    assert wide_runs == ["LlamaMLP"]
