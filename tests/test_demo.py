@@ -23,12 +23,14 @@ def test_the_demo_runs_and_overwrites_what_an_earlier_one_left(server: CommandSe
     assert finished.code == 0, finished.out + finished.err
     assert all(line.startswith("retrofit: ") for line in finished.err.splitlines()), finished.err
     out = finished.out
-    for part in ("$ retrofit apply --pass altup", "$ retrofit verify", "$ retrofit train", "held-out loss at the start", "Done in"):
-        assert part in out
-    for name in ("model.pt", "model.altup.pt", "model.altup.svg", "model.altup.trained.pt", "model.trained.pt", "text.txt"):
+    for part in ("apply --pass altup", "apply --pass memory", "verify", "train"):
+        assert f"$ retrofit {part}" in out
+    assert "held-out loss at the start" in out and "Done in" in out
+    made = [f"model.{name}{end}" for name in ("altup", "memory") for end in (".pt", ".svg", ".trained.pt")]
+    for name in ("model.pt", "model.trained.pt", "text.txt", *made):
         assert (folder / name).stat().st_size > 1000
     assert matplotlib.image.imread(folder / "curves.png").shape[1] > 700
-    runs = [json.loads((folder / f"{name}.run" / "run.json").read_text()) for name in ("model.trained", "model.altup.trained")]
-    assert runs[0]["facts"]["text"] == runs[1]["facts"]["text"]
-    dense, wide = (run["eval_losses"][0][1] for run in runs)
-    assert dense == pytest.approx(wide, rel=1e-4)  # both start as the same function
+    trained = [json.loads((folder / f"model{name}.trained.run" / "run.json").read_text()) for name in ("", ".altup", ".memory")]
+    assert len({json.dumps(run["facts"]["text"]) for run in trained}) == 1
+    dense, *rewritten = (run["eval_losses"][0][1] for run in trained)
+    assert rewritten == [pytest.approx(dense, rel=1e-4)] * 2  # all start as the same function
