@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from retrofit.passes.altup.stream_kernel import runs_kernel, update_stream
 from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, map_first, with_item
 from retrofit.sdk.modules import float_like, is_exporting
 
@@ -63,13 +64,31 @@ class Contraction(torch.autograd.Function):
         grad_x = mix(grad, a.mT).flatten(-2) if wants_x else None
         grad_y = mix(grad, g.mT).squeeze(-2) if wants_y else None
         grad_a = grad_g = None
-        if kept:
+        if kept and torch.compiler.is_compiling():
+            sums = summed_products(grad, kept[0], kept[1], a)
+            grad_a = sums[..., :-1].sum_to_size(a.shape).to(a.dtype) if wants_a else None
+            grad_g = sums[..., -1:].sum_to_size(g.shape).to(g.dtype) if wants_g else None
+        elif kept:
             x, y = kept[0].unflatten(-1, (a.shape[-1], -1)), kept[1].unsqueeze(-1)  # (…, C, d), (…, d, 1)
             rows = grad.unflatten(-1, (a.shape[-2], -1))  # (…, R, d)
             with torch.autocast(grad.device.type, enabled=False):
                 grad_a = (rows @ x.mT).sum_to_size(a.shape) if wants_a else None
                 grad_g = (rows @ y).sum_to_size(g.shape) if wants_g else None
         return grad_x, grad_y, grad_a, grad_g
+
+
+def summed_products(grad: Tensor, x: Tensor, y: Tensor, a: Tensor) -> Tensor:
+    """Return ([…,] R, C + 1), the gradients of a and, in the last column, of g: sums that a compiler makes in one kernel."""
+    wide = torch.promote_types(grad.dtype, torch.float32)
+    rows = grad.unflatten(-1, (a.shape[-2], -1)).to(wide).unbind(-2)  # R of (…, d)
+    columns = (*x.unflatten(-1, (a.shape[-1], -1)).to(wide).unbind(-2), y.to(wide))
+    over = -1 if a.dim() > 2 else None  # all but the tokens, where each has coefficients of its own
+    sums = [(row * column).sum(over) if over else (row * column).sum() for row in rows for column in columns]
+    place = torch.arange(len(sums), device=grad.device)
+    total = sums[0].unsqueeze(-1)
+    for number, value in enumerate(sums[1:], 1):  # chosen, not stacked: a compiler would copy each by itself
+        total = torch.where(place >= number, value.unsqueeze(-1), total)
+    return total.unflatten(-1, (len(rows), len(columns)))
 
 
 def contract(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
@@ -337,7 +356,10 @@ class AltUpLayer(Wrapper):
     def update(self, x: Tensor, block: Tensor, y: Tensor) -> Tensor:
         """Return x_new, from the stream x, its active block and x̃ = y; `rotate`, `expand` and `combine` only change A."""
         p, g = self.coefficients(block, y)
-        g = g.unsqueeze(-1)
+        how = (self.active, int(self.rotate), int(self.expand))
+        if runs_kernel(x, p) and not torch.compiler.is_compiling():
+            return update_stream(x, y.to(x.dtype), p, g, how, self.combine)
+        given, g = (p, g), g.unsqueeze(-1)
         a = torch.addcmul(p, g, p.narrow(-2, self.active, 1), value=-1)  # P − g p_jᵀ
         if self.rotate:
             a, g = a.roll(-1, -2), g.roll(-1, -2)
@@ -346,6 +368,11 @@ class AltUpLayer(Wrapper):
         if self.combine is not None:
             a = weighted_sum(a.unbind(-2), self.combine).unsqueeze(-2)
             g = weighted_sum(g.unbind(-2), self.combine).unsqueeze(-2)
+        if runs_kernel(x, p):
+            y = y.to(x.dtype)
+            with torch.no_grad():
+                made = mix_and_add(x, y, a.to(x.dtype), g.to(x.dtype))
+            return update_stream(x, y, *given, how, self.combine, made)
         return contract(x, y, a, g)
 
     def add_coefficients(self, device: torch.device, dtype: torch.dtype) -> None:
