@@ -1,6 +1,7 @@
 """What a shared mixture of experts costs over the dense model: a train step, decoding with the cache. And K=1 and K=2 alone.
 
     python benchmarks/shared_moe.py --size base --threads 1
+    python benchmarks/shared_moe.py --size smollm2 --threads 1 --clock cpu --parts decode --only "E=4, 4 slices"
 
 Llama of a few layers at true widths with gated feed-forwards, or GPT-2 with plain ones, without their heads: what grows with the
 vocabulary is the same in both. The models take turns in every round; a ratio is the median over the rounds of a model's time over
@@ -24,11 +25,12 @@ from retrofit.passes.shared_moe.mixture_of_experts import expert_load
 from retrofit.passes.shared_moe.shared_moe import SharedMoE
 
 VOCABULARY = 1000
-SIZES = {"base": (768, 12), "large": (1024, 16), "smoke": (64, 4)}  # d, heads
+SIZES = {"smollm2": (576, 9), "base": (768, 12), "large": (1024, 16), "smoke": (64, 4)}  # d, heads
 PASSES = {
     "E=4, K=1": SharedMoE(experts=4, k=1),
     "E=4, K=2": SharedMoE(experts=4, k=2),
     "E=4, K=2, a layer each": SharedMoE(experts=4, k=2, groups=0),
+    "E=4, 4 slices": SharedMoE(experts=4, groups=0, slices=4),
 }
 
 
@@ -49,8 +51,8 @@ def build(options: argparse.Namespace) -> dict[str, nn.Module]:
     """The dense model and its rewritten copies."""
     model = dense(options)
     models = {"dense": model}
-    for name, one in PASSES.items():
-        models[name] = retrofit.apply(copy.deepcopy(model), one, verify=False)
+    for name in options.only:
+        models[name] = retrofit.apply(copy.deepcopy(model), PASSES[name], verify=False)
     return {name: one.to(device=options.device, dtype=getattr(torch, options.dtype)).train() for name, one in models.items()}
 
 
@@ -77,6 +79,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--parts", nargs="+", choices=("train", "decode", "load"), default=["train", "decode", "load"])
+    parser.add_argument("--only", nargs="+", choices=list(PASSES), default=list(PASSES), help="the passes to compare with dense")
     side_by_side.add_options(parser, rounds=7)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -86,14 +90,17 @@ def main() -> None:
     print(side_by_side.conditions(options))
     for name, model in models.items():
         print(f"  {name:<24}{sum(parameter.numel() for parameter in model.parameters()) / 1e6:8.1f} M parameters")
-    print(f"\ntrain step, {options.batch}×{options.length} tokens")
-    side_by_side.compare({name: partial(train_step, model, ids) for name, model in models.items()}, options)
+    if "train" in options.parts:
+        print(f"\ntrain step, {options.batch}×{options.length} tokens")
+        side_by_side.compare({name: partial(train_step, model, ids) for name, model in models.items()}, options)
     for model in models.values():
         model.eval().zero_grad(set_to_none=True)
-    print(f"\nprompt of 8 and {options.decode} tokens with the cache, batch 1")
-    side_by_side.compare({name: partial(decode, model, ids[:1, :8], options.decode) for name, model in models.items()}, options)
-    print("\nload of the experts, E=4, K=2")
-    print(expert_load(models["E=4, K=2"], ids.cpu()))
+    if "decode" in options.parts:
+        print(f"\nprompt of 8 and {options.decode} tokens with the cache, batch 1")
+        side_by_side.compare({name: partial(decode, model, ids[:1, :8], options.decode) for name, model in models.items()}, options)
+    for name in options.only if "load" in options.parts else ():
+        print(f"\nload of the experts, {name}")
+        print(expert_load(models[name], ids.cpu()))
 
 
 if __name__ == "__main__":

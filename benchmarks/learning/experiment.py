@@ -78,7 +78,7 @@ class DenseModel:
         return LlamaForCausalLM(LlamaConfig(**sizes, **tokens, **tied, **heads))
 
 
-SIZES = {"small": DenseModel(128, 384, 4), "demo": DenseModel()}
+SIZES = {"tiny": DenseModel(64, 256, 2), "small": DenseModel(128, 384, 4), "demo": DenseModel()}
 
 
 class SmolLM2:

@@ -20,10 +20,14 @@ from pathlib import Path
 
 import torch
 from experiment import SIZES, Kept, held_out_losses, mean_and_deviation, rewritten, run_settings, trained_on, with_error
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 import retrofit
+from retrofit.passes.shared_moe.mixture_of_experts import ROUTER_SPREAD, MixtureOfExperts, balance_loss
+from retrofit.surgery.auxiliary_losses import record_auxiliary_loss
 
+SLICES = "shared-moe(groups=0, slices=4)"
 MASKED_STEPS = 1500  # of a ModernBERT before anything is rewritten: it learns from 15 % of its tokens
 
 
@@ -56,6 +60,46 @@ def share_norms(model: nn.Module) -> None:
                 setattr(other.get_submodule(parent), name, module)
 
 
+class WeighedByProbability(MixtureOfExperts):
+    """Slices whose expert is weighed by E·p, 1 while the router is zero; a fixed projection of x decides until the router does."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.router(x).flatten(0, -2)
+        logits = logits + self.noise * torch.randn_like(logits) if self.training else logits
+        fixed = ROUTER_SPREAD * torch.randn(self.router.weight.shape, generator=torch.Generator().manual_seed(0))
+        routed, ties = (
+            values.unflatten(-1, (self.slices, self.experts)) for values in (logits, 1e-3 * x.detach().flatten(0, -2) @ fixed.t())
+        )
+        probabilities, selected = routed.softmax(-1), (routed + ties).topk(1, dim=-1).indices
+        gates = self.experts * probabilities.gather(-1, selected)
+        if self.training:
+            dispatched = F.one_hot(selected, self.experts).sum(-2)
+            gates = record_auxiliary_loss(gates, self.balance * balance_loss(probabilities, dispatched), self)
+            gates = gates * (dispatched.cumsum(0).gather(-1, selected) <= self.expert_capacity(len(gates)))
+        return gates.flatten(1), self.number(selected)
+
+
+class RoutedByBalance(MixtureOfExperts):
+    """Slices whose router gets the gradient of the balance loss alone."""
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        gates, selected = super().route(x)
+        return gates.detach(), selected
+
+
+def weigh_by_probability(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.__class__ = WeighedByProbability
+            nn.init.zeros_(module.router.weight)
+
+
+def route_by_balance(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, MixtureOfExperts):
+            module.__class__ = RoutedByBalance
+
+
 def strides(*methods: str) -> tuple[Variant, ...]:
     return tuple(Variant(method, f"sequence-altup(k=2, method={method})") for method in methods)
 
@@ -81,6 +125,15 @@ GROUPS = {
             Variant("token-id", "memory(lookup=token-id)"),
             Variant("softmax", "memory(lookup=softmax, buckets=256)"),
             Variant("lsh", "memory(lookup=lsh, buckets=256)"),
+        ),
+    ),
+    "slices": Group(
+        "slices whose experts are weighed by 1, with the gradient of log p, are better than with E·p, and these than dense",
+        (
+            Variant("1, gradient of log p", SLICES),
+            Variant("E·p", SLICES, weigh_by_probability),
+            Variant("1, gradient of the balance loss alone", SLICES, route_by_balance),
+            Variant("dense"),
         ),
     ),
     "norms": Group(

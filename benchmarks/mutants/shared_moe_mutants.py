@@ -10,9 +10,11 @@ MODELS = "gpt2 llama t5 bert"
 SHARED = on(MODELS, "shared-moe(experts=4, k=2)")
 UNEVEN = on("gpt2 llama", "shared-moe(experts=4, k=2, renormalize=false)")
 FOUR = on("llama-4-layers gpt2-4-layers", "shared-moe(experts=4, k=2, groups=2)")
+SLICED = on("gpt2 llama", "shared-moe(groups=0, slices=4, experts=3)")
 EXPORTED = on("llama", "shared-moe(experts=4, k=2)", "onnx")
 
 mixture = functools.partial(Mutant, "shared-moe", "passes/shared_moe/mixture_of_experts.py")
+slicing = functools.partial(Mutant, "shared-moe", "passes/shared_moe/slicing.py")
 grouping = functools.partial(Mutant, "shared-moe", "passes/shared_moe/grouping.py")
 whole = functools.partial(Mutant, "shared-moe", "passes/shared_moe/shared_moe.py")
 losses = functools.partial(Mutant, "shared-moe", "retrofit/surgery/auxiliary_losses.py")
@@ -32,7 +34,7 @@ MUTANTS = [
     ),
     mixture(
         "the router's gates are detached",
-        "        gates, selected = probabilities.topk(self.k, dim=-1)\n",
+        "        gates, selected = probabilities.topk(self.k, dim=-1)  # (tokens, g, K)\n",
         "        gates, selected = probabilities.topk(self.k, dim=-1)\n        gates = gates.detach()\n",
         trials=SHARED,
     ),
@@ -44,14 +46,14 @@ MUTANTS = [
     ),
     mixture(
         "renormalize=true: the gates are left as they are",
-        "        if self.renormalize:\n",
-        "        if False:\n",
+        "        elif self.renormalize:\n",
+        "        elif False:\n",
         trials=SHARED,
     ),
     mixture(
         "renormalize=false: the gates are divided by their sum",
-        "        if self.renormalize:\n",
-        "        if True:\n",
+        "        elif self.renormalize:\n",
+        "        elif True:\n",
         trials=UNEVEN,
     ),
     mixture(
@@ -147,12 +149,12 @@ MUTANTS = [
     mixture(
         "the balance loss counts first choices only",
         "balance_loss(probabilities, dispatched), self)",
-        "balance_loss(probabilities, F.one_hot(selected[:, 0], self.experts)), self)",
+        "balance_loss(probabilities, F.one_hot(selected[..., 0], self.experts)), self)",
         trials=SHARED,
     ),
     mixture(
         "an expert computes on another token than the one sent to it",
-        "index_select(0, order // self.k)",
+        "index_select(0, order // selected.shape[1])",
         "index_select(0, order % len(x))",
         trials=SHARED,
     ),
@@ -176,8 +178,8 @@ MUTANTS = [
     ),
     mixture(
         "exported programs: the experts of a token are another token's",
-        "x.repeat_interleave(self.k, 0)",
-        "x.repeat(self.k, 1)",
+        "        rows = x.repeat_interleave(selected.shape[1], 0)\n",
+        "        rows = x.repeat(selected.shape[1], 1)\n",
         trials=EXPORTED,
         test="tests/passes/shared_moe/test_mixture_of_experts.py::test_exports_for_any_number_of_tokens",
     ),
@@ -188,6 +190,49 @@ MUTANTS = [
         trials=EXPORTED,
     ),
     mixture(
+        "slices: the weight is the router's probability, not 1",
+        "            gates = gates / gates.detach()\n",
+        "            pass\n",
+        trials=SLICED,
+    ),
+    mixture(
+        "slices: the router gets no gradient",
+        "            gates = gates / gates.detach()\n",
+        "            gates = gates.detach() / gates.detach()\n",
+        trials=SLICED,
+    ),
+    mixture(
+        "slices: every slice's router chooses among the experts of the first",
+        "        if self.slices > 1:\n",
+        "        if False:\n",
+        trials=SLICED,
+    ),
+    mixture(
+        "slices: in evaluation the least likely experts are chosen",
+        "logits.topk(1, dim=-1).indices",
+        "logits.topk(1, dim=-1, largest=False).indices",
+        trials=SLICED,
+    ),
+    mixture(
+        "a few tokens: each has the expert of another row",
+        "selected.flatten().tolist()",
+        "selected.flatten().flip(0).tolist()",
+        trials=SLICED,
+        test="tests/passes/shared_moe/test_slicing.py::test_outputs_gradients_and_balance_are_those_of_a_loop",
+    ),
+    slicing(
+        "the bias of y is added for every slice",
+        "torch.cat([bias.unsqueeze(0), bias.new_zeros(self.count - 1, len(bias))])",
+        "bias.expand(self.count, -1)",
+        trials=SLICED,
+    ),
+    slicing(
+        "the rows of gate and up are swapped",
+        "self.places.index(number) * self.units",
+        "(len(self.places) - 1 - self.places.index(number)) * self.units",
+        trials=on("llama t5-gated", "shared-moe(groups=0, slices=4, experts=3)"),
+    ),
+    mixture(
         "an expert's rows end before its last token",
         "device=expert.device), right=True).to(torch.int32)",
         "device=expert.device), right=False).to(torch.int32)",
@@ -195,8 +240,8 @@ MUTANTS = [
     ),
     mixture(
         "the experts' matrices get no gradient",
-        "weight, bias = self.weight.to(rows.dtype), self.bias",
-        "weight, bias = self.weight.detach().to(rows.dtype), self.bias",
+        "        weight = self.weight.to(rows.dtype)\n",
+        "        weight = self.weight.detach().to(rows.dtype)\n",
         trials=SHARED,
     ),
     grouping(

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx, nn
+from transformers.activations import ACT2FN
 
 from retrofit.sdk import Anatomy, Branch, DoesNotFitError, Edit, Layer, NearMiss, Stack, collect_near_miss
 from retrofit.sdk.anatomy import FeedForward, Matrix, Port, weight_and_bias
@@ -140,6 +141,24 @@ def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str
             return other.steps
     functions.append(function)
     return steps
+
+
+def activation_name(site: FeedForward) -> str:
+    """Return transformers' name of the hidden function, alone or times the second argument; "" where it has none."""
+    z = torch.linspace(-6, 6, 97, device="cpu")
+    arguments = [z.roll(7 * port) for port in range(len(site.ports))]
+    if len(arguments) > 2 or any(True for _ in (*site.hidden.parameters(), *site.hidden.buffers())):
+        return ""
+    with evaluation_mode(site.hidden):
+        found = site.hidden(*arguments)
+    for name in ACT2FN:
+        try:
+            expected = ACT2FN[name](arguments[0])
+        except Exception:  # one that cannot be made without arguments
+            continue
+        if torch.allclose(found, expected * arguments[1] if len(arguments) == 2 else expected, rtol=1e-5, atol=1e-6):
+            return str(name)
+    return ""
 
 
 def steps_of(site: FeedForward) -> tuple[str, ...]:

@@ -88,16 +88,23 @@ def weighed_products(group: Group, layer: int, x: Tensor, model: nn.Module) -> T
 
 def compute(site: FeedForward, x: Tensor, model: nn.Module) -> Tensor:
     """Return what a dense feed-forward computes, in float32: (tokens, d) to (tokens, d)."""
+    return times(site.out, hidden_units(site, x, model), model)
 
-    def times(matrix: Matrix, rows: Tensor) -> Tensor:
-        _, bias = weight_and_bias(matrix, model)
-        weight = weight_out_first(matrix, model)
-        return F.linear(rows, weight.float(), None if bias is None else bias.float())
 
+def hidden_units(site: FeedForward, x: Tensor, model: nn.Module) -> Tensor:
+    """Return the hidden units of a dense feed-forward, in float32: (tokens, d) to (tokens, units)."""
     units = torch.arange(site.units, device=x.device)
-    z = [times(matrix, x.float()) for matrix in site.into]
+    z = [times(matrix, x.float(), model) for matrix in site.into]
     with evaluation_mode(site.hidden):
-        return times(site.out, site.hidden(*(z[port.matrix][:, port.columns(units)] for port in site.ports)))
+        h: Tensor = site.hidden(*(z[port.matrix][:, port.columns(units)] for port in site.ports))
+    return h
+
+
+def times(matrix: Matrix, rows: Tensor, model: nn.Module) -> Tensor:
+    """Return the rows times the matrix, plus its bias, in float32."""
+    _, bias = weight_and_bias(matrix, model)
+    weight = weight_out_first(matrix, model)
+    return F.linear(rows, weight.float(), None if bias is None else bias.float())
 
 
 # ── Experts ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

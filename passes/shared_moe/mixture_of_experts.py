@@ -6,6 +6,12 @@
 
 Go Wider Instead of Deeper (AAAI 2022), eq. 1 to 5. Logits, probabilities and gates are float32 whatever the model is.
 
+With slices (`slicing.py`) it is a mixture of g·E experts, E of each slice, and routes each slice by itself:
+
+    MoE(x) = Σ_s w_s(x) e_{c_s(x)}(x),   c_s(x) = argmax(f_s(x) + ε),   w_s = p_{c_s} / stopgrad(p_{c_s}) = 1
+
+The weight is 1 whatever the router says, so that equal experts compute the dense function; its gradient is that of log p.
+
 In training a mixture records its balance loss as an auxiliary loss (`retrofit/surgery/auxiliary_losses.py`), which the model's
 forward adds to the loss that it returns.
 
@@ -23,8 +29,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
-from transformers.integrations.moe import _grouped_mm
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_mm
 
 from retrofit.sdk import DoesNotFitError
 from retrofit.sdk.anatomy import FeedForward, Port
@@ -32,6 +39,7 @@ from retrofit.sdk.data import calibration_from
 from retrofit.sdk.modules import FeedForwardBlock, cond, record_auxiliary_loss
 
 ROUTER_SPREAD = 0.02  # of the router's weights at random
+GROUPED = "grouped_mm"  # transformers' own function for many rows, which is computed here
 ROW = 16  # bytes: grouped kernels need rows of a multiple of it
 
 
@@ -61,16 +69,23 @@ class ExpertMatrices(nn.Module):
         self.bias: nn.Parameter | None
         self.register_parameter("bias", bias)
 
-    def forward(self, rows: Tensor, expert: Tensor, ends: Tensor | None) -> Tensor:
+    def forward(self, rows: Tensor, expert: Tensor | Sequence[int], ends: Tensor | None) -> Tensor:
         """Each row times the matrix of its expert, plus its bias: (rows, in) to (rows, out).
 
-        `ends` is the index after the last row of each expert where rows are sorted by expert; None gathers a matrix for each row.
+        `ends` is the index after the last row of each expert where rows are sorted by expert. None is for few rows: the matrix of
+        each is read where it lies if the experts are numbers, and gathered if they are a tensor.
         """
-        weight, bias = self.weight.to(rows.dtype), self.bias
-        if ends is None:
-            y = torch.bmm(weight.index_select(0, expert), rows.unsqueeze(-1)).squeeze(-1)
-        else:
+        bias = self.bias
+        if not isinstance(expert, Tensor):
+            of = {e: (self.weight[e].to(rows.dtype), None if bias is None else bias[e].to(rows.dtype)) for e in set(expert)}
+            return torch.cat([F.linear(row, *of[e]) for row, e in zip(rows.split(1), expert, strict=True)])
+        weight = self.weight.to(rows.dtype)
+        if ends is not None:
             y = grouped_product(rows, weight.transpose(1, 2), ends)
+        elif torch.compiler.is_dynamo_compiling():  # a compiler makes one loop of it, which copies no matrix
+            y = (weight.index_select(0, expert) * rows.unsqueeze(1)).sum(-1)
+        else:
+            y = torch.bmm(weight.index_select(0, expert), rows.unsqueeze(-1)).squeeze(-1)
         return y if bias is None else y + bias.to(y.dtype).index_select(0, expert)
 
     def of_every_expert(self, rows: Tensor) -> Tensor:
@@ -87,6 +102,11 @@ class MixtureOfExperts(nn.Module):
 
     The matrices that read x are its children named in `into`; `ports` are the columns of their results that the hidden function
     reads; `down` writes y. The hidden function is each layer's own and an argument of the call: only matrices are shared.
+
+    With `order`, the dense hidden units in the order of the slices, there are `slices`, and one expert of each is taken.
+
+    Where `config.experts_implementation` names a function of transformers' `ExpertsInterface` besides its own for many rows, that
+    function computes the experts (`ExpertsView`).
     """
 
     def __init__(
@@ -100,16 +120,23 @@ class MixtureOfExperts(nn.Module):
         capacity: float | None = None,
         balance: float = 0.0,
         noise: float = 0.0,
+        slices: int = 1,
+        order: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.into, self.ports = tuple(into), tuple(ports)
         for name, matrices in into.items():
             self.add_module(name, matrices)
         self.down = down
-        self.experts, self.width, self.units = down.weight.shape
+        self.stacked, self.width, self.units = down.weight.shape
+        self.slices, self.experts = slices, self.stacked // slices
+        self.order: Tensor | None
+        self.register_buffer("order", order)
+        self.config: Any = None  # the model's, where it has one
+        self.activation = ""  # the name that transformers has for the hidden function, alone or times the second argument
         self.k, self.renormalize, self.capacity, self.balance, self.noise = k, renormalize, capacity, balance, noise
         like = down.weight
-        self.router = Router(self.width, self.experts, bias=False, device=like.device, dtype=like.dtype)
+        self.router = Router(self.width, self.stacked, bias=False, device=like.device, dtype=like.dtype)
         nn.init.normal_(self.router.weight, std=ROUTER_SPREAD)
 
     def forward(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
@@ -117,24 +144,36 @@ class MixtureOfExperts(nn.Module):
         return self.combine(x.reshape(-1, self.width), gates, selected, hidden).view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gates and experts of each token: (tokens, K), float32 and indices; above an expert's capacity the gate is 0.
+        """Return the gates and experts of each token: (tokens, g·K), float32 and indices; above an expert's capacity the gate is 0.
 
         The router reads x by rows of the batch: PEFT may adapt it to each row in another way (`adapter_names`).
         """
         logits = self.router(x).float().flatten(0, -2)
         if self.training and self.noise:
             logits = logits + self.noise * torch.randn_like(logits)
+        logits = logits.unflatten(-1, (self.slices, self.experts))
+        if self.order is not None and not self.training and not torch.is_grad_enabled():
+            selected = logits.topk(1, dim=-1).indices
+            return torch.ones_like(selected, dtype=logits.dtype).flatten(1), self.number(selected)
         probabilities = logits.softmax(-1)
-        gates, selected = probabilities.topk(self.k, dim=-1)
-        if self.renormalize:
+        gates, selected = probabilities.topk(self.k, dim=-1)  # (tokens, g, K)
+        if self.order is not None:
+            gates = gates / gates.detach()
+        elif self.renormalize:
             gates = gates / gates.sum(-1, keepdim=True)
         if self.training:
-            dispatched = F.one_hot(selected, self.experts).sum(-2)  # (tokens, E)
+            dispatched = F.one_hot(selected, self.experts).sum(-2)  # (tokens, g, E)
             if self.balance:
                 gates = record_auxiliary_loss(gates, self.balance * balance_loss(probabilities, dispatched), self)
             if self.capacity is not None:
                 gates = gates * (dispatched.cumsum(0).gather(-1, selected) <= self.expert_capacity(len(gates)))
-        return gates, selected
+        return gates.flatten(1), self.number(selected)
+
+    def number(self, selected: Tensor) -> Tensor:
+        """Return the experts of each slice, (tokens, g, K), by their numbers among those of all slices: (tokens, g·K)."""
+        if self.slices > 1:
+            selected = selected + torch.arange(0, self.stacked, self.experts, device=selected.device).unsqueeze(1)
+        return selected.flatten(1)
 
     def expert_capacity(self, tokens: int) -> int:
         """Return B: how many of the tokens an expert keeps in training, the first ones."""
@@ -152,28 +191,55 @@ class MixtureOfExperts(nn.Module):
             def gathered(x: Tensor, gates: Tensor, selected: Tensor) -> Tensor:
                 return self.combine_gathered(x, gates, selected, hidden)
 
-            return cond(selected.numel() > self.experts, every, gathered, x, gates, selected, size=x.shape)
+            return cond(selected.numel() > self.stacked, every, gathered, x, gates, selected, size=x.shape)
+        if (plugged := self.plugged_function()) is not None:
+            return plugged(ExpertsView(self, hidden), x, selected, gates)  # type: ignore[no-any-return]
+        if selected.numel() <= self.stacked:  # as few products as there are matrices
+            return self.combine_few(x, gates, selected, hidden)
         expert, order = torch.sort(selected.flatten(), stable=True)  # rows sorted by expert, one grouped product for all
-        ends = torch.searchsorted(expert, torch.arange(self.experts, device=expert.device), right=True).to(torch.int32)
-        y = self.run_experts(x.index_select(0, order // self.k), expert, ends, hidden)
+        ends = torch.searchsorted(expert, torch.arange(self.stacked, device=expert.device), right=True).to(torch.int32)
+        y = self.run_experts(x.index_select(0, order // selected.shape[1]), expert, ends, hidden)
         return self.weigh(y.index_select(0, torch.argsort(order)), gates)
+
+    def plugged_function(self) -> Callable[..., Tensor] | None:
+        """Return the function of transformers' interface that the config names, None where there is none or it does not fit.
+
+        It has one matrix that reads x, biases of both matrices or none, and no adapter around either.
+        """
+        name = getattr(self.config, "_experts_implementation", None)
+        if name in (None, GROUPED) or name not in ALL_EXPERTS_FUNCTIONS or len(self.into) != 1:
+            return None
+        first, second = self.get_submodule(self.into[0]), self.down
+        plain = isinstance(first, ExpertMatrices) and isinstance(second, ExpertMatrices)
+        fits = plain and (first.bias is None) == (second.bias is None)
+        return ALL_EXPERTS_FUNCTIONS[name] if fits else None  # type: ignore[no-any-return]
+
+    def combine_few(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
+        """Return the same without sorting, for a few tokens: by views of their experts' matrices where a CPU runs it at once."""
+        if not holds_numbers(selected):
+            return self.combine_gathered(x, gates, selected, hidden)
+        rows = x.expand(selected.shape[1], -1) if len(x) == 1 else x.repeat_interleave(selected.shape[1], 0)
+        return self.weigh(self.run_experts(rows, selected.flatten().tolist(), None, hidden), gates)
 
     def combine_gathered(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         """Return the same by a copy of its experts' matrices for each token: for a few tokens."""
-        return self.weigh(self.run_experts(x.repeat_interleave(self.k, 0), selected.flatten(), None, hidden), gates)
+        rows = x.repeat_interleave(selected.shape[1], 0)
+        return self.weigh(self.run_experts(rows, selected.flatten(), None, hidden), gates)
 
     def combine_every(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         """Return the same by every expert on every token: more to compute, and no copies."""
         z = [self.get_submodule(name).of_every_expert(x) for name in self.into]  # type: ignore[operator]
         y = self.down.of_every_expert(hidden(*self.units_of(z)))  # (E, tokens, d)
-        weights = (F.one_hot(selected, self.experts) * gates.unsqueeze(-1)).sum(1)  # (tokens, E)
+        weights = (F.one_hot(selected, self.stacked) * gates.unsqueeze(-1)).sum(1)  # (tokens, E)
         return (y * weights.t().unsqueeze(-1)).sum(0).to(y.dtype)
 
     def weigh(self, y: Tensor, gates: Tensor) -> Tensor:
-        """Return the sum over the experts of each token: (tokens · K, d) to (tokens, d)."""
+        """Return the sum over the experts of each token: (tokens · g·K, d) to (tokens, d)."""
         return (y.view(*gates.shape, self.width) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
 
-    def run_experts(self, rows: Tensor, expert: Tensor, ends: Tensor | None, hidden: Callable[..., Tensor]) -> Tensor:
+    def run_experts(
+        self, rows: Tensor, expert: Tensor | Sequence[int], ends: Tensor | None, hidden: Callable[..., Tensor]
+    ) -> Tensor:
         """Return e_i of each row, i its expert; `ends` as in `ExpertMatrices`."""
         z = [self.get_submodule(name)(rows, expert, ends) for name in self.into]
         y: Tensor = self.down(hidden(*self.units_of(z)), expert, ends)
@@ -183,8 +249,58 @@ class MixtureOfExperts(nn.Module):
         """Return what the hidden function reads of the results of the matrices: (…, units) each."""
         return [z[port.matrix][..., port.start : port.start + port.step * (self.units - 1) + 1 : port.step] for port in self.ports]
 
+    @torch.no_grad()
+    def take_order(self, other: MixtureOfExperts) -> None:
+        """Divide the hidden units as in `other`: the e-th experts of all slices compute together what they did."""
+        if self.order is None or other.order is None:
+            return
+        chosen = self.order.argsort().index_select(0, other.order.to(self.order.device))
+        for name in (*self.into, "down"):
+            matrices = self.get_submodule(name)
+            for value in (matrices.weight, matrices.bias) if name != "down" else (matrices.weight,):
+                if isinstance(value, nn.Parameter):
+                    at = 1 if name != "down" else 2
+                    parts = value.unflatten(at, (-1, self.units)).unflatten(0, (self.slices, self.experts))
+                    whole = (
+                        parts.movedim(0, at + 1).flatten(at + 1, at + 2).index_select(at + 1, chosen)
+                    )  # (E, …, ports, g·units, …)
+                    parts = whole.unflatten(at + 1, (self.slices, self.units)).movedim(at + 1, 0)
+                    value.copy_(parts.flatten(0, 1).flatten(at, at + 1))
+        self.order.copy_(other.order)
+
     def extra_repr(self) -> str:
-        return f"experts={self.experts}, k={self.k}, width={self.width}, units={self.units}"
+        slices = f"slices={self.slices}, " if self.order is not None else ""
+        return f"experts={self.experts}, k={self.k}, {slices}width={self.width}, units={self.units}"
+
+
+class ExpertsView:
+    """A mixture in one layer, as functions of transformers' `ExpertsInterface` read the experts that they compute."""
+
+    is_transposed = has_post_expert_norm = _is_expert_parallel = False
+    is_concatenated = True
+
+    def __init__(self, moe: MixtureOfExperts, hidden: Callable[..., Tensor]) -> None:
+        into: Any = moe.get_submodule(moe.into[0])
+        self.moe, self.hidden, self.training = moe, hidden, moe.training
+        self.num_experts, self.hidden_dim, self.intermediate_dim = moe.stacked, moe.width, moe.units
+        self.has_gate, self.has_bias = len(moe.ports) > 1, into.bias is not None
+        self.gate_up_proj = self.up_proj = into.weight
+        self.gate_up_proj_bias = self.up_proj_bias = into.bias
+        self.down_proj, self.down_proj_bias = moe.down.weight, moe.down.bias
+        self.config, self.hidden_act = self, moe.activation  # the one entry that they read
+
+    def act_fn(self, z: Tensor) -> Tensor:
+        """Return the hidden units of what the one matrix makes of x."""
+        return self.hidden(*self.moe.units_of([z]))
+
+    _apply_gate = act_fn
+
+
+def holds_numbers(selected: Tensor) -> bool:
+    """Return whether indices can be read at once: on a CPU, where nothing traces the call and nothing needs gradients."""
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
+    here = type(selected) is Tensor and selected.device.type == "cpu" and selected.numel() > 0
+    return here and not traced and not torch.is_grad_enabled()
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -195,7 +311,10 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, dispatched: Tensor) -> Tensor:
-    """Return l_balance = E Σ_i m_i P_i of one routing, eq. 3; `dispatched` is 1 where an expert gets a token. Both: (tokens, E)."""
+    """Return l_balance = E Σ_i m_i P_i of one routing, eq. 3, the sum of those of all slices.
+
+    `dispatched` is 1 where an expert gets a token. Both: (tokens, …, E).
+    """
     m, p = dispatched.to(probabilities.dtype).mean(0), probabilities.mean(0)
     return probabilities.shape[-1] * (m * p).sum()
 
@@ -220,7 +339,7 @@ CELL, ROW_HEIGHT, HEADER, TITLE, LETTER = 0.8, 0.34, 1.3, 5.0, 0.08  # sizes in 
 class Load:
     """The part of a layer's dispatches that each of its experts gets, layer by layer; 1/E each where they are balanced."""
 
-    shares: dict[str, tuple[float, ...]]  # by the path of the layer's block; each sums to one
+    shares: dict[str, tuple[float, ...]]  # by the path of the layer's block, and the slice where it has slices; each sums to one
     tokens: int
 
     def lines(self) -> Iterator[str]:
@@ -278,9 +397,8 @@ def expert_load(model: nn.Module, data: Any) -> Load:
     if not counters:
         raise DoesNotFitError("the model has no experts to count the load of", remedy="rewrite it with shared-moe first")
     calibration_from(model, data).observe(model, counters)
-    return Load(
-        {path: counter.shares() for path, counter in counters.items()}, max(counter.tokens for counter in counters.values())
-    )
+    shares = {name: found for path, counter in counters.items() for name, found in counter.shares(path)}
+    return Load(shares, max(counter.tokens for counter in counters.values()))
 
 
 class RoutingCounter:
@@ -288,12 +406,15 @@ class RoutingCounter:
 
     def __init__(self, block: MoEBlock) -> None:
         self.moe, self.tokens = block.moe, 0
-        self.counts = torch.zeros(block.moe.experts, dtype=torch.long)
+        self.counts = torch.zeros(block.moe.stacked, dtype=torch.long)
 
     def __call__(self, x: Tensor) -> None:
         _, experts = self.moe.route(x)
-        self.counts += torch.bincount(experts.flatten().cpu(), minlength=self.moe.experts)
+        self.counts += torch.bincount(experts.flatten().cpu(), minlength=self.moe.stacked)
         self.tokens += len(x)
 
-    def shares(self) -> tuple[float, ...]:
-        return tuple((self.counts / self.counts.sum().clamp(min=1)).tolist())
+    def shares(self, path: str) -> Iterator[tuple[str, tuple[float, ...]]]:
+        """Yield the part of each expert for each router of the block at `path`, with its name."""
+        for number, counts in enumerate(self.counts.view(self.moe.slices, -1)):
+            name = f"{path}, slice {number}" if self.moe.slices > 1 else path
+            yield name, tuple((counts / counts.sum().clamp(min=1)).tolist())

@@ -24,26 +24,34 @@ def moe_block(call: SiteCall) -> Tensor:
         if drawn.numel() >= 64 and not 0.5 < float(drawn.std()) < 1.5:
             raise Deviation("its noise is not normal")
         logits = logits + noise * drawn
-    odds = (logits - logits.detach().amax(-1, keepdim=True)).exp()
-    probabilities = odds / odds.sum(-1, keepdim=True)
-    chosen = [sorted(range(options.experts), key=lambda e: -float(row[e]))[: options.k] for row in probabilities]
-    if call.training and options.balance:
-        call.losses.append(options.balance * balance_loss(probabilities, chosen))
+    experts, slices = options.experts, options.slices or 1
     capacity = math.inf
     if call.training and options.capacity is not None:
-        capacity = math.ceil(options.capacity * options.k * len(tokens) / options.experts - 1e-9)
-    taken = [0] * options.experts
-    results = [expert(block, e, tokens) for e in range(options.experts)]
-    rows = []
-    for number, (row, experts) in enumerate(zip(probabilities, chosen, strict=True)):
-        whole = row[experts].sum() if options.renormalize else 1.0
-        y = torch.zeros_like(tokens[0])
-        for e in experts:
-            taken[e] += 1
-            if taken[e] <= capacity:  # what is over passes by the residual
-                y = y + row[e] / whole * results[e][number]
-        rows.append(y)
-    y = torch.stack(rows).view(x.shape)
+        capacity = math.ceil(options.capacity * options.chosen * len(tokens) / experts - 1e-9)
+    y = torch.zeros_like(tokens)
+    lost = tokens.new_zeros(())
+    for first in range(0, experts * slices, experts):  # each slice has a router of its own
+        routed = logits[:, first : first + experts]
+        odds = (routed - routed.detach().amax(-1, keepdim=True)).exp()
+        probabilities = odds / odds.sum(-1, keepdim=True)
+        chosen = [sorted(range(experts), key=lambda e, row=row: -float(row[e]))[: options.chosen] for row in probabilities]  # type: ignore[misc]
+        if call.training and options.balance:
+            lost = lost + options.balance * balance_loss(probabilities, chosen)
+        taken = [0] * experts
+        results = [expert(block, first + e, tokens) for e in range(experts)]
+        rows = []
+        for number, (row, picked) in enumerate(zip(probabilities, chosen, strict=True)):
+            whole = row[picked].detach() if options.slices else row[picked].sum() if options.renormalize else 1.0
+            part = torch.zeros_like(tokens[0])
+            for e in picked:
+                taken[e] += 1
+                if taken[e] <= capacity:  # what is over passes by the residual
+                    part = part + (row[e] / whole) * results[e][number]
+            rows.append(part)
+        y = y + torch.stack(rows)
+    if call.training and options.balance:
+        call.losses.append(lost)
+    y = y.view(x.shape)
     return y if block.tail is None else block.tail(y)  # type: ignore[no-any-return]
 
 
@@ -128,7 +136,7 @@ def named_sources(text: str) -> list[list[int]]:
 
 def expert_start(group: list[ObservedSite], sources: list[int] | None, observed: Observed) -> Problems:
     """Check that expert e computes what the feed-forward named for it did, or that at depth ⌊(e + ½) n / E⌋ of the group's n."""
-    experts = observed.options.experts
+    experts, slices = observed.options.experts, observed.options.slices or 1
     for e, depth in enumerate(sources or [int((e + 0.5) * len(group) / experts) for e in range(experts)]):
         source = group[depth]
         block: Any = source.module
@@ -136,7 +144,7 @@ def expert_start(group: list[ObservedSite], sources: list[int] | None, observed:
         if known is None:
             continue
         x, y, rounding = known
-        found = expert(block, e, x).detach()
+        found = sum(expert(block, first + e, x).detach() for first in range(0, experts * slices, experts))
         found = found if block.tail is None else block.tail(found)
         if float((found - y).abs().max()) > rounding:
             yield source.path, f"expert {e} does not begin as this layer's feed-forward"

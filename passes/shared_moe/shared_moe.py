@@ -6,6 +6,9 @@
 groups=1 is WideNet: one mixture for all layers of a stack. With as many groups as layers (groups=0) and gates that sum to one,
 every expert begins as a copy of its layer's feed-forward and the function is the dense model's: sparse upcycling.
 
+slices=g divides each feed-forward's hidden units, with E experts for each slice (slicing.py): as many active parameters as the
+dense feed-forward has, and its function.
+
 Go Wider Instead of Deeper (AAAI 2022), eq. 6 and 8; the mixture itself, eq. 1 to 5, is in mixture_of_experts.py. `reinit` is the
 partial re-initialisation of Drop-Upcycling (ICLR 2025).
 """
@@ -24,6 +27,7 @@ from retrofit.passes.shared_moe.grouping import (
     DOWN,
     Group,
     SharedAttention,
+    activation_name,
     group_feed_forwards,
     named_matrices,
     plan_sharing,
@@ -31,6 +35,7 @@ from retrofit.passes.shared_moe.grouping import (
 )
 from retrofit.passes.shared_moe.mixture_fit import TOKENS, MixtureStart, fit_mixtures
 from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices, MixtureOfExperts, MoEBlock, expert_load
+from retrofit.passes.shared_moe.slicing import Slices, fit_orders, require_slices
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
@@ -44,10 +49,11 @@ from retrofit.sdk import (
     Rewrite,
     Site,
     SpecError,
+    collect_near_miss,
     option,
     selected_depths,
 )
-from retrofit.sdk.anatomy import FeedForward, Matrix, feed_forwards, weight_and_bias, weight_out_first
+from retrofit.sdk.anatomy import FeedForward, Matrix, Port, feed_forwards, weight_and_bias, weight_out_first
 from retrofit.sdk.data import sample_calibration
 from retrofit.sdk.modules import ForwardWithAuxiliaryLosses, install_feed_forward, number_is_loss, own_forward
 
@@ -83,7 +89,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
     )
 
     experts: int = option(4, "E, experts per mixture", minimum=1)
-    k: int = option(2, "K, experts per token", minimum=1)
+    k: int | None = option(None, "K, experts per token (none: 2; with slices 1 of each)", minimum=1)
     groups: int = option(1, "mixtures per stack: 1 is WideNet; 0, one per layer, is sparse upcycling", minimum=0)
     share_attention: bool = option(False, "share one attention in each group too")
     renormalize: bool = option(True, "normalize the K gates of a token to sum to one (not in the paper)")
@@ -95,17 +101,22 @@ class SharedMoE(Pass[SharedMoEPlan]):
     reinit: float = option(0.0, "fraction of the hidden units of a copied expert to re-initialize", minimum=0, maximum=1)
     layers: str = option("all", "depths whose FFNs to replace, e.g. 0-5+8", depths=True)
     sources: str = option(SPREAD, "layers of each group to copy experts from, counted from 0, e.g. 0+2+5+9; groups separated by /")
+    slices: int | None = option(
+        None, "g, slices of the hidden units, each with experts and a router of its own", minimum=1, weights="divides"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         parse_sources(self.sources, self.experts)
-        if self.k > self.experts:
+        if self.slices is not None:
+            self.require_for_slices()
+        elif self.chosen > self.experts:
             raise SpecError(
-                f"shared-moe: k={self.k} experts for each token of experts={self.experts}",
+                f"shared-moe: k={self.chosen} experts for each token of experts={self.experts}",
                 remedy="use k ≤ experts",
-                option="k",
+                option="k" if self.k is not None else "experts",
             )
-        if self.k == 1 and self.renormalize and not self.balance:
+        if self.chosen == 1 and self.renormalize and not self.balance and self.slices is None:
             raise SpecError(
                 "shared-moe: k=1 with normalized gates and no balance loss: the router gets no gradient",
                 why="the one gate is always 1",
@@ -117,6 +128,30 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 "shared-moe: capacity=0 leaves no token to any expert", remedy="use 1 or more, or none", option="capacity"
             )
 
+    def require_for_slices(self) -> None:
+        """Raise `SpecError` where another option contradicts slices."""
+        if self.groups != 0:
+            raise SpecError(
+                f"shared-moe: slices={self.slices} with groups={self.groups}: layers that share a mixture have no slices",
+                why="every expert of a slice begins as that slice of its own layer",
+                remedy="add groups=0, or drop slices",
+                option="groups",
+            )
+        if self.k not in (None, 1):
+            raise SpecError(
+                f"shared-moe: slices={self.slices} with k={self.k}: one expert of each slice is taken",
+                remedy=f"drop k, or use slices={self.slices * self.k} for finer experts" if self.slices and self.k else "drop k",
+                option="k",
+            )
+
+    @property
+    def chosen(self) -> int:
+        """K: the experts that a router takes for a token."""
+        return self.k or (2 if self.slices is None else 1)
+
+    def idle_options(self) -> dict[str, tuple[str, ...]]:
+        return {} if self.slices is None else {f"slices={self.slices}": ("renormalize",)}
+
     @property
     def exact(self) -> bool:
         """As far as the options say: `groups=L` is exact too for a model of L layers, and its plan says so."""
@@ -124,13 +159,14 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
     @property
     def sums_to_one(self) -> bool:
-        """Return whether the gates of a token sum to one: divided by their sum, or because K = E."""
-        return self.renormalize or self.k == self.experts
+        """Return whether the gates of a token sum to one: each is, or they are divided by their sum, or K = E."""
+        return self.slices is not None or self.renormalize or self.chosen == self.experts
 
     # What would be rewritten.
 
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
-        return frozenset({self.experts})
+        slices = self.slices or 1
+        return frozenset({self.experts * slices, *(size // slices for size in sizes if slices > 1 and size % slices == 0)})
 
     def plan(self, anatomy: Anatomy) -> SharedMoEPlan:
         near_misses: list[NearMiss] = []
@@ -142,11 +178,17 @@ class SharedMoE(Pass[SharedMoEPlan]):
             found, missed = feed_forwards(dataclasses.replace(anatomy, stacks=(stack,)), depths)
             near_misses += missed
             grouped = {site.path for group in groups for site in group.sites}
-            free = [site for site in found if site.path not in grouped]
+            free: list[FeedForward] = []
+            for site in found:
+                with collect_near_miss(site.name, near_misses):
+                    if self.slices is not None:
+                        require_slices(site, self.slices, anatomy.model)
+                    free += [site] if site.path not in grouped else []
             for group in group_feed_forwards(free, min(self.groups or len(free), len(free)), anatomy.model, near_misses):
                 groups.append(group)
                 whose = f", those of {group.name}" if len(group.sites) > 1 else ""
-                sites += [Site(site.path, f"E={self.experts} experts{whose}") for site in group.sites]
+                each = f" for each of {self.slices} slices" if self.slices else ""
+                sites += [Site(site.path, f"E={self.experts} experts{each}{whose}") for site in group.sites]
                 if self.share_attention:
                     shared = plan_sharing(group, stack, anatomy, near_misses)
                     sites += [Site(layer.name, f"shares the attention matrices of {layer.first}") for layer in shared]
@@ -217,6 +259,9 @@ class SharedMoE(Pass[SharedMoEPlan]):
         counted: set[int] = set()  # ids of the dense parameters that became part of an expert
         for group in groups:
             sources, copies = group.sources(self.experts), group.copies(self.experts)
+            if self.slices is not None:
+                terms += self.sliced_terms(sources[0], group.name, model)
+                continue
             terms.append((f"{group.name}: router E·d", self.experts * sources[0].width))
             more = self.experts * sum(parameter.numel() for parameter in parameters_of(sources[0], model))
             for e in sorted({*range(self.experts)} - {*copies}):
@@ -226,6 +271,17 @@ class SharedMoE(Pass[SharedMoEPlan]):
                         more -= parameter.numel()
             if more:
                 terms.append((f"{len(copies)} copies of its feed-forwards", more))
+        return terms
+
+    def sliced_terms(self, site: FeedForward, name: str, model: nn.Module) -> list[tuple[str, int]]:
+        """Return the terms of one feed-forward in slices."""
+        assert self.slices is not None
+        terms = [(f"{name}: routers g·E·d", self.slices * self.experts * site.width)]
+        if self.experts > 1:
+            copied = (self.experts - 1) * sum(parameter.numel() for parameter in parameters_of(site, model))
+            terms.append((f"{self.experts - 1} copies of its feed-forward", copied))
+        if self.slices > 1 and site.out.bias is not None:
+            terms.append(("biases of the other slices (g−1)·E·d", (self.slices - 1) * self.experts * site.width))
         return terms
 
     # The rewrite.
@@ -244,7 +300,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 in_any_form=True,
                 option="sources",
             )
-        starts = fit_mixtures(plan.groups, edit, self.experts, self.k, self.renormalize)
+        starts = fit_mixtures(plan.groups, edit, self.experts, self.chosen, self.renormalize)
         if not starts:
             return super().rewrite(anatomy, edit)
         sources = [
@@ -257,8 +313,12 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
     def apply(self, plan: SharedMoEPlan, edit: Edit) -> None:
         placed: set[int] = set()  # ids of dense parameters that are part of an expert
+        orders = fit_orders(plan.groups, self.slices, edit) if self.slices and edit.calibration is not None else {}
         for group in [group.bound_to(edit.model) for group in plan.groups]:
-            self.replace(group, plan.starts.get(group.name), placed, edit)
+            if self.slices is not None:
+                self.slice(group.sites[0], orders.get(group.sites[0].path), edit)
+            else:
+                self.replace(group, plan.starts.get(group.name), placed, edit)
         for attention in plan.attentions:
             share(attention, edit)
         if self.balance and not isinstance(own_forward(edit.model), ForwardWithAuxiliaryLosses):
@@ -276,16 +336,9 @@ class SharedMoE(Pass[SharedMoEPlan]):
         """Replace the feed-forwards of the group by one mixture, and account for each of their weights."""
         sources, copies = group.sources(self.experts), group.copies(self.experts)
         matrices = [named_matrices(site) for site in sources]
-        moe = MixtureOfExperts(
-            {name: stack_matrices([matrix[name] for matrix in matrices], edit.model) for name in matrices[0] if name != DOWN},
-            group.sites[0].ports,
-            stack_matrices([matrix[DOWN] for matrix in matrices], edit.model),
-            k=self.k,
-            renormalize=self.renormalize,
-            capacity=self.capacity,
-            balance=self.balance,
-            noise=1 / self.experts if self.noise is None else self.noise,
-        )
+        stacked = {name: stack_matrices([matrix[name] for matrix in matrices], edit.model) for name in matrices[0]}
+        moe = self.mixture(stacked, group.sites[0].ports)
+        moe.activation, moe.config = activation_name(group.sites[0]), getattr(edit.model, "config", None)
         if start is not None:
             moe.router.weight.copy_(start.router)
         for e in sorted({*range(self.experts)} - {*copies}):
@@ -302,6 +355,39 @@ class SharedMoE(Pass[SharedMoEPlan]):
                     why = f"its layer uses the mixture of {group.name}, whose experts are taken from other layers"
                     edit.drop_parameter(parameter, why)
             install_feed_forward(site, MoEBlock(site, edit.model.get_submodule(site.path), moe), edit)
+
+    def slice(self, site: FeedForward, order: Tensor | None, edit: Edit) -> None:
+        """Replace a feed-forward by mixtures of its slices, and account for each of its weights; `order` is that of its units."""
+        assert self.slices is not None
+        device = edit.model.get_parameter(site.out.weight).device
+        order = torch.arange(site.units, device=device) if order is None else order.to(device)
+        slices = Slices(site, self.slices, self.experts, order)
+        moe = self.mixture(slices.matrices(edit.model), slices.ports, order)
+        moe.activation, moe.config = activation_name(site), getattr(edit.model, "config", None)
+        slices.place(moe, edit)
+        for e in range(moe.stacked):
+            if e % self.experts:
+                self.reinitialize(moe, e)
+        if self.experts == 1:
+            edit.expect_no_gradient(moe.router.get_parameter("weight"))
+        install_feed_forward(site, MoEBlock(site, edit.model.get_submodule(site.path), moe), edit)
+
+    def mixture(
+        self, stacked: Mapping[str, ExpertMatrices], ports: Sequence[Port], order: Tensor | None = None
+    ) -> MixtureOfExperts:
+        """Return the mixture of these matrices."""
+        return MixtureOfExperts(
+            {name: matrices for name, matrices in stacked.items() if name != DOWN},
+            ports,
+            stacked[DOWN],
+            k=self.chosen,
+            renormalize=self.renormalize,
+            capacity=self.capacity,
+            balance=self.balance,
+            noise=1 / self.experts if self.noise is None else self.noise,
+            slices=self.slices or 1,
+            order=order,
+        )
 
     def reinitialize(self, moe: MixtureOfExperts, e: int) -> None:
         """Give a part of the hidden units of expert `e` new weights, drawn with the mean and spread of the old ones."""

@@ -147,7 +147,7 @@ def native_form(model: Any, architecture: str | None = None, progress: Progress 
             options = {key: whole.fields[key] for key in whole.own if key in whole.fields}
             zero = tuple(name for name in zeros if name not in idle)
             return NativeForm(native, whole.name, as_text(options), zero, idle, measured, max(0, copied - extra))
-    raise refused(part, refusals, architecture)
+    raise refused(part, refusals, architecture, divided_choice(mixtures[0], width))
 
 
 def require_mixtures(model: Any) -> PreTrainedModel:
@@ -175,8 +175,8 @@ def require_mixtures(model: Any) -> PreTrainedModel:
     return part  # type: ignore[no-any-return]
 
 
-def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | None) -> DoesNotFitError:
-    """Return the refusal, with what differs in the architecture that came nearest."""
+def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | None, divided: str) -> DoesNotFitError:
+    """Return the refusal, with what differs in the architecture that came nearest; `divided` is said first (`divided_choice`)."""
     refusals = [refusal for refusal in refusals if refusal.stage > DENSE or architecture]
     if not refusals:
         named = f"architecture {architecture}" if architecture else "architecture"
@@ -194,7 +194,8 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
     more = f"\nand {len(refusals) - len(reasons[:4])} more differ" if len(refusals) > len(reasons[:4]) else ""
     return DoesNotFitError(
         f"{type(part).__name__} with {', '.join(recipe_storage.stored_recipe(part))} has no native form",
-        why="\n".join(["no architecture of the installed transformers computes this; the nearest:", *reasons[:4]]) + more,
+        why="\n".join([divided or "no architecture of the installed transformers computes this; the nearest:", *reasons[:4]])
+        + more,
         remedy=WAY_OUT,
     )
 
@@ -217,9 +218,8 @@ def examined(
     mixture = mixtures[0]
     weights = random_weights(mixture.weights)
     x = random_stream(width)
-    chosen = choices_of(in_float32(mixture.module, lambda name, parameter: weights[name]), x)
-    k = next((k for k, of in chosen if of == mixture.experts), mixture.experts)
-    wanted, depth = what_is_wanted(part, mixtures, k)
+    k, parts = choice_of(mixture, weights, x)
+    wanted, depth = what_is_wanted(part, mixtures, k * parts)
     for architecture in architectures_like(part, only):
         progress(f"trying {architecture.name}")
         short = dataclasses.replace(architecture, fields=of_depth_where(architecture, depth))
@@ -236,7 +236,25 @@ def examined(
         if why:
             yield Refusal(architecture.name, 1, why)
             continue
-        yield with_equal_mixture(fitting, paths[0], mixture, weights, x, k, wanted)
+        yield with_equal_mixture(fitting, paths[0], mixture, weights, x, k * parts, wanted)
+
+
+def choice_of(mixture: Mixture, weights: Mapping[str, Tensor], x: Tensor) -> tuple[int, int]:
+    """Return K, and of how many even parts of its experts a mixture takes K each."""
+    chosen = choices_of(in_float32(mixture.module, lambda name, parameter: weights[name]), x)
+    return next(
+        ((k, mixture.experts // of) for k, of in sorted(chosen, key=lambda size: -size[1]) if of and mixture.experts % of == 0),
+        (mixture.experts, 1),
+    )
+
+
+def divided_choice(mixture: Mixture, width: int) -> str:
+    """Return how a mixture takes experts of each part of them, in words; "" where it takes them of all."""
+    k, parts = choice_of(mixture, random_weights(mixture.weights), random_stream(width))
+    if parts == 1:
+        return ""
+    experts = f"{k} expert{'s' if k > 1 else ''} of each of {parts} slices"
+    return f"its mixtures take {experts} with gates of 1, as no architecture of the installed transformers does; the nearest:"
 
 
 def of_depth_where(architecture: Architecture, depth: int) -> dict[str, Any]:

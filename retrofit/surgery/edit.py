@@ -53,8 +53,9 @@ class Widened:
 class Rearranged:
     """The layout of a dense parameter in a new one: as `new[index]`, transposed or not, its hidden units in an order of their own.
 
-    The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port is at first + step·u. Where it
-    was fitted to data its values are others, and only its place is the same.
+    The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port is at first + step·u. Where they
+    are `sliced`, `new[index]` holds even slices of them along its first dimension, and in each slice one port after the other.
+    Where it was fitted to data its values are others, and only its place is the same.
     """
 
     index: tuple[int | slice, ...] = ()
@@ -63,10 +64,12 @@ class Rearranged:
     dim: int = 0
     ports: tuple[tuple[int, int], ...] = ((0, 1),)
     fitted: str = ""  # the buffer that says whether the values were fitted to data; "" where they are the dense ones
+    sliced: bool = False
 
     def dense(self, new: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
         """Return the dense parameter, read out of `new`."""
         value = new.detach()[self.index]
+        value = self.joined(value) if self.sliced else value
         value = value.t() if self.transposed else value
         if order is None:
             return value
@@ -79,7 +82,9 @@ class Rearranged:
     def put(self, dense: torch.Tensor, new: torch.Tensor, order: torch.Tensor | None = None) -> None:
         """The dense parameter has been written into `new`, from which `dense` reads it."""
         value = dense if order is None else self.ordered(dense, order)
-        new.detach()[self.index] = value.t() if self.transposed else value
+        value = value.t() if self.transposed else value
+        place = new.detach()[self.index]
+        place.copy_(self.divided(value, len(place)) if self.sliced else value)
 
     def ordered(self, dense: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
         """`dense` with its units in the new order: unit i is the dense unit order[i]."""
@@ -88,6 +93,30 @@ class Rearranged:
         for first, step in self.ports:
             new.index_copy_(self.dim, first + step * units, dense.index_select(self.dim, first + step * order))
         return new
+
+    @property
+    def units_dim(self) -> int:
+        """The dimension of the units in the new parameter's layout without slices."""
+        return 1 - self.dim if self.transposed else self.dim
+
+    def divided(self, value: torch.Tensor, slices: int) -> torch.Tensor:
+        """Return a value in the new parameter's layout, but without slices, as its even slices: (slices, …)."""
+        at = self.units_dim
+        units = torch.arange(value.shape[at] // len(self.ports), device=value.device)
+        parts = torch.stack(
+            [value.index_select(at, first + step * units) for first, step in self.ports], at
+        )  # (…, ports, units, …)
+        return parts.unflatten(at + 1, (slices, -1)).movedim(at + 1, 0).flatten(at + 1, at + 2)
+
+    def joined(self, slices: torch.Tensor) -> torch.Tensor:
+        """Return the value that `divided` makes these slices of."""
+        at = self.units_dim
+        parts = slices.unflatten(at + 1, (len(self.ports), -1)).movedim(0, at + 1).flatten(at + 1, at + 2)
+        value = torch.empty_like(parts.flatten(at, at + 1))
+        units = torch.arange(parts.shape[at + 1], device=value.device)
+        for port, (first, step) in enumerate(self.ports):
+            value.index_copy_(at, first + step * units, parts.select(at, port))
+        return value
 
 
 @dataclasses.dataclass(frozen=True)

@@ -415,6 +415,9 @@ def moved_parameters(part: nn.Module, dense: nn.Module, form: DenseForm) -> dict
     """
     again = copy.deepcopy(dense)
     replaying.replay(again, recipe_storage.stored_recipe(part))
+    for path, module in part.named_modules():
+        if hasattr(module, "take_order"):  # an order of hidden units that was fitted to data
+            getattr(again.get_submodule(path), "take_order")(module)  # noqa: B009
     starts = dict(again.named_parameters())
     named = part.named_parameters()
     moved = {name: ~form.covered(part, name) for name, parameter in named if not same_bits(parameter.cpu(), starts[name].cpu())}

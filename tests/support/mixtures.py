@@ -59,10 +59,16 @@ def make(
     gated: str = "",
     bias: bool = True,
     dtype: torch.dtype = torch.float32,
+    slices: int | None = None,
     **how: Any,
 ) -> tuple[MixtureOfExperts, Callable[..., Tensor]]:
-    """A mixture with random weights, and its hidden function: plain, or gated by another matrix or within one."""
+    """A mixture with random weights, and its hidden function: plain, or gated by another matrix or within one.
+
+    With slices each has so many experts of `units` units, and k is 1.
+    """
     generator = torch.Generator().manual_seed(7)
+    if slices is not None:
+        experts, k, how = experts * slices, 1, {**how, "slices": slices, "order": torch.arange(units * slices)}
 
     def matrices(out: int, width: int) -> ExpertMatrices:
         weight = torch.randn(experts, out, width, generator=generator) / math.sqrt(width)

@@ -1,0 +1,203 @@
+"""The feed-forward's hidden units in slices, each of which has experts and a router of its own (virtual groups, arXiv 2410.07524).
+
+    y = Σ_s e_s(x) + b,   e_s: the units of slice s          the dense feed-forward, however its units are divided
+    u ~ v where |h_u| ‖w_u‖ and |h_v| ‖w_v‖ correlate        over the tokens of calibration data; w_u: what unit u writes
+
+As a mixture it is one of g·E experts of d_ff/g units each, those of a slice one after the other: expert e of slice s is s·E + e.
+The matrices that read x are one, in which each port has its rows; the bias of y is that of the experts of the first slice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from retrofit.passes.shared_moe.grouping import DOWN, Group
+from retrofit.passes.shared_moe.mixture_fit import CHUNK, hidden_units, record_inputs
+from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices
+from retrofit.sdk import DoesNotFitError, Edit, Rearranged
+from retrofit.sdk.anatomy import FeedForward, Port, weight_and_bias, weight_out_first
+from retrofit.sdk.data import counted, sample_calibration
+
+TOKENS = 4096  # of a feed-forward, from which the slices of its units are found
+SWEEPS = 16  # of the clustering, at most
+UP, GATE_UP, ORDER = "up", "gate_up", "order"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """How a feed-forward is divided: into `count` slices, each with `experts` copies, its units in the `order` of the slices."""
+
+    site: FeedForward
+    count: int
+    experts: int
+    order: Tensor  # the dense unit of each unit of the slices
+
+    @property
+    def units(self) -> int:
+        return self.site.units // self.count
+
+    @property
+    def into(self) -> str:
+        """The name of the matrix that reads x."""
+        return GATE_UP if len(self.site.ports) > 1 else UP
+
+    @property
+    def ports(self) -> list[Port]:
+        """The rows of the hidden function's arguments in the matrix that reads x."""
+        return [Port(0, self.places.index(number) * self.units, 1) for number in range(len(self.site.ports))]
+
+    @property
+    def places(self) -> list[int]:
+        """The numbers of the ports, those of a matrix side by side, in the order of their rows."""
+        return sorted(range(len(self.site.ports)), key=lambda number: self.site.ports[number].matrix)
+
+    def layouts(self) -> Iterator[tuple[str, str | None, str | None, Rearranged]]:
+        """Yield for each dense matrix: where it is, its parameters' names, and how the weight lies in the first experts."""
+        first = slice(0, None, self.experts)
+        for index, matrix in enumerate(self.site.into):
+            own = [place for place, number in enumerate(self.places) if self.site.ports[number].matrix == index]
+            ports = tuple((self.site.ports[self.places[place]].start, self.site.ports[self.places[place]].step) for place in own)
+            rows = slice(own[0] * self.units, (own[-1] + 1) * self.units)
+            dim = 0 if matrix.out_first else 1
+            layout = Rearranged((first, rows), not matrix.out_first, ORDER, dim, ports, sliced=True)
+            yield self.into, matrix.weight, matrix.bias, layout
+        out = self.site.out
+        yield DOWN, out.weight, out.bias, Rearranged((first,), not out.out_first, ORDER, 1 if out.out_first else 0, sliced=True)
+
+    def matrices(self, model: nn.Module) -> dict[str, ExpertMatrices]:
+        """Return the stacked matrices, every expert of a slice the same."""
+        parts: dict[str, list[tuple[Tensor, Tensor | None]]] = {self.into: [], DOWN: []}
+        trains = False
+        for (name, _, _, layout), matrix in zip(self.layouts(), (*self.site.into, self.site.out), strict=True):
+            weight, bias = weight_and_bias(matrix, model)
+            trains = trains or weight.requires_grad
+            plain = dataclasses.replace(layout, transposed=False, dim=layout.units_dim)  # of a weight laid out (out, in)
+            sliced = plain.divided(plain.ordered(weight_out_first(matrix, model), self.order), self.count)
+            parts[name].append((sliced, None if bias is None else self.sliced_bias(bias.detach(), name, layout)))
+        return {name: self.stacked(pairs, trains) for name, pairs in parts.items()}
+
+    def sliced_bias(self, bias: Tensor, name: str, layout: Rearranged) -> Tensor:
+        """Return the bias of each slice: (slices, …); that of y is added once."""
+        if name == DOWN:
+            return torch.cat([bias.unsqueeze(0), bias.new_zeros(self.count - 1, len(bias))])
+        of_bias = bias_layout(layout)
+        return of_bias.divided(of_bias.ordered(bias, self.order), self.count)
+
+    def stacked(self, parts: Sequence[tuple[Tensor, Tensor | None]], trains: bool) -> ExpertMatrices:
+        """Return the matrices of all slices, one below the other, for every expert: (g·E, …)."""
+
+        def of_experts(slices: Sequence[Tensor]) -> nn.Parameter:
+            return nn.Parameter(torch.cat(list(slices), 1).repeat_interleave(self.experts, 0), requires_grad=trains)
+
+        weights, biases = [weight for weight, _ in parts], [bias for _, bias in parts if bias is not None]
+        return ExpertMatrices(of_experts(weights), of_experts(biases) if biases else None)
+
+    def place(self, moe: nn.Module, edit: Edit) -> None:
+        """Account for the dense weights: they are the first expert of each slice."""
+        why = "its slices are experts of a mixture"
+        for name, weight, bias, layout in self.layouts():
+            matrices = moe.get_submodule(name)
+            edit.rearrange_parameter(edit.model.get_parameter(str(weight)), matrices.get_parameter("weight"), moe, layout, why)
+            if bias is not None:
+                placed = Rearranged((0,)) if name == DOWN else bias_layout(layout)
+                edit.rearrange_parameter(edit.model.get_parameter(bias), matrices.get_parameter("bias"), moe, placed, why)
+
+
+def bias_layout(layout: Rearranged) -> Rearranged:
+    """Return the layout of a bias beside that of its weight."""
+    return dataclasses.replace(layout, transposed=False, dim=0)
+
+
+def require_slices(site: FeedForward, count: int, model: nn.Module) -> None:
+    """Raise `DoesNotFitError` where a feed-forward has not so many even slices, or its matrices are not one for each slice."""
+    what = f"the feed-forward {site.name} has no {count} slices"
+    if site.units % count:
+        near = [divisor for divisor in range(2, min(site.units, 4 * count) + 1) if site.units % divisor == 0]
+        remedy = f"use slices={min(near, key=lambda divisor: abs(divisor - count))}" if near else "leave it out with layers="
+        why = f"its d_ff = {site.units} is not a multiple of {count}"
+        raise DoesNotFitError(what, by="shared-moe", why=why, remedy=remedy, in_any_form=True, option="slices")
+    rows = [(port.matrix, port.start + port.step * unit) for port in site.ports for unit in range(site.units)]
+    held = [tensor for tensor in (*site.hidden.parameters(), *site.hidden.buffers()) if tensor.numel() > 1]
+    why = ""
+    if len({weight_and_bias(matrix, model)[1] is None for matrix in site.into}) > 1:
+        why = "some of its matrices have a bias and some have none"
+    elif held:
+        why = "its hidden function has numbers of its own for each unit"
+    elif len(set(rows)) < len(rows) or {matrix for matrix, _ in rows} != {*range(len(site.into))}:
+        why = "its units do not each have columns of their own"
+    if why:
+        raise DoesNotFitError(what, by="shared-moe", why=why, remedy="leave it out with layers=, or drop slices", option="slices")
+
+
+# ── Units that fire together ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fit_orders(groups: Sequence[Group], count: int, edit: Edit) -> dict[str, Tensor]:
+    """Return the order of the units, slice after slice, of each feed-forward that the calibration data reaches, by path."""
+    assert edit.calibration is not None
+    inputs = record_inputs(groups, edit.model, sample_calibration(edit.calibration, TOKENS))
+    sites = [site for group in groups for site in group.bound_to(edit.model).sites if site.path in inputs]
+    return {
+        site.path: together(strengths(site, inputs.pop(site.path), edit.model), count)
+        for site in counted(sites, "slicing feed-forward", len(sites))
+    }
+
+
+@torch.no_grad()
+def strengths(site: FeedForward, x: Tensor, model: nn.Module) -> Tensor:
+    """Return |h_u| ‖w_u‖ of each token and hidden unit as a part of the token's: (tokens, units)."""
+    lengths = weight_out_first(site.out, model).float().norm(dim=0)
+    return F.normalize(torch.cat([hidden_units(site, part, model).abs() * lengths for part in x.split(CHUNK)]), dim=1)
+
+
+@torch.no_grad()
+def together(strength: Tensor, count: int) -> Tensor:
+    """Return the units, (units), in `count` even slices whose strengths, (tokens, units), correlate: no worse than as they lie."""
+    x = F.normalize(strength - strength.mean(0), dim=0)  # the product of two columns is their correlation
+    units = x.shape[1]
+    best = torch.arange(units, device=x.device) // (units // count)  # the slice of each unit
+    most, slices = correlation_inside(x, best, count), along_the_main_direction(x, count)
+    for _ in range(SWEEPS):
+        found = correlation_inside(x, slices, count)
+        if found <= most:
+            break
+        best, most = slices, found
+        slices = nearest_with_room(affinities(x, slices, count), units // count)
+    return best.argsort(stable=True).cpu()
+
+
+def along_the_main_direction(x: Tensor, count: int) -> Tensor:
+    """Return even slices of the units by their products with the first principal direction of x."""
+    direction = x[:, x.abs().sum(0).argmax()]
+    for _ in range(SWEEPS):
+        direction = F.normalize(x @ (x.t() @ direction), dim=0)
+    ranks = (x.t() @ direction).argsort(stable=True).argsort(stable=True)
+    return ranks // (x.shape[1] // count)
+
+
+def correlation_inside(x: Tensor, slices: Tensor, count: int) -> float:
+    """Return the sum of the correlations of all pairs of units in one slice."""
+    return float((x @ F.one_hot(slices, count).to(x.dtype)).square().sum())
+
+
+def affinities(x: Tensor, slices: Tensor, count: int) -> Tensor:
+    """Return the sum of each unit's correlations with the other units of each slice: (units, slices)."""
+    members = F.one_hot(slices, count).to(x.dtype)
+    return x.t() @ (x @ members) - members * x.square().sum(0).unsqueeze(1)
+
+
+def nearest_with_room(affinity: Tensor, size: int) -> Tensor:
+    """Return the slice of each unit, `size` in each: that of its greatest affinity which has room, those that care most first."""
+    ranked = affinity.sort(1, descending=True)
+    margin = ranked.values[:, 0] - ranked.values[:, 1:2].sum(1)
+    preferences, room = ranked.indices.tolist(), [size] * affinity.shape[1]
+    slices = [0] * len(affinity)
+    for unit in margin.argsort(descending=True, stable=True).tolist():
+        slices[unit] = next(choice for choice in preferences[unit] if room[choice])
+        room[slices[unit]] -= 1
+    return torch.tensor(slices, device=affinity.device)
