@@ -240,8 +240,8 @@ MUTANTS = [
     ),
     mixture(
         "the experts' matrices get no gradient",
-        "        weight = self.weight.to(rows.dtype)\n",
-        "        weight = self.weight.detach().to(rows.dtype)\n",
+        "        weight = weight.to(rows.dtype)  #",
+        "        weight = weight.detach().to(rows.dtype)  #",
         trials=SHARED,
     ),
     grouping(

@@ -75,11 +75,11 @@ class ExpertMatrices(nn.Module):
         `ends` is the index after the last row of each expert where rows are sorted by expert. None is for few rows: the matrix of
         each is read where it lies if the experts are numbers, and gathered if they are a tensor.
         """
-        bias = self.bias
+        weight, bias = self.weight, self.bias  # once: adapters make them anew each time
         if not isinstance(expert, Tensor):
-            of = {e: (self.weight[e].to(rows.dtype), None if bias is None else bias[e].to(rows.dtype)) for e in set(expert)}
+            of = {e: (weight[e].to(rows.dtype), None if bias is None else bias[e].to(rows.dtype)) for e in set(expert)}
             return torch.cat([F.linear(row, *of[e]) for row, e in zip(rows.split(1), expert, strict=True)])
-        weight = self.weight.to(rows.dtype)
+        weight = weight.to(rows.dtype)  # type: ignore[assignment]
         if ends is not None:
             y = grouped_product(rows, weight.transpose(1, 2), ends)
         elif torch.compiler.is_dynamo_compiling():  # a compiler makes one loop of it, which copies no matrix

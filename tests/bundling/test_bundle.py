@@ -64,6 +64,7 @@ OTHERS: dict[str, Case] = {
     "stride and skip": (lambda: llama(4), CAUSAL, ("sequence-altup(k=2, method=stride-and-skip)",), "whole"),
     "widenet": (llama, CAUSAL, ("shared-moe(experts=4, share-attention=true)",), "whole, bfloat16, saved again, trained"),
     "upcycled": (llama, CAUSAL, ("shared-moe(groups=0, experts=2)",), "whole, placed"),
+    "slices": (llama, CAUSAL, ("shared-moe(groups=0, slices=4, experts=2)",), "whole, bfloat16"),
     "sparse-ffn, gate": (llama, CAUSAL, ("sparse-ffn(sparsity=4, controller=gate, active=2)",), "whole, bfloat16, placed"),
     "sparse-ffn, gpt2": (tiny_models.gpt2, CAUSAL, ("sparse-ffn(sparsity=4, rank=4)",), "whole"),
     "sparse-qkv": (llama, CAUSAL, ("sparse-qkv",), "whole, bfloat16"),

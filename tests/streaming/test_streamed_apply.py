@@ -93,6 +93,7 @@ EVERY_PASS = [
     ("gpt2", "memory(beside=values)"),
     ("llama", "sequence-altup(k=2)"),
     ("llama", "shared-moe(groups=0, reinit=0.5)"),
+    ("gpt2", "shared-moe(groups=0, slices=4)"),
     ("llama", "shared-moe(groups=1, share_attention=true)"),
     ("llama", "recurrence"),
     ("llama", "reversible"),
