@@ -10,6 +10,7 @@ Conditional Memory via Scalable Lookup (Engram, arXiv 2601.07372), tokenizer com
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -26,17 +27,16 @@ def fold(text: str) -> str:
     return unicodedata.normalize("NFKC", text).lower().removeprefix(" ")
 
 
-def canonical_ids(tokenizer: Any, vocabulary: int) -> Tensor:
-    """Return the canonical id of each id of a model with so many: (vocabulary).
+def canonical_ids(tokenizer: Any, count: int, vocabulary: int | None = None) -> Tensor:
+    """Return the canonical ids of the first `count` ids of a model, whose token table has `vocabulary` rows (None: as many).
 
-    Where the model is loaded from a file, which holds them, they are the ids themselves. Raise `SpecError` for a tokenizer that is
-    not the model's.
+    They are the ids themselves where the tokenizer has more ids than that: they are of another vocabulary than the model's text. So
+    they are where the model is loaded from a file, which holds them.
     """
-    ids = torch.arange(vocabulary, device="cpu")
-    if tokenizer is SAVED:
+    ids = torch.arange(count, device="cpu")
+    if tokenizer is SAVED or size_of(tokenizer) > (count if vocabulary is None else vocabulary):
         return ids
-    require_of_model(tokenizer, vocabulary)
-    known = sorted(set(tokenizer.get_vocab().values()))
+    known = sorted(id for id in set(tokenizer.get_vocab().values()) if id < count)
     texts = tokenizer.batch_decode([[id] for id in known], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     special, first = set(tokenizer.all_special_ids), dict[str, int]()
     for id, text in zip(known, texts, strict=True):
@@ -45,8 +45,17 @@ def canonical_ids(tokenizer: Any, vocabulary: int) -> Tensor:
     return ids
 
 
-def require_of_model(tokenizer: Any, vocabulary: int) -> None:
-    """Raise `SpecError` where the tokenizer cannot be that of a model with so many ids, or is none."""
+def size_of(tokenizer: Any) -> int:
+    """Return how many ids the tokenizer has: its highest, and those below."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def require_of_model(tokenizer: Any, vocabularies: Collection[int], came_with_it: bool) -> None:
+    """Raise `SpecError` where the tokenizer is none, or not that of a model whose token tables have so many rows.
+
+    A table may have rows beyond the tokenizer's ids: it is padded, or was extended. They are not most of its rows, unless the
+    tokenizer came with the model.
+    """
     missing = [name for name in ("get_vocab", "batch_decode", "all_special_ids") if not hasattr(tokenizer, name)]
     if missing:
         raise SpecError(
@@ -55,13 +64,15 @@ def require_of_model(tokenizer: Any, vocabulary: int) -> None:
             remedy="pass a tokenizer of transformers, or its directory",
             option="tokenizer",
         )
-    words = tokenizer.get_vocab()
-    largest = max(words.values(), default=-1) + 1
-    if not 2 * largest >= vocabulary >= largest:
-        raise SpecError(
-            f"the tokenizer has {largest:,} ids, the model {vocabulary:,}",
-            why="it is another model's" if largest > vocabulary else "most ids of the model would have no text",
-            remedy="use the tokenizer that the model was trained with, or canonical=none",
-            code="other-model",
-            option="tokenizer",
-        )
+    size = size_of(tokenizer)
+    if any(size <= vocabulary and (came_with_it or vocabulary <= 2 * size) for vocabulary in vocabularies):
+        return
+    most = max(vocabularies, default=0)
+    beyond = "it is another model's, or the embedding was not resized"
+    raise SpecError(
+        f"the tokenizer has {size:,} ids, the model {most:,}",
+        why=beyond if size > most else "most ids of the model would have no text",
+        remedy="use the tokenizer that the model was trained with, or canonical=none",
+        code="other-model",
+        option="tokenizer",
+    )

@@ -81,7 +81,7 @@ from retrofit.sdk.anatomy import (
     feed_forwards,
     modules_around,
 )
-from retrofit.sdk.data import SAVED, tokenizer_of
+from retrofit.sdk.data import SAVED, came_with, tokenizer_of
 from retrofit.sdk.modules import float_like
 from retrofit.sdk.program import is_all_zeros
 
@@ -364,8 +364,8 @@ class Memory(Pass[MemoryPlan]):
         if tokenizer is None:
             return dataclasses.replace(plan, notes=(*plan.notes, NO_TOKENIZER))
         if tokenizer is not SAVED:
-            for tables in plan.stacks:
-                require_of_model(tokenizer, tables.ids)
+            vocabularies = [tables.source.vocabulary for tables in plan.stacks if tables.source is not None]
+            require_of_model(tokenizer, vocabularies, came_with(anatomy.model, tokenizer))
         return dataclasses.replace(plan, tokenizer=tokenizer)
 
     def resolved_plan(self, anatomy: Anatomy) -> MemoryPlan:
@@ -542,7 +542,9 @@ class Memory(Pass[MemoryPlan]):
     def ngram_table(self, plan: MemoryPlan, tables: StackTables, like: torch.Tensor, token_table: torch.Tensor) -> NgramMemory:
         assert plan.ngrams is not None
         orders, moduli, width = plan.ngrams.orders, plan.ngrams.moduli, tables.width
-        canonical = canonical_ids(plan.tokenizer, tables.ids).to(like.device) if self.canonical == "fold" else None
+        canonical = None
+        if self.canonical == "fold" and tables.source is not None:
+            canonical = canonical_ids(plan.tokenizer, tables.ids, tables.source.vocabulary).to(like.device)
         if self.gate == "none":
             return NgramMemory(orders, moduli, width, like, canonical=canonical, sparse=self.sparse)
         spread = 1.0 if token_table.is_meta else float(token_table.float().std())

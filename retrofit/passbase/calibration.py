@@ -240,6 +240,12 @@ def tokenizer_of(model: nn.Module) -> Any:
     return read_tokenizer(home) if home is not None else given
 
 
+def came_with(model: nn.Module, tokenizer: Any) -> bool:
+    """Return whether a tokenizer was read from the directory that the model was loaded from."""
+    home, place = origin_of(model), Path(str(getattr(tokenizer, "name_or_path", "") or ""))
+    return home is not None and home.resolve() == place.resolve()
+
+
 def origin_of(model: nn.Module) -> Path | None:
     """Return the directory or GGUF file that a transformers model was loaded from; None where it is not there."""
     config = getattr(model, "config", None)

@@ -7,6 +7,7 @@ from retrofit.inputs.calibration import Calibration as Calibration
 from retrofit.inputs.calibration import Enough as Enough
 from retrofit.passbase.calibration import calibration_from as calibration_from
 from retrofit.passbase.calibration import SAVED as SAVED
+from retrofit.passbase.calibration import came_with as came_with
 from retrofit.passbase.calibration import tokenizer_of as tokenizer_of
 from retrofit.inputs.calibration import sample_calibration as sample_calibration
 from retrofit.inputs.calibration import split_calibration as split_calibration

@@ -16,7 +16,7 @@ from torch import Tensor
 import retrofit
 from retrofit.errors import SpecError
 from retrofit.passes import Memory
-from retrofit.passes.memory.canonical_ids import canonical_ids
+from retrofit.passes.memory.canonical_ids import canonical_ids, require_of_model
 from retrofit.passes.memory.ngram_memory import NgramMemory
 from retrofit.rewriting import apply_reported
 
@@ -130,6 +130,36 @@ def test_the_tokenizer_of_the_models_directory_is_found_and_a_saved_model_needs_
         assert torch.equal(table_of(loaded), expected)
         assert torch.equal(logits(loaded, ids), logits(model, ids))
         assert torch.equal(logits(loaded, [[62, 65, 62]]), logits(model, [[62, 65, 62]]))  # new ids are their own
+
+
+def test_a_padded_table_is_folded_as_far_as_the_tokenizer_goes() -> None:
+    model = retrofit.apply(tiny_models.llama(), f"{NGRAMS})", tokenizer=byte_tokenizer(size=40), verify=False)
+    own = canonical_ids(byte_tokenizer(size=40), 40)
+    assert torch.equal(table_of(model), torch.cat([own, torch.arange(40, tiny_models.VOCABULARY)])) and own[4] == 1
+
+
+def test_a_small_tokenizer_that_came_with_the_model_is_the_models(tmp_path: Path) -> None:
+    tiny_models.llama().save_pretrained(tmp_path)
+    byte_tokenizer(WORDS[:6], 6).save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    retrofit.apply(model, f"{NGRAMS})", verify=False)
+    assert table_of(model)[:7].tolist() == [0, 1, 1, 1, 1, 5, 6]
+
+
+def test_a_model_with_tables_that_was_resized_takes_the_extended_tokenizer() -> None:
+    """Tables have the rows that the model had when it first got some, and the tokenizer knows the new ids too."""
+    model = retrofit.apply(tiny_models.llama(), "memory(lookup=token-id)", verify=False)
+    model.resize_token_embeddings(tiny_models.VOCABULARY + 8, mean_resizing=False)
+    retrofit.apply(model, f"{NGRAMS})", tokenizer=byte_tokenizer(size=tiny_models.VOCABULARY + 8), verify=False)
+    assert torch.equal(table_of(model), canonical_ids(byte_tokenizer(), tiny_models.VOCABULARY))
+
+
+def test_ids_of_another_vocabulary_than_the_tokenizers_are_their_own() -> None:
+    source, target = byte_tokenizer(size=70), 61
+    assert torch.equal(canonical_ids(source, target), torch.arange(target)) and canonical_ids(source, 70)[4] == 1
+    require_of_model(source, [target, 70], False)
+    with pytest.raises(SpecError):
+        require_of_model(source, [target, 60], True)
 
 
 @pytest.mark.parametrize(
