@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from retrofit.anatomy.outline import Piece, Surroundings, common_name, fold_layers, leaves, relative, structure, surroundings
 from retrofit.anatomy.parts import Branch, Findings, Layer, NearMiss, Projection, Stack
+from retrofit.progress import fold_lines
+from retrofit.provenance import provenance_of
 
 if TYPE_CHECKING:
     from retrofit.anatomy.module_sites import WrappedModule
@@ -141,11 +143,23 @@ def table(anatomy: Findings) -> str:
     """Return the anatomy as text of at most 100 columns, layers that repeat written once."""
     around = surroundings(anatomy)
     lines = [*wrap_lines(headline(anatomy, around), WIDTH), "", *align(list(rows(anatomy, around)))]
+    if done := rewritten_sites(anatomy):
+        lines += [
+            "",
+            "rewritten",
+            *indented_lines(fold_lines(f"{site or 'the model'}: {method}, {what}" for method, site, what in done)),
+        ]
     if anatomy.tied:
         lines += ["", "tied", *indented_lines(" = ".join(group) for group in anatomy.tied)]
     if anatomy.notes:
         lines += ["", "notes", *indented_lines(anatomy.notes)]
     return "\n".join(line.rstrip() for line in lines)
+
+
+def rewritten_sites(anatomy: Findings) -> list[tuple[str, str, str]]:
+    """Return what passes did to the model: the method, the module's path and what was done there, in the order it was done."""
+    accounts: Iterable[Any] = provenance_of(anatomy.model).rewrites or ()
+    return [(account.spec.partition("(")[0], site.name, site.what) for account in accounts for site in account.sites]
 
 
 def headline(anatomy: Findings, around: Surroundings) -> str:
@@ -284,6 +298,7 @@ def plain(anatomy: Findings) -> dict[str, Any]:
         "tail": as_data(anatomy.tail),
         "head": as_data(anatomy.head),
         "tied": as_data(anatomy.tied),
+        "rewritten": [{"pass": method, "name": name, "what": what} for method, name, what in rewritten_sites(anatomy)],
         "notes": as_data(anatomy.notes),
     }
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
 
-from retrofit.anatomy.anatomy import Anatomy, compact, heads, layer_range, owner, shapes, sharing
+from retrofit.anatomy.anatomy import Anatomy, compact, heads, layer_range, owner, rewritten_sites, shapes, sharing
 from retrofit.anatomy.outline import common_name, relative, structure
 from retrofit.anatomy.parts import Branch, Layer, Stack
 from retrofit.drawing.placement import Norms
 from retrofit.drawing.sheet import BODY, FAINT, NAME, TITLE, Face, Point, Sheet
-from retrofit.provenance import provenance_of
 
 REWRITTEN = Face(11.5, bold=True, color="#6d28d9")
 IN_A_PATH = re.compile(r"(?<=[._])\d+")
@@ -31,10 +29,10 @@ class RewrittenSites:
 
     @staticmethod
     def of(anatomy: Anatomy) -> RewrittenSites:
-        accounts: Iterable[Any] = provenance_of(anatomy.model).rewrites or ()
-        named = [(account.spec.partition("(")[0], account.sites) for account in accounts]
-        said = [(site.name, f"{method}: {site.what}") for method, sites in named for site in sites]
-        return RewrittenSites(tuple(dict.fromkeys(method for method, _ in named)), tuple(said))
+        done = rewritten_sites(anatomy)
+        return RewrittenSites(
+            tuple(dict.fromkeys(method for method, _, _ in done)), tuple((name, f"{method}: {what}") for method, name, what in done)
+        )
 
     def at_branch(self, branch: Branch, layer: Layer) -> list[str]:
         """Return what was done to the branch, and to nothing else of its layer."""

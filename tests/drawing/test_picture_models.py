@@ -34,6 +34,7 @@ from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect
 from retrofit.drawing.layer_picture import STREAM, RewrittenSites
 from retrofit.drawing.placement import Placement
+from retrofit.passbase.replaying import rewrites
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 8}
 
@@ -160,11 +161,17 @@ def test_a_rewritten_model_shows_what_was_done_where(name: str, spec: str, tmp_p
     """Also once it was saved and loaded."""
     model = retrofit.apply(deep(name), spec, verify=False)
     model.save_pretrained(tmp_path / "saved")
+    method = spec.partition("(")[0]
     for one in (model, retrofit.load(tmp_path / "saved")):
-        shown = drawing(inspect(one))
+        anatomy = inspect(one)
+        (account,) = rewrites(one) or ()
+        done = [{"pass": method, "name": site.name, "what": site.what} for site in account.sites]
+        assert done and anatomy.to_dict()["rewritten"] == done
+        assert f": {method}, " in str(anatomy).partition("\nrewritten\n")[2]
+        shown = drawing(anatomy)
         text = " ".join(labels(shown))
         assert [wanted for wanted in REWRITES[spec] if wanted not in text] == []
-        assert f"rewritten by {spec.partition('(')[0]}" in text
+        assert f"rewritten by {method}" in text
         for box, other in itertools.combinations(boxes(shown), 2):
             assert apart(box, other) or within(box, other) or within(other, box)
 
