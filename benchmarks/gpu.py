@@ -84,6 +84,7 @@ def all_parts(device: str, rehearsal: bool, folder: Path) -> list[Part]:
     given = (device, rehearsal)
     order: list[tuple[str, Callable[[Any], list[Part]]]] = [
         ("machine", lambda one: one.parts(*given)),
+        ("yardstick", lambda one: one.parts(*given)),
         ("recovery_run", lambda one: one.parts(*given, folder)),  # long, and in the background of all others
         ("rows", lambda one: one.parts(*given)),
         ("decoding", lambda one: one.parts(*given)),

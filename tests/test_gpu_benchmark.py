@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("benchmarks", "benchmarks/learning")
 ONE_OF_EACH = (  # of the kinds of parts
     "machine",
+    "yardstick: altup(k=2)",
     "rows",
     "decode: sparse-ffn(sparsity=8, active=4), rows read",
     "compiled: dense, batch 1",
@@ -108,7 +109,18 @@ def test_parts_of_every_kind_run_at_tiny_sizes(gpu: Any, tmp_path: Path, capsys:
     assert read["called"] > 0 and read["graph differs"] < 1e-5
     assert results["compiled: dense, batch 1"]["differs"] < 1e-5 and results["compiled: dense, batch 1"]["graph breaks"] == 0
     assert results["checks: sum, float32"]["ok"] and "causality" in results["checks: sum, float32"]["checks"]
+    one = results["yardstick: altup(k=2)"]
+    assert (
+        min(
+            one[f"{what}, {way}"][which]
+            for what in ("steps", "tokens")
+            for way in ("called", "compiled")
+            for which in ("dense", "pass")
+        )
+        > 0
+    )
     for title in (
+        "The yardstick",
         "The kernels",
         "Reading rows",
         "Decoding",
@@ -146,6 +158,23 @@ def test_the_page_is_of_the_results_that_are_kept(gpu: Any) -> None:
     assert read_page(ROOT / "benchmarks/results/gpu.json").split() == re.sub("---:", "---", page(results, keys)).split(), (
         "write it: python benchmarks/gpu.py --page-only --results benchmarks/on_cuda/results/h100.json"
     )
+
+
+def test_the_yardstick_says_which_aims_are_reached(gpu: Any) -> None:
+    from on_cuda.page import page
+
+    step, token = {"dense": 100.0, "pass": 104.0}, {"dense": 1.0, "pass": 1.25}
+    found = {"heads": {"dense": 20.0, "pass": 20.0}, "steps, compiled": step, "tokens, compiled": token}
+    strided = {
+        "steps, called": {**step, "products": 0.6},
+        "steps, compiled": {"dense": 100.0, "pass": 70.0},
+        "tokens, called": {"failed": "why"},
+    }
+    results = {"yardstick: altup(k=2, embedding=recycled)": found, "yardstick: sequence-altup(k=2)": strided}
+    said = [line for line in page(results, list(results)).splitlines() if line.startswith("- `")]
+    assert [(line.count("×1.04"), line.count("×1.05"), "reached" in line) for line in said[:1]] == [(2, 1, True)]
+    assert "×0.80" in said[1] and "missed" in said[1]
+    assert "×0.70" in said[2] and "×0.66" in said[2] and "missed" in said[2] and len(said) == 3
 
 
 def crew_of(folder: Path, keys: list[str], seconds: float, most: int) -> tuple[dict[str, Any], int]:

@@ -22,7 +22,16 @@ def page(results: Results, keys: Sequence[str]) -> str:
     """The whole page; `keys` are the names of all parts, in the order in which they are listed."""
     places = {key: place for place, key in enumerate(keys)}
     results = dict(sorted(results.items(), key=lambda one: places.get(one[0], len(places))))
-    sections = [HEAD, machine(results), verdict(results), rows(results), tiles(results), decoding(results), mixtures(results)]
+    sections = [
+        HEAD,
+        machine(results),
+        yardstick(results),
+        verdict(results),
+        rows(results),
+        tiles(results),
+        decoding(results),
+        mixtures(results),
+    ]
     sections += [steps(results), depths(results), checks(results), large(results), recovery(results), sequences(results)]
     sections += [failed(results), missing(results, keys)]
     return "\n\n".join(section for section in sections if section)
@@ -76,6 +85,82 @@ def machine(results: Results) -> str:
     moved, multiplied = f"{one['copy TB/s']:.2f} TB/s", f"{one['bf16 TFLOP/s']:.0f} TFLOP/s"
     ceilings = f"It copies {moved}, bytes read and written, and multiplies {multiplied} in bfloat16"
     return f"**{one['device']}**, {one['processors']} multiprocessors, {one['CPUs']} CPUs; {versions}.\n{ceilings}."
+
+
+BARS = {  # aims: a compiled step's time over the dense one's (None, of strides: a tenth over its products), a token's speed
+    "altup(k=2, embedding=recycled)": (1.04, 0.97),
+    "altup(k=4, embedding=recycled)": (1.08, None),
+    "sequence-altup(k=2)": (None, None),
+    "sequence-altup(k=4)": (None, 1.15),
+    "shared-moe(groups=0, k=1)": (None, 0.9),
+    "sparse-ffn(sparsity=8)": (1.15, None),
+}
+
+
+def yardstick(results: Results) -> str:
+    """The page's first lines, by which one decides, and the table that they are read from."""
+    found = of(results, "yardstick: ")
+    said = [line for name, one in found.items() for line in in_words(name, one)]
+    lines = []
+    for name, one in found.items():
+        cells = [f"`{name}`"]
+        for way in ("called", "compiled"):
+            step, token = one.get(f"steps, {way}", {}), one.get(f"tokens, {way}", {})
+            cells += [number(step.get("dense", step.get(FAILED))), number(step.get("pass", step.get(FAILED))), longer(step)]
+            cells += [number(token.get("pass", token.get(FAILED))), times(token.get("dense"), token.get("pass"))]
+        head = one.get("heads", {})
+        cells += [number(head.get("dense")), number(head.get("pass")), without_heads(one, "compiled") or "–"]
+        lines.append([*cells, number(one.get("steps, called", {}).get("products"))])
+    head = ["", "dense step", "step", "takes", "token", "×", "dense step, compiled", "step", "takes", "token", "×"]
+    head += ["dense head", "head", "takes without heads", "products"]
+    text = (
+        "A Llama of 1.1 billion parameters, 16 layers, bfloat16, 32,000 ids; milliseconds, dense and pass in one process in turns. "
+        "A step is forward, backward and AdamW on 4 × 2048 tokens; a token is decoded at batch 1 in a CUDA graph. Compiled: "
+        "in training every layer by itself, in decoding the model. `takes` is how much longer than dense, × how much faster; the "
+        "last column is the forward's FLOPs over the dense one's."
+    )
+    table_of = section("The yardstick", text, head, lines)
+    return "\n\n".join(part for part in ("\n".join(said), table_of) if part)
+
+
+def in_words(name: str, one: Mapping[str, Any]) -> Iterator[str]:
+    """What the figures of a pass say, and whether they reach what was aimed at."""
+    step, token = (one.get(f"{what}, compiled", {}) for what in ("steps", "tokens"))
+    products, aims = one.get("steps, called", {}).get("products"), BARS.get(name, (None, None))
+    if longer(step).startswith("×"):
+        most = aims[0] or (1.1 * products if name.startswith("sequence-altup") and products else None)
+        rest = without_heads(one, "compiled")
+        yield (
+            f"- `{name}`: a compiled training step takes {longer(step)} the dense model's time"
+            + (f", {rest} without the heads" if rest else "")
+            + reached(step["pass"] / step["dense"], most, at_most=True)
+        )
+    if times(token.get("dense"), token.get("pass")).startswith("×"):
+        speed = token["dense"] / token["pass"]
+        yield f"- `{name}`: a token is decoded at ×{speed:.2f} the dense model's speed" + reached(speed, aims[1], at_most=False)
+
+
+def reached(value: float, aim: float | None, *, at_most: bool) -> str:
+    """Return whether the aim is reached, at the end of a sentence."""
+    if aim is None:
+        return "."
+    met = value <= aim if at_most else value >= aim
+    return f" (aim: {'at most' if at_most else 'at least'} ×{aim:.2f}, {'reached' if met else 'missed'})."
+
+
+def longer(step: Mapping[str, Any]) -> str:
+    """How much longer the step of the pass takes."""
+    known = all(isinstance(step.get(which), (int, float)) for which in ("dense", "pass"))
+    return f"×{step['pass'] / step['dense']:.2f}" if known else "failed" if FAILED in step else "–"
+
+
+def without_heads(one: Mapping[str, Any], way: str) -> str:
+    """The same without what the heads take by themselves."""
+    step, head = one.get(f"steps, {way}", {}), one.get("heads", {})
+    if not all(isinstance(value.get(which), (int, float)) for value in (step, head) for which in ("dense", "pass")):
+        return ""
+    dense = step["dense"] - head["dense"]
+    return f"×{(step['pass'] - head['pass']) / dense:.2f}" if dense > 0 else ""
 
 
 def verdict(results: Results) -> str:

@@ -32,7 +32,8 @@ def runs_kernel(x: Tensor, p: Tensor) -> bool:
     """Return whether the kernels run: on CUDA, with coefficients that are the same for every token, where no exporter records."""
     if not x.is_cuda or not HAS_TRITON or p.dim() != 2 or len(p) > LARGEST or not x.numel():
         return False
-    return not (is_exporting() or torch.jit.is_tracing())
+    divided = hasattr(x, "to_local") or hasattr(p, "to_local")  # among processes
+    return not (divided or is_exporting() or torch.jit.is_tracing())
 
 
 def update_stream(
@@ -123,7 +124,8 @@ def launch_update(x: Tensor, y: Tensor, p: Tensor, g: Tensor, rows: Tensor | Non
     out = x.new_empty(*y.shape[:-1], shape[0] * width)
     (height, columns), options = tile(width), (*how, rows is not None, x.dtype == torch.float64)
     grid = -(-tokens // height), -(-width // columns)
-    stream_forward[grid](x, y, p, g, g if rows is None else rows, out, tokens, width, *shape, *options, height, columns)
+    with torch.cuda.device_of(x):
+        stream_forward[grid](x, y, p, g, g if rows is None else rows, out, tokens, width, *shape, *options, height, columns)
     return out
 
 
@@ -147,10 +149,11 @@ def launch_gradients(
     options, matrix = (*how, rows is not None, wide == torch.float64), g if rows is None else rows
     read = (grad, grad) if x is None or y is None else (x.contiguous(), y.contiguous())
     given = grad, *read, p, g, matrix, grad_x, grad_y, parts, tokens, width, each
-    stream_gradient[programs, across](*given, *shape, *options, x is not None, height, columns, padded)
-    if x is not None:
-        sides = TILE_PARTS, padded, power_of_two(k + 1)
-        stream_totals[1,](parts, p, g, matrix, grad_p, grad_g, len(parts), *shape, *options, *sides)
+    with torch.cuda.device_of(grad):
+        stream_gradient[programs, across](*given, *shape, *options, x is not None, height, columns, padded)
+        if x is not None:
+            sides = TILE_PARTS, padded, power_of_two(k + 1)
+            stream_totals[1,](parts, p, g, matrix, grad_p, grad_g, len(parts), *shape, *options, *sides)
     return made
 
 

@@ -1,7 +1,9 @@
 """A feed-forward with a recurrence beside it, and the layer around it, which passes on what the recurrence needs of the call.
 
 A layer's own code calls its feed-forward with the stream alone. `RecurrentLayer` adds the keyword `recurrence` to that call: which
-tokens are padding, as the layer's mask shows, the layer's cache, and how the stream's tokens are laid out.
+tokens are padding, as the layer's mask shows, the layer's cache, and how the stream's tokens are laid out. In code that is compiled
+it is an attribute for the time of the call, which the compiler follows: torch 2.11 cannot trace the copies of modules that inject
+keywords.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
@@ -22,6 +25,7 @@ from retrofit.sdk.modules import (
     call_with_keywords,
     child_modules,
     histories_of,
+    split_path,
     tensor_argument,
     unpadded_tokens,
     visible_keys,
@@ -46,6 +50,8 @@ class RecurrentFeedForward(Wrapper):
     under the name of the layer and its own in it.
     """
 
+    given: dict[str, Any] | None = None  # the keyword `recurrence` of a call that is being compiled
+
     def __init__(
         self,
         layer: nn.Module,
@@ -64,7 +70,7 @@ class RecurrentFeedForward(Wrapper):
     def forward(self, *args: Any, recurrence: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         arguments, keywords = list(args), dict(kwargs)
         container, key = find_argument(self.stream_in, arguments, keywords)
-        x, call = container[key], recurrence or {}
+        x, call = container[key], recurrence or self.given or {}
         output = self.layer(*arguments, **keywords)
         added = self.added(x, call.get("real"), call.get("cache"), call.get("sizes"), str(call.get("layer", "")))
         return map_first(output, lambda y: y + added.to(y.dtype), self.stream_out)
@@ -111,9 +117,28 @@ class RecurrentLayer(Wrapper):
             "sizes": (first, second),
             "layer": self.name,
         }
-        return call_with_keywords(layer, self.paths, {KEYWORD: given}, args, kwargs)
+        if not torch.compiler.is_dynamo_compiling():
+            return call_with_keywords(layer, self.paths, {KEYWORD: given}, args, kwargs)
+        recurrent = [feed_forward_at(layer, path) for path in self.paths]
+        for feed_forward in recurrent:
+            feed_forward.given = given
+        output = layer(*args, **kwargs)
+        for feed_forward in recurrent:
+            feed_forward.given = None
+        return output
 
     def unpadded(self, mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
         """Return which tokens are no padding, (batch or 1, tokens); None where nothing shows it."""
         visible = None if mask is None else visible_keys(mask, tokens, self.true_hides)
         return None if visible is None else unpadded_tokens(visible, tokens)
+
+
+def feed_forward_at(layer: nn.Module, path: str) -> RecurrentFeedForward:
+    """Return the feed-forward with a recurrence at a path in `layer`, which may lead through wrappers, inside those around it."""
+    module = layer
+    while path:
+        name, path = split_path(module, path)
+        module = child_modules(module)[name]
+    while not isinstance(module, RecurrentFeedForward):
+        module = child_modules(module)["layer"]
+    return module

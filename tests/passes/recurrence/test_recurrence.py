@@ -254,6 +254,30 @@ def test_checkpointed_and_compiled_steps_have_the_same_gradients() -> None:
         torch.testing.assert_close(parameter.grad, other, rtol=1e-4, atol=1e-6)
 
 
+def test_compiled_code_copies_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.11 cannot trace the copies of modules by which plain calls inject keywords."""
+    model, tokens = copy.deepcopy(trained("llama")).eval(), ids(2, 11)
+    given: Any = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "use_cache": False}
+    given["attention_mask"][1, :4] = 0
+    loss = torch.nn.functional.cross_entropy
+    expected = torch.autograd.grad(loss(model(**given).logits.flatten(0, 1), tokens.flatten()), list(model.parameters()))
+    assert any(bool(gradient.any()) for gradient in expected)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=12)
+    with torch.no_grad():
+        model(tokens[:, :9], past_key_values=cache)
+        whole = model(tokens, use_cache=False).logits
+    monkeypatch.setattr("retrofit.surgery.wrappers.InjectingCopy", None)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(loss(compiled(**given).logits.flatten(0, 1), tokens.flatten()), list(model.parameters()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    with torch.no_grad():
+        logits = [compiled(tokens[:, at : at + 1], past_key_values=cache).logits for at in (9, 10)]
+    torch.testing.assert_close(torch.cat(logits, 1), whole[:, 9:], rtol=1e-4, atol=1e-5)
+    assert all(module.given is None for module in model.modules() if isinstance(module, RecurrentFeedForward))
+
+
 def test_units_compute_in_float32_whatever_the_model_is_in() -> None:
     """In bfloat16 a state that keeps 255 of 256 parts would not move; the cache holds it in float32 too."""
     model = copy.deepcopy(trained("gpt2")).to(torch.bfloat16)
