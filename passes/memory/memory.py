@@ -234,6 +234,7 @@ class Memory(Pass[MemoryPlan]):
         None,
         "n, entries per table, of ngram per hash; none: 128, of ngram by the vocabulary; token-id has one per token",
         minimum=1,
+        maximum=2**40,
     )
     rank: int = option(0, "r, hidden units of an entry; 0: an entry is a constant", minimum=0)
     beside: str = option(
@@ -254,7 +255,7 @@ class Memory(Pass[MemoryPlan]):
         "auto", "of form=gated; auto: that of the model's feed-forwards, gelu where none is found", choices=("auto", *ACTIVATIONS)
     )
     ngrams: str | None = option(None, "orders of the n-grams, e.g. 2-3 or 2+4; none: 2-3, of a small vocabulary 2-4")
-    heads: int = option(1, "H, hashes per order", minimum=1)
+    heads: int = option(1, "H, hashes per order", minimum=1, maximum=1024)
     canonical: str = option(
         "auto",
         "fold: n-grams of ids whose text is the same but for case and space; auto: where there is a tokenizer",
@@ -408,6 +409,7 @@ class Memory(Pass[MemoryPlan]):
             new_parameters=parameters,
             formula=formula,
             spec=self.spec(),
+            on_host=self.tables == "host",
             notes=tuple(f"{site.path}: {site.dropout_note}" for site in gathered if site.dropout),
             stacks=stacks,
             resolved=self,

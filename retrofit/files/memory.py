@@ -39,6 +39,16 @@ def memory_limit() -> int:
     return min(limit for limit in limits if limit > 0)
 
 
+def memory_of(device: Any) -> int:
+    """Return the bytes that a device has for tensors, the CPU by `memory_limit`; a number beyond all where it does not say."""
+    import torch  # here, so that reading files never waits for it
+
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return memory_limit() if device.type == "cpu" else MOST
+
+
 def require_memory(needed: int, what: str, *, remedy: str = "") -> None:
     """Raise `CheckpointError` about `what` unless `needed` bytes could be in memory at once."""
     limit = memory_limit()

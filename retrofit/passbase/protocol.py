@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVa
 
 from retrofit.anatomy.parts import NearMiss, Site
 from retrofit.errors import DoesNotFitError, SpecError, first_few
-from retrofit.files.memory import in_gigabytes, memory_limit
+from retrofit.files.memory import in_gigabytes, memory_of
 from retrofit.passbase.options import check_option, format_value, require_options
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Plan:
     unseen: tuple[str, ...] = ()  # arguments that the example inputs leave out, and on which it depends whether the plan is right
     spec: str = ""  # the pass as it is saved, where the plan determines some of its options
     notes: tuple[str, ...] = ()
+    on_host: bool = False  # whether the new parameters go to the CPU's memory, wherever the model is
 
     @property
     def fits_no_form(self) -> bool:
@@ -200,9 +201,9 @@ class Pass(abc.ABC, Generic[SomePlan]):
     def require_room(self, plan: SomePlan, edit: Edit) -> None:
         """Raise `DoesNotFitError` where what the plan adds does not fit in memory, where it goes there."""
         first = next(edit.model.parameters(), None)
-        if first is None or first.device.type != "cpu" or edit.keep is not None:
+        if first is None or first.is_meta or edit.keep is not None:
             return
-        needed, limit = plan.new_parameters * first.element_size(), memory_limit()
+        needed, limit = plan.new_parameters * first.element_size(), memory_of("cpu" if plan.on_host else first.device)
         if needed > limit:
             raise DoesNotFitError(
                 f"{plan.new_parameters:,} new parameters do not fit in memory",

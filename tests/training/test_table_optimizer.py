@@ -316,6 +316,19 @@ def test_a_trainer_needs_one_line(tmp_path: Path) -> None:
     assert not same_weights(model, rewritten().float())
 
 
+def test_a_trainer_without_it_is_warned_and_told_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = rewritten().float()
+    monkeypatch.setattr(row_tables, "warned", set())
+    monkeypatch.setattr(row_tables, "LARGE", 1)
+    data = [{"input_ids": row, "labels": row} for ids in batches(2) for row in ids]
+    arguments = TrainingArguments(str(tmp_path), max_steps=2, report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(model, arguments, train_dataset=data).train()
+    said = [str(one.message) for one in caught if issubclass(one.category, RetrofitWarning)]
+    assert len(said) == len(tables_of(model)) and all("optimizers=(retrofit.optimizer(model," in one for one in said)
+
+
 @pytest.mark.parametrize("spec", ["memory", "altup(k=2); memory(rank=2)"])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(spec: str, tmp_path: Path) -> None:
     start = retrofit.apply(llama(), *spec.split("; "), verify=False)

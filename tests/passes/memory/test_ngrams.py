@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ from support.onnx_files import decode_greedily
 from support.refusals import refused
 from support.retrofitted import moved
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.onnx.exporter.export_parts import OnnxSession
+from retrofit.passbase import protocol
 from retrofit.passes import Memory
 from retrofit.passes.memory.ngram_memory import NgramLayer, NgramMemory, is_prime, primes_from
 from retrofit.rewriting import apply_reported
+from retrofit.surgery.row_tables import RowTables
 
 SMALL = "memory(lookup=ngram, buckets=40, ngrams=1-3, heads=2, layers=all)"
 GATED = "memory(lookup=ngram, buckets=40, ngrams=2+4, gate=context, layers=all)"
@@ -150,7 +155,11 @@ def test_without_further_options_they_are_chosen_by_the_model_and_saved() -> Non
         ("ngrams=3-2", "ngrams"),
         ("ngrams=two", "ngrams"),
         ("ngrams=2+", "ngrams"),
+        ("ngrams=-1", "ngrams"),
+        ("ngrams=1-99999999999999999", "ngrams"),
         ("heads=0", "heads"),
+        ("heads=2000", "heads"),
+        ("buckets=9999999999999999999999", "buckets"),
         ("buckets=3, ngrams=2-4", "buckets"),
         ("buckets=40, heads=5, ngrams=2-4", "buckets"),
         ("rank=2", "rank"),
@@ -163,19 +172,44 @@ def test_options_that_are_none_are_refused(spec: str, option: str) -> None:
         retrofit.apply(tiny_models.llama(), f"memory(lookup=ngram, {spec})", verify=False)
 
 
-def test_a_gate_needs_ngrams_and_tables_need_room() -> None:
+def test_a_gate_needs_ngrams() -> None:
     for lookup in ("token-id", "softmax", "lsh"):
         with refused(SpecError, option="gate"):
             Memory(lookup=lookup, gate="context")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["lookup=ngram, buckets=1000000000000", "rank=10000000000", "form=gated, rank=10000000000", "rank=10000000000, tables=host"],
+)
+def test_tables_that_fit_nowhere_are_refused_before_any_is_made(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[nn.Module] = []
+    monkeypatch.setattr(RowTables, "__init__", lambda module: made.append(module))
+    model = tiny_models.llama()
     with refused(DoesNotFitError, code="memory"):
-        retrofit.apply(tiny_models.llama(), "memory(lookup=ngram, buckets=1000000000000)", verify=False)
+        retrofit.apply(model, f"memory({spec})", verify=False)
+    assert not made and retrofit.recipe(model) is None
+
+
+def test_the_room_for_tables_is_that_of_the_device_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = {"cuda": 1000, "cpu": 100}
+    monkeypatch.setattr(protocol, "memory_of", lambda device: room[torch.device(device).type])
+    with FakeTensorMode():
+        edit: Any = types.SimpleNamespace(model=nn.ParameterList([torch.empty(1, device="cuda")]), keep=None)
+    plan = protocol.Plan((), new_parameters=200)  # of four bytes each
+    Memory().require_room(plan, edit)
+    for one in (dataclasses.replace(plan, on_host=True), dataclasses.replace(plan, new_parameters=300)):
+        with refused(DoesNotFitError, code="memory"):
+            Memory().require_room(one, edit)
 
 
 def test_embeddings_without_ids_are_an_error_before_a_layer_runs() -> None:
     model, ran = copy.deepcopy(rewritten("llama", SMALL)), []
     model.model.layers[0].register_forward_pre_hook(lambda *_: ran.append(1))
-    with refused(DoesNotFitError, "input_ids"):
-        model(inputs_embeds=model.get_input_embeddings()(IDS))
+    embeddings = model.get_input_embeddings()(IDS)
+    for call in (model, model.generate):
+        with refused(DoesNotFitError, "input_ids"):
+            call(inputs_embeds=embeddings)
     assert not ran
 
 
@@ -197,6 +231,14 @@ def test_beams_are_those_without_a_cache(name: str) -> None:
     model = trained(name, SMALL)
     how = {"max_new_tokens": 6, "min_new_tokens": 6, "num_beams": 3, "pad_token_id": 0}
     assert torch.equal(*(model.generate(IDS, use_cache=use, **how) for use in (True, False)))
+
+
+def test_assisted_decoding_gives_the_same_tokens() -> None:
+    """The draft's guesses are cropped from both caches, on either side."""
+    model, dense = trained("llama", *TWICE), tiny_models.llama()
+    how = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    for one, draft in ((model, dense), (dense, model)):
+        assert torch.equal(one.generate(IDS[:1], assistant_model=draft, **how), one.generate(IDS[:1], **how))
 
 
 def test_a_cropped_cache_goes_on_as_if_the_tokens_had_not_come() -> None:
