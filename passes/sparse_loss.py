@@ -363,6 +363,7 @@ class SparseLoss(Pass[SparseLossPlan]):
                 remedy=f"use about the square root of the vocabulary, {round(head.vocabulary**0.5)}",
                 in_any_form=True,
                 option="modules",
+                code="range",
             )
         tied = any(head.weight in names for names in anatomy.tied)
         size = module_size(head.vocabulary, self.modules)

@@ -108,6 +108,7 @@ class SummedTable(SummedEmbedding, nn.Embedding):
                 "PEFT cannot train single tokens (trainable_token_indices) of a table with a non-zero extra embedding",
                 why="it reads the table without the extra embedding",
                 remedy='adapt the whole table: target_modules=["embed_tokens"] or modules_to_save=["embed_tokens"]',
+                code="single-tokens",
             )
 
     def extra_repr(self) -> str:

@@ -231,6 +231,20 @@ def test_an_adapter_of_the_dense_model_is_put_on_a_rewritten_one_whole_or_not_at
         assert torch.equal(again.eval()(input_ids=IDS).logits, only(input_ids=IDS).logits)
 
 
+def test_hooks_that_rename_weights_on_loading_are_seen_through() -> None:
+    def rename(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, *rest: Any) -> None:
+        for key in [key for key in state if key.startswith(f"{prefix}former.")]:
+            state[prefix + key.removeprefix(f"{prefix}former.")] = state.pop(key)
+
+    model = retrofit.apply(tiny_models.llama(), "altup(k=2)", verify=False)
+    model.model.layers[0].register_load_state_dict_pre_hook(rename)
+    published = {name.replace("layers.0.", "layers.0.former."): value + 1 for name, value in model.state_dict().items()}
+    model.load_state_dict(published)
+    assert torch.equal(model.get_parameter("model.layers.0.p"), published["model.layers.0.former.p"])
+    with refused(CheckpointError, "model.layers.0", code="other-model"):
+        model.load_state_dict(tiny_models.llama().state_dict(), strict=False)
+
+
 @pytest.mark.first(9)
 @pytest.mark.parametrize("gone", [False, True], ids=["its own base there", "its own base gone"])
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ class AltUp(Pass[AltUpPlan]):
                 f"altup: extra={self.extra} does not divide into K−1 = {self.k - 1} sub-blocks",
                 remedy="choose a multiple of K−1",
                 option="extra",
+                code="does-not-divide",
             )
         if self.extra and (self.init != "hop" or self.embedding != "wide"):
             raise SpecError(
@@ -100,6 +101,7 @@ class AltUp(Pass[AltUpPlan]):
                 why="a block projected from fewer columns cannot equal the dense embedding, as lockstep requires",
                 remedy="leave init and embedding at their defaults",
                 option="extra",
+                code="combination",
             )
 
     # The plan.
@@ -309,6 +311,7 @@ class AltUp(Pass[AltUpPlan]):
             first: AltUpLayer = model.get_submodule(plan.layers[0].name)  # type: ignore[assignment]
             edit.set_attribute(first, "ends", widths)
             edit.set_attribute(first, "place", plan.layers[0].name)
+            edit.set_attribute(first, "projected", tuple(paths) if self.extra else ())
             edit.add_handle(model.register_forward_pre_hook(first.require_ends, with_kwargs=True))
 
     def widen_table(self, table: WideTable, edit: Edit) -> DivideAndProject | None:
@@ -318,8 +321,10 @@ class AltUp(Pass[AltUpPlan]):
         if not self.extra:
             return None
         project = DivideAndProject(self.extra, self.k, table.width).to(device=weight.device, dtype=weight.dtype)
-        for path in table.paths:
-            module = edit.model.get_submodule(path)
+        wide = edit.model.get_parameter(table.growth.name)
+        same = (module for module in edit.model.modules() if isinstance(module, nn.Embedding) and module.weight is wide)
+        looked_up = map(edit.model.get_submodule, table.paths)
+        for module in dict.fromkeys([*looked_up, *same]):  # also the table that the model gives out, where it calls another
             edit.add_module(module, "project", project)
             edit.add_handle(module.register_forward_hook(project.after))
         edit.expect_late_gradient(project.weight)  # the head and the layers do not read the extra blocks at the start
@@ -445,6 +450,7 @@ def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFi
         why=f"its input is {'×'.join(map(str, entering))}, not tokens of width {width}",
         remedy="altup needs (batch, tokens, width) from the first layer of a stack to the last; "
         "passes that rewrite single layers may fit",
+        code="other-layout",
     )
 
 

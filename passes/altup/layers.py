@@ -235,6 +235,14 @@ def holds(model: Any, path: str, layer: nn.Module) -> bool:
         return True
 
 
+def has_projection(model: Any, path: str) -> bool:
+    """Return whether the module at `path` holds a projection of extra columns; also where a class has no such module."""
+    try:
+        return any(isinstance(part, DivideAndProject) for part in model.get_submodule(path).modules())
+    except AttributeError:  # of another class than was rewritten
+        return True
+
+
 def layers_left_out(why: str) -> DoesNotFitError:
     return DoesNotFitError(
         "layers of a stack rewritten by AltUp were skipped",
@@ -281,6 +289,7 @@ class AltUpLayer(Wrapper):
         self.expand, self.rotate = expand, rotate
         self.ends: dict[str, int] = {}  # of the first layer: the tables and heads that were widened, and how wide they are
         self.place = ""  # the path of such a first layer in the model
+        self.projected: tuple[str, ...] = ()  # which of those tables and heads have a projection of extra columns
         self.combine = None if combine is None else tuple(float(weight) for weight in combine)
         like = float_like(layer)
         self.add_coefficients(like.device, like.dtype)
@@ -327,6 +336,16 @@ class AltUpLayer(Wrapper):
                 why="the widened module was replaced",
                 remedy=f"replace it before altup, or by one of width {self.ends[path]}; embedding=recycled leaves it as it was",
                 site=path,
+                code="width",
+            )
+        path = next((path for path in self.projected if not has_projection(model, path)), None)
+        if path is not None:
+            raise DoesNotFitError(
+                f"{path} has lost the projection of its extra columns",
+                why="it was replaced, as resize_token_embeddings replaces an untied head",
+                remedy="resize or replace it before altup; altup without extra= takes either",
+                code="replaced",
+                site=path,
             )
         given = kwargs.get("inputs_embeds")
         if isinstance(given, Tensor) and given.shape[-1] == self.width and reads_table(model, self.ends):
@@ -335,6 +354,7 @@ class AltUpLayer(Wrapper):
                 why="the token table was widened",
                 remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled",
                 option="inputs_embeds",
+                code="width",
             )
 
     def check_width(self, x: Tensor) -> None:

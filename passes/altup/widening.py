@@ -286,6 +286,7 @@ class WidthPropagation:
             f"the wide stream cannot pass {call.path or 'the code of the model itself'} (operation {op(node)}, node {node.name})",
             why=why,
             remedy=remedy or self.other_kind(node) or "put it into a module that takes the stream as an argument",
+            code="width",
         )
 
     def other_kind(self, node: fx.Node) -> str:

@@ -221,5 +221,6 @@ class InterceptedAttention(Wrapper):
                 f"the attention {self.attention.name} no longer calls torch's scaled_dot_product_attention",
                 why="attention in buckets replaces that call",
                 remedy="use attn_implementation='sdpa', as when the model was rewritten",
+                code="other-path",
             )
         return result

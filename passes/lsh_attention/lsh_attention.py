@@ -108,6 +108,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
                 why="a rotated vector and its opposite each get a bucket",
                 remedy=f"use buckets={self.buckets + 1}",
                 option="buckets",
+                code="odd",
             )
 
     @property
@@ -258,7 +259,9 @@ class SiteFinder:
 
 
 def unfit(name: str, why: str, remedy: str | Sequence[str] = "") -> DoesNotFitError:
-    return DoesNotFitError(f"{name} cannot attend in buckets", by="lsh-attention", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(
+        f"{name} cannot attend in buckets", by="lsh-attention", why=why, remedy=remedy, site=name, code="does-not-fit"
+    )
 
 
 __all__ = ["LSHAttention"]

@@ -82,7 +82,7 @@ from retrofit.sdk.anatomy import (
     modules_around,
 )
 from retrofit.sdk.data import SAVED, came_with, tokenizer_of
-from retrofit.sdk.modules import float_like
+from retrofit.sdk.modules import float_like, release_zeros
 from retrofit.sdk.program import is_all_zeros
 
 FEWEST, MOST = 2**14, 2**18  # rows of a hash where the vocabulary decides
@@ -538,6 +538,7 @@ class Memory(Pass[MemoryPlan]):
         memory.on_host = self.tables == "host"
         if on_host:
             memory.to(beside.device)
+        release_zeros(memory)
         for late in memory.late_parameters():
             edit.expect_late_gradient(memory.get_parameter(late))
 

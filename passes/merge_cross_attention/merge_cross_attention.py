@@ -101,6 +101,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
                 why="keys of weight 0 have no effect and no gradient",
                 remedy="use weight=0.01 to start near the dense model; retrofit train --dial own starts at it",
                 option="weight",
+                code="idle",
             )
 
     # What would be rewritten.
@@ -127,6 +128,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
                 why=self.already,
                 remedy="start from the dense model to use other options",
                 in_any_form=True,
+                code="no-cross-attention",
             )
         if not chosen:
             raise DoesNotFitError(
@@ -135,6 +137,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
                 why="no attention reads the result of another stack",
                 remedy="use it on encoder-decoders",
                 in_any_form=True,
+                code="no-cross-attention",
             )
         finder, near_misses, found = (
             SiteFinder(anatomy, chosen, self.attentions, self.positions),

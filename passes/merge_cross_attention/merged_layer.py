@@ -220,6 +220,7 @@ def required(merged: dict[str, Any] | None) -> dict[str, Any]:
             "a merged attention was called outside its layer",
             why="its layer passes the encoder's states to it",
             remedy="call the layer, or the model",
+            code="out-of-reach",
         )
     return merged
 
@@ -237,6 +238,7 @@ def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None
             f"an attention no longer calls {attention.replaces}",
             why="merged attention replaces that call",
             remedy="use the attn_implementation with which the model was rewritten",
+            code="other-path",
         )
     return result
 

@@ -317,4 +317,6 @@ def has_equal(module: nn.Module, path: str, part: nn.Module) -> bool:
 
 
 def unfit(name: str, why: str, remedy: str | Sequence[str] = LEFT_OUT) -> DoesNotFitError:
-    return DoesNotFitError(f"{name} cannot be merged", by="merge-cross-attention", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(
+        f"{name} cannot be merged", by="merge-cross-attention", why=why, remedy=remedy, site=name, code="does-not-fit"
+    )

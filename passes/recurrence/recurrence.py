@@ -108,6 +108,7 @@ class Recurrence(Pass[RecurrencePlan]):
                 by="recurrence",
                 why="all selected stacks are causal",
                 remedy="use bidirectional=false",
+                code="no-stack",
             )
         sizes = collections.Counter((site.width, 1 + site.bidirectional) for site in found)
         total = sum(count * RecurrentUnit.count(width, self.rank, directions) for (width, directions), count in sizes.items())
@@ -234,7 +235,9 @@ class SiteFinder:
 
 
 def unfit(name: str, why: str, remedy: str | Sequence[str] = "") -> DoesNotFitError:
-    return DoesNotFitError(f"{name} cannot have a recurrence", by="recurrence", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(
+        f"{name} cannot have a recurrence", by="recurrence", why=why, remedy=remedy, site=name, code="does-not-fit"
+    )
 
 
 __all__ = ["Recurrence"]

@@ -131,7 +131,11 @@ class Reversible(Pass[ReversiblePlan]):
                 previous = layer if found else None
         if notes and not links:
             raise DoesNotFitError(
-                "no two layers follow each other", by="reversible", why=notes[0], remedy="use gradient checkpointing"
+                "no two layers follow each other",
+                by="reversible",
+                why=notes[0],
+                remedy="use gradient checkpointing",
+                code="no-chain",
             )
         written = written_arguments(anatomy.model, anatomy.program.examples, finder.sites)
         steps = tuple(dataclasses.replace(step, written=written.get(path, ())) for path, step in finder.sites.items())
@@ -301,7 +305,8 @@ class StepFinder:
 
 
 def unfit(name: str, why: str, remedy: str = "layers= leaves depths out") -> DoesNotFitError:
-    return DoesNotFitError(f"{name} cannot be a reversible step", by="reversible", why=why, remedy=remedy, site=name)
+    what = f"{name} cannot be a reversible step"
+    return DoesNotFitError(what, by="reversible", why=why, remedy=remedy, site=name, code="does-not-fit")
 
 
 # ── Layers of two streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -445,4 +450,4 @@ def require_separate(call: Call, parts: set[Call], branches: LayerBranches, laye
 
 def no_swap(layer: Layer, why: str, remedy: str = "layers= leaves depths out") -> DoesNotFitError:
     what = f"reversible: {layer.name or layer.exit} cannot run on two streams"
-    return DoesNotFitError(what, why=why, remedy=remedy, site=layer.name)
+    return DoesNotFitError(what, why=why, remedy=remedy, site=layer.name, code="does-not-fit")

@@ -289,6 +289,7 @@ class TwoStreamLayer(Wrapper):
                 f"a layer received a stream {x.shape[-1]} wide, where one of two streams is {swaps.width}",
                 why="something changes the stream between layers",
                 remedy="apply reversible last",
+                code="width",
             )
         if self.training and torch.is_grad_enabled() and self.share == 1 and not is_exporting():
             output = two_stream_call(layer, swaps, args, kwargs)

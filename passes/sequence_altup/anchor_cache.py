@@ -76,6 +76,7 @@ class AnchorKeys(CacheLayerMixin):
                 f"the strided layer {self.name} received a cache with tokens in it",
                 why="another layer filled it with every token",
                 remedy="start from an empty cache",
+                code="filled-cache",
             )
 
     def count_tokens(self, length: int) -> None:
@@ -164,6 +165,7 @@ class SecondaryAnchorKeys(AnchorKeys):
                 f"the strided layer {self.name} has several attentions, one of which keeps more than keys and values",
                 why="a strided layer can keep recurrent states or indexer keys for one attention only",
                 remedy="exclude the layer with layers=",
+                code="cache-state",
             )
         super().replace(layer)
 
@@ -210,6 +212,7 @@ class AnchorLayer(AnchorKeys):
                     f"the strided layer {self.name} has attentions with different windows",
                     why="the anchors of one strided layer leave the cache together",
                     remedy="exclude the layer with layers=",
+                    code="windows",
                 )
             self.secondary.append(own)
         return own

@@ -78,6 +78,7 @@ def match_rows(value: Tensor, rows: Tensor, batch: int | None) -> tuple[Tensor, 
                 f"a strided layer received a table of shape {tuple(value.shape)} for a batch with padding",
                 why="its rows stride at different positions, and the table has no batch dimension",
                 remedy="run sequences of one length without padding",
+                code="padding",
             )
     if value.shape[batch] == 1:
         value = value.expand([rows.shape[0] if dim == batch else -1 for dim in range(value.dim())])
@@ -337,6 +338,7 @@ def tensors_in(value: Any, path: ArgumentPath) -> Iterator[tuple[ArgumentPath, T
             f"a strided layer received {path[0]}, a {type(value).__name__}",
             why="its content per token is unknown, and the layer sees every k-th token only",
             remedy="use attn_implementation='sdpa' or 'eager', and a cache of transformers.Cache",
+            code="other-arguments",
         )
 
 
@@ -490,13 +492,18 @@ class LayerCall:
                 elif dims.positions:
                     found[path] = tensor, dims
         if x is None:
-            raise DoesNotFitError(f"a strided layer was called without its stream, {stream[0]}", why="it computes on nothing else")
+            raise DoesNotFitError(
+                f"a strided layer was called without its stream, {stream[0]}",
+                why="it computes on nothing else",
+                code="other-arguments",
+            )
         for path, tensor in new.items():
             if path[0] in names or path in token_dims or tensor.is_floating_point() or tensor.shape[:2] != x.shape[:2]:
                 raise DoesNotFitError(
                     f"a strided layer received {path[0]} of shape {tuple(tensor.shape)}",
                     why="it received none when the model was rewritten, so its relation to the tokens is unknown",
                     remedy="rewrite with example_inputs= that produce the same arguments",
+                    code="other-arguments",
                 )
             found[path] = tensor, TokenDims(tensor.dim(), (1,), 0)
         return LayerCall(tuple(args), kwargs, names, stream, x, found)

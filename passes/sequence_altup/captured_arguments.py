@@ -144,6 +144,7 @@ class ArgumentCaptures:
             "the model does not run on a larger batch of longer inputs",
             why=f"the relation of arguments to tokens is inferred from such a run, which fails with {why}",
             remedy="pass example_inputs= in which every dimension that varies with the tokens equals their number",
+            code="fixed-size",
         )
 
     @functools.cached_property
@@ -262,6 +263,7 @@ class ArgumentCaptures:
                 by="sequence-altup",
                 why=f"it is inferred from longer inputs how arguments follow the tokens; {', '.join(inputs)} is not a tensor",
                 remedy="wrap the model in a module that takes tensors",
+                code="no-tensors",
             )
         return CapturedArguments(program, Dataflow(program), batches[0], length_of(inputs), mask_inputs, tensors, objects)
 

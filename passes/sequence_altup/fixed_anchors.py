@@ -256,6 +256,7 @@ class FixedAnchorLayer(AnchorLayer):
         raise CaptureError(
             f"the strided layer {self.name} keeps its anchors in a static cache",
             why="an exported program carries anchors that are as many as the tokens need",
+            code="static-cache",
             remedy="use a DynamicCache",
         )
 

@@ -262,6 +262,7 @@ class GrowingAnchorLayer(AnchorLayer):
                 f"the strided layer {self.name} keeps more than the keys and values of one attention",
                 why="an exported program does not carry recurrent states, indexer keys, a second attention's, or earlier tokens",
                 remedy="convolutions with kernel=1, or in other layers by layers=…" if held else "",
+                code="cache-state",
             )
         real = self.keys.new_ones(len(self.keys), 1, self.tokens, dtype=torch.bool)
         last = self.earlier
@@ -317,6 +318,7 @@ class GrowingAnchorLayer(AnchorLayer):
             "the cache was cropped by too many tokens",
             why=f"strided layers keep the corrections of the last {self.kept} anchors only",
             remedy=f"crop by at most {SLACK} tokens at a time, or start from an empty cache",
+            code="cropped",
         )
 
     def choose(self, rows: Tensor) -> None:

@@ -33,7 +33,7 @@ from retrofit.sdk.program import CAST, SCAN, Call, Dataflow, Key, op, shape
 
 def unfit(why: str, remedy: str = "") -> DoesNotFitError:
     """Return the refusal of one layer."""
-    return DoesNotFitError("the layer cannot be strided", why=why, remedy=remedy)
+    return DoesNotFitError("the layer cannot be strided", why=why, remedy=remedy, code="does-not-fit")
 
 
 # ── As far as the anatomy says ───────────────────────────────────────────────────────────────────────────────────────────────────

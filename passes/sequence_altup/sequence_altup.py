@@ -201,6 +201,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
                 why="it is causal, and a window's mean sees later tokens",
                 remedy="use method=sequence-altup, or stacks=encoder if the encoder is not causal",
                 in_any_form=True,
+                code="causal",
             )
         count, inner = len(stack.layers), self.layers == "inner"
         depths = set(range(1, count - 1)) if inner else selected_depths(self.layers, count, self.name, deepest)

@@ -124,6 +124,7 @@ class StridedLayer(Wrapper):
                 "a strided layer was called with a cache during annealing",
                 why="the tokens it computes change with every step",
                 remedy="use use_cache=False until annealing is done",
+                code="annealing",
             )
         stored = find_anchor_layer(cache, self.name) or self.new_anchor_layer(cache)
         compiles = isinstance(stored, FixedAnchorLayer) or not stored.tokens
@@ -193,6 +194,7 @@ class StridedLayer(Wrapper):
                 "a strided recurrent layer received several tokens at once, with different numbers of anchors per row",
                 why="its states would advance by the anchors of other rows",
                 remedy="after the prompt, decode one token at a time",
+                code="padding",
             )
         return anchors.valid.any(1)
 
@@ -207,6 +209,7 @@ class StridedLayer(Wrapper):
                 "a strided layer received no mask for rows of different length",
                 why="the padding of shorter rows must be masked",
                 remedy="pass attention_mask with every step, or use attn_implementation='sdpa'",
+                code="no-mask",
             )
         path, dtype = stored.mask
         call.set_argument(args, kwargs, path, to_mask(stored.visible(anchors), dtype))

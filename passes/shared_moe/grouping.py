@@ -122,7 +122,7 @@ def check_same_form(site: FeedForward, form: Form, common: Form) -> None:
         value = getattr(form, field.name)
         if value != getattr(common, field.name):
             why = f"its {field.metadata['words']} {value}, unlike most of its group"
-            raise DoesNotFitError(f"the feed-forward {site.name} cannot share a mixture", why=why)
+            raise DoesNotFitError(f"the feed-forward {site.name} cannot share a mixture", why=why, code="does-not-fit")
 
 
 def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str, ...]:
@@ -221,7 +221,7 @@ def pair_parameters(first: Layer, ours: Branch | None, other: Layer, theirs: Bra
 
 
 def differ(layer: Layer, why: str) -> DoesNotFitError:
-    return DoesNotFitError(f"the attention of {layer.name} cannot be shared", why=why)
+    return DoesNotFitError(f"the attention of {layer.name} cannot be shared", why=why, code="does-not-fit")
 
 
 def parameter_names(branch: Branch, anatomy: Anatomy) -> set[str]:

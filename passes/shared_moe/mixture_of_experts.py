@@ -395,7 +395,9 @@ def expert_load(model: nn.Module, data: Any) -> Load:
     """
     counters = {path: RoutingCounter(module) for path, module in model.named_modules() if isinstance(module, MoEBlock)}
     if not counters:
-        raise DoesNotFitError("the model has no experts to count the load of", remedy="rewrite it with shared-moe first")
+        raise DoesNotFitError(
+            "the model has no experts to count the load of", remedy="rewrite it with shared-moe first", code="no-mixture"
+        )
     calibration_from(model, data).observe(model, counters)
     shares = {name: found for path, counter in counters.items() for name, found in counter.shares(path)}
     return Load(shares, max(counter.tokens for counter in counters.values()))

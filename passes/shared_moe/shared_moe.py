@@ -115,6 +115,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 f"shared-moe: k={self.chosen} experts for each token of experts={self.experts}",
                 remedy="use k ≤ experts",
                 option="k" if self.k is not None else "experts",
+                code="range",
             )
         if self.chosen == 1 and self.renormalize and not self.balance and self.slices is None:
             raise SpecError(
@@ -122,10 +123,14 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 why="the one gate is always 1",
                 remedy="use balance > 0 or renormalize=false",
                 option="balance",
+                code="no-gradient",
             )
         if self.capacity == 0:
             raise SpecError(
-                "shared-moe: capacity=0 leaves no token to any expert", remedy="use 1 or more, or none", option="capacity"
+                "shared-moe: capacity=0 leaves no token to any expert",
+                remedy="use 1 or more, or none",
+                option="capacity",
+                code="no-capacity",
             )
 
     def require_for_slices(self) -> None:
@@ -200,6 +205,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 remedy="use groups=0 for one mixture per layer",
                 in_any_form=True,
                 option="groups",
+                code="too-few-layers",
             )
         groups = list(self.with_sources(groups))
         terms = self.parameter_terms(groups, anatomy.model)
@@ -227,7 +233,12 @@ class SharedMoE(Pass[SharedMoEPlan]):
         if len(named) != len(several):
             why = f"{len(several)} of the groups have several layers"
             raise DoesNotFitError(
-                f"sources names layers for {len(named)} groups", by="shared-moe", why=why, remedy=SOURCES_REMEDY, option="sources"
+                f"sources names layers for {len(named)} groups",
+                by="shared-moe",
+                why=why,
+                remedy=SOURCES_REMEDY,
+                option="sources",
+                code="range",
             )
         chosen = dict(zip((group.name for group in several), named, strict=True))
         for group in several:
@@ -239,6 +250,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                     why=why,
                     remedy=SOURCES_REMEDY,
                     option="sources",
+                    code="range",
                 )
         return tuple(dataclasses.replace(group, chosen=chosen.get(group.name, ())) for group in groups)
 
@@ -299,6 +311,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 remedy="name the layers with sources=, drop the data, or drop --stream",
                 in_any_form=True,
                 option="sources",
+                code="no-calibration",
             )
         starts = fit_mixtures(plan.groups, edit, self.experts, self.chosen, self.renormalize)
         if not starts:
@@ -413,12 +426,14 @@ def parse_sources(text: str, experts: int) -> list[tuple[int, ...]]:
             f"shared-moe: sources={text} is not a list of layers",
             remedy="write it as 0+2+5+9, groups separated by /",
             option="sources",
+            code="unreadable",
         )
     if any(len(group) != experts for group in groups):
         raise SpecError(
             f"shared-moe: sources={text} does not name {experts} layers, one per expert",
             remedy=SOURCES_REMEDY,
             option="sources",
+            code="range",
         )
     return [tuple(map(int, group)) for group in groups]
 

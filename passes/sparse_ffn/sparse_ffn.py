@@ -123,6 +123,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
                 why="a block has only so many units",
                 remedy=f"use at most {self.sparsity}, the dense function",
                 option="active",
+                code="range",
             )
 
     @property
@@ -181,10 +182,10 @@ class SparseFFN(Pass[SparseFFNPlan]):
         what = f"the feed-forward {site.name} cannot be made sparse"
         if site.units % self.sparsity:
             why = f"its d_ff = {site.units} is not a multiple of N = {self.sparsity}; {self.divisors([site])} would do"
-            raise DoesNotFitError(what, why=why, remedy=remedy, in_any_form=True)
+            raise DoesNotFitError(what, why=why, remedy=remedy, in_any_form=True, code="does-not-fit")
         if self.predicts and self.rank_for(site.width) > site.width:
             why = f"the controller's rank {self.rank} exceeds its width d = {site.width}"
-            raise DoesNotFitError(what, why=why, remedy=f"use a rank up to {site.width}", in_any_form=True)
+            raise DoesNotFitError(what, why=why, remedy=f"use a rank up to {site.width}", in_any_form=True, code="does-not-fit")
         if self.controller == "gate" and not self.exact:
             gate_activation(site)
         for matrix in (*site.into, site.out):
@@ -192,9 +193,9 @@ class SparseFFN(Pass[SparseFFNPlan]):
                 names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
                 if len(names) > 1:
                     why = f"its parameter {names[0]} is also {names[1]}, whose hidden units would have to be permuted too"
-                    raise DoesNotFitError(what, why=why)
+                    raise DoesNotFitError(what, why=why, code="does-not-fit")
                 if not parameter.is_floating_point():
-                    raise DoesNotFitError(what, why=f"its weights are stored as {parameter.dtype}")
+                    raise DoesNotFitError(what, why=f"its weights are stored as {parameter.dtype}", code="does-not-fit")
 
     def divisors(self, sites: Sequence[FeedForward]) -> str:
         """Return the divisors of all the sites' d_ff that are nearest to N, as the option is written."""

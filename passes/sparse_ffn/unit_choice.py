@@ -264,7 +264,7 @@ def gate_activation(site: FeedForward) -> tuple[int, fx.GraphModule]:
 
 def misfit(site: FeedForward, why: str) -> DoesNotFitError:
     what = f"controller=gate cannot select the hidden units of the feed-forward {site.name}"
-    return DoesNotFitError(what, why=why, remedy=REMEDY)
+    return DoesNotFitError(what, why=why, remedy=REMEDY, code="does-not-fit")
 
 
 def behind_casts(node: fx.Node, hidden: fx.GraphModule) -> fx.Node:

@@ -246,7 +246,13 @@ class SparseQKV(Pass[SparseQKVPlan]):
 
     def unfit(self, site: AttentionSite, why: str, remedy: str = "", in_any_form: bool = False) -> DoesNotFitError:
         return DoesNotFitError(
-            f"{site.name} cannot be rewritten", by=self.name, why=why, remedy=remedy, in_any_form=in_any_form, site=site.name
+            f"{site.name} cannot be rewritten",
+            by=self.name,
+            why=why,
+            remedy=remedy,
+            in_any_form=in_any_form,
+            site=site.name,
+            code="does-not-fit",
         )
 
     # The start, and the account.

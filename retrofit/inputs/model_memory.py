@@ -21,6 +21,7 @@ Store = Callable[[Tensor], Tensor]
 STORE: ContextVar[Store | None] = ContextVar("STORE", default=None)
 ROOM = 288 * 2**20  # bytes of recordings in memory at a time, and more beside a large model:
 SHARE = 4  # a quarter of its own
+CACHE_LINE = 64  # bytes
 
 
 def own_bytes(model: nn.Module) -> int:
@@ -113,13 +114,15 @@ def with_same_tensors(model: nn.Module) -> nn.Module | None:
 
 
 def zeros_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros of its shape and dtype on the CPU, which take memory only once they are written.
+    """Return zeros of its shape and dtype on the CPU, which take memory only once they are written, and begin where cache lines do.
 
-    They are the weights of a model that is rewritten before its own are loaded: uninitialised memory may hold NaN, and no start can
-    be fitted to that.
+    They are tables that start at zero, and the weights of a model that is rewritten before its own are loaded: uninitialised memory
+    may hold NaN, and no start can be fitted to that.
     """
     count = tensor.numel() * tensor.element_size()
-    return torch.from_numpy(numpy.zeros(count, numpy.uint8)).view(tensor.dtype).view(tensor.shape)
+    memory = numpy.zeros(count + CACHE_LINE, numpy.uint8)
+    first = -memory.ctypes.data % CACHE_LINE
+    return torch.from_numpy(memory[first : first + count]).view(tensor.dtype).view(tensor.shape)
 
 
 class HollowGroupedProducts(TorchDispatchMode):

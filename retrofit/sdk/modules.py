@@ -44,6 +44,7 @@ from retrofit.surgery.wrappers import visible_keys as visible_keys
 
 # Tables whose rows are looked up by indices that follow from the ids.
 from retrofit.surgery.row_tables import RowTables as RowTables
+from retrofit.surgery.row_tables import release_zeros as release_zeros
 
 # Losses added to the model's own.
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses as ForwardWithAuxiliaryLosses

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +86,7 @@ def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
         return
     places = {name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)}
     lost = [name for name in inside if name not in places and not name.endswith(EXTRA_STATE)]
-    if lost and not any(module._load_state_dict_pre_hooks for module in model.modules()):  # these may rename them
+    if lost:
         raise CheckpointError(
             f"{first_few(sorted(lost), 1)} would not be loaded into this {type(model).__name__}",
             why=f"{', '.join(recipe_storage.stored_recipe(model))} has rewritten the modules that they belong to",
@@ -94,6 +94,15 @@ def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
             "into the dense model",
             code="other-model",
         )
+
+
+def after_hooks(model: Any, weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return the weights under the names that the pre-hooks of the model's modules, which torch calls as it loads, give them."""
+    renamed = dict(weights)
+    for path, module in model.named_modules(remove_duplicate=False):
+        for hook in module._load_state_dict_pre_hooks.values():
+            hook(renamed, f"{prefix}{path}." if path else prefix, {}, True, [], [], [])
+    return renamed
 
 
 def recorded_sites(model: Any) -> set[str]:

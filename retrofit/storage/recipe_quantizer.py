@@ -26,6 +26,7 @@ from retrofit.errors import CheckpointError, first_few
 from retrofit.passbase import recipe_storage
 from retrofit.provenance import record_provenance
 from retrofit.storage.load_guard import (
+    after_hooks,
     openings_of,
     renamed,
     require_filled,
@@ -219,7 +220,7 @@ def rewrite_configured() -> None:
 def load_tensors(model: Any, own: Callable[..., None], weights: Mapping[str, Any], prefix: str, *args: Any) -> None:
     """Load the tensors of one module by torch's `own`; raise `CheckpointError` where others would be lost in a rewritten model."""
     if recipe_storage.stored_recipe(model):
-        require_places(model, weights, prefix)
+        require_places(model, after_hooks(model, weights, prefix), prefix)
     own(model, weights, prefix, *args)
 
 

@@ -22,6 +22,7 @@ from torch import distributed as dist
 from torch.nn import functional as F
 
 from retrofit.errors import RetrofitWarning
+from retrofit.inputs.model_memory import zeros_for
 
 LARGE = 1 << 30  # bytes of a table from which a dense gradient of it is worth a warning
 IN_CHECKS: contextvars.ContextVar[bool] = contextvars.ContextVar("in_checks", default=False)
@@ -61,6 +62,14 @@ class RowTables(nn.Module):
         return super()._apply(  # type: ignore[no-untyped-call, no-any-return]
             lambda tensor: cast_on_host(fn, tensor) if id(tensor) in held else fn(tensor), recurse
         )
+
+
+@torch.no_grad()
+def release_zeros(module: RowTables) -> None:
+    """Give back the memory of tables in the CPU's that are all zero: a row takes some once it is written."""
+    for table in map(module.get_parameter, module.tables()):
+        if table.device.type == "cpu" and type(table) is nn.Parameter and not bool(table.any()):
+            table.data = zeros_for(table)
 
 
 def cast_on_host(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
+import pytest
 import torch
+from support.tiny_models import llama
 from torch import nn
 
-from retrofit.inputs.model_memory import own_bytes, peak_bytes
+import retrofit
+from retrofit.inputs.model_memory import own_bytes, peak_bytes, zeros_for
 
 
 def test_what_lives_at_one_time_counts_and_views_and_weights_do_not() -> None:
@@ -32,3 +39,34 @@ def test_shared_parameters_count_once() -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.BatchNorm1d(4, affine=False))
     model[1].weight = model[0].weight
     assert own_bytes(model) == 16 * 4 + 2 * 4 * 4 + 8  # mean, variance, and how many batches there were
+
+
+# Zeros that nobody has written
+
+
+def resident() -> int:
+    """The bytes of this process that are in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(7, 5), (1,), (0, 3)])
+def test_zeros_begin_where_cache_lines_do(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    zeros = zeros_for(torch.empty(shape, dtype=dtype, device="meta"))
+    assert (zeros.shape, zeros.dtype) == (shape, dtype) and not zeros.any()
+    assert zeros.data_ptr() % 64 == 0 and zeros.storage_offset() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the size of the process as Linux says it")
+@pytest.mark.parametrize("spec", ["memory", "memory(lookup=ngram, buckets=300000, ngrams=2-2)"])
+def test_tables_that_start_at_zero_take_no_memory_until_a_row_is_written(spec: str) -> None:
+    rows = 64 if "ngram" in spec else 300_000  # tables so large that what is freed goes back to the system
+    model = llama(vocab_size=rows, hidden_size=32)
+    before, size = resident(), own_bytes(model)
+    retrofit.apply(model, spec, verify=False)
+    added = own_bytes(model) - size
+    assert added > 20e6 and resident() - before < added / 2
+    with torch.no_grad():
+        table = next(parameter for name, parameter in model.named_parameters() if "memory" in name and parameter.dim() == 2)
+        table[-1] = 1.0
+        assert table[-1].all() and not table[:-1].any()

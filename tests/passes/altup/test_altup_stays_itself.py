@@ -9,7 +9,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from support import retrofitted
+from support import retrofitted, zoo
 from support.refusals import refused
 from support.retrofitted import CAUSAL, FORMS, RECURRENT, SEQ2SEQ
 
@@ -227,3 +227,24 @@ def test_ties_and_outputs_survive_saving_and_loading(form, tmp_path):
         low = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
         for name, tensor in model.state_dict().items():
             assert torch.equal(low[name], tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor), name
+
+
+@pytest.mark.parametrize("name", ["seq2seq/t5", "seq2seq/bart", "causal/llama"])
+def test_extra_columns_are_projected_by_the_table_that_the_model_gives_out(name):
+    entry = zoo.entry(name)
+    model = zoo.build(entry)
+    given = zoo.inputs(entry, model)
+    retrofit.apply(model, "altup(k=3, extra=16)", verify=False)
+    retrofitted.moved(model)
+    expected, ids = retrofitted.logits(model, given), given["input_ids"]
+    table, rest = model.get_input_embeddings(), {name: value for name, value in given.items() if name != "input_ids"}
+    torch.testing.assert_close(retrofitted.logits(model, {**rest, "inputs_embeds": table(ids)}), expected)
+    model.set_input_embeddings(table)
+    torch.testing.assert_close(retrofitted.logits(model, given), expected)
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + 8)
+    if tied(model):
+        torch.testing.assert_close(retrofitted.logits(model, given)[..., :size], expected)
+    else:
+        with refused(DoesNotFitError, code="replaced", site="lm_head"):
+            model(**given)
