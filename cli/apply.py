@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     require_path(arguments.model)
     if arguments.calibrate is not None:
         require_calibration(arguments.calibrate, passes)
-    elif arguments.tokens is not None or (arguments.tokenizer is not None and not any(pass_.reads_tokenizer for pass_ in passes)):
+    elif arguments.tokens is not None or (arguments.tokenizer is not None and not any(pass_.uses_tokenizer for pass_ in passes)):
         option = "--tokenizer" if arguments.tokens is None else "--tokens"
         raise UsageError(f"{option} without --calibrate", why="no text is read", remedy="drop it, or add --calibrate FILE")
     if arguments.tokens is not None and arguments.tokens < 1:
@@ -217,7 +217,7 @@ def tokenizer_for(arguments: argparse.Namespace, passes: Recipe) -> Any:
     from retrofit.passbase.tokenization import read_tokenizer
     from retrofit.storage.companions import tokenizer_place
 
-    if not any(pass_.reads_tokenizer for pass_ in passes):
+    if not any(pass_.uses_tokenizer for pass_ in passes):
         return None
     place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
     return read_tokenizer(place, required=arguments.tokenizer is not None)

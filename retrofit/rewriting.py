@@ -113,8 +113,8 @@ def apply(
 
 def require_use(calibration: Any, passes: Recipe, tokenizer: Any = None) -> None:
     """Raise `SpecError` where there is calibration data, or a tokenizer, and no pass uses it."""
-    if tokenizer is not None and not any(pass_.reads_tokenizer for pass_ in passes):
-        reading = ", ".join(name for name in pass_names() if load_pass(name).reads_tokenizer)
+    if tokenizer is not None and not any(pass_.uses_tokenizer for pass_ in passes):
+        reading = ", ".join(spec for name in pass_names() if (spec := load_pass(name).reads_tokenizer))
         why = f"passes that use it: {reading}; calibration= takes token ids of any tokenizer"
         raise SpecError("none of the passes uses tokenizer=", why=why, remedy="drop it", option="tokenizer")
     if calibration is not None and not any(pass_.calibrates for pass_ in passes):

@@ -218,7 +218,7 @@ class Memory(Pass[MemoryPlan]):
     paper: ClassVar[str] = "The Power of External Memory in Increasing Predictive Model Capacity, §3"
     rewrites: ClassVar[str] = "layer or feed-forward"
     exact = True
-    reads_tokenizer = True
+    reads_tokenizer: ClassVar[str] = "memory(lookup=ngram)"
     reference: ClassVar[MethodReference] = MethodReference(
         {
             MemoryLayer: ModuleReference(method_reference.memory_layer, ("layer",), key="stream_out", tokens=FEW),
@@ -316,6 +316,10 @@ class Memory(Pass[MemoryPlan]):
     def recovery(self) -> Recovery:  # type: ignore[override]
         return Recovery(table_rate=30.0 if self.rank == 0 and self.gate == "none" else 1.0)  # rows that begin at zero
 
+    @property
+    def uses_tokenizer(self) -> bool:
+        return self.lookup == "ngram" and self.canonical != "none"
+
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         ids = ("jitter", "ngrams", "heads", "canonical")
         idle: dict[str, tuple[str, ...]] = {
@@ -358,9 +362,9 @@ class Memory(Pass[MemoryPlan]):
         )
 
     def plan(self, anatomy: Anatomy) -> MemoryPlan:
-        tokenizer = tokenizer_of(anatomy.model) if self.lookup == "ngram" and self.canonical != "none" else None
+        tokenizer = tokenizer_of(anatomy.model) if self.uses_tokenizer else None
         plan = self.resolved(anatomy, tokenizer).resolved_plan(anatomy)
-        if self.lookup != "ngram" or self.canonical == "none":
+        if not self.uses_tokenizer:
             return plan
         if tokenizer is None:
             return dataclasses.replace(plan, notes=(*plan.notes, NO_TOKENIZER))

@@ -110,7 +110,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
     summary: ClassVar[str]  # the first line of its docstring
     paper: ClassVar[str] = "none"
     calibrates: ClassVar[bool] = False  # whether it uses calibration data
-    reads_tokenizer: ClassVar[bool] = False  # whether it uses the model's tokenizer
+    reads_tokenizer: ClassVar[str] = ""  # a spec with which it uses the model's tokenizer; none: it never does
     places_by: ClassVar[tuple[str, ...] | None] = (
         None  # options by which it finds its places, each rewritten once; None: repeatable
     )
@@ -148,6 +148,11 @@ class Pass(abc.ABC, Generic[SomePlan]):
     def exact_up_to(self) -> int | None:
         """Return up to how many tokens it computes the dense function, for more another; None where no length decides."""
         return None
+
+    @property
+    def uses_tokenizer(self) -> bool:
+        """Return whether it uses the model's tokenizer."""
+        return bool(self.reads_tokenizer)
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         """Return the options that have no effect beside the others, by what makes them so, as in "lookup=lsh"."""

@@ -110,7 +110,11 @@ def test_an_option_out_of_range_is_named(arguments: list[str], says: list[str], 
         (["compare", "model.pt", "other.pt", "--data", "bare.pt", "--lm-eval-limit", "3"], ["without --lm-eval", "TASK"]),
         (["apply", "--pass", "sparse-ffn", "--sparsity", "4", "--tokenizer", "gpt2", "gpt2"], ["--tokenizer without --calibrate"]),
         (["apply", "--pass", "sparse-ffn", "--sparsity", "4", "--tokens", "9", "gpt2"], ["--tokens without --calibrate"]),
-        (["apply", "--pass", "memory", "--tokens", "9", "--tokenizer", "gpt2", "gpt2"], ["--tokens without --calibrate"]),
+        (
+            ["apply", "--pass", "memory", "--lookup", "ngram", "--tokens", "9", "--tokenizer", "gpt2", "gpt2"],
+            ["--tokens without --calibrate"],
+        ),
+        (["apply", "--pass", "memory", "--tokenizer", "gpt2", "gpt2"], ["--tokenizer without --calibrate"]),
     ],
     ids=" ".join,
 )

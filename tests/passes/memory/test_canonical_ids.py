@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 import retrofit
+from retrofit.cli import main
 from retrofit.errors import SpecError
 from retrofit.passes import Memory
 from retrofit.passes.memory.canonical_ids import canonical_ids, require_of_model
@@ -172,10 +173,19 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(tokenizer: Any, tmp_path:
     assert refused.value.option == "tokenizer" and retrofit.recipe(model) is None
 
 
-def test_a_tokenizer_that_no_pass_reads_is_refused() -> None:
+@pytest.mark.parametrize("spec", ["sum", "memory", "memory(lookup=ngram, canonical=none)"])
+def test_a_tokenizer_that_no_pass_reads_is_refused(spec: str) -> None:
     with pytest.raises(SpecError) as refused:
-        retrofit.apply(tiny_models.llama(), "sum", tokenizer=byte_tokenizer())
+        retrofit.apply(tiny_models.llama(), spec, tokenizer=byte_tokenizer())
     assert refused.value.option == "tokenizer"
+
+
+def test_a_tokenizer_that_cannot_be_read_stops_only_what_reads_it(tmp_path: Path) -> None:
+    tiny_models.llama().save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_text("{")
+    for options, code in {"--lookup ngram": 2, "--lookup ngram --canonical none": 0, "--lookup token-id": 0}.items():
+        command = f"apply --pass memory {options} --dry-run".split()
+        assert main([*command, str(tmp_path / "model")]) == code, options
 
 
 def test_it_has_no_effect_on_lookups_of_one_id() -> None:
