@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence
-from retrofit.sdk import Wrapper, argument_place, find_argument, map_first
+from retrofit.sdk import RetrofitError, Wrapper, argument_place, find_argument, map_first
 from retrofit.sdk.anatomy import LayerCall
 from retrofit.sdk.modules import (
+    CacheWithHistories,
     TokenHistory,
     batch_first,
     cache_among,
@@ -82,6 +83,13 @@ class RecurrentFeedForward(Wrapper):
         if cache is None or not self.causal:
             y, _ = self.recurrence(stream, None, real)
         else:
+            if getattr(cache, "lacks_states", False):
+                raise RetrofitError(
+                    "a recurrence received a cache without its states",
+                    why="a compiled training step filled it, which keeps keys and values alone",
+                    remedy="call model.eval() before the prompt",
+                    code="cache",
+                )
             histories, name = histories_of(cache), f"{layer}.{self.name_in_layer}".strip(".")
             before = histories[name].last()[:, 0] if name in histories else None
             y, c = self.recurrence(stream, before, real)
@@ -95,7 +103,8 @@ class RecurrentLayer(Wrapper):
     """Calls `layer` so that its feed-forwards at `paths` get the keyword `recurrence`.
 
     Its stream is the argument `stream_in`. Where the layer is run anew for its gradient it must not read what the first run left
-    in the cache, so a layer that is checkpointed gets none.
+    in the cache, so a layer that is checkpointed gets none. Nor does it in a training step that is compiled, where a model makes a
+    cache that nothing reads: the class of a cache that keeps states is not that of the model's, and compiled code cannot change it.
     """
 
     def __init__(self, layer: nn.Module, call: LayerCall, paths: tuple[str, ...]) -> None:
@@ -111,9 +120,13 @@ class RecurrentLayer(Wrapper):
         first, second = container[key].shape[:2]
         batch, tokens = (second, first) if self.tokens_first else (first, second)
         checkpointed = bool(self.training and getattr(layer, "gradient_checkpointing", False))
+        cache: Any = None if checkpointed else cache_among(args, kwargs)
+        if self.training and torch.compiler.is_dynamo_compiling() and not isinstance(cache, (CacheWithHistories, type(None))):
+            cache.lacks_states = True
+            cache = None
         given = {
             "real": self.unpadded(tensor_argument(self.mask, list(args), kwargs), batch, tokens),
-            "cache": None if checkpointed else cache_among(args, kwargs),
+            "cache": cache,
             "sizes": (first, second),
             "layer": self.name,
         }

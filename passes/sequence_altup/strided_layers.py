@@ -127,7 +127,7 @@ class StridedLayer(Wrapper):
                 code="annealing",
             )
         stored = find_anchor_layer(cache, self.name) or self.new_anchor_layer(cache)
-        compiles = isinstance(stored, FixedAnchorLayer) or not stored.tokens
+        compiles = isinstance(stored, FixedAnchorLayer) or not (stored.tokens or cache.is_compileable)
         return (self.step if compiles else self.uncompiled_step)(call, cache, stored)
 
     def new_anchor_layer(self, cache: Cache) -> AnchorLayer:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.anatomy.layer_calls import LayerCalls
-from retrofit.errors import DoesNotFitError
+from retrofit.errors import DoesNotFitError, RetrofitError
 from retrofit.passes import Recurrence
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward, RecurrentLayer
 from retrofit.passes.recurrence.simple_recurrent_unit import SimpleRecurrentUnit
@@ -276,6 +276,21 @@ def test_compiled_code_copies_no_module(monkeypatch: pytest.MonkeyPatch) -> None
         logits = [compiled(tokens[:, at : at + 1], past_key_values=cache).logits for at in (9, 10)]
     torch.testing.assert_close(torch.cat(logits, 1), whole[:, 9:], rtol=1e-4, atol=1e-5)
     assert all(module.given is None for module in model.modules() if isinstance(module, RecurrentFeedForward))
+
+
+def test_compiled_training_step_makes_no_use_of_the_models_cache() -> None:
+    """A model makes one by default; one that lacks the states is refused, not read as the beginning of a sequence."""
+    model, tokens = copy.deepcopy(trained("llama")).train(), ids(2, 11)
+    expected = gradients(model, tokens)
+    torch.compiler.reset()
+    model.zero_grad(set_to_none=True)
+    output = torch.compile(model, fullgraph=True, backend="aot_eager")(input_ids=tokens, labels=tokens, use_cache=True)
+    output.loss.backward()
+    for parameter, other in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, other, rtol=1e-4, atol=1e-6)
+    with pytest.raises(RetrofitError) as error:
+        model.eval()(tokens[:, :1], past_key_values=output.past_key_values)
+    assert error.value.code == "cache"
 
 
 def test_units_compute_in_float32_whatever_the_model_is_in() -> None:
