@@ -242,10 +242,43 @@ def empty_with_histories(kind: type[Cache]) -> Cache:
 
 def histories_of(cache: Cache) -> dict[str, TokenHistory]:
     """Return the histories that `cache` stores, by the name of the module that needs them; from here on it stores some."""
-    if not isinstance(cache, CacheWithHistories):
-        cache.__class__ = cache_class_with_histories(type(cache))  # type: ignore[arg-type]
-        cache.histories = {}  # type: ignore[attr-defined]
-    return cache.histories  # type: ignore[attr-defined,no-any-return]
+    if isinstance(cache, CacheWithHistories):
+        return cache.histories
+    if torch.compiler.is_dynamo_compiling():
+        return histories_of_traced(cache)
+    return give_class(cache).histories
+
+
+def give_class(cache: Cache) -> CacheWithHistories:
+    """Return the cache, of the class of those with histories; it may have some already, from compiled code."""
+    for name in FOLLOWED:
+        cache.__dict__.pop(name, None)
+    cache.__dict__.setdefault("histories", {})
+    cache.__class__ = cache_class_with_histories(type(cache))  # type: ignore[arg-type]
+    return cache  # type: ignore[return-value]
+
+
+FOLLOWED = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave", "reset", "crop")
+
+
+class FollowedMethod:
+    """A method of a cache that got its histories in compiled code, which cannot change a class: the first call does."""
+
+    def __init__(self, cache: Cache, name: str) -> None:
+        self.cache, self.name = cache, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(give_class(self.cache), self.name)(*args, **kwargs)
+
+
+def histories_of_traced(cache: Any) -> dict[str, TokenHistory]:
+    """Return the histories of a cache in code that is being compiled."""
+    if not hasattr(cache, "histories"):
+        cache.histories = {}
+        for name in FOLLOWED:
+            if hasattr(cache, name):
+                setattr(cache, name, FollowedMethod(cache, name))
+    return cache.histories  # type: ignore[no-any-return]
 
 
 def staying_tokens(cache: Cache) -> Tensor | None:

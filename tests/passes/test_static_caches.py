@@ -16,11 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import retrofit
+from retrofit.passes.memory.ngram_memory import NgramMemory
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
 
 LENGTH, PROMPT = 16, 5
-SPECS = ("recurrence(rank=4)", "sparse-qkv(output=mult-conv)")
+SPECS = ("recurrence(rank=4)", "sparse-qkv(output=mult-conv)", "memory(lookup=ngram, buckets=40, layers=all)")
 both = pytest.mark.parametrize("spec", SPECS)
 
 
@@ -34,7 +35,7 @@ def no_grad() -> Any:
 def rewritten(spec: str, dense: Any = llama) -> Any:
     """The rewritten model with noise for the zeros that it starts with, so that each token depends on those before it."""
     model = retrofit.apply(dense(), spec, verify=False).eval()
-    changed = [rough(module) for module in model.modules() if isinstance(module, (Recurrence, ModularProjection))]
+    changed = [rough(module) for module in model.modules() if isinstance(module, (Recurrence, ModularProjection, NgramMemory))]
     assert changed
     return model
 

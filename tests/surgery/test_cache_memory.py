@@ -14,7 +14,7 @@ from support.refusals import refused
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache, StaticLayer
 
 from retrofit.errors import RetrofitError
-from retrofit.surgery.cache_memory import SLACK, FixedHistory, TokenHistory, cache_among, histories_of
+from retrofit.surgery.cache_memory import SLACK, CacheWithHistories, FixedHistory, TokenHistory, cache_among, histories_of
 
 steps = st.lists(st.tuples(st.sampled_from(["push", "back", "reorder"]), st.integers(1, 9)), max_size=12)
 
@@ -168,6 +168,40 @@ def test_a_cache_with_histories_may_be_kept_in_a_file() -> None:
     other.crop(-1)
     assert torch.equal(other.histories["one"].last(), keys[0, :, :2])
     assert torch.equal(cache.histories["one"].last(), keys[0, :, 1:])
+
+
+@pytest.mark.parametrize("how", ["crop", "reorder", "copy", "pickle", "reset"])
+def test_a_cache_that_compiled_code_gives_histories_is_followed(how: str) -> None:
+    """Compiled code cannot change its class: the first call of a method that moves tokens does."""
+    keys = torch.arange(12.0).view(2, 1, 3, 2)
+
+    def fill(keys: torch.Tensor) -> Any:
+        cache: Any = DynamicCache()
+        cache.update(keys, -keys, 0)
+        histories_of(cache)["one"] = TokenHistory.in_cache(cache, 2, keys[:, 0])
+        histories_of(cache)["one"].push(keys[:, 0])
+        return cache
+
+    torch._dynamo.reset()
+    cache = torch.compile(fill, backend="eager", fullgraph=True)(keys)
+    assert type(cache) is DynamicCache and torch.equal(cache.histories["one"].last(), keys[:, 0, 1:])
+    if how in ("copy", "pickle"):
+        other = copy.deepcopy(cache) if how == "copy" else pickle.loads(pickle.dumps(cache))
+        other.crop(-1)
+        assert torch.equal(other.histories["one"].last(), keys[:, 0, :2]) and torch.equal(other.layers[0].keys, keys[:, :, :2])
+        assert torch.equal(cache.layers[0].keys, keys)
+    elif how == "crop":
+        cache.crop(-1)
+        assert torch.equal(histories_of(cache)["one"].last(), keys[:, 0, :2])
+    elif how == "reorder":
+        cache.reorder_cache(torch.tensor([1, 0]))
+        assert torch.equal(histories_of(cache)["one"].last(), keys.flip(0)[:, 0, 1:])
+        assert torch.equal(cache.layers[0].keys, keys.flip(0))
+    else:
+        cache.reset()
+        assert not histories_of(cache)
+    histories = histories_of(cache)
+    assert histories_of(cache) is histories and issubclass(type(cache), CacheWithHistories)
 
 
 def test_the_cache_is_found_among_the_arguments() -> None:

@@ -284,6 +284,24 @@ def test_positions_that_start_again_are_a_beginning_without_a_mask_too() -> None
     torch.testing.assert_close(packed, torch.cat(apart, 1), atol=1e-4, rtol=1e-4)
 
 
+def test_a_hidden_token_within_a_row_is_a_beginning() -> None:
+    """Of a prompt padded on the right and gone on with, say; on a cache too. Nothing of the attention is left here."""
+    model, mask = trained("llama", *TWICE), torch.ones_like(IDS)
+    mask[:, 4] = 0
+    with torch.no_grad():
+        for layer in model.model.layers:
+            nn.init.zeros_(layer.self_attn.o_proj.weight)
+    found = logits(model, input_ids=IDS, attention_mask=mask)
+    torch.testing.assert_close(found[:, :4], logits(model, input_ids=IDS[:, :4]), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found[:, 5:], logits(model, input_ids=IDS[:, 5:]), atol=1e-4, rtol=1e-4)
+    cache, parts, at = transformers.DynamicCache(config=model.config), [], 0
+    for length in (3, 2, 1, 1, 4):
+        at += length
+        given = {"input_ids": IDS[:, at - length : at], "attention_mask": mask[:, :at]}
+        parts.append(logits(model, past_key_values=cache, **given))
+    torch.testing.assert_close(torch.cat(parts, 1), found, atol=1e-4, rtol=1e-4)
+
+
 # ── What else a model does ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -322,7 +340,33 @@ def test_compiled_it_is_one_graph_of_the_same_function() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     given = {"input_ids": IDS, "use_cache": False}
-    torch.testing.assert_close(logits(compiled, **given), logits(model, **given), atol=1e-5, rtol=1e-5)
+    expected = logits(model, **given)
+    torch.testing.assert_close(logits(compiled, **given), expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():  # the cache that compiled code made goes on as any other
+        cache = compiled(input_ids=IDS[:, :7], use_cache=True).past_key_values
+    cache.crop(-2)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    rest = logits(model, input_ids=IDS.flip(0)[:, 5:], past_key_values=cache)
+    torch.testing.assert_close(rest, expected.flip(0)[:, 5:], atol=1e-4, rtol=1e-4)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+    parts = IDS.split((7, 1, 1, 1, 1), 1)
+    found = torch.cat([logits(compiled, input_ids=part, past_key_values=cache) for part in parts], 1)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("sparse", ["false", "true"])
+def test_a_compiled_training_step_is_one_graph_with_the_same_gradients(sparse: str) -> None:
+    """With a cache, as models have by default, and labels."""
+    plain = trained("llama", SMALL.replace(")", f", sparse={sparse})"), GATED).train()
+    model = copy.deepcopy(plain)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for step in (compiled, plain):
+        step(input_ids=IDS, labels=IDS, attention_mask=torch.ones_like(IDS)).loss.backward()
+    for mine, theirs in zip(memories(model), memories(plain), strict=True):
+        assert mine.b.grad is not None and mine.b.grad.is_sparse == mine.sparse
+        torch.testing.assert_close(mine.b.grad.to_dense(), theirs.b.grad.to_dense(), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.first(1)
