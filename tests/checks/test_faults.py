@@ -66,6 +66,7 @@ SHAPES_APART = {  # ways of other shapes round differently, and these are no mor
 }
 SPARSE_FFN, SHARED_MOE, MEMORY = "sparse-ffn(sparsity=8)", "shared-moe(experts=2, k=1)", "memory(lookup=token-id)"
 SEQUENCE_ALTUP = "sequence-altup(k=2, layers=all)"
+NGRAMS, GATED_NGRAMS = (f"memory(lookup=ngram, buckets=101, layers=all, gate={gate})" for gate in ("none", "context"))
 
 
 def fault(what: str, **known: Any) -> Any:
@@ -375,6 +376,55 @@ def _(model: Any) -> None:
 @fault("a layer with a memory does more", check="graph", names="model.layers.0.layer", spec=MEMORY)
 def _(model: Any) -> None:
     more(layers(model)[0].layer.post_attention_layernorm)
+
+
+@fault("a row of n-grams acts by a ten-millionth", check="function", names="model.layers.1", spec=NGRAMS)
+def _(model: Any) -> None:
+    layers(model)[0].memory.b.data += 1e-7
+
+
+@fault("a table of n-grams is frozen", check="gradients", names="model.layers.1.memory.b", spec=NGRAMS)
+def _(model: Any) -> None:
+    layers(model)[1].memory.b.requires_grad_(False)
+
+
+@fault("the values of gated n-grams are frozen", check="gradients", names="model.layers.0.memory.w_v", spec=GATED_NGRAMS)
+def _(model: Any) -> None:
+    layers(model)[0].memory.w_v.requires_grad_(False)
+
+
+@fault("a layer with n-grams does more", check="graph", names="model.layers.1.layer", spec=NGRAMS)
+def _(model: Any) -> None:
+    more(layers(model)[1].layer.post_attention_layernorm)
+
+
+@fault("an n-gram is of the tokens that follow", check="method", names="model.layers.1", spec=NGRAMS)
+def _(model: Any) -> None:
+    layer = layers(model)[1]
+    own = layer.looked_up
+    layer.looked_up = lambda *call: own(*call).flip(-1)
+
+
+@fault("an n-gram reaches into the padding", check="method", names="model.layers.0", spec=NGRAMS)
+def _(model: Any) -> None:
+    layer = layers(model)[0]
+    own = layer.looked_up
+    layer.looked_up = lambda ids, x, args, keywords: own(ids, x, args, {**keywords, "attention_mask": None, "position_ids": None})
+
+
+@fault("a step forgets the ids before it", check="method", names="model.layers.1", spec=NGRAMS)
+def _(model: Any) -> None:
+    layers(model)[1].earlier = lambda ids, cache: None
+
+
+@fault("two tables keep their ids under one name", check="method", names="model.layers.1", spec=GATED_NGRAMS)
+def _(model: Any) -> None:
+    layers(model)[1].name = layers(model)[0].name
+
+
+@fault("a gate of n-grams is fixed", check="method", names="model.layers.1", spec=GATED_NGRAMS)
+def _(model: Any) -> None:
+    layers(model)[1].memory.forward = lambda x, ids: type(layers(model)[1].memory).forward(layers(model)[1].memory, 0 * x, ids)
 
 
 @fault("a mixture has a parameter that nobody announced", check="parameters", names="bias_of_experts", spec=SHARED_MOE)
