@@ -5,8 +5,6 @@
 The lookups and experts f_i are in `external_memory`, those by the last ids in `ngram_memory`. They are zero at the start, which
 makes it the dense model's function.
 
-Tables go to modules whose input and output are the stream, or the input and output of a feed-forward.
-
 The Power of External Memory in Increasing Predictive Model Capacity (2023), §3, Alg. 1 and its supplement; Alternating Updates for
 Efficient Transformers (NeurIPS 2023), supplement C.
 """
@@ -16,8 +14,6 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
-import functools
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -35,32 +31,19 @@ from retrofit.passes.memory.external_memory import (
     TokenIdMemory,
     activation_name,
 )
-from retrofit.passes.memory.memory_layer import (
-    TOKEN_IDS,
-    MemoryLayer,
-    TokenIdInjector,
-    TokenIdReader,
-    TokenIdSource,
-    find_token_id_source,
-    inject_token_ids,
-    present_injection,
-    takes_keyword,
-    trace_forwarding,
-)
+from retrofit.passes.memory.memory_layer import TOKEN_IDS, MemoryLayer, find_token_id_source, takes_keyword
 from retrofit.passes.memory.ngram_memory import GatedNgramMemory, NgramLayer, NgramMemory, parse_orders, primes_from
+from retrofit.passes.memory.table_places import StackTables, TablePlaces, route_token_ids, with_routes
 from retrofit.passes.memory.value_embeddings import ValueAttention, ValueEmbedding, ValuePlace, value_formula, value_places
 from retrofit.sdk import (
     Anatomy,
-    DoesNotFitError,
     Edit,
-    Layer,
     MethodReference,
     ModuleReference,
     NearMiss,
     Pass,
     Plan,
     Recovery,
-    Remedy,
     Site,
     SpecError,
     Stack,
@@ -69,110 +52,18 @@ from retrofit.sdk import (
     option,
     selected_depths,
 )
-from retrofit.sdk.anatomy import (
-    BEFORE_THE_OUTER,
-    BEFORE_TWO_STREAMS,
-    LAYER_WITHIN,
-    ON_TWO_STREAMS,
-    InnerLayers,
-    LayerCall,
-    LayerCalls,
-    WrappedModules,
-    feed_forwards,
-    modules_around,
-)
+from retrofit.sdk.anatomy import LayerCall, feed_forwards
 from retrofit.sdk.data import SAVED, came_with, tokenizer_of
 from retrofit.sdk.modules import float_like, release_zeros
 from retrofit.sdk.program import is_all_zeros
 
 FEWEST, MOST = 2**14, 2**18  # rows of a hash where the vocabulary decides
 BYTES = 512  # tokens of a vocabulary that is hardly more than bytes
-NO_FEED_FORWARD = ("beside=layers needs no FFN", Remedy("emit='graph' makes each a module", "graph"))
-
-
-class TablePlaces:
-    """Finds the places for tables in one model."""
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        self.anatomy, self.model, self.modules = anatomy, anatomy.model, WrappedModules(anatomy, no_place, NO_FEED_FORWARD)
-        self.within = InnerLayers(anatomy.flow)
-
-    def of_layer(self, layer: Layer, stack: Stack, beside: str, near_misses: list[NearMiss]) -> list[WrappedModule]:
-        """Return the places at one layer: the layer itself or its FFNs, as `beside` says; a near miss for each that has none."""
-        places: list[WrappedModule] = []
-        with collect_near_miss(layer.name or layer.exit, near_misses):
-            if beside == "layers" and self.is_on_two_streams(layer):
-                raise no_place(layer.name, ON_TWO_STREAMS, BEFORE_TWO_STREAMS)
-            around = self.modules.stream_module(layer, stack)
-            if beside == "layers":
-                return [around]
-            if self.within.inside(layer) is not layer:
-                raise no_place(layer.name, LAYER_WITHIN, BEFORE_THE_OUTER)
-            if not layer.ffns:
-                raise no_place(layer.name, "it has no FFN", NO_FEED_FORWARD)
-            for branch in layer.ffns:
-                with collect_near_miss(branch.name or layer.name, near_misses):
-                    places.append(self.modules.feed_forward(branch, stack.width))
-        return places
-
-    def call_of(self, layer: Layer, place: WrappedModule) -> LayerCall:
-        """Return the call of the layer at a place, whose arguments show which of its tokens are of one sequence.
-
-        Raises `DoesNotFitError` where a cache or a mask does not tell the layer of earlier tokens.
-        """
-        outer = self.modules.calls[layer.name, layer.call]
-        around = (call for call in self.anatomy.program.calls if call.path == place.path and outer.encloses(call))
-        call = self.calls.of_module(next(around, outer), layer)
-        if call.tokens_first:
-            raise no_place(layer.name, "its stream is laid out (length, batch, width), and token ids are not", BY_ITSELF)
-        if call.causal and call.times > 1 and call.takes_more:
-            why = f"{call.path} is called at several depths, and the cache keeps the ids of one call for each module"
-            raise no_place(layer.name, why, BY_ITSELF)
-        return call
-
-    @functools.cached_property
-    def calls(self) -> LayerCalls:
-        return LayerCalls(self.anatomy)
-
-    def is_on_two_streams(self, layer: Layer) -> bool:
-        """Return whether a module around the layer adds its branches to a stream that is not what the layer returns."""
-        return any(getattr(outer, "adds_branches", False) for outer in modules_around(self.model, layer.name))
-
-
-def no_place(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError:
-    return DoesNotFitError(f"{name} cannot have a table", by="memory", why=why, remedy=remedy, site=name)
 
 
 NO_TOKENIZER = "canonical=none: the model comes without a tokenizer, and none was given"
-BY_ITSELF = "lookup=token-id reads no earlier token"
 SAME_ENTRY = "the stream is all zeros there, and every token would look the same entry up"
 ROWS = "memory_rows"  # in a config of transformers: the rows of its tables, by the token table that they were sized for
-
-
-@dataclasses.dataclass(frozen=True)
-class StackTables:
-    """The tables of one stack, and the route by which token ids reach them."""
-
-    width: int  # d
-    rows: int  # n, or of n-grams those of all hashes
-    places: dict[str, tuple[WrappedModule, ...]]  # by layer, those without a table included
-    source: TokenIdSource | None  # of the token ids, where they are the lookup
-    forwards_ids: bool = False  # whether the model's own code forwards the keyword from the source to the layers
-    closed: frozenset[str] = frozenset()  # the layers whose own code takes no keywords
-    calls: Mapping[str, LayerCall] = dataclasses.field(default_factory=dict)  # of n-grams: of the layers, by their paths
-    ids: int = 0  # that the token table had when the model first got tables
-
-    def injected(self, layer: str, beside: str) -> tuple[str, ...]:
-        """Return the paths inside a layer that token ids are injected at: of FFNs, or of the layer in a graph around it."""
-        if self.source is None or (beside == "layers" and layer not in self.closed):
-            return ()
-        return tuple(place.path[len(layer) + 1 :] for place in self.places[layer] if place.path != layer)
-
-    def wrapped_names(self, beside: str) -> Iterator[str]:
-        """Yield the paths in the rewritten model of the modules that have a table."""
-        for layer, places in self.places.items():
-            inner = f"{layer}.layer" if self.injected(layer, beside) else layer
-            yield from (f"{inner}{place.path[len(layer) :]}" for place in places)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -397,7 +288,7 @@ class Memory(Pass[MemoryPlan]):
                 ids = int(recorded.setdefault(source.table, source.vocabulary))  # a model that was resized keeps its tables
                 rows = ids if ngrams is None else sum(ngrams.moduli)
                 found.append(StackTables(stack.width, rows, places, source, closed=closed, calls=calls, ids=ids))
-        stacks = self.with_routes(found, anatomy)
+        stacks = with_routes(found, anatomy)
         gated = f", gated by {self.activation}" if self.gated else ""
         how = f"rank {self.rank}{gated}"
         if ngrams is not None:
@@ -453,24 +344,6 @@ class Memory(Pass[MemoryPlan]):
                     places[layer.name] += (place,)
         return places
 
-    def with_routes(self, stacks: list[StackTables], anatomy: Anatomy) -> tuple[StackTables, ...]:
-        """Return the stacks, each with the route by which ids reach its layers; raises `DoesNotFitError` where there is none."""
-        model = anatomy.model
-        routes = [
-            (tables.source, [model.get_submodule(layer) for layer in tables.places])
-            for tables in stacks
-            if tables.source is not None
-        ]
-        forwarding = trace_forwarding(model, routes, anatomy.program.examples)
-        forwards = dict(zip((source for source, _ in routes), forwarding, strict=True))
-        for source, is_forwarded in forwards.items():
-            if not is_forwarded:
-                present_injection(model.get_submodule(source.path), source)
-        return tuple(
-            tables if tables.source is None else dataclasses.replace(tables, forwards_ids=forwards[tables.source])
-            for tables in stacks
-        )
-
     def formula(self, stacks: tuple[StackTables, ...]) -> tuple[int, str]:
         """Return the number of parameters of all the tables, and how it comes about."""
         if self.beside == "values":
@@ -519,7 +392,7 @@ class Memory(Pass[MemoryPlan]):
                     plan.resolved.add_table(place, tables, plan, edit)
         for tables in plan.stacks:
             if tables.source is not None:
-                self.route_token_ids(tables, tables.source, edit)
+                route_token_ids(tables, tables.source, self.beside, edit)
 
     def add_table(self, place: WrappedModule, tables: StackTables, plan: MemoryPlan, edit: Edit) -> None:
         """Wrap the module at `place` in what adds a table to it."""
@@ -565,19 +438,6 @@ class Memory(Pass[MemoryPlan]):
         if self.lookup == "softmax":
             return SoftmaxMemory(rows, width, self.rank, like, jitter=self.jitter)
         return LshMemory(rows, width, self.rank, like)
-
-    def route_token_ids(self, tables: StackTables, source: TokenIdSource, edit: Edit) -> None:
-        """Route the ids to every table of the stack: the model's code forwards them, or each call injects them."""
-        if tables.forwards_ids:
-            hook = TokenIdReader(source.place).add_keyword
-            edit.add_handle(edit.model.get_submodule(source.path).register_forward_pre_hook(hook, with_kwargs=True))
-        else:
-            start = len(source.path) + 1 if source.path else 0
-            inject_token_ids(source, tuple(name[start:] for name, places in tables.places.items() if places), edit)
-        for name, places in tables.places.items():
-            inside = tables.injected(name, self.beside)
-            if inside or (tables.forwards_ids and not places):  # a layer without a table must not see the keyword
-                edit.replace_module(name, TokenIdInjector(edit.model.get_submodule(name), inside))
 
 
 def history_name(path: str, module: torch.nn.Module) -> str:

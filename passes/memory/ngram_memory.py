@@ -100,11 +100,10 @@ class NgramMemory(ExternalMemory):
         width: int,
         like: Tensor,
         *,
-        row: int | None = None,
         canonical: Tensor | None = None,
         sparse: bool = False,
     ) -> None:
-        super().__init__(sum(moduli), width if row is None else row, 0, like, sparse=sparse)
+        super().__init__(sum(moduli), self.row_width(moduli, width), 0, like, sparse=sparse)
         self.width, self.past = width, max(orders) - 1  # ids that it reads before a token's own
         order_of_hash = [order for order in orders for _ in range(len(moduli) // len(orders))]
         drawn = torch.randint(-(2**63), 2**63 - 1, (len(moduli), max(orders)), device=like.device) | 1
@@ -137,6 +136,11 @@ class NgramMemory(ExternalMemory):
         return ("b",)
 
     @staticmethod
+    def row_width(moduli: Sequence[int], width: int) -> int:
+        """Return the width of a row, of so many hashes and a stream of this width."""
+        return width
+
+    @staticmethod
     def size(moduli: Sequence[int], width: int) -> int:
         """Return the number of parameters."""
         return sum(moduli) * width
@@ -149,21 +153,12 @@ class GatedNgramMemory(NgramMemory):
     """σ(x̂ · k̂ / √d) v, k = W_K e, v = W_V e of the rows side by side, whose spread is `spread` at the start. W_V is zero then."""
 
     def __init__(
-        self,
-        orders: Sequence[int],
-        moduli: Sequence[int],
-        width: int,
-        like: Tensor,
-        *,
-        spread: float,
-        canonical: Tensor | None = None,
-        sparse: bool = False,
+        self, orders: Sequence[int], moduli: Sequence[int], width: int, like: Tensor, *, spread: float, **options: Any
     ) -> None:
-        row = self.row_width(moduli, width)
-        super().__init__(orders, moduli, width, like, row=row, canonical=canonical, sparse=sparse)
+        super().__init__(orders, moduli, width, like, **options)
         nn.init.normal_(self.b, std=spread)
         kind: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
-        columns = row * len(moduli)
+        columns = self.row_width(moduli, width) * len(moduli)
         self.w_k = nn.Parameter(torch.randn(width, columns, **kind) / math.sqrt(columns))
         self.w_v = nn.Parameter(torch.zeros(width, columns, **kind))
 
@@ -179,7 +174,7 @@ class GatedNgramMemory(NgramMemory):
 
     @staticmethod
     def row_width(moduli: Sequence[int], width: int) -> int:
-        """Return the width of a row: those of all hashes together are about as wide as the stream."""
+        """Return the width of a row: those of all hashes side by side are about as wide as the stream."""
         return max(1, width // len(moduli))
 
     @staticmethod
