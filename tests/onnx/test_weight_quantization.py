@@ -46,7 +46,8 @@ def unpacked_blocks(node: Any, held: dict[str, np.ndarray]) -> np.ndarray:
 
 def unpacked_rows(name: str, held: dict[str, np.ndarray]) -> np.ndarray:
     """A matrix whose rows are gathered: r Q, or r Q c where its columns have scales too."""
-    return held[f"{name}_rows"] * held[f"{name}_scales"][:, None] * held.get(f"{name}_column_scales", 1.0)
+    scales = held[f"{name}_scales"][:, None] if f"{name}_scales" in held else held[f"{name}_row_scales"]
+    return held[f"{name}_rows"] * scales * held.get(f"{name}_column_scales", 1.0)
 
 
 def nodes_of(graph: Any) -> list[Any]:
@@ -302,6 +303,28 @@ def test_the_file_is_small_and_says_what_was_done(exported: tuple[Any, Path], tm
     model, path = exported
     stored = sum(one.nbytes for one in held_by(onnx.load(path)).values())
     assert stored < 0.45 * sum(one.nbytes for one in model.parameters())
+
+
+def test_tables_that_ids_look_up_have_rows_of_8_bits(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97, "num_attention_heads": 2}
+    model = retrofit.apply(
+        LlamaForCausalLM(LlamaConfig(**sizes)).eval(), "memory(lookup=ngram, buckets=40)", "memory", verify=False
+    )
+    tables = [one for name, one in model.named_parameters() if name.endswith("memory.b")]
+    assert len(tables) == 4
+    for table in tables:
+        torch.nn.init.normal_(table)
+    file = onnx.load(retrofit.export_onnx(model, tmp_path / "model.onnx", weights="int8").files[0].path)
+    rows = [one.shape for one in held_by(file).values() if one.dtype == np.int8]
+    assert {tuple(table.shape) for table in tables} <= set(rows)
+    oracle = with_numbers_of(model, file)
+    onnx.save(in_float(file), tmp_path / "float.onnx")
+    running, ids = OnnxSession(tmp_path / "float.onnx", optimize=False), torch.randint(97, (2, 7))
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(7).expand(2, -1)}
+    with torch.no_grad():
+        expected = oracle(ids).logits
+    torch.testing.assert_close(running({**given, **running.empty_states(2)})["logits"], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_wrong_packing_is_found(exported: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
