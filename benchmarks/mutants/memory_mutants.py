@@ -368,7 +368,7 @@ MUTANTS = [
     ),
     ngrams(
         "n-grams reach across the beginning of a sequence into its padding",
-        "            gates = both(lookback_gates(visible, ids.shape[1], past), position_gates(positions, past))\n",
+        "            gates = both(lookback_gates(visible, ids.shape[1], past, is_fixed), position_gates(positions, past))\n",
         "",
         trials=NGRAM,
     ),

@@ -217,11 +217,12 @@ class NgramLayer(MemoryLayer):
         """Return each token's id and those before it: (batch, T, max n)."""
         ids = self.memory.canonical_ids(require_ids(ids, x))
         mask, positions = (tensor_argument(place, arguments, keywords) for place in (self.mask, self.positions))
-        past, gates = self.memory.past, None
+        past, gates, cache = self.memory.past, None, cache_among(arguments, keywords)
         if past:
             visible = None if mask is None else visible_keys(mask, ids.shape[1], self.true_hides)
-            gates = both(lookback_gates(visible, ids.shape[1], past), position_gates(positions, past))
-        return with_earlier(ids, self.earlier(ids, cache_among(arguments, keywords)), gates, past)
+            is_fixed = bool(getattr(cache, "is_compileable", False))
+            gates = both(lookback_gates(visible, ids.shape[1], past, is_fixed), position_gates(positions, past))
+        return with_earlier(ids, self.earlier(ids, cache), gates, past)
 
     def earlier(self, ids: Tensor, cache: Cache | None) -> Tensor | None:
         """Return the ids before these in the cache, (batch, past), which stores these too; None without a cache.

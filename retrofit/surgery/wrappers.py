@@ -361,10 +361,15 @@ def visible_keys(mask: Tensor, tokens: int, true_hides: bool) -> Tensor | None:
     return visible.expand(-1, tokens, -1)
 
 
-def query_positions(visible: Tensor, tokens: int) -> Tensor:
-    """Return the index of each query among the keys of `visible`, (batch or 1, tokens, keys): (tokens)."""
+def query_positions(visible: Tensor, tokens: int, fixed: bool = True) -> Tensor:
+    """Return the index of each query among the keys of `visible`, (batch or 1, tokens, keys): (tokens).
+
+    Where the keys are not those of a cache that may be of `fixed` length the last is the last query's, hidden or not.
+    """
     keys = visible.shape[-1]
     positions = torch.arange(tokens, device=visible.device)
+    if not fixed:
+        return positions + (keys - tokens)
     if keys > tokens:  # the queries are the last tokens so far; a cache of fixed length has free places behind them
         used = visible.any(1).any(0) * torch.arange(keys, device=visible.device)
         positions = positions + used.amax() - (tokens - 1)
@@ -377,14 +382,14 @@ def unpadded_tokens(visible: Tensor, tokens: int) -> Tensor:
     return visible.gather(-1, own.expand(visible.shape[0], -1, -1)).squeeze(-1)
 
 
-def lookback_gates(visible: Tensor | None, tokens: int, past: int) -> Tensor | None:
+def lookback_gates(visible: Tensor | None, tokens: int, past: int, fixed: bool = True) -> Tensor | None:
     """Return g[t,1] … g[t,past]: whether each query may see the keys of the `past` tokens before it, (batch or 1, tokens, past).
 
-    A key that the mask does not reach back to has left a window.
+    A key that the mask does not reach back to has left a window. `fixed` is that of `query_positions`.
     """
     if visible is None or not past:
         return None
-    positions = query_positions(visible, tokens)
+    positions = query_positions(visible, tokens, fixed)
     earlier = positions.unsqueeze(-1) - torch.arange(1, past + 1, device=visible.device)  # (tokens, past)
     gates = visible.gather(-1, earlier.clamp(min=0).unsqueeze(0).expand(visible.shape[0], -1, -1))
     return gates & (earlier >= 0)
