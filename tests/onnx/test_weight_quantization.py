@@ -248,7 +248,8 @@ def with_numbers_of(model: Any, file: Any) -> Any:
     """The torch model with the numbers in the file, each matrix found by the numbers it was rounded from."""
     held, model = held_by(file), copy.deepcopy(model)
     matrices = [unpacked_blocks(node, held) for node in nodes_of(file.graph) if node.op_type == "MatMulNBits"]
-    matrices += [unpacked_rows(name.removesuffix("_rows"), held) for name in held if name.endswith("_rows")]
+    packed = [name for name, one in held.items() if name.endswith("_rows") and one.dtype == np.int8]
+    matrices += [unpacked_rows(name.removesuffix("_rows"), held) for name in packed]
     left = {name: one for name, one in model.named_parameters() if one.dim() == 2}
     for matrix in map(torch.from_numpy, matrices):
         for turned in (matrix, matrix.t()):
