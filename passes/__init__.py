@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from retrofit.passes.activation_sparsity.activation_sparsity import ActivationSparsity as ActivationSparsity
     from retrofit.passes.altup.altup import AltUp as AltUp
     from retrofit.passes.lsh_attention.lsh_attention import LSHAttention as LSHAttention
     from retrofit.passes.memory.memory import Memory as Memory
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from retrofit.passes.sum import SumEmbedding as SumEmbedding
 
 HOMES = {
+    "ActivationSparsity": "retrofit.passes.activation_sparsity.activation_sparsity",
     "AltUp": "retrofit.passes.altup.altup",
     "LSHAttention": "retrofit.passes.lsh_attention.lsh_attention",
     "Memory": "retrofit.passes.memory.memory",

@@ -112,7 +112,16 @@ def apply(
 
 
 def require_use(calibration: Any, passes: Recipe, tokenizer: Any = None) -> None:
-    """Raise `SpecError` where there is calibration data, or a tokenizer, and no pass uses it."""
+    """Raise `SpecError` where there is calibration data, or a tokenizer, and no pass uses it, or none and a pass needs it."""
+    needs = next((pass_.name for pass_ in passes if pass_.needs_calibration), "")
+    if calibration is None and needs:
+        raise SpecError(
+            f"{needs} needs calibration data",
+            why="what it begins with is measured on text or other inputs, and nothing in the weights determines it",
+            remedy="pass calibration=, on the command line --calibrate FILE: a few thousand tokens like those the model is used on",
+            option="calibration",
+            code="no-calibration",
+        )
     if tokenizer is not None and not any(pass_.uses_tokenizer for pass_ in passes):
         reading = ", ".join(spec for name in pass_names() if (spec := load_pass(name).reads_tokenizer))
         why = f"passes that use it: {reading}; calibration= takes token ids of any tokenizer"

@@ -20,6 +20,7 @@ import retrofit
 from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.parts import Stack
 from retrofit.errors import CaptureError, RetrofitError, VerificationError
+from retrofit.passbase.protocol import parse_spec
 from retrofit.rewriting import apply_reported
 
 TOLERANCE = 1e-5  # of the largest dense logit
@@ -101,7 +102,8 @@ def assess_pass(name: str, spec: str) -> str:
     model = zoo.build(entry)
     example = zoo.inputs(entry, model)
     try:
-        applied = apply_reported(model, spec, example_inputs=example, count_flops=False)
+        data = [zoo.inputs(entry, model, batch=8, seed=1)] if parse_spec(spec).needs_calibration else None
+        applied = apply_reported(model, spec, example_inputs=example, calibration=data, count_flops=False)
     except VerificationError as error:
         return f"no: {'; '.join(f'{check.name}: {check.why or check.measured}' for check in error.report.failed)}"
     except CaptureError as error:

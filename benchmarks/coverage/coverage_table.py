@@ -25,6 +25,7 @@ HEADINGS = ("architecture", "captured", "anatomy", "AltUp exact", "generates", "
 CELLS = ("captured", "anatomy", "exact", "generates", "trains", "saved")
 RECYCLED = "`embedding=recycled`"
 OTHERS = {  # passes other than AltUp, with sizes that fit the tiny models and their short inputs
+    "activation-sparsity": "activation-sparsity",
     "sparse-ffn": "sparse-ffn(sparsity=8)",
     "shared-moe": "shared-moe(experts=2, k=1)",
     "memory": "memory(lookup=token-id)",

@@ -75,6 +75,13 @@ def models() -> dict[str, Callable[[], Any]]:
         given = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "init_std": 0.3, **sizes, **heads}
         return built(transformers.BartConfig(**given), transformers.BartForConditionalGeneration)
 
+    def mixtral() -> Any:
+        """Decoder with a mixture of experts in every layer."""
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
+        given = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, **sizes, **experts}
+        return built(transformers.MixtralConfig(**given), transformers.MixtralForCausalLM)
+
     return {
         "gpt2": gpt2,
         "gpt2-4-layers": lambda: gpt2(n_layer=4),
@@ -88,4 +95,5 @@ def models() -> dict[str, Callable[[], Any]]:
         "bert": bert,
         "gpt-neox": gpt_neox,
         "bart": bart,
+        "mixtral": mixtral,
     }

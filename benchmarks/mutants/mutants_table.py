@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import activation_sparsity_mutants
 import altup_mutants
 import lsh_attention_mutants
 import memory_mutants
@@ -37,6 +38,7 @@ from observing import Row, key_of, observe
 from sweeping import assessed, cell, line, parser_of, write_page, write_whole
 
 TABLES = (
+    activation_sparsity_mutants,
     altup_mutants,
     lsh_attention_mutants,
     memory_mutants,
@@ -53,7 +55,7 @@ MUTANTS: tuple[Mutant, ...] = tuple(mutant for table in TABLES for mutant in tab
 CONTROL = "control"
 ALARM, LIMIT = 240, 7200.0  # seconds: of the forked process on its processor, and by the clock of the one that forks it
 ORDER = (
-    *("altup", "lsh-attention", "memory", "merge-cross-attention", "recurrence", "reversible", "sum"),
+    *("activation-sparsity", "altup", "lsh-attention", "memory", "merge-cross-attention", "recurrence", "reversible", "sum"),
     *("sequence-altup", "shared-moe", "sparse-ffn", "sparse-loss", "sparse-qkv"),
 )
 Task = tuple[str, str]  # the pass, and a mutant's fault or a control's trial

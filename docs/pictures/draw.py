@@ -14,8 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, T5Confi
 
 import retrofit
 from retrofit.drawing.picture import svg
+from retrofit.passbase.protocol import as_pass
 
 SPECS = {
+    "activation_sparsity": "activation-sparsity",
     "altup": "altup(k=2)",
     "sum": "sum",
     "memory": "memory",
@@ -49,7 +51,8 @@ def small_model(name: str) -> PreTrainedModel:
 
 def draw(name: str) -> str:
     """The picture of page `name`."""
-    return svg(retrofit.inspect(retrofit.apply(small_model(name), SPECS[name], verify=False)))
+    data = torch.randint(0, 1000, (8, 64)) if as_pass(SPECS[name]).needs_calibration else None
+    return svg(retrofit.inspect(retrofit.apply(small_model(name), SPECS[name], calibration=data, verify=False)))
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ PAGES = {
 }  # fmt: skip
 PASSES = [
     "altup", "sum", "memory", "recurrence", "reversible", "lsh_attention", "merge_cross_attention", "sequence_altup", "shared_moe",
-    "sparse_ffn", "sparse_qkv", "sparse_loss", "terraformer",
+    "activation_sparsity", "sparse_ffn", "sparse_qkv", "sparse_loss", "terraformer",
 ]  # fmt: skip
 PROJECT = ["CONTRIBUTING", "CHANGELOG"]
 

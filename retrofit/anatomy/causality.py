@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from retrofit.anatomy.attention_cores import Attention, conjuncts, score_products
 from retrofit.program.aten_ops import (
+    ADDED_PRODUCT,
     CAST,
     COMPARISON,
     CONVOLUTION,
@@ -29,7 +30,6 @@ from retrofit.program.aten_ops import (
 )
 from retrofit.program.dataflow import Dataflow
 
-ADDED_PRODUCTS = frozenset("addmm addbmm baddbmm".split())  # their first operand is added to the product of the others
 HIDDEN = -1e4  # an additive mask below this hides
 EMPTY: Mapping[fx.Node, torch.Tensor] = {}
 LARGEST_MASK_INPUT = 1 << 20  # elements of a parameter that a mask may be computed from
@@ -184,7 +184,7 @@ def nodes_above(result: fx.Node, flow: Dataflow, ends_at: Callable[[fx.Node, Dat
 def is_zero_without_weights(node: fx.Node, flow: Dataflow) -> bool:
     """Return whether the value is a product with a parameter, or a row of one: zero where parameters are; its size is known."""
     name = op(node)
-    if name not in PRODUCT | CONVOLUTION | {"embedding"} or name in ADDED_PRODUCTS or not all(shape(node) or (0,)):
+    if name not in PRODUCT | CONVOLUTION | {"embedding"} or name in ADDED_PRODUCT or not all(shape(node) or (0,)):
         return False
     biased = name == "linear" or name in CONVOLUTION  # whose third operand is added
     factors, added = node.all_input_nodes[: 2 if biased else None], node.all_input_nodes[2:] if biased else []

@@ -118,6 +118,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
     rewrites: ClassVar[str] = "site"  # what a site is, for the refusal: "feed-forward", "attention", …
     reference: ClassVar[Any] = None  # a `MethodReference`: how else what it installs is computed, for the check `method`
     recovery: ClassVar[Recovery] = Recovery()
+    only_masks: ClassVar[bool] = False  # with its dial at 0 what it installs is the dense function: `undo` compares that
     candidates: ClassVar[tuple[str, ...]] = ()  # settings that `retrofit plan` tries: options of a spec, "active=4, rank=16"
     remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one
     # Where the rewritten model does not run:
@@ -153,6 +154,11 @@ class Pass(abc.ABC, Generic[SomePlan]):
     def uses_tokenizer(self) -> bool:
         """Return whether it uses the model's tokenizer."""
         return bool(self.reads_tokenizer)
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Return whether there is no start without calibration data: `apply` refuses, a model that is loaded has its values."""
+        return False
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         """Return the options that have no effect beside the others, by what makes them so, as in "lookup=lsh"."""

@@ -46,6 +46,7 @@ ATTENTION = frozenset(
     "flex_attention".split()
 )
 PRODUCT = frozenset("matmul mm bmm baddbmm addmm addbmm einsum bilinear tensordot mv dot linear _grouped_mm grouped_mm".split())
+ADDED_PRODUCT = frozenset("addmm addbmm baddbmm".split())  # their first operand is added to the product of the others
 CONVOLUTION = frozenset(
     "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc".split()
 )
@@ -121,6 +122,15 @@ def is_heavy(node: fx.Node) -> bool:
     target: Any = node.target
     namespace = target.namespace if isinstance(target, torch._ops.OpOverload) else ""
     return namespace not in ("aten", "prims", "prim", "")
+
+
+def is_product(function: Any) -> bool:
+    """Return whether a function that Python code calls, an operator or one of torch, is one that `is_heavy` calls a product."""
+    namespace = "aten"
+    if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        packet: Any = function.overloadpacket if isinstance(function, torch._ops.OpOverload) else function
+        namespace = packet._qualified_op_name.partition("::")[0]
+    return op_name(function).strip("_") in {name.strip("_") for name in PRODUCT} or namespace not in ("aten", "prims", "prim")
 
 
 def mixes_tokens(node: fx.Node) -> bool:

@@ -32,6 +32,8 @@ from retrofit.anatomy.weights import weight_and_bias as weight_and_bias
 from retrofit.anatomy.weights import weight_out_first as weight_out_first
 from retrofit.anatomy.weights import weight_product as weight_product
 from retrofit.anatomy.weights import nearest_products as nearest_products
+from retrofit.anatomy.weights import operand_chain as operand_chain
+from retrofit.anatomy.weights import WeightProduct as WeightProduct
 from retrofit.anatomy.stacks import is_token_id as is_token_id
 
 # Modules that own a part, and what layers are called with.

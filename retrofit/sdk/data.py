@@ -12,6 +12,7 @@ from retrofit.passbase.calibration import tokenizer_of as tokenizer_of
 from retrofit.inputs.calibration import sample_calibration as sample_calibration
 from retrofit.inputs.calibration import split_calibration as split_calibration
 from retrofit.inputs.calibration import evenly_spaced as evenly_spaced
+from retrofit.inputs.calibration import windows_of_batch as windows_of_batch
 
 # Calls of modules, to repeat them with what replaces the module.
 from retrofit.inputs.module_calls import RecordedCall as RecordedCall
@@ -20,6 +21,8 @@ from retrofit.inputs.module_calls import float_tensors as float_tensors
 
 # Errors in which no token decides by its length.
 from retrofit.numerics.distances import DensePredictions as DensePredictions
+from retrofit.numerics.distances import outputs_of as outputs_of
+from retrofit.numerics.distances import kl_divergence as kl_divergence
 from retrofit.numerics.distances import token_weights as token_weights
 from retrofit.numerics.distances import weighted_error as weighted_error
 
@@ -29,6 +32,8 @@ from retrofit.inputs.optional_inputs import left_out as left_out
 from retrofit.inputs.probes import accepts as accepts
 from retrofit.inputs.probes import is_numbering as is_numbering
 from retrofit.inputs.probes import is_per_token as is_per_token
+from retrofit.inputs.probes import ids_name as ids_name
+from retrofit.inputs.example_inputs import vocabulary_of as vocabulary_of
 
 # A model left as it was found.
 from retrofit.inputs.model_state import evaluation_mode as evaluation_mode

@@ -14,14 +14,18 @@ from retrofit.program.capture import failed_trials as failed_trials
 
 # What a node is: its operation, its shape, its dtype, constants, operands that become its result.
 from retrofit.program.aten_ops import op as op
+from retrofit.program.aten_ops import op_name as op_name
 from retrofit.program.aten_ops import shape as shape
 from retrofit.program.aten_ops import is_float as is_float
 from retrofit.program.aten_ops import is_heavy as is_heavy
+from retrofit.program.aten_ops import is_product as is_product
 from retrofit.program.aten_ops import is_all_zeros as is_all_zeros
 from retrofit.program.aten_ops import carried_operands as carried_operands
 
 # Groups of operations by name.
+from retrofit.program.aten_ops import ADDED_PRODUCT as ADDED_PRODUCT
 from retrofit.program.aten_ops import CAST as CAST
+from retrofit.program.aten_ops import CONVOLUTION as CONVOLUTION
 from retrofit.program.aten_ops import DROPOUT as DROPOUT
 from retrofit.program.aten_ops import JOIN as JOIN
 from retrofit.program.aten_ops import LAYOUT as LAYOUT

@@ -91,6 +91,9 @@ def map_first(output: Any, change: Callable[[Tensor], Tensor], key: int | str | 
     return change(output) if isinstance(output, Tensor) else with_item(output, place, change(output[place]))
 
 
+OF_ADAPTERS = "base_layer"  # PEFT takes a module that has it for an adapter of its own, and puts that in its place
+
+
 class Wrapper(nn.Module):
     """Wraps the module `layer` and forwards its public attributes, but for three that say what it does.
 
@@ -114,7 +117,7 @@ class Wrapper(nn.Module):
         for registry in ("_parameters", "_buffers", "_modules"):
             if registry in held and name in held[registry]:
                 return held[registry][name]
-        if name.startswith("_") or "layer" not in held.get("_modules", ()):
+        if name.startswith("_") or name == OF_ADAPTERS or "layer" not in held.get("_modules", ()):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(held["_modules"]["layer"], name)
 

@@ -284,6 +284,7 @@ KEEP = "keep the retrofitted model, or use the dense one that it was made from"
 def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     """Return the dense model that computes what the rewritten `model` does, which is left as it was; nothing is shared by the two.
 
+    Masks of what dense weights read, as those of activation-sparsity, are taken off: what is compared is the model without them.
     Parameters that the passes kept have the values that they have now. Raises `VerificationError` where no dense model of that
     class computes the same, and names the place: a dense parameter that is gone, an output, a trained parameter that takes part.
     """
@@ -319,6 +320,7 @@ def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
     dense = filled(part, form)
     with preserve_modes(part), preserve_random_state(), preserve_state(part):
         part.eval()
+        turn_masks_off(part)
         require_equal(part, dense, form, named_inputs(part, example_inputs))
     return dense.train(part.training)
 
@@ -359,6 +361,13 @@ def value_of(form: DenseForm, name: str) -> Tensor:
     value = form.tensors[name].value
     assert value is not None
     return value.clone(memory_format=torch.contiguous_format)
+
+
+def turn_masks_off(part: nn.Module) -> None:
+    """Have modules that only mask what dense weights read compute the dense function: without its masks that is the model."""
+    for pass_ in recipe(part) or ():
+        if pass_.only_masks and pass_.recovery.dial is not None:
+            pass_.recovery.dial.turn(part, 0.0)
 
 
 def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs) -> None:

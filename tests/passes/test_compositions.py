@@ -28,6 +28,7 @@ from retrofit.program.capture import capture
 from retrofit.surgery.wrappers import InjectingForward
 
 SPECS = {
+    "activation-sparsity": "activation-sparsity",
     "altup": "altup(k=2)",
     "sum": "sum",
     "sequence-altup": "sequence-altup(k=4)",
@@ -44,6 +45,7 @@ SPECS = {
 SHARING = "shared-moe(experts=2, share_attention=true)"
 SKIPPING = "sequence-altup(k=2, method=stride-and-skip)"
 OTHERWISE = {  # other forms of the same passes
+    "activation-sparsity": ("activation-sparsity(level=0.25, where=down, centre=true)",),
     "altup": ("altup(k=3, init=hop)", "altup(k=2, embedding=recycled)"),
     "sequence-altup": (SKIPPING,),
     "sparse-ffn": ("sparse-ffn(sparsity=1)",),
@@ -56,6 +58,9 @@ OTHERWISE = {  # other forms of the same passes
 
 # What is refused, and a part of the reason. The others come through every check.
 REFUSED = {
+    ("activation-sparsity", "activation-sparsity"): "its input is masked already",
+    ("activation-sparsity", "sparse-ffn"): "do not all read the same tensor",
+    ("activation-sparsity", "shared-moe"): "do not all read the same tensor",
     ("altup", "altup"): "several blocks wide already",
     ("sequence-altup", "sequence-altup"): "strided already",
     ("sparse-ffn", "sparse-ffn"): "another pass has already replaced it",
@@ -90,6 +95,7 @@ QUICK = (  # every pass, and a refusal
     ("llama", "sum", "reversible"),
     ("llama", "shared-moe", "sparse-loss"),
     ("llama", "sparse-ffn", "shared-moe"),
+    ("llama", "activation-sparsity", "altup"),
     ("bart", "sparse-ffn", "merge-cross-attention"),
 )
 
@@ -111,12 +117,14 @@ def rewritten(kind: str, *specs: str) -> str:
     torch.manual_seed(0)
     model, refusal = MODELS[kind](), None
     before = {name: (id(parameter), parameter.detach().clone()) for name, parameter in model.named_parameters()}
+    data = torch.randint(3, 60, (8, 16)) if any(as_pass(spec).needs_calibration for spec in specs) else None
     try:
-        retrofit.apply(model, *specs)
+        retrofit.apply(model, *specs, calibration=data)
     except DoesNotFitError as error:
         refusal = error
     if refusal is None:
-        assert retrofit.recipe(model) == tuple(map(as_pass, specs))
+        recipe, given = retrofit.recipe(model) or (), tuple(map(as_pass, specs))
+        assert recipe == given or (data is not None and [one.name for one in recipe] == [one.name for one in given])
         return ""
     after = dict(model.named_parameters())
     assert list(before) == list(after) and retrofit.recipe(model) is None

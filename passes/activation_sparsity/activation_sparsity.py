@@ -1,0 +1,282 @@
+"""Activation sparsity: what a linear layer reads is zero where it is small, so that only the columns of the rest are needed.
+
+    y = W x̃        x̃ = x · 1(|x| ≥ τ)
+
+No weight changes and none is added. `masked_products.py` has the masks, `sites.py` finds the products, `levels.py` has the
+thresholds and how the level is divided among the products.
+
+TEAL: Training-Free Activation Sparsity in Large Language Models (ICLR 2025), §4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from retrofit.passes.activation_sparsity import reference as method_reference
+from retrofit.passes.activation_sparsity.levels import HIGHEST, Allocation, LayerPath, Magnitudes, Masks, RowSample, layer_error
+from retrofit.passes.activation_sparsity.masked_products import ActivationMask, MaskedCode, MaskedProjection, Thresholds
+from retrofit.passes.activation_sparsity.sites import ALREADY, WHERE, MaskedSite, ProductSites
+from retrofit.sdk import (
+    Anatomy,
+    Edit,
+    MethodReference,
+    ModuleReference,
+    Pass,
+    Plan,
+    Recovery,
+    SpecError,
+    argument_place,
+    option,
+)
+from retrofit.sdk.data import (
+    Calibration,
+    DensePredictions,
+    evaluation_mode,
+    ids_name,
+    outputs_of,
+    sample_calibration,
+    split_calibration,
+    vocabulary_of,
+    windows_of_batch,
+)
+from retrofit.sdk.modules import float_like
+
+LEVEL = 0.4  # where no option says otherwise
+TOKENS = 2048  # of which samples are taken for the thresholds
+LAYER_TOKENS = 256  # on which the error of a layer is measured
+HELD_OUT = 2048  # tokens on which the loss is measured
+TRIALS = 7  # of loss=: the level is within a hundredth
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationSparsityPlan(Plan):
+    """The modules whose inputs are masked."""
+
+    masked: tuple[MaskedSite, ...] = ()
+    causal: bool = False  # whether the outputs are predictions of the next token
+
+
+@dataclasses.dataclass(frozen=True)
+class ActivationSparsity(Pass[ActivationSparsityPlan]):
+    """Inputs of linear layers whose small entries are zero, by a threshold each."""
+
+    name: ClassVar[str] = "activation-sparsity"
+    summary: ClassVar[str] = "zero the small entries of what linear layers read: decoding leaves out their columns of the weights"
+    paper: ClassVar[str] = "TEAL: Training-Free Activation Sparsity in Large Language Models, §4"
+    calibrates: ClassVar[bool] = True
+    rewrites: ClassVar[str] = "linear layer"
+    places_by: ClassVar[tuple[str, ...]] = ("where", "layers")
+    already: ClassVar[str] = ALREADY
+    remedy: ClassVar[str] = "choose other layers= or where=; retrofit inspect shows the projections"
+    recovery: ClassVar[Recovery] = Recovery(dial=Thresholds())
+    only_masks: ClassVar[bool] = True
+    reference: ClassVar[MethodReference] = MethodReference(
+        {
+            MaskedProjection: ModuleReference(method_reference.masked_projection, given=("layer",)),
+            ActivationMask: ModuleReference(method_reference.activation_mask),
+        },
+        start=method_reference.start,
+    )
+
+    level: float | None = option(
+        None,
+        "share of entries that are zero, weighed by the bytes of their columns; none: 0.4, or what loss= allows",
+        minimum=0,
+    )
+    where: str = option("all", "which linear layers read masked inputs; down: the last of each feed-forward", choices=WHERE)
+    allocation: str = option(
+        "greedy", "levels of the inputs of a layer: by their effect on its output, or the same", choices=("greedy", "uniform")
+    )
+    loss: float | None = option(None, "in place of a level: by how much the loss on held-out calibration data may rise", minimum=0)
+    centre: bool = option(False, "measure entries from the median of their feature, which they become in place of zero")
+    layers: str = option("all", "depths whose linear layers read masked inputs, e.g. 0-5+8", depths=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.level is not None and self.loss is not None:
+            raise SpecError(
+                f"{self.name}: options level={self.level} and loss={self.loss} are given both",
+                why="loss= finds the level",
+                remedy="give one of them",
+                option="level",
+            )
+        if self.level is not None and self.level >= 1:
+            raise SpecError(
+                f"{self.name}: option level={self.level} is not below 1",
+                why="nothing would be left of the inputs",
+                remedy="use a share from 0, the dense function, to less than 1: 0.4",
+                option="level",
+            )
+        if self.level is None and self.loss is None:
+            object.__setattr__(self, "level", LEVEL)
+
+    @property
+    def exact(self) -> bool:
+        return self.level == 0
+
+    @property
+    def needs_calibration(self) -> bool:
+        return not self.exact
+
+    def idle_options(self) -> dict[str, tuple[str, ...]]:
+        return {"level=0": ("allocation", "centre")} if self.exact else {}
+
+    def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
+        return frozenset()
+
+    def plan(self, anatomy: Anatomy) -> ActivationSparsityPlan:
+        sites, near_misses = ProductSites(anatomy).find(self.where, self.layers, self.name)
+        weights = [weight for site in sites for weight in site.weights]
+        return ActivationSparsityPlan(
+            sites=tuple(sites),
+            near_misses=tuple(near_misses),
+            formula=f"no new parameters: a threshold for each of {len(weights)} inputs",
+            notes=(self.decoding_cost(sites, anatomy),) if sites and self.level else (),
+            masked=tuple(sites),
+            causal=len(anatomy.stacks) == 1 and anatomy.stacks[0].causal,
+        )
+
+    def decoding_cost(self, sites: list[MaskedSite], anatomy: Anatomy) -> str:
+        """Return what a token that is decoded by itself need not read."""
+        size = sum(weight.elements for site in sites for weight in site.weights)
+        return f"one token at a time, about {round(size * (self.level or 0)):,} of {size:,} weights need not be read"
+
+    def apply(self, plan: ActivationSparsityPlan, edit: Edit) -> None:
+        for site in plan.masked:
+            edit.replace_module(site.name, self.masked(site, edit.model.get_submodule(site.name)))
+        if edit.calibration is None or self.exact or any(parameter.is_meta for parameter in edit.model.parameters()):
+            return
+        with evaluation_mode(edit.model):
+            self.fit(plan, edit, edit.calibration)
+
+    def masked(self, site: MaskedSite, module: nn.Module) -> MaskedProjection | MaskedCode:
+        """Return the module that replaces the one of a site, its thresholds at zero."""
+        like = float_like(module)
+        masks = [ActivationMask(like, weight.width if self.centre else None) for weight in site.weights]
+        if site.stream_in is not None:
+            return MaskedProjection(module, argument_place(module, site.stream_in), masks[0])
+        return MaskedCode(module, [weight.name.removeprefix(f"{site.name}.") for weight in site.weights], masks)
+
+    # Thresholds from calibration data.
+
+    def fit(self, plan: ActivationSparsityPlan, edit: Edit, calibration: Calibration) -> None:
+        """Set the thresholds."""
+        fitted, held_out = split_calibration(calibration, TOKENS, HELD_OUT)
+        masks = self.observed(plan, edit.model, fitted)
+        masks.set_centres()
+        paths = self.layer_paths(plan, edit, masks, fitted) if self.allocation == "greedy" else {}
+        allocation = Allocation(masks, paths)
+        level = self.level
+        if self.loss is not None:
+            masks.set_levels(allocation.at(0.0))
+            level = highest_level(masks, allocation, Damage.of(edit.model, held_out, plan.causal), edit.model, self.loss)
+            edit.note(f"loss={self.loss:g} allows level={level:.3f}")
+        assert level is not None
+        levels = allocation.at(level)
+        masks.set_levels(levels)
+        for site in plan.masked:
+            found = {path: levels[path] for path, _ in site.masks if path in levels}
+            if found:
+                edit.note("level", site.name, {"of what it reads": masks.share(found)}, form=".2f", worst="highest")
+        unreached = [path for site in plan.masked for path, _ in site.masks if path not in levels]
+        if unreached:
+            edit.note(f"no token of the calibration data reached {len(unreached)} inputs, whose level is 0: {unreached[0]}, …")
+
+    def observed(self, plan: ActivationSparsityPlan, model: nn.Module, calibration: Calibration) -> Masks:
+        """Return the masks, which were installed, with a sample of what each receives; those that read the same have the same."""
+        masks = {path: weight for site in plan.masked for path, weight in site.masks}
+        samples: dict[str, RowSample] = {}
+        watchers: dict[str, RowSample] = {}
+        for path, weight in masks.items():
+            if weight.stream not in samples:
+                samples[weight.stream] = watchers[path] = RowSample()
+        calibration.observe(model, watchers)
+        magnitudes: dict[str, Magnitudes] = {}
+        for stream, sample in samples.items():
+            rows = sample.rows()
+            sample.parts.clear()
+            if rows is not None:
+                magnitudes[stream] = Magnitudes.of(rows, self.centre)
+        modules: dict[str, Any] = {path: model.get_submodule(path) for path in masks}
+        return Masks(
+            modules, masks, {path: magnitudes[weight.stream] for path, weight in masks.items() if weight.stream in magnitudes}
+        )
+
+    def layer_paths(self, plan: ActivationSparsityPlan, edit: Edit, masks: Masks, calibration: Calibration) -> dict[str, LayerPath]:
+        """Return the path of levels of each layer that can be run by itself."""
+        inside: dict[str, list[str]] = {}
+        for site in plan.masked:
+            if site.layer:
+                inside.setdefault(site.layer, []).extend(path for path, _ in site.masks if path in masks.magnitudes)
+        several = {layer: paths for layer, paths in inside.items() if len(paths) > 1}
+        if not several:
+            return {}
+        calls = sample_calibration(calibration, LAYER_TOKENS).record(edit.model, several)
+        found: dict[str, LayerPath] = {}
+        for layer, paths in several.items():
+            module = edit.model.get_submodule(layer)
+            if calls.get(layer) and all(call.is_repeatable(module) for call in calls[layer]):
+                error = functools.partial(layer_error, module, calls[layer])
+                found[layer] = LayerPath(masks, paths, error, self.level or 0.0)
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """How much worse the outputs on windows held out are than those of the dense model.
+
+    Of a model that predicts the next token it is the rise of the loss, in nats a token. Else the KL divergence from the dense
+    predictions where the outputs are logits of a vocabulary, and the relative error where they are not.
+    """
+
+    windows: Calibration
+    dense_loss: float | None
+    dense: DensePredictions | None
+
+    @classmethod
+    def of(cls, model: nn.Module, windows: Calibration, causal: bool) -> Damage:
+        """Return that of `model`, which is the dense one still."""
+        dense_loss = mean_loss(model, windows) if causal else None
+        first = Calibration(windows.batches[:1])
+        return cls(windows, dense_loss, DensePredictions.record(model, first, windows) if dense_loss is None else None)
+
+    def rise(self, model: nn.Module) -> float:
+        """Return it for the model as it is now."""
+        if self.dense is not None:
+            return self.dense.distance(model)
+        loss = mean_loss(model, self.windows)
+        assert loss is not None and self.dense_loss is not None
+        return loss - self.dense_loss
+
+
+def mean_loss(model: nn.Module, windows: Calibration) -> float | None:
+    """Return the cross entropy of the predictions of each next token; None where the outputs are no such predictions."""
+    total, count = 0.0, 0
+    for window in (window for batch in windows.batches for window in windows_of_batch(batch)):
+        ((inputs, outputs),) = outputs_of(model, Calibration((window,)))
+        name = ids_name(inputs)
+        ids: Any = inputs[name] if name is not None else torch.empty(0)
+        if outputs.shape[0] != ids.numel() or outputs.shape[-1] < vocabulary_of(model):
+            return None
+        total += float(F.cross_entropy(outputs[:-1].float(), ids.flatten()[1:].to(outputs.device), reduction="sum"))
+        count += ids.numel() - 1
+    return total / count if count else None
+
+
+def highest_level(masks: Masks, allocation: Allocation, damage: Damage, model: nn.Module, most: float) -> float:
+    """Return the highest level found by bisection at which the damage is within `most`."""
+    low, high = 0.0, HIGHEST
+    for _ in range(TRIALS):
+        level = (low + high) / 2
+        masks.set_levels(allocation.at(level))
+        low, high = (level, high) if damage.rise(model) <= most else (low, level)
+    return low
+
+
+__all__ = ["ActivationSparsity"]

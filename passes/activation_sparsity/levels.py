@@ -1,0 +1,183 @@
+"""Thresholds from calibration text, and how much of each input is masked.
+
+The threshold of level p is the p-quantile of |x − m| over all entries of a sample of tokens. A level of the whole is a share of
+bytes: Σ_i p_i f_i / Σ_i f_i, f_i being the size of the weight behind mask i.
+
+`uniform` gives all masks the same level. `greedy` is TEAL's algorithm, layer by layer, each layer to the same level: of the masks
+of a layer, the one rises by `STEP` next for which the squared error of what the layer returns grows least for the bytes saved,
+
+    min over i of (E(p + STEP e_i) − E(p)) / (STEP f_i)          E(p) = Σ_t w_t ‖y_t − ŷ_t(p)‖² / Σ_t w_t ‖y_t‖²
+
+with y of the dense layer for the same arguments, and the weights of `weighted_error`. What a mask would cost is measured again only
+once it comes first by what it cost before (lazy greedy).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from retrofit.passes.activation_sparsity.masked_products import ActivationMask
+from retrofit.passes.activation_sparsity.sites import MaskedWeight
+from retrofit.sdk.data import RecordedCall, evaluation_mode, evenly_spaced, float_tensors, set_aside, weighted_error
+
+STEP = 0.1  # by which a level rises
+HIGHEST = 0.9  # of one mask, where the level of the whole is no higher
+ROWS = 512  # tokens that a threshold is a quantile of
+VALUES = 1 << 18  # entries that it is a quantile of
+NEAR = 0.001  # by which the level of a threshold may be another
+
+Levels = Mapping[str, float]  # by the path of a mask
+
+
+class RowSample:
+    """Keeps some of the rows that it is shown, at even distances: between `most` and twice as many, a watcher of `observe`."""
+
+    def __init__(self, most: int = ROWS) -> None:
+        self.most, self.every, self.skipped, self.count = most, 1, 0, 0
+        self.parts: list[Tensor] = []
+
+    def __call__(self, x: Tensor) -> None:
+        part = x[self.skipped :: self.every]
+        self.skipped = (self.skipped - len(x)) % self.every
+        if not len(part):
+            return
+        self.parts.append(set_aside(part.clone()))
+        self.count += len(part)
+        while self.count > 2 * self.most:
+            rows = torch.cat(self.parts)
+            self.skipped += self.every * (self.count % 2)
+            self.every *= 2
+            self.parts = [set_aside(rows[::2].clone())]
+            self.count = len(self.parts[0])
+
+    def rows(self) -> Tensor | None:
+        """Return (tokens, d), None where there was none."""
+        return evenly_spaced(torch.cat(self.parts), self.most) if self.parts else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Magnitudes:
+    """A sample of |x − m|, in ascending order, and m."""
+
+    ordered: Tensor
+    centre: Tensor | None
+
+    @staticmethod
+    def of(rows: Tensor, centred: bool) -> Magnitudes:
+        rows = rows.float()
+        centre = rows.median(0).values if centred else None
+        values = (rows if centre is None else rows - centre).abs().flatten()
+        every = -(-len(values) // VALUES)
+        while every > 1 and rows.shape[-1] % every == 0:  # else only some features would be among them
+            every += 1
+        return Magnitudes(values[::every].sort().values, centre)
+
+    def threshold(self, level: float) -> float:
+        """Return the quantile, up to `NEAR`, in the middle of the widest gap between two entries there.
+
+        So no entry of the sample is at the threshold, where rounding would decide: what a first layer receives takes few values.
+        """
+        place, count = round(level * len(self.ordered)), len(self.ordered)
+        if not place:
+            return 0.0
+        near, value = int(NEAR * count), self.ordered[min(place, count - 1)]
+        first = min(int(torch.searchsorted(self.ordered, value)), place - near)
+        last = max(int(torch.searchsorted(self.ordered, value, right=True)), place + near)
+        around = self.ordered[max(0, first - 1) : last + 1]
+        gap = int(around.diff().argmax()) if len(around) > 1 else 0
+        return float(around[gap : gap + 2].mean())
+
+
+@dataclasses.dataclass(frozen=True)
+class Masks:
+    """The masks that were installed, by path, with what is known of their inputs; those that no token reached are left out."""
+
+    modules: Mapping[str, ActivationMask]
+    weights: Mapping[str, MaskedWeight]
+    magnitudes: Mapping[str, Magnitudes]
+
+    def set_centres(self) -> None:
+        """Set m of every mask."""
+        for path, found in self.magnitudes.items():
+            if found.centre is not None:
+                self.modules[path].get_buffer("centre").copy_(found.centre)
+
+    def set_levels(self, levels: Levels) -> None:
+        """Set the thresholds of these masks."""
+        for path, level in levels.items():
+            self.modules[path].threshold.fill_(self.magnitudes[path].threshold(level))
+
+    def size(self, paths: Iterable[str]) -> int:
+        """Return the size of the weights behind some masks."""
+        return sum(self.weights[path].elements for path in paths)
+
+    def share(self, levels: Levels) -> float:
+        """Return the level of the whole."""
+        return sum(level * self.weights[path].elements for path, level in levels.items()) / max(1, self.size(levels))
+
+
+class LayerPath:
+    """The levels of the masks of one layer as that of the layer rises, found step by step as far as they are asked for."""
+
+    def __init__(self, masks: Masks, paths: Sequence[str], error: Callable[[], float], highest: float = HIGHEST) -> None:
+        self.masks, self.error, self.highest = masks, error, max(highest, HIGHEST)
+        self.levels = dict.fromkeys(paths, 0.0)
+        self.steps: list[tuple[float, dict[str, float]]] = [(0.0, dict(self.levels))]  # level of the layer, those of the masks
+        self.reached = 0.0  # the error so far
+        self.waiting: list[tuple[float, int, str]] = [(float("-inf"), number, path) for number, path in enumerate(paths)]
+
+    def at(self, level: float) -> dict[str, float]:
+        """Return the levels of the masks where that of the layer is `level`; between two steps they are interpolated."""
+        while self.steps[-1][0] < level and self.waiting:
+            self.rise()
+        (low, before), (high, after) = next(
+            (pair for pair in zip(self.steps, self.steps[1:], strict=False) if pair[1][0] >= level), (self.steps[-1],) * 2
+        )
+        part = (level - low) / (high - low) if high > low else 1.0
+        return {path: before[path] + part * (after[path] - before[path]) for path in before}
+
+    def rise(self) -> None:
+        """Take the next step."""
+        fresh: dict[str, float] = {}  # errors measured in this step
+        while True:
+            _, number, path = heapq.heappop(self.waiting)
+            higher = min(self.levels[path] + STEP, self.highest)
+            if path in fresh:
+                break
+            self.masks.set_levels({**self.levels, path: higher})
+            fresh[path] = self.error()
+            saved = (higher - self.levels[path]) * self.masks.weights[path].elements
+            heapq.heappush(self.waiting, ((fresh[path] - self.reached) / saved, number, path))
+        self.levels[path], self.reached = higher, fresh[path]
+        if higher < self.highest:
+            heapq.heappush(self.waiting, (float("-inf"), number, path))
+        self.steps.append((self.masks.share(self.levels), dict(self.levels)))
+
+
+class Allocation:
+    """The level of every mask for one of the whole."""
+
+    def __init__(self, masks: Masks, layers: Mapping[str, LayerPath]) -> None:
+        self.masks, self.layers = masks, layers
+        apart = {path for layer in layers.values() for path in layer.levels}
+        self.uniform = [path for path in masks.magnitudes if path not in apart]
+
+    def at(self, level: float) -> dict[str, float]:
+        """Return the levels at which each layer has this one, as has each mask that is in no layer that can be run by itself."""
+        levels = dict.fromkeys(self.uniform, level)
+        for layer in self.layers.values():
+            levels.update(layer.at(level))
+        return levels
+
+
+@torch.no_grad()
+def layer_error(module: nn.Module, calls: Sequence[RecordedCall]) -> float:
+    """Return the squared error of what a layer returns for the arguments of these calls, relative to what it returned."""
+    with evaluation_mode(module):
+        pairs = [(call.real(float_tensors(call.repeat(module))[0]), call.real(float_tensors(call.output)[0])) for call in calls]
+    return float(weighted_error(torch.cat([found for found, _ in pairs]), torch.cat([dense for _, dense in pairs])) ** 2)
