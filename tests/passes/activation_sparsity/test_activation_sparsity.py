@@ -166,31 +166,26 @@ def test_speech_models_are_calibrated_on_sound() -> None:
 # ── Levels ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def changed_share(x: Tensor, y: Tensor) -> float:
-    return float((x != y).double().mean())
-
-
 @torch.no_grad()
-def share_of_zeros(model: Any, name: str = "llama") -> float:
-    """The share of entries that the masks change on the calibration data, weighed by the sizes of the weights behind them."""
-    found, total = 0.0, 0
-    counts: dict[str, float] = {}
-    handles = [
-        mask.register_forward_hook(
-            lambda module, args, y, path=path: counts.__setitem__(path, float((y != args[0]).double().mean()))
-        )
-        for path, mask in masks(model).items()
-    ]
-    logits(model, **inputs_of(name))
-    for handle in handles:
-        handle.remove()
-    for path, share in counts.items():
+def share_below(model: Any) -> float:
+    """The share of entries in the dense model that lie below the thresholds, weighed by the sizes of the weights behind them."""
+    below, total = 0.0, 0
+
+    def see(mask: ActivationMask, args: Any, size: int) -> None:
+        nonlocal below, total
+        below, total = below + size * float((args[0].abs() < mask.threshold).double().mean()), total + size
+
+    model, dial = copy.deepcopy(model), ActivationSparsity.recovery.dial
+    assert dial is not None
+    dial.turn(model, 0.0)
+    for path, mask in masks(model).items():
         size = model.get_submodule(path.removesuffix(".mask")).layer.weight.numel()
-        found, total = found + share * size, total + size
-    return found / total
+        mask.register_forward_pre_hook(functools.partial(see, size=size))
+    logits(model, **inputs_of("llama"))
+    return below / total
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     level=st.floats(0.0, 0.95),
     where=st.sampled_from(("all", "ffn", "attention", "down")),
@@ -198,8 +193,8 @@ def share_of_zeros(model: Any, name: str = "llama") -> float:
 )
 def test_the_share_of_zeros_is_the_level(level: float, where: str, allocation: str) -> None:
     spec = ActivationSparsity(level=level, where=where, allocation=allocation)
-    model = retrofit.apply(copy.deepcopy(dense("llama")), spec, calibration=ids(), verify=False)
-    assert share_of_zeros(model) == pytest.approx(level, abs=0.04)  # one mask changes what the next ones receive
+    model = retrofit.apply(copy.deepcopy(dense("llama")), spec, calibration=[inputs_of("llama")], verify=False)
+    assert share_below(model) == pytest.approx(level, abs=0.03)  # a window in eight is held out from the sample
 
 
 @pytest.mark.parametrize(
