@@ -63,11 +63,11 @@ def train_step(model: nn.Module, ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def decode(model: nn.Module, ids: Tensor, tokens: int) -> None:
-    """`tokens` tokens after a prompt, one by one with the model's cache."""
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    for _ in range(tokens):
-        cache = model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True).past_key_values
+def decode(model: nn.Module, ids: Tensor) -> None:
+    """Run token by token with the model's cache; no prompt, of whose tokens each may choose other experts."""
+    cache = None
+    for token in ids.split(1, dim=1):
+        cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
 
 
 def main() -> None:
@@ -96,8 +96,8 @@ def main() -> None:
     for model in models.values():
         model.eval().zero_grad(set_to_none=True)
     if "decode" in options.parts:
-        print(f"\nprompt of 8 and {options.decode} tokens with the cache, batch 1")
-        side_by_side.compare({name: partial(decode, model, ids[:1, :8], options.decode) for name, model in models.items()}, options)
+        print(f"\n{options.decode} tokens with the cache, batch 1")
+        side_by_side.compare({name: partial(decode, model, ids[:1, : options.decode]) for name, model in models.items()}, options)
     for name in options.only if "load" in options.parts else ():
         print(f"\nload of the experts, {name}")
         print(expert_load(models[name], ids.cpu()))

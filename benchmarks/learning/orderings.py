@@ -128,11 +128,11 @@ GROUPS = {
         ),
     ),
     "slices": Group(
-        "slices whose experts are weighed by 1, with the gradient of log p, are better than with E·p, and these than dense",
+        "slices: weight 1 with the gradient of log p is better than with that of the balance loss alone, and that than E·p",
         (
             Variant("1, gradient of log p", SLICES),
-            Variant("E·p", SLICES, weigh_by_probability),
             Variant("1, gradient of the balance loss alone", SLICES, route_by_balance),
+            Variant("E·p", SLICES, weigh_by_probability),
             Variant("dense"),
         ),
     ),

@@ -58,8 +58,8 @@ MUTANTS = [
     ),
     mixture(
         "the gates are divided by the largest, not by their sum",
-        "gates / gates.sum(-1, keepdim=True)",
-        "gates / gates.amax(-1, keepdim=True)",
+        "            gates = gates / gates.sum(-1, keepdim=True)\n",
+        "            gates = gates / gates.amax(-1, keepdim=True)\n",
         trials=SHARED,
     ),
     mixture(
@@ -172,8 +172,8 @@ MUTANTS = [
     ),
     mixture(
         "gate and up are swapped in every expert",
-        "self.units - 1) + 1 : port.step] for port in self.ports]",
-        "self.units - 1) + 1 : port.step] for port in reversed(self.ports)]",
+        "narrow(-1, port.start, self.units) for port in self.ports]",
+        "narrow(-1, port.start, self.units) for port in reversed(self.ports)]",
         trials=on("llama t5-gated", "shared-moe(experts=4, k=2)"),
     ),
     mixture(
@@ -203,8 +203,8 @@ MUTANTS = [
     ),
     mixture(
         "slices: every slice's router chooses among the experts of the first",
-        "        if self.slices > 1:\n",
-        "        if False:\n",
+        "        if self.slices > 1:\n            selected =",
+        "        if False:\n            selected =",
         trials=SLICED,
     ),
     mixture(
@@ -215,8 +215,8 @@ MUTANTS = [
     ),
     mixture(
         "a few tokens: each has the expert of another row",
-        "selected.flatten().tolist()",
-        "selected.flatten().flip(0).tolist()",
+        "        numbers = selected.flatten().tolist()\n",
+        "        numbers = selected.flatten().flip(0).tolist()\n",
         trials=SLICED,
         test="tests/passes/shared_moe/test_slicing.py::test_outputs_gradients_and_balance_are_those_of_a_loop",
     ),

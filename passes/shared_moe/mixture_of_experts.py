@@ -77,8 +77,10 @@ class ExpertMatrices(nn.Module):
         """
         weight, bias = self.weight, self.bias  # once: adapters make them anew each time
         if not isinstance(expert, Tensor):
-            of = {e: (weight[e].to(rows.dtype), None if bias is None else bias[e].to(rows.dtype)) for e in set(expert)}
-            return torch.cat([F.linear(row, *of[e]) for row, e in zip(rows.split(1), expert, strict=True)])
+            parts = zip(rows.split(1), expert, strict=True)
+            if bias is None:
+                return torch.cat([F.linear(row, weight[e]) for row, e in parts])
+            return torch.cat([F.linear(row, weight[e], bias[e]) for row, e in parts])
         weight = weight.to(rows.dtype)  # type: ignore[assignment]
         if ends is not None:
             y = grouped_product(rows, weight.transpose(1, 2), ends)
@@ -129,7 +131,7 @@ class MixtureOfExperts(nn.Module):
             self.add_module(name, matrices)
         self.down = down
         self.stacked, self.width, self.units = down.weight.shape
-        self.slices, self.experts = slices, self.stacked // slices
+        self.slices, self.experts, self.sent = slices, self.stacked // slices, slices * k
         self.order: Tensor | None
         self.register_buffer("order", order)
         self.config: Any = None  # the model's, where it has one
@@ -140,8 +142,38 @@ class MixtureOfExperts(nn.Module):
         nn.init.normal_(self.router.weight, std=ROUTER_SPREAD)
 
     def forward(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
+        if self.reads_in_place(x):
+            return self.compute_in_place(x, hidden)
         gates, selected = self.route(x)
         return self.combine(x.reshape(-1, self.width), gates, selected, hidden).view(x.shape)
+
+    def reads_in_place(self, x: Tensor) -> bool:
+        """Return whether x is few tokens whose experts can be read at once: on a CPU, without gradients or anything that traces."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or x.device.type != "cpu":
+            return False
+        few = 0 < x.numel() * self.sent <= self.stacked * self.width and x.dtype == self.down.weight.dtype
+        if not few or type(x) is not Tensor or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing():
+            return False
+        traced = bool(torch._C._len_torch_dispatch_stack()) and get_proxy_mode() is not None
+        return not traced and self.plugged_function() is None
+
+    def compute_in_place(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
+        """Return y of a few tokens by views of their experts' matrices: nothing is sorted, and no matrix copied."""
+        logits = self.router(x).view(-1, self.slices, self.experts)
+        gates = None
+        if self.order is not None or (self.k == 1 and self.renormalize):
+            selected = logits.topk(self.k, dim=-1).indices
+        else:
+            gates, selected = logits.softmax(-1).topk(self.k, dim=-1)
+            gates = gates / gates.sum(-1, keepdim=True) if self.renormalize else gates
+        sent = self.sent
+        numbers = selected.flatten().tolist()
+        if self.slices > 1:
+            numbers = [e + self.experts * (place % self.slices) for place, e in enumerate(numbers)]  # K = 1
+        rows = x.reshape(1, -1).expand(sent, -1) if len(numbers) == sent else x.reshape(-1, self.width).repeat_interleave(sent, 0)
+        y = self.run_experts(rows, numbers, None, hidden).view(-1, sent, self.width)
+        y = y if gates is None else y * gates.view(-1, sent, 1)
+        return (y if sent == 1 else y.sum(1)).to(x.dtype).view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gates and experts of each token: (tokens, g·K), float32 and indices; above an expert's capacity the gate is 0.
@@ -195,7 +227,7 @@ class MixtureOfExperts(nn.Module):
         if (plugged := self.plugged_function()) is not None:
             return plugged(ExpertsView(self, hidden), x, selected, gates)  # type: ignore[no-any-return]
         if selected.numel() <= self.stacked:  # as few products as there are matrices
-            return self.combine_few(x, gates, selected, hidden)
+            return self.combine_gathered(x, gates, selected, hidden)
         expert, order = torch.sort(selected.flatten(), stable=True)  # rows sorted by expert, one grouped product for all
         ends = torch.searchsorted(expert, torch.arange(self.stacked, device=expert.device), right=True).to(torch.int32)
         y = self.run_experts(x.index_select(0, order // selected.shape[1]), expert, ends, hidden)
@@ -213,13 +245,6 @@ class MixtureOfExperts(nn.Module):
         plain = isinstance(first, ExpertMatrices) and isinstance(second, ExpertMatrices)
         fits = plain and (first.bias is None) == (second.bias is None)
         return ALL_EXPERTS_FUNCTIONS[name] if fits else None  # type: ignore[no-any-return]
-
-    def combine_few(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
-        """Return the same without sorting, for a few tokens: by views of their experts' matrices where a CPU runs it at once."""
-        if not holds_numbers(selected):
-            return self.combine_gathered(x, gates, selected, hidden)
-        rows = x.expand(selected.shape[1], -1) if len(x) == 1 else x.repeat_interleave(selected.shape[1], 0)
-        return self.weigh(self.run_experts(rows, selected.flatten().tolist(), None, hidden), gates)
 
     def combine_gathered(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         """Return the same by a copy of its experts' matrices for each token: for a few tokens."""
@@ -247,6 +272,8 @@ class MixtureOfExperts(nn.Module):
 
     def units_of(self, z: Sequence[Tensor]) -> list[Tensor]:
         """Return what the hidden function reads of the results of the matrices: (…, units) each."""
+        if all(port.step == 1 for port in self.ports):
+            return [z[port.matrix].narrow(-1, port.start, self.units) for port in self.ports]
         return [z[port.matrix][..., port.start : port.start + port.step * (self.units - 1) + 1 : port.step] for port in self.ports]
 
     @torch.no_grad()
@@ -294,13 +321,6 @@ class ExpertsView:
         return self.hidden(*self.moe.units_of([z]))
 
     _apply_gate = act_fn
-
-
-def holds_numbers(selected: Tensor) -> bool:
-    """Return whether indices can be read at once: on a CPU, where nothing traces the call and nothing needs gradients."""
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing() or get_proxy_mode() is not None
-    here = type(selected) is Tensor and selected.device.type == "cpu" and selected.numel() > 0
-    return here and not traced and not torch.is_grad_enabled()
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

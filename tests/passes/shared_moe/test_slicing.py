@@ -14,6 +14,14 @@ from support import zoo
 from support.mixtures import D, blocks, build, logits, make
 from support.tiny_models import llama
 from torch import Tensor, nn
+from torch._dynamo.utils import detect_fake_mode
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx, record_original_output_strides
+from torch._inductor.debug import DebugContext
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import Layout
+from torch._inductor.virtualized import V
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward, grouped_mm_experts_forward
@@ -332,6 +340,38 @@ def test_one_token_on_a_cpu_copies_no_matrix(form: dict[str, Any]) -> None:
     assert largest.numel < D * 16
     torch.testing.assert_close(y, moe.combine_gathered(x, gates, selected, hidden))
     torch.testing.assert_close(y, moe.combine_every(x, gates, selected, hidden))
+
+
+@pytest.mark.parametrize("form", [{"slices": 3, "experts": 2, "gated": "halves"}, {"k": 2, "gated": "two"}, {"k": 1}])
+def test_one_token_compiled_copies_no_matrix(form: dict[str, Any]) -> None:
+    """Of what Inductor would run, nothing is written that is as large as a matrix of one expert; and it is few kernels."""
+    sizes: list[int] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[Any], **given: Any) -> Any:
+        with V.set_fake_mode(detect_fake_mode(inputs)):
+            record_original_output_strides(graph)
+            post_grad_passes(graph, True)
+            lowered = GraphLowering(graph, example_inputs=inputs)
+            with V.set_graph_handler(lowered), V.set_debug_handler(DebugContext()):
+                lowered.run(*inputs)
+                sizes.extend(buffer.get_numel() for buffer in lowered.buffers if isinstance(buffer.maybe_get_layout(), Layout))
+        return make_boxed_func(graph.forward)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.moe, self.hidden = make(units=16, **form)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.moe(x, self.hidden)
+
+    torch.compiler.reset()
+    whole, x = Whole().eval(), torch.randn(1, D)
+    with torch.no_grad():
+        compiled = torch.compile(whole, backend=lambda *given: compile_fx(*given, inner_compile=record), fullgraph=True)
+        torch.testing.assert_close(compiled(x), whole(x))
+    assert 0 < max(sizes) < D * 16
+    assert len(sizes) < 16
 
 
 def test_a_sliced_mixture_is_exported(tmp_path: Path) -> None:
