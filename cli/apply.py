@@ -94,8 +94,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         from retrofit.cli.inspect import print_plan
         from retrofit.passbase.calibration import using_tokenizer
+        from retrofit.storage.companions import tokenizer_place
 
-        with using_tokenizer(tokenizer_for(arguments, passes)):
+        with using_tokenizer(tokenizer_for(arguments, passes), tokenizer_place(arguments.config or arguments.model)):
             return print_plan(arguments, passes)
     output = arguments.output or default_output(arguments.model, [pass_.name for pass_ in passes])
     check_model_output(output, arguments.force, arguments.model)
@@ -169,7 +170,7 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
         if arguments.calibrate is not None:
             require_directory(arguments.model)
             text = read_calibration(arguments, model_without_weights(transformer_folder(arguments.model)))
-        with using_tokenizer(tokenizer_for(arguments, passes)):
+        with using_tokenizer(tokenizer_for(arguments, passes), transformer_folder(arguments.model)):
             applied = apply_streamed(
                 arguments.model,
                 output,

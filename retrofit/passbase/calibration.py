@@ -213,17 +213,22 @@ def length_taken(model: nn.Module) -> int:
 
 
 TOKENIZER: contextvars.ContextVar[Any] = contextvars.ContextVar("tokenizer", default=None)
+HOME: contextvars.ContextVar[Path | None] = contextvars.ContextVar("home", default=None)
 SAVED = object()  # in place of a tokenizer: what passes make of one is in the file that the model is loaded from
 
 
 @contextlib.contextmanager
-def using_tokenizer(tokenizer: Any) -> Iterator[None]:
-    """Within this context passes find `tokenizer`, an object or a directory; None: the one that came with their model."""
-    token = TOKENIZER.set(tokenizer)
+def using_tokenizer(tokenizer: Any, home: Path | None = None) -> Iterator[None]:
+    """Within this context passes find `tokenizer`, an object or a directory; None: the one that came with their model.
+
+    `home` is the directory or file of a model that does not know its own.
+    """
+    tokens = TOKENIZER.set(tokenizer), HOME.set(home)
     try:
         yield
     finally:
-        TOKENIZER.reset(token)
+        TOKENIZER.reset(tokens[0])
+        HOME.reset(tokens[1])
 
 
 def tokenizer_of(model: nn.Module) -> Any:
@@ -241,9 +246,9 @@ def tokenizer_of(model: nn.Module) -> Any:
 
 
 def came_with(model: nn.Module, tokenizer: Any) -> bool:
-    """Return whether a tokenizer was read from the directory that the model was loaded from."""
-    home, place = origin_of(model), Path(str(getattr(tokenizer, "name_or_path", "") or ""))
-    return home is not None and home.resolve() == place.resolve()
+    """Return whether a tokenizer was read from the directory, or the file in it, that the model is from."""
+    home, place = HOME.get() or origin_of(model), Path(str(getattr(tokenizer, "name_or_path", "") or ""))
+    return home is not None and place.resolve() == (home.parent if home.is_file() else home).resolve()
 
 
 def origin_of(model: nn.Module) -> Path | None:

@@ -144,7 +144,10 @@ def test_a_small_tokenizer_that_came_with_the_model_is_the_models(tmp_path: Path
     byte_tokenizer(WORDS[:6], 6).save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     retrofit.apply(model, f"{NGRAMS})", verify=False)
-    assert table_of(model)[:7].tolist() == [0, 1, 1, 1, 1, 5, 6]
+    command = "apply --pass memory --lookup ngram --buckets 40 --stream".split()
+    assert main([*command, str(tmp_path), "-o", str(tmp_path / "streamed")]) == 0
+    for found in (model, transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "streamed")):
+        assert table_of(found)[:7].tolist() == [0, 1, 1, 1, 1, 5, 6]
 
 
 def test_a_model_with_tables_that_was_resized_takes_the_extended_tokenizer() -> None:
