@@ -224,7 +224,7 @@ def share_of_fitted(block: Any, options: Any, x: Tensor, dense: Dense | None) ->
     """Return the squared error on a quarter of these tokens of a matrix fitted to the others, as a part of the block's own.
 
     The matrix is the minimum of what the fit minimizes, for the λ that is best here. Of four shares the largest is returned: of
-    either half of the quarter, tokens weighed by their length or all alike. The block's matrix was fitted to these tokens among
+    either half of the quarter, tokens weighed by their length or all the same. The block's matrix was fitted to these tokens among
     others, so that one fitted to fewer is not nearer.
     """
     z, h = hidden_units(block, x)

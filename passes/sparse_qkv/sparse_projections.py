@@ -159,7 +159,7 @@ def fit_letters(
 def absorbed_values(site: AttentionSite, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Return W_v of an attention that loses its output layer: the values that add to the stream what the dense attention adds.
 
-    Exact where all heads attend alike: then head s adds Σ_h x W_v^h W_o^h, of which its own columns count. Heads that share their
+    Exact where all heads attend equally: then head s adds Σ_h x W_v^h W_o^h, of which its own columns count. Heads that share their
     values get the mean of what each would need. Empty where the columns do not come out as the heads'.
     """
     if site.out is None or "v" not in weights:

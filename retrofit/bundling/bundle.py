@@ -23,8 +23,9 @@ from transformers.models.auto import modeling_auto
 from retrofit.bundling.modelling_file import ModelClass, ModellingFile, modelling_file
 from retrofit.bundling.table import DenseState, Structure
 from retrofit.errors import CheckpointError, first_few
-from retrofit.files.atomic_writes import whole_directory
+from retrofit.files.atomic_writes import explained, whole_directory
 from retrofit.files.model_folders import is_file_name
+from retrofit.files.safetensors_header import extents_in
 from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import parse_recipe
@@ -41,6 +42,8 @@ from retrofit.storage.filling import (
     transformers_class,
     weight_files,
 )
+from retrofit.storage.load_guard import require_names
+from retrofit.storage.other_models import known_ancestor
 from retrofit.storage.recipe_quantizer import rewrite_skeleton
 from retrofit.surgery.dequantization import is_recipe, stored_quantization
 from retrofit.surgery.transformers_bookkeeping import is_transformers
@@ -76,7 +79,8 @@ def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, forc
             code="not-rewritten",
         )
     with tempfile.TemporaryDirectory(prefix="retrofit-bundle-") as folder:
-        model.save_pretrained(folder)
+        with explained(Path(folder)):
+            model.save_pretrained(folder)
         return bundle_directory(Path(folder), path, force=force)
 
 
@@ -89,8 +93,9 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
     with quiet():
         dense_config = config_class(whole).from_pretrained(source, **ONLY_DATA)
         model = skeleton(whole, dense_config)
-        dense = DenseState(model)
+        dense, before = DenseState(model), set(model.modules())
         rewrite_skeleton(model, config["quantization_config"]["recipe"])
+        require_weights(model, before, weights, source)
         table = Structure(model, dense, DEFAULT).table
     known = type(dense_config).model_type  # what a file says becomes no part of the code
     model_type = f"retrofitted_{known}"
@@ -187,6 +192,28 @@ def require_safetensors(source: Path) -> list[Path]:
         )
     require_whole_weights(source, in_memory=False)
     return files if files[0].name == WEIGHTS else [source / INDEX, *files]
+
+
+def require_weights(model: PreTrainedModel, dense: set[nn.Module], files: list[Path], source: Path) -> None:
+    """Raise `CheckpointError` where a weight in the files has no place in the rewritten skeleton, or a new module no weight there.
+
+    It is what the recipe makes of the config as it is now; the weights may be of what it made of an earlier one.
+    """
+    held = {name for file in files for name in extents_in(file)}
+    own, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
+    modules = dict(model.named_modules(remove_duplicate=False))
+    unread = [name for name in sorted(held) if own.isdisjoint((name, name.removeprefix(prefix), prefix + name))]
+    # a part that the class does not have is left out, as on loading; what is inside a module with weights belongs to the recipe
+    unread = [name for name in unread if next(modules[known_ancestor(name, modules)].parameters(recurse=False), None) is not None]
+    if unread:
+        raise CheckpointError(
+            f"{source} cannot be bundled",
+            why=f"the recipe makes another model of its config: no place for {first_few(unread)}. Was a head untied since?",
+            remedy=f"tie it again, or {MEANWHILE}",
+            code="mismatch",
+        )
+    rewritten = {path for path, module in model.named_modules(remove_duplicate=False) if module not in dense}
+    require_names(model, held, rewritten)
 
 
 def skeleton(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:

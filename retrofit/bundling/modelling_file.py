@@ -66,7 +66,7 @@ class SourceText:
         return resolve(file, reference.name, self.closure.ours)
 
     def distinct_names(self, taken: set[str]) -> dict[Definition, str]:
-        """Return a name of its own for each definition; no two are alike, nor like an import."""
+        """Return a name of its own for each definition; it differs from all others and from imports."""
         taken |= {imported.name for imports in self.closure.imports.values() for imported in imports}
         names: dict[Definition, str] = {}
         for file in self.files:

@@ -46,7 +46,7 @@ NEGLIGIBLE = 1e-6  # of the largest gradient: one that is smaller everywhere is 
 LARGE = 1 << 22  # elements of a table of which only the rows in use are copied
 TALL = 4096  # rows of such a table
 EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")  # its first arguments
-BLOCK = 65521  # random numbers that are drawn for one tensor; a prime, so that no two rows of a matrix are alike
+BLOCK = 65521  # random numbers that are drawn for one tensor; a prime, so that no two rows of a matrix are equal
 
 
 @dataclasses.dataclass(frozen=True)

@@ -168,7 +168,7 @@ class Arithmetic:
     def compare(self, ways: Ways, in_doubt: bool = False, same_kernels: bool = False) -> Comparison:
         """Return whether the two ways agree; `in_doubt` float64 is used in any case. Raise what the ways raise.
 
-        Ways that run the `same_kernels` on the same numbers round alike, so that even in a large model any gap is a doubt.
+        Ways that run the `same_kernels` on the same numbers round equally, so that even in a large model any gap is a doubt.
         """
         with self.computing(), self.remembering():
             a, b = ways()

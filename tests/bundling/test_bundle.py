@@ -373,3 +373,17 @@ def test_nothing_that_a_file_says_becomes_code(tmp_path: Path) -> None:
     with contextlib.suppress(RetrofitError):
         retrofit.bundle(folder, tmp_path / "another")
     assert not mark.exists()
+
+
+def test_a_head_untied_since_is_bundled_as_it_is_or_not_at_all(tmp_path: Path) -> None:
+    """`altup` makes another model of an untied one: a scale of the tied head would have no place."""
+    for spec, fits in (("memory(lookup=softmax)", True), ("altup(k=2)", False)):
+        model = retrofit.apply(llama(tie_word_embeddings=True), spec, verify=False)
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 0.1)
+        model.config.tie_word_embeddings = False
+        if fits:
+            retrofit.bundle(model, tmp_path / "fits")
+        else:
+            with refused(CheckpointError, "lm_head.block_scale.scale", code="mismatch"):
+                retrofit.bundle(model, tmp_path / "other")
+            assert not (tmp_path / "other").exists()
