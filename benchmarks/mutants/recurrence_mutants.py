@@ -183,7 +183,7 @@ MUTANTS = [
     ),
     layer(
         "no state is kept in the cache",
-        '"cache": None if checkpointed else cache_among(args, kwargs),',
+        '"cache": cache,',
         '"cache": None,',
         trials=DECODING,
     ),
