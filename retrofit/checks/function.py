@@ -35,12 +35,12 @@ class FunctionMeasurement:
     """The outputs of a model."""
 
     logits: tuple[torch.Tensor, ...]  # for inputs of each shape
-    in_float64: Callable[[], WideMeasurement]  # of a large dense model computed when it is asked for
+    in_float64: WideMeasurement | Callable[[], WideMeasurement]  # of a large dense model computed when it is asked for
     noise: Comparison | None = None  # of two runs on the same inputs; of a dense model nobody asks for it
 
     @property
     def wide(self) -> WideMeasurement:
-        return self.in_float64()
+        return self.in_float64() if callable(self.in_float64) else self.in_float64
 
 
 def measure_function(
@@ -57,14 +57,13 @@ def measure_function(
         later = subject.later
         if later is not None:
             return FunctionMeasurement(logits, functools.cache(lambda: measure_later(later, len(logits))))
-        found = measure_in_float64(subject, len(logits))
-        return FunctionMeasurement(logits, lambda: found)
+        return FunctionMeasurement(logits, measure_in_float64(subject, len(logits)))
     wide = WideMeasurement((None,) * len(logits))
     if before is not None and context.exact and any(map(differ, logits, before.logits)):
         wide = measure_in_float64(subject, len(logits), before.wide)
     noise, narrow = compare_two_runs(subject)
     wide = wide if wide.activations else dataclasses.replace(wide, activations=narrow)
-    return FunctionMeasurement(logits, lambda: wide, noise)
+    return FunctionMeasurement(logits, wide, noise)
 
 
 def measure_later(subject: Subject, shapes: int) -> WideMeasurement:

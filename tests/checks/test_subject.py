@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -120,6 +121,14 @@ def wide_runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(function, "measure_wide", counted)
     return made
+
+
+def test_what_was_measured_on_a_small_model_goes_to_another_process() -> None:
+    """As mutants are observed."""
+    measured = Reference.of(gpt2())
+    read = pickle.loads(pickle.dumps(measured))
+    assert all(map(torch.equal, read.function.logits, measured.function.logits))
+    assert retrofit.verify(gpt2(), read, checks=("function",)).ok
 
 
 def test_it_is_run_so_only_where_the_rewritten_one_differs(wide_runs: list[str]) -> None:
