@@ -50,23 +50,30 @@ def take(value: Tensor, dim: int, indices: Indices, batch: int | None = 0) -> Te
 class TakenRows(torch.autograd.Function):
     """The entries of `value` (batch, T, d) at `index` (rows, n), with a gradient that is gathered too, and the same in every run.
 
-    The gradient of entry t of `value` is the sum of those at `members[:, t]` (rows, T, m) where `held`. All others of the entries
-    taken give no gradient: they are of padding, or fill slots that nothing reads.
+    The gradient of entry t of `value` is the sum of those at `members[:, t]` (rows, T, m) where `held`. Those taken where `filled`
+    (rows, n) are all of the entry `first` (rows, 1). Others give no gradient: they are of padding, which nothing reads.
     """
 
     @staticmethod
-    def forward(value: Tensor, index: Tensor, members: Tensor, held: Tensor) -> Tensor:
+    def forward(value: Tensor, index: Tensor, members: Tensor, held: Tensor, filled: Tensor | None, first: Tensor | None) -> Tensor:
         return take(value, 1, index)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    def setup_context(ctx: Any, inputs: tuple[Tensor | None, ...], output: Tensor) -> None:
         ctx.save_for_backward(*inputs[2:])
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        members, held = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        members, held, filled, first = ctx.saved_tensors
         taken = take(gradient, 1, members.flatten(1)).unflatten(1, members.shape[1:])  # (batch, T, m, d)
-        return torch.where(held.unsqueeze(-1), taken, 0).sum(2), None, None, None
+        found = torch.where(held.unsqueeze(-1), taken, 0).sum(2)
+        if filled is not None:
+            rest, is_first = (
+                torch.where(filled.unsqueeze(-1), gradient, 0),
+                torch.arange(found.shape[1], device=first.device) == first,
+            )
+            found = found + torch.where(is_first.unsqueeze(-1), rest.sum(1, keepdim=True), 0)
+        return found, None, None, None, None, None
 
 
 def match_rows(value: Tensor, rows: Tensor, batch: int | None) -> tuple[Tensor, Tensor]:
@@ -132,8 +139,7 @@ class EvenAnchors:
     def indices(self) -> Indices:
         return slice(self.first, None, self.k)
 
-    def columns(self, device: torch.device) -> Tensor:
-        """Return (1, anchors)"""
+    def columns(self, device: torch.device) -> Tensor:  # (1, anchors)
         return torch.arange(self.first, self.first + self.count * self.k, self.k, device=device)[None]
 
     def pick(self, x: Tensor) -> Tensor:
@@ -162,10 +168,7 @@ class EvenAnchors:
 
 
 def first_tokens(x: Tensor, length: int) -> Tensor:
-    """Return the first tokens of `x`: (batch, T, d) gives (batch, length, d).
-
-    While a program is exported, as a copy: a tracer asks of a view whether it is the whole, which binds the parity of T.
-    """
+    """Return the first tokens of `x`: (batch, T, d) gives (batch, length, d); in an export a copy, as a view binds T's parity."""
     return x.index_select(1, torch.arange(length, device=x.device)) if holds_one_way() else x.narrow(1, 0, length)
 
 
@@ -193,16 +196,14 @@ class CountedAnchors:
         self.anchors = real & is_computed(position, k, dense_share)  # (rows, T)
         number = self.anchors.cumsum(1)  # of anchors up to each token
         own = self.anchors.sum(1, keepdim=True)  # of anchors in each row
-        self.count = (length + k - 1) // k if count is None else count
-        if dense_share:
-            self.count = computed_tokens(length, k, dense_share)
+        self.count = computed_tokens(length, k, dense_share) if dense_share else (length + k - 1) // k if count is None else count
         start = self.count - own if filled_first else torch.zeros_like(own)
         self.slot = number - 1 + start  # of each token's anchor, below `start` for tokens before the first
         self.early = number == 0
         columns = torch.arange(length, device=real.device).expand_as(real)
         slots = torch.where(self.anchors, self.slot, self.count)
-        first = self.anchors.int().argmax(1, keepdim=True)
-        self.index = first.expand(-1, self.count + 1).scatter(1, slots, columns).narrow(1, 0, self.count)
+        self.first = self.anchors.int().argmax(1, keepdim=True)
+        self.index = self.first.expand(-1, self.count + 1).scatter(1, slots, columns).narrow(1, 0, self.count)
         slot = torch.arange(self.count, device=real.device)
         self.valid = (slot >= start) & (slot < start + own)  # (rows, anchors)
 
@@ -210,23 +211,21 @@ class CountedAnchors:
     def indices(self) -> Indices:
         return self.index
 
-    def columns(self, device: torch.device) -> Tensor:
-        """Return (rows, anchors)"""
+    def columns(self, device: torch.device) -> Tensor:  # (rows, anchors)
         return self.index
 
     def pick(self, x: Tensor) -> Tensor:
         """Return the anchors' states: (batch, T, d) gives (batch, anchors, d)."""
         if not x.requires_grad:
             return take(x, 1, self.index)
-        taken = (self.slot >= 0) & (self.slot < self.count) & self.anchors
-        return TakenRows.apply(x, self.index, self.slot.clamp(0, self.count - 1).unsqueeze(-1), taken.unsqueeze(-1))  # type: ignore[no-any-return]
+        held, members = self.anchors & (self.slot < self.count), self.slot.clamp(0, self.count - 1)
+        return TakenRows.apply(x, self.index, members.unsqueeze(-1), held.unsqueeze(-1), ~self.valid, self.first)  # type: ignore[no-any-return]
 
     @property
     def windows(self) -> tuple[Tensor, Tensor]:
         """Return the columns of the real tokens of each anchor's window, and which entries are such: (rows, anchors, k) each."""
         (rows, length), size = self.real.shape, self.count * self.k
-        own = self.real & (self.slot >= 0) & (self.slot < self.count)
-        entry = torch.where(own, self.slot * self.k + self.position % self.k, size)
+        entry = torch.where(self.real & (self.slot >= 0), self.slot * self.k + self.position % self.k, size)
         columns = torch.arange(length, device=self.real.device).expand(rows, -1)
         none = torch.full((rows, size + 1), length, dtype=torch.long, device=self.real.device)
         found = none.scatter(1, entry, columns).narrow(1, 0, size).unflatten(1, (self.count, self.k))
@@ -242,7 +241,7 @@ class CountedAnchors:
     def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
         """Return for each token the value of its anchor; `earlier` (batch, 1, d) is that of the last anchor before these tokens."""
         if earlier is None and values.requires_grad:
-            return TakenRows.apply(values, self.slot.clamp(min=0), *self.windows)  # type: ignore[no-any-return]
+            return TakenRows.apply(values, self.slot.clamp(min=0), *self.windows, None, None)  # type: ignore[no-any-return]
         if earlier is None:
             return take(values, 1, self.slot.clamp(min=0))
         return take(torch.cat([earlier, values], 1), 1, torch.where(self.early, 0, self.slot + 1))
