@@ -131,7 +131,7 @@ def test_gradients_of_padded_rows_are_those_of_indexing() -> None:
     x = torch.randn(5, 7, 3, dtype=torch.double, requires_grad=True)
     values = torch.randn(5, 4, 3, dtype=torch.double, requires_grad=True)
     weight, spread_weight = (
-        torch.randn(5, 4, 3).double() * anchors.valid[..., None],
+        torch.randn(5, 4, 3).double(),
         torch.randn(5, 7, 3).double() * real[..., None],
     )
     made = (anchors.pick(x) * weight).sum() + (anchors.spread(values) * spread_weight).sum()
