@@ -67,7 +67,7 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
     """Inputs of linear layers whose small entries are zero, by a threshold each."""
 
     name: ClassVar[str] = "activation-sparsity"
-    summary: ClassVar[str] = "zero the small entries of what linear layers read: decoding leaves out their columns of the weights"
+    summary: ClassVar[str] = "zero the small entries of what linear layers read, by thresholds found on calibration data (TEAL)"
     paper: ClassVar[str] = "TEAL: Training-Free Activation Sparsity in Large Language Models, §4"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "linear layer"
