@@ -51,6 +51,8 @@ class RecurrentFeedForward(Wrapper):
     under the name of the layer and its own in it.
     """
 
+    stores_histories = True
+
     given: dict[str, Any] | None = None  # the keyword `recurrence` of a call that is being compiled
 
     def __init__(

@@ -131,8 +131,8 @@ class StridedLayer(Wrapper):
         return (self.step if compiles else self.uncompiled_step)(call, cache, stored)
 
     def new_anchor_layer(self, cache: Cache) -> AnchorLayer:
-        """Return an empty anchor layer for this cache."""
-        if has_fixed_size(cache):
+        """Return an empty anchor layer for this cache; histories are of anchors alone, so those grow with what is real."""
+        if has_fixed_size(cache) and not any(getattr(module, "stores_histories", False) for module in self.modules()):
             return FixedAnchorLayer(self.name, self.k, self.mask_argument, int(cache.get_mask_sizes(1, 0)[0]))
         return GrowingAnchorLayer(self.name, self.k, self.mask_argument)
 

@@ -151,6 +151,8 @@ class SparseAttention(Wrapper):
     last F−1 tokens by the name of this module. What the mask hides from the attention is hidden from the convolutions.
     """
 
+    stores_histories = True
+
     def __init__(self, layer: nn.Module, site: AttentionSite, sparse: ModularProjection | None) -> None:
         super().__init__(layer)
         self.name, self.cross, self.appends_stream, self.tokens_first = site.name, site.cross, bool(site.readers), site.tokens_first

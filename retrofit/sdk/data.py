@@ -22,7 +22,6 @@ from retrofit.inputs.module_calls import float_tensors as float_tensors
 # Errors in which no token decides by its length.
 from retrofit.numerics.distances import DensePredictions as DensePredictions
 from retrofit.numerics.distances import outputs_of as outputs_of
-from retrofit.numerics.distances import kl_divergence as kl_divergence
 from retrofit.numerics.distances import token_weights as token_weights
 from retrofit.numerics.distances import weighted_error as weighted_error
 

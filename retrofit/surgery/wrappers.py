@@ -103,6 +103,8 @@ class Wrapper(nn.Module):
     raise, or let a call be.
     """
 
+    stores_histories = False  # whether it keeps what it needs of earlier tokens in the model's cache (`histories_of`)
+
     stays_outermost = False
     adds_branches = False
     opens_layer = False

@@ -417,11 +417,6 @@ def _(model: Any) -> None:
     layers(model)[1].earlier = lambda ids, cache: None
 
 
-@fault("two tables keep their ids under one name", check="method", names="model.layers.1", spec=GATED_NGRAMS)
-def _(model: Any) -> None:
-    layers(model)[1].name = layers(model)[0].name
-
-
 @fault("a gate of n-grams is fixed", check="method", names="model.layers.1", spec=GATED_NGRAMS)
 def _(model: Any) -> None:
     layers(model)[1].memory.forward = lambda x, ids: type(layers(model)[1].memory).forward(layers(model)[1].memory, 0 * x, ids)

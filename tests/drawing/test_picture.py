@@ -313,6 +313,7 @@ def test_plain_data_is_complete_and_survives_json(sketch: Callable[[], Anatomy])
         "tail",
         "head",
         "tied",
+        "rewritten",
         "notes",
     ]
     assert [layer["name"] for stack in data["stacks"] for layer in stack["layers"]] == [layer.name for layer in anatomy.layers]
