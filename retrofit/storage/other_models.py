@@ -30,6 +30,7 @@ from retrofit.provenance import ATTRIBUTE, provenance_of, record_provenance
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
 from retrofit.surgery.edit import Edit, Fate
 from retrofit.surgery.transformers_bookkeeping import BOOKS, attention_of, shared_names
+from retrofit.surgery.wrappers import holds_guards
 
 SAFETENSORS = ".safetensors"
 PASSING = ("training", "name_or_path", ATTRIBUTE)  # attributes of a model that are not of its structure
@@ -198,7 +199,6 @@ def in_any(name: str, paths: Iterable[str]) -> bool:
 
 
 REGISTRIES = ("_modules", "_parameters", "_buffers")
-HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 GONE = object()  # the value of what a module no longer holds
 
 Changes = Mapping[str, Mapping[Any, Any]]  # the table, "" for attributes → the name in it → the value
@@ -435,16 +435,6 @@ class Contents:
             if names:
                 found[table] = {name: new.get(name, GONE) for name in names}
         return found
-
-
-def is_guard(hook: Any) -> bool:
-    return getattr(hook, "__name__", None) in getattr(getattr(hook, "__self__", None), "guards", ())
-
-
-def holds_guards(module: nn.Module, table: str, hooks: Collection[Any]) -> bool:
-    """Return whether these entries of a table are hooks that change nothing: a module of another class may go without."""
-    held = module._forward_pre_hooks
-    return table in HOOKS_BEFORE and all(is_guard(held.get(number)) for number in hooks)
 
 
 def table_of(held: Any) -> dict[Any, Any]:

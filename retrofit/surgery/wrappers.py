@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import CodeType, FunctionType, MethodType
 from typing import Any, ClassVar
 
@@ -398,3 +398,17 @@ def lookback_gates(visible: Tensor | None, tokens: int, past: int, fixed: bool =
     earlier = positions.unsqueeze(-1) - torch.arange(1, past + 1, device=visible.device)  # (tokens, past)
     gates = visible.gather(-1, earlier.clamp(min=0).unsqueeze(0).expand(visible.shape[0], -1, -1))
     return gates & (earlier >= 0)
+
+
+def is_guard(hook: Any) -> bool:
+    """Return whether a hook is one that a wrapper names in `guards`."""
+    return getattr(hook, "__name__", None) in getattr(getattr(hook, "__self__", None), "guards", ())
+
+
+HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+
+
+def holds_guards(module: nn.Module, table: str, hooks: Collection[Any]) -> bool:
+    """Return whether these entries of a table are hooks that change nothing: a module of another class may go without."""
+    held = module._forward_pre_hooks
+    return table in HOOKS_BEFORE and all(is_guard(held.get(number)) for number in hooks)

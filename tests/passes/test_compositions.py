@@ -253,10 +253,11 @@ def test_convolutions_in_strided_layers_go_on_behind_the_anchors_of_their_row(fa
             torch.testing.assert_close(torch.cat(parts, 1)[row, pad:], alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("spec", ["sparse-qkv(output=mult-conv)", "recurrence"])
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"cache_implementation": "static"}], ids=["beams", "static"])
-def test_beams_and_static_caches_keep_what_convolutions_in_strided_layers_remember(how: dict[str, Any]) -> None:
-    passes = "sequence-altup(k=2)", "sparse-qkv(output=mult-conv)"
-    model = moved(retrofit.apply(tiny_models.llama(num_hidden_layers=3), *passes, verify=False).double())
+def test_beams_and_static_caches_keep_what_modules_in_strided_layers_remember(how: dict[str, Any], spec: str) -> None:
+    model = tiny_models.llama(num_hidden_layers=3)
+    model = moved(retrofit.apply(model, "sequence-altup(k=2)", spec, verify=False).double())
     ids = torch.randint(3, tiny_models.VOCABULARY, (3, 9), generator=torch.Generator().manual_seed(1))
     mask = (torch.arange(9) >= torch.tensor([[3], [0], [1]])).long()
     given = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 9, "min_new_tokens": 9, "pad_token_id": 0}
