@@ -106,6 +106,8 @@ EVERY = (  # those that decide most first; three seeds of what is claimed
     ngrams(heads="2"),
     ngrams(buckets="4096"),
     ngrams(buckets="65536"),
+    ngrams(ngrams="3-6", buckets="65536"),
+    ngrams(ngrams="2-8", buckets="65536"),
     *(ngrams(new=new) for new in (1, 10, 100)),
     Arm(rate=0.5),
     Arm(rate=2.0),
