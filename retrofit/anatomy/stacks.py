@@ -15,7 +15,7 @@ from retrofit.anatomy.causality import is_causal, reads_ahead
 from retrofit.anatomy.parts import NO_STREAM, Branch, Layer, NoStream, Part, Stack
 from retrofit.anatomy.residual_streams import Latest, Residual
 from retrofit.anatomy.weights import WeightProduct, nearest_products, weight_product
-from retrofit.program.aten_ops import CAST, LAYOUT, MASKING, NORM, POINTWISE, SELECTION, is_float, is_heavy, op, shape
+from retrofit.program.aten_ops import CAST, LAYOUT, MASKING, NORM, POINTWISE, SELECTION, is_float, op, shape
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call, Key
 
@@ -314,10 +314,7 @@ def stream_output(call: Call, last: Residual, latest: Latest) -> tuple[Key | NoS
 def norm_paths(call: Call, flow: Dataflow) -> tuple[str, ...]:
     """Return the normalisation modules called within `call`."""
     found: dict[str, None] = {}
-    kinds: dict[Call, set[str]] = {}
-    for node in flow.nodes:
-        kinds.setdefault(flow.call_of(node), set()).add("heavy" if is_heavy(node) else op(node))
-    for inner, names in kinds.items():
+    for inner, names in flow.operations_of_calls.items():
         if inner is not call and call.encloses(inner) and "heavy" not in names and names & (NORM | {"rsqrt"}):
             found[inner.path] = None
     return tuple(found)

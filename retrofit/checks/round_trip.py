@@ -27,6 +27,8 @@ from retrofit.inputs.model_state import same_bits
 from retrofit.inputs.probes import logits_of, run
 from retrofit.inputs.usable_models import holds_adapters
 from retrofit.numerics.distances import distance
+from retrofit.passbase.recipe_storage import lend_program, stored_recipe
+from retrofit.program.program import Program
 from retrofit.storage.checkpoint import load, save
 from retrofit.storage.sampled_files import is_large, same_sample, write_samples
 from retrofit.surgery import transformers_bookkeeping
@@ -58,6 +60,7 @@ class RoundTripMeasurement:
     loose: tuple[str, ...]  # tensors that are plain attributes, and not saved
     unsaved: frozenset[str]  # buffers that are not saved
     trip: Trip | None = None
+    program: Program | None = None  # of the model, where it is dense and was captured
 
 
 def measure_round_trip(
@@ -66,7 +69,7 @@ def measure_round_trip(
     """Return what no file holds; with a context, take the trip through a file too."""
     loose, unsaved = tuple(loose_tensors(subject.model)), frozenset(unsaved_buffers(subject.model))
     if context is None:
-        return RoundTripMeasurement(loose, unsaved)
+        return RoundTripMeasurement(loose, unsaved, program=None if stored_recipe(subject.model) else subject.captured)
     with tempfile.TemporaryDirectory(prefix="retrofit-") as folder:
         try:
             trip = take_trip(context, Path(folder), before, loose)
@@ -135,7 +138,7 @@ def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | N
     subject, medium = context.subject, FILE if path.suffix else DIRECTORY
     with write_samples(subject.model) if sampled else contextlib.nullcontext():
         save_in_shards(subject.model, path)
-    with transformers_bookkeeping.leave_weights_mapped():
+    with transformers_bookkeeping.leave_weights_mapped(), lend_program(subject.model, None if before is None else before.program):
         loaded = load(path).to(device_of(subject.model)).eval()
         use_same_attention(subject.model, loaded)
         lend_hooks(subject.model, loaded)

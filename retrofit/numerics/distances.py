@@ -44,8 +44,10 @@ def distance(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
 def scale_of(value: torch.Tensor, least: float = 0.0) -> float:
     """Return the largest finite magnitude, or `least` where that is more; 1 where both are zero."""
     magnitudes = value.detach().abs().float()
-    finite = magnitudes[magnitudes.isfinite()]
-    return max(float(finite.max()) if finite.numel() else 0.0, least) or 1.0
+    largest = float(magnitudes.max()) if magnitudes.numel() else 0.0
+    if not math.isfinite(largest):
+        largest = float(magnitudes.where(magnitudes.isfinite(), 0.0).max())
+    return max(largest, least) or 1.0
 
 
 def tolerance_of(value: torch.Tensor) -> float:

@@ -9,6 +9,7 @@ the stacks) and, of a transformers model, the dense config. A recipe replayed on
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import json
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from retrofit.anatomy.anatomy import Anatomy
     from retrofit.passbase.protocol import Rewrite
+    from retrofit.program.program import Program
 
 
 BUNDLE = "retrofit_bundle"  # of the entry in config.json by which a bundle says what it was made of
@@ -71,6 +73,26 @@ def stored_recipe(model: nn.Module) -> tuple[str, ...]:
 def stored_record(model: nn.Module) -> dict[str, Any]:
     """Return the record of what the model's recipe was applied to (`applied_to`); empty where none was kept."""
     return dict(provenance_of(model).record)
+
+
+CAPTURED: contextvars.ContextVar[tuple[dict[str, Any], Program] | None] = contextvars.ContextVar("CAPTURED", default=None)
+
+
+@contextlib.contextmanager
+def lend_program(model: nn.Module, program: Program | None) -> Iterator[None]:
+    """Let `captured_program` return the program of the dense model while what `model` was rewritten from is built again."""
+    record = json.loads(json.dumps(stored_record(model)))
+    before = CAPTURED.set(None if program is None or len(passes_of(record)) != len(stored_recipe(model)) else (record, program))
+    try:
+        yield
+    finally:
+        CAPTURED.reset(before)
+
+
+def captured_program(record: Mapping[str, Any]) -> Program | None:
+    """Return the program, if it is lent, of the dense model that a recipe with this record was applied to."""
+    lent = CAPTURED.get()
+    return lent[1] if lent is not None and lent[0] == record else None
 
 
 def new_record(model: nn.Module, config: Mapping[str, Any] | None, accounts: Iterable[Rewrite]) -> dict[str, Any]:

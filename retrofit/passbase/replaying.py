@@ -26,19 +26,25 @@ from retrofit.passbase.protocol import AnyPass, Dial, Recipe, Rewrite, parse_rec
 from retrofit.passbase.recipe_storage import passes_of, tie_as
 from retrofit.passbase.running import run_passes, with_current_names
 from retrofit.process import serialized
-from retrofit.provenance import provenance_of
+from retrofit.program.program import Program
+from retrofit.provenance import describe_inputs, provenance_of
 from retrofit.surgery.edit import Edit, Fate
 
 
 @serialized
 def replay(
-    model: nn.Module, specs: Sequence[str], record: Mapping[str, Any] | None = None, *, same_model: bool = True
+    model: nn.Module,
+    specs: Sequence[str],
+    record: Mapping[str, Any] | None = None,
+    *,
+    same_model: bool = True,
+    program: Program | None = None,
 ) -> tuple[Rewrite, ...]:
     """Give `model`, dense and without its weights, the structure that the recipe leads to; return the accounts of the passes.
 
     `record` is what the recipe was applied to (`applied_to`): its parameters are tied as they were then, whatever is tied now.
-    Raises `RetrofitError`, the model being what it was, where a pass does not fit, and where it finds other sites in the
-    `same_model`.
+    `program` is that of an equal model with weights: where its inputs are like the model's, this is not captured. Raises
+    `RetrofitError`, the model being what it was, where a pass does not fit, and where it finds other sites in the `same_model`.
     """
     passes, recorded = parse_recipe(specs), passes_of(record)
     if recorded:
@@ -47,12 +53,16 @@ def replay(
     accounts: tuple[Rewrite, ...] = ()
     try:
         inputs = replayed_inputs(model, recipe_storage.stored_inputs(model))
+        if program is not None and describe_inputs(program.examples) == describe_inputs(inputs):
+            program = dataclasses.replace(program, examples=inputs)
+        else:
+            program = None
         for method, then in itertools.zip_longest(passes, recorded[: len(passes)]):
             if then is not None:
                 tie_as(model, then.ties)
             names, modules = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
             with using_tokenizer(SAVED):
-                (account,), _ = run_passes(model, (method,), inputs, edit, lambda stage: None)
+                (account,), _ = run_passes(model, (method,), inputs, edit, lambda stage: None, None if accounts else program)
             if then is not None and account.applied_to is not None and same_model:
                 then.require_same(account.applied_to, method.spec())
             accounts = (*with_current_names(accounts, names, modules, edit), account)

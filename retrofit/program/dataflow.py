@@ -83,6 +83,14 @@ class Dataflow:
         return {node.name: node for node in self.nodes}
 
     @functools.cached_property
+    def operations_of_calls(self) -> dict[Call, set[str]]:
+        """The operations in each call itself; "heavy" for those that are."""
+        found: dict[Call, set[str]] = {}
+        for node in self.nodes:
+            found.setdefault(self.call_of(node), set()).add("heavy" if is_heavy(node) else op(node))
+        return found
+
+    @functools.cached_property
     def trained(self) -> set[fx.Node]:
         """The floats that get a gradient from an output: it depends on them through floats, not by comparison or choice alone."""
         found = {node for name, node in self.program.outputs.items() if is_float(node) and not name.startswith(MUTATION)}

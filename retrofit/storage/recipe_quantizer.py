@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -37,6 +37,9 @@ from retrofit.storage.load_guard import (
 )
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import METHOD, is_recipe
+
+if TYPE_CHECKING:
+    from retrofit.program.program import Program
 
 
 @dataclasses.dataclass
@@ -356,16 +359,22 @@ def unfreeze(model: nn.Module) -> None:
 
 
 def rewrite_skeleton(
-    model: Any, recipe: list[str], record: Mapping[str, Any] | None = None, *, same: bool = True
+    model: Any,
+    recipe: list[str],
+    record: Mapping[str, Any] | None = None,
+    *,
+    same: bool = True,
+    program: Program | None = None,
 ) -> set[nn.Module]:
     """Give the skeleton the structure that the recipe leads to; return the modules it had before.
 
     It is tied as the `record` says of what the recipe was applied to, and has to have its sites where it is the `same` model.
+    `program` is that of an equal model, where there is one.
     """
     from retrofit.passbase import replaying  # not before: transformers is still importing itself when it reads this file
 
     dense = prepare(model)
-    replaying.replay(model, recipe, record, same_model=same)
+    replaying.replay(model, recipe, record, same_model=same, program=program)
     recipe_storage.store_recipe(model, recipe, record)
     untie(model)
     transformers_bookkeeping.keep_on_one_device(model, dense)
@@ -380,8 +389,11 @@ def rewrite_same_class(model: Any, entry: RecipeConfig) -> set[nn.Module]:
     from retrofit.storage.other_models import recorded_skeleton, require_equal_rewrite, structure_of  # not before, as above
 
     whole = recorded_skeleton(type(model), entry.applied_to, model)
-    if whole is None or structure_of(whole) == structure_of(model):
+    if whole is None:
         return rewrite_skeleton(model, entry.recipe, entry.applied_to)
+    if structure_of(whole) == structure_of(model):
+        program = recipe_storage.captured_program(entry.applied_to)
+        return rewrite_skeleton(model, entry.recipe, entry.applied_to, program=program)
     before, whole_before = (dict(network.named_modules(remove_duplicate=False)) for network in (model, whole))
     unfreeze(whole)
     dense = rewrite_skeleton(model, entry.recipe, entry.applied_to, same=False)

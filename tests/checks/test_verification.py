@@ -18,6 +18,7 @@ from support.tiny_models import Plain, bert, gpt2, llama, t5, vit
 from torch import nn
 
 import retrofit
+from retrofit.anatomy import inspection
 from retrofit.anatomy.parts import Site
 from retrofit.checks.cache import Decoded, difference, own_failing
 from retrofit.checks.divergence import first_divergence
@@ -25,6 +26,7 @@ from retrofit.checks.verify import CHECKS, Reference, check_rewrite
 from retrofit.emitted.graph_module import graph_module
 from retrofit.errors import RetrofitError
 from retrofit.passbase.protocol import Rewrite
+from retrofit.program.capture import capture
 from retrofit.rewriting import apply_reported
 from retrofit.surgery.edit import Fate
 
@@ -157,6 +159,21 @@ def test_quick_checks_see_another_function() -> None:
     with torch.no_grad():
         applied.model.get_submodule("model.norm").weight.mul_(1.01)
     assert [check.name for check in retrofit.verify(applied.model, dense, checks="quick").failed] == ["function"]
+
+
+def test_the_round_trip_of_a_rewrite_captures_the_dense_model_no_second_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Only there: a model that is loaded by itself is captured."""
+    captured: list[nn.Module] = []
+    monkeypatch.setattr(inspection, "capture", lambda model, *given: captured.append(model) or capture(model, *given))
+    model = retrofit.apply(llama(), "altup(k=2)", checks="quick")
+    assert not captured
+    retrofit.save(model, tmp_path / "model")
+    loaded = retrofit.load(tmp_path / "model")
+    assert len(captured) == 1
+    ids = torch.arange(8).view(1, -1)
+    torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("checks", ["fast", ("graph", "speed")])
