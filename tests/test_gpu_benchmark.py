@@ -188,6 +188,7 @@ def crew_of(folder: Path, keys: list[str], seconds: float, most: int) -> tuple[d
     return kept.values, Crew(parts, kept, time.time() + seconds, command, most).run()
 
 
+@pytest.mark.long
 def test_a_part_that_fails_hangs_or_dies_stops_no_other(
     gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,6 +223,7 @@ def test_a_part_that_takes_far_too_long_has_failed(gpu: Any, tmp_path: Path, mon
     assert results["hanging"] == {"failed": "the process that measured it ended with -9"}
 
 
+@pytest.mark.long
 def test_while_one_process_times_the_others_are_stopped(gpu: Any, tmp_path: Path) -> None:
     own = [f"own {i}" for i in range(4)]
     results, code = crew_of(tmp_path, ["ticks 1", "ticks 2", "times 1", "times 2", "alone", *own], 60, 4)

@@ -93,6 +93,7 @@ def test_it_goes_on_where_it_was_stopped(
         pays.main(["demo", "--rehearse", "--folder", str(tmp_path / "stopped")])
 
 
+@pytest.mark.long
 def test_runs_take_as_many_seconds_as_the_dense_one(
     pays: Any, rehearse: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ print(json.dumps(whole_model.memory_of(lambda folder, name: Large(), options)))
 """
 
 
+@pytest.mark.long
 def test_memory_is_that_of_a_process_of_its_own(tmp_path: Path) -> None:
     """In a fresh process: one that has run other tests may hold pages that it takes again, and asks for fewer."""
     torch.save(torch.randint(256, (1, 24)), tmp_path / "held_out.pt")

@@ -30,7 +30,7 @@ from retrofit.sdk import (
 from retrofit.sdk.anatomy import Part, is_token_id
 from retrofit.sdk.data import watched
 from retrofit.sdk.modules import ForwardWithAuxiliaryLosses, InjectingForward, call_with_keywords, child_modules, own_forward
-from retrofit.sdk.program import capture, shape
+from retrofit.sdk.program import call_or_capture, shape
 
 TOKEN_IDS = "token_ids"  # the keyword
 
@@ -133,7 +133,7 @@ def no_ids(stack: Stack, why: str) -> DoesNotFitError:
 def trace_forwarding(
     model: nn.Module, routes: Sequence[tuple[TokenIdSource, list[nn.Module]]], inputs: Mapping[str, Any]
 ) -> list[bool]:
-    """Return for each source of ids and its layers whether the model's code forwards the keyword to all their calls, by tracing it.
+    """Return for each source of ids and its layers whether the model's code forwards the keyword to all their calls.
 
     The hooks by which the keyword is added and observed are removed afterwards.
     """
@@ -154,7 +154,7 @@ def trace_forwarding(
             watched(readers, before=add_keyword),
             watched({layer: layer for _, layers in routes for layer in layers}, before=observe),
         ):
-            capture(model, inputs)
+            call_or_capture(model, inputs)
     except CaptureError:  # a forward takes no other keyword, or passes it to one that does not
         return [False] if len(routes) == 1 else [trace_forwarding(model, [route], inputs)[0] for route in routes]
     return [all(arrived.get(layer, False) for layer in layers) for _, layers in routes]

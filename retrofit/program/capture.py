@@ -270,6 +270,16 @@ def failure_in(model: nn.Module, error: BaseException, at: str = "") -> str:
     return f"{path}: {first_line(error)}" if path else first_line(error)
 
 
+@serialized
+def call_or_capture(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Call the model on the inputs, for what its hooks see, without its cache; capture it where its code fails without values."""
+    try:
+        with preserve_state(model), disable_cache(model):
+            run(model, inputs)
+    except Exception:  # whatever the model's own code raises
+        capture(model, inputs)
+
+
 # ── Trial calls ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

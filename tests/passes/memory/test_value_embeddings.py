@@ -349,7 +349,8 @@ def test_an_attention_gets_one_table() -> None:
 # ── Models without modules ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("dense_model", [tiny_models.llama, tiny_models.gpt2])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("dense_model", [tiny_models.gpt2, tiny_models.llama])
 def test_a_graph_an_exported_program_and_an_onnx_file(dense_model: Callable[[], Any], tmp_path: Path) -> None:
     ids = torch.arange(3, 15).view(2, 6)
     with torch.no_grad():

@@ -208,6 +208,7 @@ def test_prompt_and_tokens_are_three_graphs_from_an_empty_cache() -> None:
     assert counter.frame_count == 3
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
 def test_padded_rows_decode_in_whole_graphs(side: str) -> None:

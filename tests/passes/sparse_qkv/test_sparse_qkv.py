@@ -531,6 +531,7 @@ def test_chunks_and_windows_of_the_attention_hold_for_the_convolutions_and_posit
     assert made.report is not None and [check.status for check in made.report.checks] == ["passed", "passed"]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "spec"), [("image/pvt_v2", "sparse-qkv(kernel=2)"), ("causal/trocr", "sparse-qkv(kernel=1)")])
 def test_where_the_code_of_an_attention_reads_its_width_its_projections_compute_for_themselves(name: str, spec: str) -> None:
     entry = zoo.entry(name)
