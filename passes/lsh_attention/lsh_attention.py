@@ -84,6 +84,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
     summary: ClassVar[str] = "attend within buckets of locality-sensitive hashes instead of over all pairs of tokens"
     paper: ClassVar[str] = "Reformer: The Efficient Transformer, §2; Sparse is Enough in Scaling Transformers, §4"
     rewrites: ClassVar[str] = "self-attention"
+    not_served: ClassVar[str] = "it attends within its own buckets, and vLLM attends in its place"
     places_by: ClassVar[tuple[str, ...]] = ("layers", "stacks")
     already: ClassVar[str] = "it attends in buckets already"
     reference: ClassVar[MethodReference] = MethodReference(

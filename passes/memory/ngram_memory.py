@@ -30,6 +30,7 @@ from retrofit.sdk.modules import (
     cache_among,
     histories_of,
     lookback_gates,
+    packs_sequences,
     staying_tokens,
     tensor_argument,
     visible_keys,
@@ -218,6 +219,9 @@ class NgramLayer(MemoryLayer):
         ids = self.memory.canonical_ids(require_ids(ids, x))
         mask, positions = (tensor_argument(place, arguments, keywords) for place in (self.mask, self.positions))
         past, gates, cache = self.memory.past, None, cache_among(arguments, keywords)
+        if packs_sequences(cache):  # each token is a row of its own
+            rows = ids.transpose(0, 1)
+            return with_earlier(rows, self.earlier(rows, cache), None, past).transpose(0, 1)
         if past:
             visible = None if mask is None else visible_keys(mask, ids.shape[1], self.true_hides)
             is_fixed = bool(getattr(cache, "is_compileable", False))
@@ -235,9 +239,7 @@ class NgramLayer(MemoryLayer):
         histories, stored = histories_of(cache), ids - RESERVED
         if self.name not in histories:
             histories[self.name] = TokenHistory.in_cache(cache, past, stored)
-        before = histories[self.name].last() + RESERVED
-        histories[self.name].push(stored, staying_tokens(cache))
-        return before
+        return histories[self.name].advance(stored, staying_tokens(cache)) + RESERVED
 
 
 def position_gates(positions: Tensor | None, past: int) -> Tensor | None:

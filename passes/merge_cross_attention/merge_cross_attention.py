@@ -67,6 +67,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     summary: ClassVar[str] = "merge a decoder's self-attention and cross-attention into one softmax over both sequences"
     paper: ClassVar[str] = "Sparse is Enough in Scaling Transformers, §4.1"
     rewrites: ClassVar[str] = "decoder layer"
+    not_served: ClassVar[str] = "vLLM's Transformers backend runs no model with an encoder"
     places_by: ClassVar[tuple[str, ...]] = ("layers", "attentions", "positions")
     already: ClassVar[str] = "its attentions are merged already"
     recovery: ClassVar[Recovery] = Recovery(align=0.25, anneal=0.5, dial=OtherTokens())

@@ -26,6 +26,7 @@ from retrofit.sdk.modules import (
     call_with_keywords,
     child_modules,
     histories_of,
+    packs_sequences,
     split_path,
     tensor_argument,
     unpadded_tokens,
@@ -94,7 +95,8 @@ class RecurrentFeedForward(Wrapper):
                 )
             histories, name = histories_of(cache), f"{layer}.{self.name_in_layer}".strip(".")
             before = histories[name].last()[:, 0] if name in histories else None
-            y, c = self.recurrence(stream, before, real)
+            begins = histories[name].begins if name in histories and packs_sequences(cache) else None
+            y, c = self.recurrence(stream, before, real, begins)
             if name not in histories:
                 histories[name] = TokenHistory.in_cache(cache, 1, c)
             histories[name].push(c)

@@ -142,8 +142,13 @@ class SimpleRecurrentUnit(nn.Module):
         self.w.normal_(std=len(self.w) ** -0.5)
         self.b.zero_()
 
-    def forward(self, x: Tensor, before: Tensor | None = None, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`before`, (batch, r), is c of the token before the first, zero where there is none; `real` as in `Recurrence`."""
+    def forward(
+        self, x: Tensor, before: Tensor | None = None, real: Tensor | None = None, begins: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """`before`, (batch, r), is c of the token before the first, zero where there is none; `real` as in `Recurrence`.
+
+        With `begins`, (tokens), the one row holds several sequences: each begins there, after its own of `before`, (tokens, r).
+        """
         rank = x.shape[-1]
         u, gates = (x @ self.w.to(x.dtype)).split([rank, 2 * rank], -1)
         keep, use = (gates + self.b.to(x.dtype)).sigmoid().chunk(2, -1)
@@ -151,6 +156,9 @@ class SimpleRecurrentUnit(nn.Module):
         if real is not None:
             kept = real.unsqueeze(-1)
             keep, added = torch.where(kept, keep, 1.0), torch.where(kept, added, 0.0)
+        if begins is not None and before is not None:
+            first = begins.unsqueeze(-1)
+            added, keep, before = added + torch.where(first, keep * before.to(x.dtype), 0.0), torch.where(first, 0.0, keep), None
         c = linear_scan(keep, added, x.new_zeros(x.shape[0], rank) if before is None else before.to(x.dtype))
         return use * c + math.sqrt(3) * (1 - use) * x, c
 
@@ -179,13 +187,15 @@ class Recurrence(nn.Module):
         self.w_in.normal_(std=len(self.w_in) ** -0.5)
         self.w_out.zero_()
 
-    def forward(self, x: Tensor, before: Tensor | None = None, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """y, and c of every token. `real`, (batch or 1, tokens), says which tokens are no padding; None: all."""
+    def forward(
+        self, x: Tensor, before: Tensor | None = None, real: Tensor | None = None, begins: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """y, and c of every token. `real`, (batch or 1, tokens): those that are no padding; None: all. `begins` as in the unit."""
         with maybe_autocast(device_type=x.device.type, enabled=False):
             weight = self.w_in
             low = x.to(weight.dtype) @ weight
             low = low.to(torch.promote_types(low.dtype, torch.float32))
-            h, c = self.forwards(low, before, real)
+            h, c = self.forwards(low, before, real, begins)
             if self.backwards is not None:
                 back, _ = self.backwards(low.flip(1), None, None if real is None else real.flip(1))
                 h = torch.cat([h, back.flip(1)], -1)

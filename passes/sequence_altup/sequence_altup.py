@@ -110,6 +110,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     paper: ClassVar[str] = "Alternating Updates for Efficient Transformers, §4.2 and supplement Alg. 2"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "layer"
+    not_served: ClassVar[str] = "its layers keep keys and values of every k-th token, and vLLM keeps those of all"
     places_by: ClassVar[tuple[str, ...]] = ("layers", "stacks", "k", "method")
     already: ClassVar[str] = "it is strided already"
     candidates: ClassVar[tuple[str, ...]] = ("k=2", "k=4")

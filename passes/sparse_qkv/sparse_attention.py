@@ -24,6 +24,7 @@ from retrofit.sdk.modules import (
     cache_among,
     histories_of,
     lookback_gates,
+    packs_sequences,
     staying_tokens,
     tensor_argument,
     visible_keys,
@@ -211,18 +212,24 @@ def project_with_history(
 ) -> Tensor:
     """Return `projection` of x after the earlier tokens in the cache's history `name`, zero before them and where not `visible`.
 
-    One that is not yet among the `histories` is made for `cache`.
+    One that is not yet among the `histories` is made for `cache`. Where that packs sequences each token is a row of its own.
     """
-    m = projection.in_modules(x)
     past = projection.kernel - 1
+    packed = bool(past) and packs_sequences(cache)
+    x = x.transpose(0, 1) if packed else x
+    m = projection.in_modules(x)
     if not past:
         return projection.project(x, m, None)
-    before = m.new_zeros(m.shape[0], past, *m.shape[2:]) if histories is None or name not in histories else histories[name].last()
+    before = m.new_zeros(m.shape[0], past, *m.shape[2:])
     if histories is not None:
-        if name not in histories:
+        staying = None if cache is None else staying_tokens(cache)
+        if name in histories:
+            before = histories[name].advance(m, staying)
+        else:
             histories[name] = TokenHistory.in_cache(cache, past, m)
-        histories[name].push(m, None if cache is None else staying_tokens(cache))
-    return projection.project(x, torch.cat([before.to(m.dtype), m], 1), lookback_gates(visible, m.shape[1], past))
+            histories[name].push(m, staying)
+    y = projection.project(x, torch.cat([before.to(m.dtype), m], 1), lookback_gates(visible, m.shape[1], past))
+    return y.transpose(0, 1) if packed else y
 
 
 def with_separate_ones(sites: list[AttentionSite], anatomy: Anatomy) -> list[AttentionSite]:

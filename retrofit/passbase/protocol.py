@@ -119,6 +119,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
     reference: ClassVar[Any] = None  # a `MethodReference`: how else what it installs is computed, for the check `method`
     recovery: ClassVar[Recovery] = Recovery()
     only_masks: ClassVar[bool] = False  # with its dial at 0 what it installs is the dense function: `undo` compares that
+    not_served: ClassVar[str] = ""  # why a model with it cannot run in an engine that attends by itself, as vLLM; none: it can
     candidates: ClassVar[tuple[str, ...]] = ()  # settings that `retrofit plan` tries: options of a spec, "active=4, rank=16"
     remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one
     # Where the rewritten model does not run:

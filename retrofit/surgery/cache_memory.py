@@ -37,9 +37,16 @@ class TokenHistory:
         self.missing = 0  # how many of the oldest values are zeros because newer ones were cropped
         self.was_reset = False  # and nothing was pushed since
 
+    @property
+    def begins(self) -> Tensor | None:
+        """Return which tokens under way, (tokens), are the first of theirs where sequences are packed; None elsewhere."""
+        return None
+
     @staticmethod
     def in_cache(cache: Cache | None, length: int, like: Tensor) -> TokenHistory:
         """Return an empty history for `cache`, updated in place where the cache's own tensors are."""
+        if packs_sequences(cache):
+            return cache.new_history(length, like)  # type: ignore[union-attr,no-any-return]
         if cache is None or not getattr(cache, "is_compileable", False):
             return TokenHistory(length, like)
         return FixedHistory(length, like, SLACK if can_crop(cache) else 0)
@@ -75,6 +82,12 @@ class TokenHistory:
             self.end = stored.shape[1]
         self.values[:, self.end : self.end + count] = new
         self.end += count
+
+    def advance(self, new: Tensor, staying: Tensor | None = None) -> Tensor:
+        """Push `new`; return what is before it: (batch, length, …), or that of each token where sequences are packed."""
+        before = self.last()
+        self.push(new, staying)
+        return before
 
     def is_writable(self, new: Tensor) -> bool:
         """Return whether `new` may be written into `values`: no tracer, gradient or inference mode needs them unchanged."""
@@ -288,6 +301,15 @@ def staying_tokens(cache: Cache) -> Tensor | None:
     """
     found: Tensor | None = getattr(cache, "staying", None)
     return found
+
+
+def packs_sequences(cache: Cache | None) -> bool:
+    """Return whether the cache is of calls with one row in which sequences follow one another, as an engine packs them.
+
+    A history of it has `last` values before each token of that row, (tokens, length, …), and `begins`, (tokens): the first of each
+    sequence in the call.
+    """
+    return getattr(cache, "packs_sequences", False)
 
 
 def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:

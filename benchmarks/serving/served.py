@@ -1,0 +1,307 @@
+"""Whether vLLM, with the plugin, computes what transformers does of rewritten models.
+
+    VLLM/bin/python benchmarks/serving/served.py                      make vllm
+    VLLM/bin/python benchmarks/serving/served.py --only llama --passes altup sum
+    VLLM/bin/python benchmarks/serving/served.py --only llama --passes sparse-qkv recurrence "memory(lookup=ngram" --fault
+
+Every parameter is moved away from where the pass put it. Prompts of unlike lengths, some with a common beginning, are continued
+greedily: by `generate` in transformers, each alone, and by vLLM at once, and in chunks of 24 tokens with a cache so small that
+sequences are preempted; then again, with known prefixes, and with two samples for each prompt. A row says how far a log-probability
+of a prompt's token or of a new one is off, and how many greedy continuations are other ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import dataclasses
+import gc
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+
+VOCABULARY = 200
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "num_hidden_layers": 3,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+OWN: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 512},
+    "gpt_neox": {"num_key_value_heads": None},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "mistral": {"sliding_window": 40},
+    "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 32},
+    "phi": {"num_key_value_heads": 2},
+}
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "opt", "phi", "olmo2", "granite", "gemma2", "cohere")
+PASSES = (
+    "altup(k=2)",
+    "altup(k=2, embedding=recycled)",
+    "sum",
+    "shared-moe(experts=4, k=2, groups=0)",
+    "shared-moe(experts=4, groups=1)",
+    "shared-moe(experts=2, slices=4, groups=0)",
+    "sparse-ffn(sparsity=8)",
+    "activation-sparsity(level=0.4)",
+    "reversible",
+    "sparse-loss(modules=4)",
+    "memory",
+    "memory(beside=values)",
+    "memory(form=gated, rank=8)",
+    "memory(lookup=softmax)",
+    "memory(lookup=ngram, buckets=512)",
+    "sparse-qkv",
+    "recurrence",
+    "altup(k=2) + memory(lookup=ngram, buckets=512) + recurrence",
+)
+REFUSED = ("sequence-altup(k=2)", "lsh-attention")
+BASE = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "block_size": 32, "max_num_seqs": 8}
+NEW = 64
+CLOSE = 1e-4  # of log-probabilities in float32
+STRIDE = 6  # of the passes that families other than the first are tried with
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """How vLLM is run."""
+
+    name: str
+    options: dict[str, Any]
+    again: bool  # whether the prompts come twice, the second time with known prefixes, and then with two samples for each
+
+
+SETTINGS = (
+    Setting(
+        "at once", {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 512}, again=False
+    ),
+    Setting("in chunks", {"enable_prefix_caching": True, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 12}, True),
+)
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of unlike lengths; the second, third and fourth begin alike."""
+    import torch
+
+    draw = torch.Generator().manual_seed(7)
+    beginning = torch.randint(3, VOCABULARY, (70,), generator=draw).tolist()
+    own = [torch.randint(3, VOCABULARY, (length,), generator=draw).tolist() for length in (5, 3, 17, 33, 1)]
+    return [own[0], beginning + own[1], beginning + own[2], beginning[:64], own[3], own[4]]
+
+
+def dense(family: str, folder: str | None = None) -> Any:
+    """Return a small random model of a family."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    if folder is not None:
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    sizes = {**SIZES, **OWN.get(family, {})}
+    config = transformers.AutoConfig.for_model(family, **{name: value for name, value in sizes.items() if value is not None})
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def written(model: Any, spec: str, folder: Path) -> Any:
+    """Return the model after the passes, its parameters moved, as it was saved to the folder."""
+    import torch
+
+    import retrofit
+    from retrofit.passbase.protocol import parse_spec
+
+    recipe = [part for part in spec.split(" + ") if part]
+    if recipe:
+        needed = any(parse_spec(part).needs_calibration for part in recipe)
+        ids = torch.randint(3, VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(2))
+        retrofit.apply(model, *recipe, verify=False, calibration=ids if needed else None)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(0.03 * torch.randn_like(parameter))
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def log_probabilities(model: Any, ids: list[int]) -> Any:
+    """Return those of transformers after every token: (tokens, vocabulary)."""
+    import torch
+
+    with torch.no_grad():
+        return model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+
+
+def continuations(model: Any) -> list[list[int]]:
+    """Return for each prompt the tokens that follow in transformers."""
+    import torch
+
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts()]
+
+
+@contextlib.contextmanager
+def engine(folder: Path, options: dict[str, Any]) -> Iterator[Any]:
+    """vLLM with the model, gone afterwards."""
+    from vllm import LLM
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    made = None
+    try:
+        made = LLM(str(folder), skip_tokenizer_init=True, disable_log_stats=False, **BASE, **options)
+        yield made
+    finally:
+        del made
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@dataclasses.dataclass
+class Found:
+    """What vLLM gave in a setting."""
+
+    gap: float = 0.0  # the largest difference of a log-probability
+    compared: int = 0
+    others: int = 0  # continuations with another token
+    known: int = 0  # tokens whose keys, values and states were there already
+    preemptions: int = 0
+
+    def add(self, steps: Iterable[Any], rows: Iterable[Any]) -> None:
+        """Compare what vLLM says of the likeliest and chosen tokens of each step with a row of transformers."""
+        for step, row in zip(steps, rows, strict=False):
+            for token, entry in step.items():
+                gap = abs(entry.logprob - row[token].item())
+                self.gap = math.nan if math.isnan(gap) else max(self.gap, gap)
+                self.compared += 1
+
+    def __str__(self) -> str:
+        return f"{self.gap:.1e} ({self.compared}), {self.others} other, {self.known} known, {self.preemptions} preempted"
+
+
+def compare(folder: Path, model: Any, expected: list[list[int]], setting: Setting) -> Found:
+    """Return how far vLLM is from transformers."""
+    from vllm import SamplingParams
+
+    found = Found()
+    common: dict[str, Any] = {"max_tokens": NEW, "logprobs": 1, "ignore_eos": True, "detokenize": False}
+    asked = [SamplingParams(temperature=0, prompt_logprobs=1, **common)]  # for which a prompt is computed, known or not
+    if setting.again:
+        asked += [SamplingParams(temperature=0, **common), SamplingParams(temperature=1, n=2, **common)]
+    requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    with engine(folder, setting.options) as llm:
+        for sampling in asked:
+            results = llm.generate(requests, sampling, use_tqdm=False)
+            for prompt, following, result in zip(prompts(), expected, results, strict=True):
+                found.known += result.num_cached_tokens or 0
+                for output in result.outputs:
+                    tokens = list(output.token_ids)
+                    found.others += not sampling.temperature and tokens != following
+                    rows = log_probabilities(model, prompt + tokens)
+                    found.add(output.logprobs, rows[len(prompt) - 1 :])
+                    found.add((result.prompt_logprobs or [None])[1:], rows)
+        counts = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
+        found.preemptions = int(sum(counts))
+    return found
+
+
+@contextlib.contextmanager
+def shifted() -> Iterator[None]:
+    """A fault: states are read a slot too far."""
+    from retrofit.serving.slot_tables import Places
+
+    own = Places.before
+
+    def before(self: Any, *arguments: Any) -> Any:
+        late = copy.copy(self)
+        late.positions = self.positions + 1
+        return own(late, *arguments)
+
+    Places.before = before  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Places.before = own  # type: ignore[method-assign]
+
+
+def rows_of(families: list[str], passes: list[str], everything: bool) -> Iterator[tuple[str, str]]:
+    """Yield families and passes: all passes of the first family, and of each other the next few, unless `everything` is asked."""
+    chosen = [spec for spec in (*PASSES, *REFUSED) if not passes or any(spec.startswith(name) for name in passes)]
+    for number, family in enumerate(families):
+        every = everything or bool(passes) or not number
+        yield from ((family, spec) for place, spec in enumerate(chosen) if every or place % STRIDE == number % STRIDE)
+
+
+def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str, Any]:
+    """Return what came of a family after a pass, by setting."""
+    row: dict[str, Any] = {"family": family, "pass": spec}
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            model = written(dense(family), spec, Path(place))
+        except Exception as error:
+            return {**row, "not made": str(error).splitlines()[0]}
+        expected = continuations(model)
+        for setting in SETTINGS:
+            if setting.name in settings:
+                try:
+                    with shifted() if fault else contextlib.nullcontext():
+                        row[setting.name] = dataclasses.asdict(compare(Path(place), model, expected, setting))
+                except Exception as error:
+                    row[setting.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return row
+
+
+def is_as_wanted(row: dict[str, Any], fault: bool) -> bool:
+    """Return whether a row is what it is to be: equal, refused where it is to be, or off where there is a fault."""
+    found = [value for value in row.values() if not isinstance(value, str)]
+    said = [value for name, value in row.items() if isinstance(value, str) and name not in ("family", "pass", "not made")]
+    if row["pass"] in REFUSED:
+        return not found and all("does not run in vLLM" in text for text in said)
+    equal = all(one["gap"] <= CLOSE and not one["others"] for one in found)
+    return not said and (bool(found) and not equal if fault else equal)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=list(FAMILIES), help="families")
+    parser.add_argument("--passes", nargs="*", default=[], help="beginnings of their specs")
+    parser.add_argument("--settings", nargs="*", default=[setting.name for setting in SETTINGS])
+    parser.add_argument("--everything", action="store_true", help="every pass of every family")
+    parser.add_argument("--fault", action="store_true", help="with states read a slot too far: every row has to be off")
+    parser.add_argument("-o", "--output", type=Path, help="the rows as data")
+    arguments = parser.parse_args()
+    rows, wrong = [], 0
+    for family, spec in rows_of(arguments.only, arguments.passes, arguments.everything):
+        row = row_of(family, spec, arguments.settings, arguments.fault)
+        fine = is_as_wanted(row, arguments.fault)
+        wrong += not fine
+        rows.append(row)
+        for name, value in [item for item in row.items() if item[0] not in ("family", "pass")]:
+            said = value[:200] if isinstance(value, str) else Found(**value)
+            print(f"{'' if fine else 'WRONG ':6}{family:9} {spec:45} {name:9} {said}", flush=True)
+        if arguments.output is not None:
+            arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"{len(rows)} rows, {wrong} wrong")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

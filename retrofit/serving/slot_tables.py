@@ -1,0 +1,130 @@
+"""What rewritten layers keep of earlier tokens besides keys and values, in a table with a row for each slot of a paged cache.
+
+A pass keeps such states in the model's cache (`retrofit.surgery.cache_memory`). Here that is a `SlotCache`: a row of the table
+holds, for the token in that slot, every state that the layers push of it. States are written at the slots of the tokens under way,
+and those of earlier tokens are read through the block table. So paging, shared prefixes, chunks, preemption and parallel samples
+need nothing of their own: equal blocks hold equal states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrofit.errors import RetrofitError
+from retrofit.surgery.cache_memory import CacheWithHistories, TokenHistory
+
+ALIGNED = 16  # bytes: every state begins at a multiple
+
+
+@dataclasses.dataclass
+class RowLayout:
+    """How wide a row is, in bytes: each state gets a place in it when the model first runs, after which none is given."""
+
+    width: int = 0
+    is_final: bool = False
+
+    def reserve(self, count: int) -> int:
+        """Return where a state of `count` bytes begins; raise `RetrofitError` where the layout is final."""
+        if self.is_final:
+            raise RetrofitError("a layer keeps a state that it did not keep when the model first ran", code="states")
+        start = self.width
+        self.width += math.ceil(count / ALIGNED) * ALIGNED
+        return start
+
+
+class Places:
+    """Where the tokens of a batch are: the slots that they are written at, those of earlier tokens, and which begin in this batch.
+
+    `table` is (blocks, 1, slots of a block, bytes). The tokens of a sequence follow one another; `starts`, (sequences + 1), says
+    where each begins, `blocks`, (sequences, any), is its block table. `slots` and `positions` are those of the tokens; the last may
+    be padding.
+    """
+
+    def __init__(self, table: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, blocks: Tensor) -> None:
+        self.table, self.positions, self.size = table, positions.long(), table.shape[2]
+        written = slots[: len(positions)].long().clamp(min=0)  # padding has none: block 0 is nobody's
+        self.block, self.offset = written // self.size, written % self.size
+        tokens = torch.arange(len(positions), device=positions.device)
+        owner = torch.searchsorted(starts[1:].long().contiguous(), tokens, right=True)
+        self.blocks = blocks[owner.clamp(max=len(starts) - 2)]
+        self.begins = torch.isin(tokens, starts[:-1].long())
+
+    def write(self, start: int, values: Tensor) -> None:
+        """Write (tokens, bytes) into the tokens' rows, from a column on."""
+        self.table[self.block, 0, self.offset, start : start + values.shape[1]] = values
+
+    def before(self, length: int, start: int, count: int) -> Tensor:
+        """Return columns of the rows of `length` tokens before each, the oldest first: (tokens, length, count); else zeros."""
+        earlier = self.positions.unsqueeze(1) - torch.arange(length, 0, -1, device=self.positions.device)
+        known = earlier.clamp(min=0)
+        blocks = self.blocks.gather(1, known // self.size).long()
+        rows = self.table[blocks, 0, known % self.size, start : start + count]
+        return rows.masked_fill((earlier < 0).unsqueeze(-1), 0)
+
+
+class SlotHistory(TokenHistory):
+    """A state of each token, in the table: `last` are those before each token under way, (tokens, length, …)."""
+
+    def __init__(self, cache: SlotCache, length: int, like: Tensor) -> None:
+        self.cache, self.length = cache, length
+        self.shape, self.dtype = like.shape[2:], like.dtype
+        self.count = math.prod(self.shape) * like.element_size()
+        self.start = cache.layout.reserve(self.count)
+        self.was_reset, self.missing = False, 0
+
+    def last(self) -> Tensor:
+        places = self.cache.places
+        if places is None:
+            return torch.zeros(self.cache.tokens, self.length, *self.shape, dtype=self.dtype, device=self.cache.device)
+        rows = places.before(self.length, self.start, self.count).view(self.dtype)
+        return rows.view(*rows.shape[:2], *self.shape)
+
+    def push(self, new: Tensor, staying: Tensor | None = None) -> None:
+        if self.cache.places is not None:
+            values = new.to(self.dtype).flatten().contiguous().view(torch.uint8)
+            self.cache.places.write(self.start, values.view(self.cache.tokens, self.count))
+
+    def advance(self, new: Tensor, staying: Tensor | None = None) -> Tensor:
+        """Push `new`; return what is before each token, of which some may be `new` too."""
+        self.push(new, staying)
+        return self.last()
+
+    @property
+    def begins(self) -> Tensor | None:
+        places = self.cache.places
+        return None if places is None else places.begins
+
+
+class SlotCache(CacheWithHistories):
+    """The cache that layers are called with: keys and values pass through it to the engine, histories are in the table."""
+
+    packs_sequences = True
+    is_compileable = False  # type: ignore[assignment]
+
+    def __init__(self, layout: RowLayout) -> None:
+        self.layout, self.layers = layout, []
+        self.histories: dict[str, TokenHistory] = {}
+        self.places: Places | None = None
+        self.tokens, self.device = 0, torch.device("cpu")
+
+    def begin(self, positions: Tensor, places: Places | None) -> None:
+        """Take up a batch of tokens at these positions; without places the states of earlier ones are zeros."""
+        self.tokens, self.device, self.places = len(positions), positions.device, places
+
+    def new_history(self, length: int, like: Tensor) -> TokenHistory:
+        """Return a history that is kept in the table."""
+        return SlotHistory(self, length, like)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def __len__(self) -> int:
+        return 0

@@ -1,0 +1,302 @@
+"""The class by which vLLM builds a rewritten model: the rewritten skeleton in vLLM's Transformers backend.
+
+vLLM's backend builds a base model from a config, gives its attentions vLLM's own, and has a head of its own. Here it gets the base
+that the recipe makes, at whatever width that is, and the head is the model's own code: the model that generates, with its base
+replaced by what that returned. So embeddings and heads that passes rewrote, scales and caps are as they are in transformers.
+
+What layers keep of earlier tokens is in a table (`slot_tables.py`) that is a layer without heads in vLLM's own cache: vLLM sizes
+and allocates it with the keys and values. How wide a row is shows when the model first runs, before vLLM asks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModel, PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context, is_forward_context_available, set_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
+from vllm.model_executor.models.transformers.base import Base
+from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL
+from vllm.model_executor.models.transformers.utils import init_on_device_without_buffers
+from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+from retrofit.errors import CheckpointError, DoesNotFitError, first_few
+from retrofit.serving import CLASSES, RECIPE
+from retrofit.serving.slot_tables import Places, RowLayout, SlotCache
+from retrofit.storage.filling import transformers_class
+
+# ── The table of states ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class KeptMetadata(AttentionMetadataBuilder[Any]):
+    """The metadata of a batch, as vLLM has it for all its layers."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        return common_attn_metadata
+
+
+class TableBackend(AttentionBackend):
+    """The backend of a table: it attends to nothing."""
+
+    @staticmethod
+    def get_name() -> str:
+        return "RETROFIT_SLOTS"
+
+    @staticmethod
+    def get_impl_cls() -> Any:
+        raise NotImplementedError("a table of states does not attend")
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]:
+        return KeptMetadata
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+class SlotTable(AttentionLayerBase):
+    """A row for each slot of vLLM's cache. `run_once` runs the model, by which the `layout` of a row is known."""
+
+    supports_dcp = False
+
+    def __init__(self, name: str, layout: RowLayout, run_once: Callable[[], None]) -> None:
+        self.name, self.layout, self.run_once = name, layout, run_once
+        self.kv_cache: Tensor = torch.empty(0)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return TableBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
+        """Return the size of the table; None where no layer keeps a state."""
+        if not self.layout.is_final:
+            self.run_once()
+            self.layout.is_final = True
+        if not self.layout.width:
+            return None
+        size = vllm_config.cache_config.block_size
+        return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=self.layout.width, head_size_v=0, dtype=torch.uint8)
+
+    def places(self, positions: Tensor) -> Places | None:
+        """Return where the tokens of the batch under way are; None before there is a table."""
+        metadata = getattr(get_forward_context() if is_forward_context_available() else None, "attn_metadata", None)
+        batch = metadata.get(self.name) if isinstance(metadata, dict) and self.kv_cache.numel() else None
+        if batch is None:
+            return None
+        starts, blocks = batch.query_start_loc[: batch.num_reqs + 1], batch.block_table_tensor
+        return Places(self.kv_cache, positions, batch.slot_mapping, starts, blocks)
+
+
+# ── The skeleton ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class SkeletonConfig(PreTrainedConfig):
+    """Names a model that is built already, for transformers' AutoModel, by which vLLM builds its own."""
+
+    model_type = "retrofit-skeleton"
+
+
+class Skeleton:
+    """What AutoModel takes for the class of a `SkeletonConfig`."""
+
+    @classmethod
+    def _from_config(cls, config: Any, **keywords: Any) -> Any:
+        return config.model
+
+
+AutoModel.register(SkeletonConfig, Skeleton, exist_ok=True)  # type: ignore[arg-type]
+
+
+class ReturnedStates(nn.Module):
+    """In place of a base model, and of any module in it: returns the states that it is called with."""
+
+    def forward(self, inputs_embeds: Tensor, **keywords: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name.startswith("_") else self
+
+
+def built_skeleton(config: Any) -> Any:
+    """Return the rewritten model of a config that vLLM read, without weights.
+
+    Raise `DoesNotFitError` where it is no decoder that generates text.
+    """
+    entry = getattr(config, RECIPE)
+    classes = getattr(config, CLASSES) or [entry.get("architecture")]
+    own = copy.deepcopy(config)
+    for name in (RECIPE, CLASSES):
+        delattr(own, name)
+    own.architectures, own.quantization_config = classes, copy.deepcopy(entry)
+    kind = transformers_class(str(classes[0]))
+    model: Any = None if kind is None or config.is_encoder_decoder else kind._from_config(own)
+    if model is None or model.base_model is model or model.get_output_embeddings() is None:
+        raise DoesNotFitError(
+            f"{classes[0]} does not run in vLLM with a recipe",
+            why="only rewritten decoders that generate text do",
+            remedy="serve it with transformers, or in ONNX Runtime",
+            code="not-served",
+        )
+    return model.eval()
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [found for found in names.values() if len(found) > 1]
+
+
+def give_own_classes(model: nn.Module) -> None:
+    """Give each module of transformers that has other children than transformers' and torch's a class of its own.
+
+    vLLM fuses projections by the class of the module that calls them, and the names of its children.
+    """
+    for module in list(model.modules()):
+        kind = type(module)
+        if is_stock(module) and not all(map(is_stock, module.children())):
+            module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+
+
+def is_stock(module: nn.Module) -> bool:
+    """Return whether a module is one of transformers or torch."""
+    return type(module).__module__.partition(".")[0] in ("transformers", "torch")
+
+
+def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and buffers that a file holds, by every name."""
+    yield from module.named_parameters(remove_duplicate=False)
+    for path, part in module.named_modules(remove_duplicate=False):
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{path}.{name}".strip("."), buffer
+
+
+def named_in(module: nn.Module, path: str) -> Iterator[str]:
+    """Yield the names, from outside, of what a module at a path holds."""
+    return (f"{path}.{name}" for name, _ in persistent_tensors(module))
+
+
+class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
+    """A rewritten decoder in vLLM."""
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        parallel = vllm_config.parallel_config
+        if max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.decode_context_parallel_size) > 1:
+            raise DoesNotFitError(
+                "a rewritten model runs in vLLM on one device",
+                why="there is no plan of how what a recipe adds is spread over several",
+                remedy="use data parallelism: data_parallel_size=N, tensor_parallel_size=1",
+                code="not-served",
+            )
+        with init_on_device_without_buffers("meta"):  # type: ignore[arg-type]
+            whole = built_skeleton(vllm_config.model_config.hf_config)
+        whole.config._attn_implementation = VLLM_ATTN_IMPL
+        base, own = whole.base_model, whole.base_model_prefix
+        ties = [[served_name(name, own) for name in names] for names in tied_names(whole)]
+        give_own_classes(base)
+        self.__dict__["skeleton"] = base
+        super(VllmModelForTextGeneration, self).__init__(vllm_config=vllm_config, prefix=prefix)
+        del self.__dict__["skeleton"]
+        setattr(whole, own, ReturnedStates())
+        self.head = whole
+        self.init_parameters(self.head)
+        self.ties = self.tie(ties)
+        self.fill_buffers()
+        attentions = [(path, part) for path, part in self.named_modules() if isinstance(part, AttentionLayerBase)]
+        self.given = {name for path, part in attentions for name in named_in(part, path)}
+        self.states = SlotCache(RowLayout())
+        self.table = SlotTable(f"slots.{self.text_config.num_hidden_layers}", self.states.layout, self.run_once)
+        vllm_config.compilation_config.static_forward_context[self.table.name] = self.table
+
+    @property
+    def _from_config_kwargs(self) -> dict[str, Any]:  # type: ignore[override]
+        config = SkeletonConfig()
+        config.__dict__["model"] = self.__dict__["skeleton"]
+        return {"config": config}
+
+    def _decorate_for_torch_compile(self) -> None:
+        """Leave the model's class as it is: what is read of a batch's slots is no part of a compiled graph."""
+
+    def _vocab_embeddings(self) -> set[nn.Embedding]:
+        return set()  # tables stay as they are: on one device there is nothing to spread
+
+    def tie(self, groups: Iterable[Iterable[str]]) -> list[list[str]]:
+        """Give the names of each group one parameter; return the groups without the names that vLLM's fusions took."""
+        named = dict(self.named_parameters(remove_duplicate=False))
+        found = [[name for name in names if name in named] for names in groups]
+        for first, *others in filter(None, found):
+            for name in others:
+                owner, _, leaf = name.rpartition(".")
+                setattr(self.get_submodule(owner), leaf, named[first])
+        return found
+
+    def fill_buffers(self) -> None:
+        """Put every buffer on the device; those that a file holds are empty until it is read."""
+        device = self.device_config.device
+        for module in self.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
+
+    def run_once(self) -> None:
+        """Run the model on two tokens: its layers say which states they keep."""
+        tokens = torch.zeros(2, dtype=torch.long, device=self.device_config.device)
+        with set_forward_context(None, self.vllm_config, num_tokens=2, skip_compiled=True), torch.inference_mode():
+            self(tokens, torch.arange(2, device=tokens.device))
+
+    def forward(self, input_ids: Tensor | None, positions: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        self.states.begin(positions, self.table.places(positions))
+        return super().forward(input_ids, positions, *arguments, past_key_values=self.states, **keywords)
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        logits: Tensor = self.head.forward(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False).logits  # without its guards
+        return logits.squeeze(0)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Fill the model from the tensors of its files; return the names that were filled. Raise `CheckpointError` for a gap."""
+        outside = dict(persistent_tensors(self.head))
+        loaded = set[str]()
+
+        def inside() -> Iterator[tuple[str, Tensor]]:
+            for name, value in weights:
+                if name in outside:
+                    outside[name].data.copy_(value)
+                    loaded.add(f"head.{name}")
+                else:
+                    yield name, value
+
+        loaded |= super().load_weights(inside())
+        for names in self.ties:
+            if loaded & set(names):
+                loaded |= set(names)
+        missing = sorted({name for name, _ in persistent_tensors(self)} - loaded - self.given)
+        if missing:
+            raise CheckpointError(
+                f"{len(missing)} tensors of the rewritten model are in none of its files",
+                why=f"the recipe makes {first_few(missing)}",
+                remedy="load the directory with transformers: its error says more",
+                code="missing",
+            )
+        for module in self.modules():
+            if module._non_persistent_buffers_set and hasattr(module, "rebuild_buffers"):
+                module.rebuild_buffers()
+        return loaded
+
+
+def served_name(name: str, own: str) -> str:
+    """Return the name in vLLM of what has `name` in the model of transformers, whose base is `own`."""
+    inner = name.removeprefix(f"{own}.")
+    return f"head.{name}" if inner == name else f"model.{inner}"
