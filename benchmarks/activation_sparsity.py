@@ -1,147 +1,301 @@
-"""One token through a linear layer of whose input a share is zero: ways to read the other columns of the weight, and all of them.
+"""Decoding with activation-sparsity on a CPU: ways to read columns of a weight, a block of a wide model, and a trained model.
 
-y = W x̃ with W stored column by column, (in × out), so that a column is a stretch of memory. The ways:
+`products`: y = W x̃ for a token of whose input a share is zero, W column by column (in × out), a column being a stretch of memory:
 
-- `dense`: the product with all columns, W as `nn.Linear` stores it;
-- `bag`: the sum of an embedding bag, which reads the columns in place;
+- `dense`: the product with all columns, W as `nn.Linear` stores it, x masked already;
+- `bag`: the sum of an embedding bag, which reads the columns in place: what the pass uses;
 - `copy`: the columns are gathered, then multiplied;
-- `kernel`: a loop over the entries in C++, whose threads share the rows; built with the compiler that torch.compile uses, left out
-  where there is none.
+- `kernel`: a loop over the columns in C++ with prefetches, left out where there is no compiler;
+- `layer`: the layer of the pass as it is called, its mask included, with `--tokens` of them.
 
-All in one process and in turns; a figure is the median of the ratios to `dense` of the same turn, above 1 where a way is faster.
-Each result is compared with the dense one. Matrices are taken in turns too, so that they come from memory and not from a cache.
+`block`: a token through a layer of a Llama, before and after the pass. `smollm2`: the loss of SmolLM2-135M on held-out text, and a
+token decoded by the model, eager or compiled (`--compile`), before and after the pass.
 
-    python benchmarks/activation_sparsity.py --threads 1
+All in one process and in turns; a figure is the ratio of the least times of the thread, above 1 where a way is faster than the
+dense one. Matrices are taken in turns too, so that they come from memory and not from a cache.
+
+    python benchmarks/activation_sparsity.py products
+    python benchmarks/activation_sparsity.py products --tokens 4 --ways layer
+    python benchmarks/activation_sparsity.py block --dtypes float32 bfloat16
+    python benchmarks/activation_sparsity.py smollm2 --compile --specs "activation-sparsity(loss=+0.02)"
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
+import copy
+import ctypes
+import os
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+import retrofit
+from retrofit.passes.activation_sparsity.activation_sparsity import MaskedProjection
+from retrofit.passes.activation_sparsity.masked_products import ActivationMask
+
 SOURCE = """
-#include <torch/extension.h>
-#include <ATen/Parallel.h>
+#include <cstdint>
+#include <cstring>
 #include <vector>
+
+typedef float Numbers __attribute__((vector_size(64), aligned(4)));
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
+typedef uint32_t Bits __attribute__((vector_size(64)));
+
+static inline Numbers read(const float* p) { return *(const Numbers*)p; }
+static inline Numbers read(const uint16_t* p) {
+  Bits bits = __builtin_convertvector(*(const Halves*)p, Bits) << 16;
+  Numbers found;
+  std::memcpy(&found, &bits, 64);
+  return found;
+}
+static inline float one(const float* p) { return *p; }
+static inline float one(const uint16_t* p) {
+  uint32_t bits = uint32_t(*p) << 16;
+  float found;
+  std::memcpy(&found, &bits, 4);
+  return found;
+}
+static inline void write(float* p, float value) { *p = value; }
+static inline void write(uint16_t* p, float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  *p = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+constexpr int AHEAD = 16, EACH = 16, TILE = 16 * EACH;
 
 template <typename T>
 void add_columns(const T* x, const T* columns, T* y, int64_t inputs, int64_t outputs) {
   std::vector<int64_t> kept;
+  std::vector<float> values;
   for (int64_t i = 0; i < inputs; ++i)
-    if (static_cast<float>(x[i]) != 0.0f) kept.push_back(i);
-  at::parallel_for(0, outputs, 256, [&](int64_t first, int64_t last) {
-    std::vector<float> sums(last - first, 0.0f);
-    for (int64_t i : kept) {
-      const float value = static_cast<float>(x[i]);
-      const T* column = columns + i * outputs;
-      for (int64_t o = first; o < last; ++o) sums[o - first] += value * static_cast<float>(column[o]);
+    if (one(x + i) != 0.0f) { kept.push_back(i); values.push_back(one(x + i)); }
+  const int64_t count = kept.size();
+  kept.resize(count + AHEAD, count ? kept.back() : 0);
+  int64_t first = 0;
+  for (; first + TILE <= outputs; first += TILE) {
+    Numbers sums[EACH] = {};
+    for (int64_t k = 0; k < count; ++k) {
+      const T* column = columns + kept[k] * outputs + first;
+      const char* next = (const char*)(columns + kept[k + AHEAD] * outputs + first);
+      for (size_t byte = 0; byte < TILE * sizeof(T); byte += 64) __builtin_prefetch(next + byte);
+      for (int j = 0; j < EACH; ++j) sums[j] += values[k] * read(column + 16 * j);
     }
-    for (int64_t o = first; o < last; ++o) y[o] = static_cast<T>(sums[o - first]);
-  });
+    for (int o = 0; o < TILE; ++o) write(y + first + o, sums[o / 16][o % 16]);
+  }
+  for (; first + 16 <= outputs; first += 16) {
+    Numbers sum = {};
+    for (int64_t k = 0; k < count; ++k) sum += values[k] * read(columns + kept[k] * outputs + first);
+    for (int o = 0; o < 16; ++o) write(y + first + o, sum[o]);
+  }
+  for (; first < outputs; ++first) {
+    float sum = 0;
+    for (int64_t k = 0; k < count; ++k) sum += values[k] * one(columns + kept[k] * outputs + first);
+    write(y + first, sum);
+  }
 }
 
-torch::Tensor sum_of_columns(torch::Tensor x, torch::Tensor columns) {
-  auto y = torch::empty({columns.size(1)}, columns.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, columns.scalar_type(), "sum_of_columns", [&] {
-    add_columns<scalar_t>(x.const_data_ptr<scalar_t>(), columns.const_data_ptr<scalar_t>(), y.mutable_data_ptr<scalar_t>(),
-                          columns.size(0), columns.size(1));
-  });
-  return y;
+extern "C" void float32(const float* x, const float* w, float* y, int64_t inputs, int64_t outputs) {
+  add_columns(x, w, y, inputs, outputs);
+}
+extern "C" void bfloat16(const uint16_t* x, const uint16_t* w, uint16_t* y, int64_t inputs, int64_t outputs) {
+  add_columns(x, w, y, inputs, outputs);
 }
 """
 APART = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # how far a way may lie from the dense product, of its largest entry
-Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # of x, W (out × in) and its columns (in × out)
+PROMPT, STEPS, LONGEST = 32, 12, 512  # tokens: before those that are timed, in a turn, in the cache
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--widths", type=int, nargs="+", default=[576, 1024, 2048, 4096])
+    parser.add_argument("part", choices=("products", "block", "smollm2"))
+    parser.add_argument("--widths", type=int, nargs="+", default=[576, 2048, 4096], help="of square matrices, or of the block")
     parser.add_argument("--levels", type=float, nargs="+", default=[0.25, 0.4, 0.5, 0.7])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--ways", nargs="+", default=["bag", "copy", "kernel", "layer"])
+    parser.add_argument("--tokens", type=int, default=1)
+    parser.add_argument("--specs", nargs="+", default=["activation-sparsity(loss=+0.02)"])
+    parser.add_argument("--compile", action="store_true", help="both models")
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--bytes", type=int, default=256 << 20, help="of the matrices that are taken in turns")
+    parser.add_argument("--bytes", type=int, default=128 << 20, help="of the matrices that are taken in turns")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    ways = ways_at_hand()
-    print(f"| d, dtype, zeros | {' | '.join(name for name in ways if name != 'dense')} |")
-    print("| --- |" + " ---: |" * (len(ways) - 1))
+    {"products": products, "block": block, "smollm2": smollm2}[options.part](options)
+
+
+def least_times(ways: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
+    """The least seconds of the thread that each of the ways takes, in turns; the first round is for warmth."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            began = clock()
+            way()
+            if turn:
+                times[name].append(clock() - began)
+    return {name: min(found) for name, found in times.items()}
+
+
+# ── Products ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Way = Callable[[Tensor, Any], Tensor]  # of x, masked, and one of `Matrices`
+
+
+class Matrix:
+    """A weight as it is (out × in), column by column (in × out), and in a layer of the pass whose threshold is given."""
+
+    def __init__(self, width: int, dtype: torch.dtype, threshold: float) -> None:
+        self.rows = torch.randn(width, width).div(width**0.5).to(dtype)
+        linear = nn.Linear(1, 1, bias=False)
+        linear.weight = nn.Parameter(self.rows.clone())
+        self.layer = MaskedProjection(linear, (0, "input"), ActivationMask(self.rows)).eval()
+        self.layer.mask.threshold.fill_(threshold)
+        self.layer(torch.zeros(1, width, dtype=dtype))
+        assert linear.weight.t().is_contiguous(), "the pass does not read columns here"
+        self.columns = linear.weight.t()
+
+
+def products(options: argparse.Namespace) -> None:
+    ways: dict[str, Way] = {"dense": lambda x, matrix: F.linear(x, matrix.rows), "bag": bag, "copy": copied}
+    ways["layer"] = lambda x, matrix: matrix.layer(x)
+    if "kernel" in options.ways:
+        try:
+            ways["kernel"] = built_kernel()
+        except (OSError, subprocess.CalledProcessError) as error:  # no compiler, say
+            print(f"no kernel: {error}")
+    ways = {name: ways[name] for name in ("dense", *options.ways) if name in ways}
+    print(f"| d, dtype, zeros | dense, µs | {' | '.join(name for name in ways if name != 'dense')} |")
+    print("| --- |" + " ---: |" * len(ways), flush=True)
     for dtype in (getattr(torch, name) for name in options.dtypes):
         for width in options.widths:
-            matrices = matrices_of(width, dtype, options.bytes)
             for level in options.levels:
-                ratios = measure(ways, matrices, level, options.rounds)
+                x = torch.randn(options.tokens, width)
+                threshold = float(x.abs().flatten()[: 1 << 20].quantile(level))
+                count = max(2, options.bytes // (2 * width * width * dtype.itemsize))
+                matrices = [Matrix(width, dtype, threshold) for _ in range(count)]
+                x = x.to(dtype)
+                x = x.masked_fill(x.abs() < matrices[0].layer.mask.threshold, 0.0)
+                ratios, seconds = measured(ways, x, matrices, options.rounds)
                 cells = " | ".join(f"{ratio:.2f}" for ratio in ratios.values())
-                print(f"| {width}, {str(dtype).removeprefix('torch.')}, {level:.0%} | {cells} |", flush=True)
+                label = f"{width}, {str(dtype).removeprefix('torch.')}, {level:.0%}"
+                print(f"| {label} | {1e6 * seconds:.0f} | {cells} |", flush=True)
 
 
-def ways_at_hand() -> dict[str, Way]:
-    """The ways to compute the product, by name; `dense` first."""
-    ways: dict[str, Way] = {"dense": lambda x, w, columns: F.linear(x, w), "bag": bag, "copy": copied}
-    try:
-        kernel = built_kernel()
-    except Exception as error:  # whatever is missing: a compiler, ninja, a folder to write to
-        print(f"no kernel: {str(error).splitlines()[0]}")
-        return ways
-    return {**ways, "kernel": lambda x, w, columns: kernel(x, columns)}
-
-
-def built_kernel() -> Any:
-    from torch.utils.cpp_extension import load_inline
-
-    flags = ["-O3", "-march=native", "-fopenmp", "-ffast-math"]
-    return load_inline("sum_of_columns", SOURCE, functions=["sum_of_columns"], extra_cflags=flags).sum_of_columns
-
-
-def bag(x: Tensor, w: Tensor, columns: Tensor) -> Tensor:
-    kept = x.nonzero().view(1, -1)
-    return F.embedding_bag(kept, columns, mode="sum", per_sample_weights=x[kept[0]].unsqueeze(0))[0]
-
-
-def copied(x: Tensor, w: Tensor, columns: Tensor) -> Tensor:
-    kept = x.nonzero().view(-1)
-    return x[kept] @ columns.index_select(0, kept)
-
-
-def matrices_of(width: int, dtype: torch.dtype, size: int) -> list[tuple[Tensor, Tensor]]:
-    """Square matrices that together take so many bytes, each as it is and column by column."""
-    count = max(2, size // (2 * width * width * dtype.itemsize))
-    weights = [torch.randn(width, width).div(width**0.5).to(dtype) for _ in range(count)]
-    return [(weight, weight.t().contiguous()) for weight in weights]
-
-
-def measure(ways: dict[str, Way], matrices: list[tuple[Tensor, Tensor]], level: float, rounds: int) -> dict[str, float]:
-    """How many times as fast as the dense product each way is."""
-    width, dtype = matrices[0][0].shape[1], matrices[0][0].dtype
-    x = torch.randn(width)
-    x = x.masked_fill(x.abs() < x.abs().quantile(level), 0.0).to(dtype)
+def measured(ways: dict[str, Way], x: Tensor, matrices: list[Matrix], rounds: int) -> tuple[dict[str, float], float]:
+    """How many times as fast as the dense product each way is, and the seconds of that; each result is compared with it."""
+    expected = x.double() @ matrices[0].rows.double().t()
     for name, way in ways.items():
-        found, expected = way(x, *matrices[0]).float(), (matrices[0][0].double() @ x.double()).float()
-        apart = float((found - expected).abs().max() / expected.abs().max())
-        assert apart < APART[dtype], f"{name} is {apart:.1e} from the dense product"
-    ratios: dict[str, list[float]] = {name: [] for name in ways if name != "dense"}
-    for _ in range(rounds):
-        times = {name: seconds(way, x, matrices) for name, way in ways.items()}
-        for name, found in ratios.items():
-            found.append(times["dense"] / times[name])
-    return {name: statistics.median(found) for name, found in ratios.items()}
+        apart = float((way(x, matrices[0]).double() - expected).abs().max() / expected.abs().max())
+        assert apart < APART[x.dtype], f"{name} is {apart:.1e} from the dense product"
+    times = least_times({name: lambda way=way: [way(x, matrix) for matrix in matrices] for name, way in ways.items()}, rounds)
+    return {name: times["dense"] / taken for name, taken in times.items() if name != "dense"}, times["dense"] / len(matrices)
 
 
-def seconds(way: Way, x: Tensor, matrices: list[tuple[Tensor, Tensor]]) -> float:
-    """The time of one product with each matrix."""
-    began = time.perf_counter()
-    for weight, columns in matrices:
-        way(x, weight, columns)
-    return time.perf_counter() - began
+def built_kernel() -> Way:
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
+        source.write_text(SOURCE)
+        flags = ["-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"]
+        subprocess.run([os.environ.get("CXX", "c++"), *flags, source, "-o", library], check=True)
+        loaded = ctypes.CDLL(str(library))
+
+    def kernel(x: Tensor, matrix: Matrix) -> Tensor:
+        columns = matrix.columns
+        y = x.new_empty(columns.shape[1])
+        places = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, columns, y))
+        getattr(loaded, str(x.dtype).removeprefix("torch."))(*places, *map(ctypes.c_int64, columns.shape))
+        return y
+
+    return kernel
+
+
+def bag(x: Tensor, matrix: Matrix) -> Tensor:
+    kept = x[0].nonzero().view(-1)
+    first = torch.zeros(1, dtype=torch.long)
+    return torch.embedding_bag(matrix.columns, kept, first, False, 0, False, x[0].index_select(0, kept))[0]
+
+
+def copied(x: Tensor, matrix: Matrix) -> Tensor:
+    kept = x[0].nonzero().view(-1)
+    return x[:, kept] @ matrix.columns.index_select(0, kept)
+
+
+# ── Models ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def block(options: argparse.Namespace) -> None:
+    """A token through a layer as wide as Llama's of so much."""
+    for width in options.widths:
+        sizes = {"hidden_size": width, "intermediate_size": round(width * 2.6875), "num_attention_heads": width // 64}
+        config = transformers.LlamaConfig(vocab_size=512, num_hidden_layers=1, max_position_embeddings=256, **sizes)
+        for dtype in (getattr(torch, name) for name in options.dtypes):
+            torch.manual_seed(0)
+            dense: Any = transformers.LlamaForCausalLM(config).to(dtype).eval()
+            ids = torch.randint(0, 512, (16, 64))
+            for level in options.levels:
+                spec = f"activation-sparsity(level={level}, allocation=uniform)"
+                sparse: Any = retrofit.apply(copy.deepcopy(dense), spec, calibration=ids, verify=False)
+                times = least_times({"dense": token_through(dense), "sparse": token_through(sparse)}, options.rounds)
+                print(
+                    f"a layer of d = {width}, {str(dtype).removeprefix('torch.')}, {level:.0%} zero: "
+                    f"{1e3 * times['dense']:.1f} ms dense, {times['dense'] / times['sparse']:.2f} times as fast",
+                    flush=True,
+                )
+
+
+def token_through(model: Any) -> Callable[[], Any]:
+    place = torch.zeros(1, 1, dtype=torch.long)
+    x = model.model.embed_tokens(place)
+    given = {"position_embeddings": model.model.rotary_emb(x, place), "position_ids": place}
+    return lambda: model.model.layers[0](x, **given)
+
+
+def smollm2(options: argparse.Namespace) -> None:
+    """What the pass does to the loss of SmolLM2-135M and to the time of a token."""
+    from real_starts import data, loss_of, read_model
+
+    for dtype in (getattr(torch, name) for name in options.dtypes):
+        calibration, held_out = data(20_000, 16)
+        dense: Any = read_model().to(dtype)
+        before = loss_of(dense, held_out)
+        for spec in options.specs:
+            sparse: Any = retrofit.apply(copy.deepcopy(dense), spec, calibration=calibration, verify=False)
+            lost = loss_of(sparse, held_out) - before
+            how = f"{str(dtype).removeprefix('torch.')}, {'compiled' if options.compile else 'eager'}"
+            print(f"{spec}, {how}: loss {before:.3f} {lost:+.4f}", flush=True)
+            decoders = {"dense": Decoder(dense, options.compile), "sparse": Decoder(sparse, options.compile)}
+            times = least_times({name: decoder.decode for name, decoder in decoders.items()}, options.rounds)
+            ratio = times["dense"] / times["sparse"]
+            print(f"  a token in {1e3 * times['dense'] / STEPS:.1f} ms dense, {ratio:.2f} times as fast", flush=True)
+
+
+class Decoder:
+    """Decodes after a prompt with a cache of fixed size, some more tokens in each turn."""
+
+    def __init__(self, model: Any, is_compiled: bool) -> None:
+        self.cache = transformers.StaticCache(config=model.config, max_cache_len=LONGEST)
+        self.at = PROMPT
+        model(torch.arange(100, 100 + PROMPT).unsqueeze(0), past_key_values=self.cache)
+        self.step = torch.compile(model, fullgraph=True, dynamic=False) if is_compiled else model
+
+    def decode(self) -> None:
+        for _ in range(STEPS):
+            given = {"past_key_values": self.cache, "position_ids": torch.tensor([[self.at]])}
+            self.step(torch.tensor([[self.at]]), **given)
+            self.at += 1
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
+    with torch.no_grad():
         main()

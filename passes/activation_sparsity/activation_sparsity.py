@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from retrofit.passes.activation_sparsity import reference as method_reference
+from retrofit.passes.activation_sparsity.column_products import lay_out
 from retrofit.passes.activation_sparsity.levels import HIGHEST, Allocation, LayerPath, Magnitudes, Masks, RowSample, layer_error
 from retrofit.passes.activation_sparsity.masked_products import ActivationMask, MaskedCode, MaskedProjection, Thresholds
 from retrofit.passes.activation_sparsity.sites import ALREADY, WHERE, MaskedSite, ProductSites
@@ -76,6 +77,14 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
     remedy: ClassVar[str] = "choose other layers= or where=; retrofit inspect shows the projections"
     recovery: ClassVar[Recovery] = Recovery(dial=Thresholds())
     only_masks: ClassVar[bool] = True
+    candidates: ClassVar[tuple[str, ...]] = (
+        "level=0.4",
+        "level=0.25",
+        "level=0.3, where=ffn",
+        "level=0.5, where=ffn",
+        "level=0.55",
+        "level=0.7, where=ffn",
+    )
     reference: ClassVar[MethodReference] = MethodReference(
         {
             MaskedProjection: ModuleReference(method_reference.masked_projection, given=("layer",)),
@@ -105,7 +114,6 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
                 why="loss= finds the level",
                 remedy="give one of them",
                 option="level",
-                code="combination",
             )
         if self.level is not None and self.level >= 1:
             raise SpecError(
@@ -113,7 +121,6 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
                 why="nothing would be left of the inputs",
                 remedy="use a share from 0, the dense function, to less than 1: 0.4",
                 option="level",
-                code="range",
             )
         if self.level is None and self.loss is None:
             object.__setattr__(self, "level", LEVEL)
@@ -183,6 +190,9 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
         levels = allocation.at(level)
         masks.set_levels(levels)
         for site in plan.masked:
+            module = edit.model.get_submodule(site.name)
+            if isinstance(module, MaskedProjection):
+                lay_out(module, at_once=True)
             found = {path: levels[path] for path, _ in site.masks if path in levels}
             if found:
                 edit.note("level", site.name, {"of what it reads": masks.share(found)}, form=".2f", worst="highest")

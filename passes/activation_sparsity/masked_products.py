@@ -13,8 +13,8 @@ A module that multiplies by one matrix is wrapped. Where the code of a module co
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,14 @@ class ActivationMask(nn.Module):
 
 
 class MaskedProjection(Wrapper):
-    """Calls `layer`, which multiplies its argument at `stream_in` by one matrix, with that argument masked."""
+    """Calls `layer`, which multiplies its argument at `stream_in` by one matrix, with that argument masked.
+
+    Where retrofit is installed, few tokens read the columns alone that they need (`column_products.py`).
+    """
+
+    column_product: ClassVar[Callable[[Any, Tensor], Tensor | None] | None] = None
+    by_columns: ClassVar[Callable[[Any], bool] | None] = None
+    by_rows: ClassVar[Callable[[Any], None] | None] = None
 
     def __init__(self, layer: nn.Module, stream_in: ArgumentPlace, mask: ActivationMask) -> None:
         super().__init__(layer)
@@ -66,7 +73,22 @@ class MaskedProjection(Wrapper):
         given = list(args)
         container, key = find_argument(self.stream_in, given, kwargs)
         container[key] = self.mask(container[key])
-        return self.layer(*given, **kwargs)
+        y = None if self.column_product is None else self.column_product(container[key])
+        return self.layer(*given, **kwargs) if y is None else y
+
+    def train(self, mode: bool = True) -> MaskedProjection:
+        if mode:
+            self.release()
+        super().train(mode)
+        return self
+
+    def arrange(self) -> None:
+        if self.by_columns is not None:
+            self.by_columns()
+
+    def release(self) -> None:
+        if self.by_rows is not None:
+            self.by_rows()
 
 
 class MaskedCode(Wrapper):

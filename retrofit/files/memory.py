@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import ctypes
 import functools
 import mmap
 import sys
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,3 +101,21 @@ def page_out(tensors: Iterable[Tensor]) -> None:
         size = (tensor.data_ptr() + tensor.numel() * tensor.element_size() - first) // mmap.PAGESIZE * mmap.PAGESIZE
         if size > 0:
             advise(ctypes.c_void_p(first), ctypes.c_size_t(size), PAGE_OUT)  # refused, it changes nothing
+
+
+MAPPED: contextvars.ContextVar[bool] = contextvars.ContextVar("mapped", default=False)
+
+
+def weights_are_mapped() -> bool:
+    """Return whether the weights are those of files, which need not fit in memory: no copy of them may be made."""
+    return MAPPED.get()
+
+
+@contextlib.contextmanager
+def mapped_weights() -> Iterator[None]:
+    """Within this context weights are those of files."""
+    token = MAPPED.set(True)
+    try:
+        yield
+    finally:
+        MAPPED.reset(token)

@@ -118,7 +118,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
     rewrites: ClassVar[str] = "site"  # what a site is, for the refusal: "feed-forward", "attention", …
     reference: ClassVar[Any] = None  # a `MethodReference`: how else what it installs is computed, for the check `method`
     recovery: ClassVar[Recovery] = Recovery()
-    only_masks: ClassVar[bool] = False  # with its dial at 0 what it installs is the dense function: `undo` compares that
+    only_masks: ClassVar[bool] = False  # its dial at 0 is the dense function, which `undo` compares; thresholds decide its time
     not_served: ClassVar[str] = ""  # why a model with it cannot run in an engine that attends by itself, as vLLM; none: it can
     candidates: ClassVar[tuple[str, ...]] = ()  # settings that `retrofit plan` tries: options of a spec, "active=4, rank=16"
     remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one

@@ -205,7 +205,8 @@ class Measurements:
         """Return the depths that a candidate is fitted in first; none where they are no less than all, or time is not limited."""
         sites = record.sites
         chosen = [sites[index]["depths"] for index in spread(len(sites))[:SAMPLE]]
-        apart = self.deadline.is_set and record.candidate.calibrates and len(sites) > SAMPLE and all(chosen)
+        fitted_late = record.candidate.calibrates and not record.candidate.only_masks
+        apart = self.deadline.is_set and fitted_late and len(sites) > SAMPLE and all(chosen)
         return [depth for depths in chosen for depth in depths] if apart else []
 
     def measure_sample(self, record: CandidateRecord) -> None:
@@ -245,8 +246,11 @@ class Measurements:
         return self.variants[record.number]
 
     def unfitted_variant(self, record: CandidateRecord) -> Variant:
-        """Return the same with the values that it has without data; where nothing is fitted, the variant itself."""
-        if not record.candidate.calibrates:
+        """Return the same with the values that it has without data; where nothing is fitted, the variant itself.
+
+        So for masks: what they save depends on their thresholds.
+        """
+        if not record.candidate.calibrates or record.candidate.only_masks:
             return self.variant(record)
         if record.number not in self.unfitted:
             self.progress(f"building {record.name}")

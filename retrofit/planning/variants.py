@@ -33,6 +33,7 @@ from retrofit.program.program import Program
 from retrofit.rewriting import apply_reported
 from retrofit.surgery.dequantization import TRACES
 from retrofit.surgery.edit import Edit
+from retrofit.surgery.wrappers import Wrapper
 
 ALL_LAYERS = "layers"  # the option by which a pass is limited to some depths
 
@@ -224,7 +225,10 @@ def is_inside(path: str, outer: str) -> bool:
 
 @contextlib.contextmanager
 def hybrid(dense: nn.Module, replacements: Sequence[Replacement]) -> Iterator[nn.Module]:
-    """Within this context the model with these replacements: `dense` itself, which is afterwards what it was, or another."""
+    """Within this context the model with these replacements: `dense` itself, which is afterwards what it was, or another.
+
+    Weights that a replacement shares with the dense model are laid out as in evaluation, so that no time is that of doing it.
+    """
     whole = next((replacement.model for replacement in replacements if replacement.model is not None), None)
     if whole is not None:
         yield whole
@@ -234,6 +238,9 @@ def hybrid(dense: nn.Module, replacements: Sequence[Replacement]) -> Iterator[nn
         for replacement in replacements:
             for path, module in replacement.modules.items():
                 edit.replace_module(path, module)
+                for part in module.modules():
+                    if isinstance(part, Wrapper):
+                        part.arrange()
         yield dense
     finally:
         edit.undo()

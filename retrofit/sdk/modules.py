@@ -43,6 +43,9 @@ from retrofit.surgery.wrappers import query_positions as query_positions
 from retrofit.surgery.wrappers import unpadded_tokens as unpadded_tokens
 from retrofit.surgery.wrappers import visible_keys as visible_keys
 
+# Whether weights are those of files, of which no copy may be in memory.
+from retrofit.files.memory import weights_are_mapped as weights_are_mapped
+
 # Tables whose rows are looked up by indices that follow from the ids.
 from retrofit.surgery.row_tables import RowTables as RowTables
 from retrofit.surgery.row_tables import release_zeros as release_zeros

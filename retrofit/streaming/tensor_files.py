@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from retrofit.checks.parameters import chunks, is_finite, not_finite, require_finite_weight
 from retrofit.errors import CheckpointError
+from retrofit.files.memory import mapped_weights
 from retrofit.files.resumable_directory import Unfinished
 from retrofit.files.safetensors_header import DTYPES, METADATA, Extent
 from retrofit.storage.filling import INDEX, WEIGHTS
@@ -172,7 +173,7 @@ def read_at(descriptor: int, start: int, into: memoryview) -> None:
 
 @contextlib.contextmanager
 def kept_out_of_memory(files: TensorFiles) -> Iterator[None]:
-    """Within this context the files are released whenever much of them is in memory, whoever reads them."""
+    """Within this context the files are released whenever much of them is in memory, and no weight of theirs is copied there."""
     stopped = threading.Event()
 
     def watch() -> None:
@@ -184,7 +185,8 @@ def kept_out_of_memory(files: TensorFiles) -> Iterator[None]:
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        yield
+        with mapped_weights():
+            yield
     finally:
         stopped.set()
         watcher.join()

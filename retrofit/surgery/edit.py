@@ -19,6 +19,7 @@ from retrofit.files.memory import page_out
 from retrofit.progress import Note, Worst
 from retrofit.provenance import ATTRIBUTE, provenance_of
 from retrofit.surgery.user_hooks import OURS, hooked_module, hooks_of_passes, take_over_hooks
+from retrofit.surgery.wrappers import Wrapper
 
 if TYPE_CHECKING:
     from retrofit.inputs.calibration import Calibration
@@ -347,6 +348,9 @@ class Edit:
 
     def undo(self) -> None:
         """The model is exactly what it was before the first edit."""
+        for module in self.model.modules() if self.journal else ():
+            if isinstance(module, Wrapper):
+                module.release()
         while self.journal:
             self.journal.pop()()
         self.widened.clear()

@@ -123,6 +123,12 @@ class Wrapper(nn.Module):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(held["_modules"]["layer"], name)
 
+    def arrange(self) -> None:
+        """Lay out what is in `layer` for evaluation, as far as a call would; its values stay."""
+
+    def release(self) -> None:
+        """Lay out what is in `layer` as it was; called when the wrapper is taken off again."""
+
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Registers a parameter; unlike `nn.Module`, also under a name that `layer` has as an attribute."""
         self._parameters[name] = param

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.plans import HEAD, QKV, planned, windows
 from support.tiny_models import llama
 
@@ -16,7 +18,10 @@ import retrofit
 from retrofit.cli import main
 from retrofit.inputs.model_memory import own_bytes
 from retrofit.passbase.protocol import parse_spec
-from retrofit.planning import measuring
+from retrofit.passes import ActivationSparsity
+from retrofit.passes.activation_sparsity import column_products
+from retrofit.passes.activation_sparsity.masked_products import ActivationMask
+from retrofit.planning import measuring, variants
 from retrofit.planning.model_plan import ModelPlan
 from retrofit.planning.planner import Planner
 from retrofit.planning.variants import (
@@ -125,3 +130,35 @@ def test_bad_usage_is_told_before_any_work(more: list[str], says: str, tmp_path:
     (tmp_path / "text.txt").write_text("text")
     assert main(["plan", str(tmp_path / "model.pt"), "--calibrate", str(tmp_path / "text.txt"), *more]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_masks_are_timed_with_their_thresholds_and_get_a_level_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer is taken to save a tenth of what the thresholds in it mask; without them it would save nothing."""
+    deep = llama(vocab_size=256, num_hidden_layers=4)
+    before = {name: value.clone() for name, value in deep.state_dict().items()}
+
+    def share(self: measuring.Measurements, replacements: Any, quantity: str) -> float:
+        self.store.measure(f"dense {quantity}", lambda: 1.0)
+        masks = [part for one in replacements for module in one.modules.values() for part in module.modules()]
+        thresholds = [float(part.threshold) for part in masks if isinstance(part, ActivationMask)]
+        assert thresholds and all(thresholds)
+        return 1.0 - 0.01 * sum(map(math.sqrt, thresholds))
+
+    monkeypatch.setattr(measuring.Measurements, "share", share)
+    monkeypatch.setattr(column_products, "SMALLEST", 1)
+    specs = [f"activation-sparsity(level={level}, allocation=uniform)" for level in (0.2, 0.4, 0.6, 0.8)]
+    quick = planned(deep, "decode 1.12x", passes=specs)
+    assert all(parameter.is_contiguous() for parameter in deep.parameters())
+    assert all(torch.equal(before[name], value) for name, value in deep.state_dict().items())
+    (one,) = quick.planned
+    depths = [depth for layers in one.layers for depth in layers.depths]
+    assert len(depths) == len(set(depths)) and one.predicted.costs["decode"] <= 1 / 1.12 + 1e-9
+    rivals = [setting.worth for setting in quick.uniform if setting.worth.costs["decode"] <= one.predicted.costs["decode"] + 1e-9]
+    assert rivals and all(one.predicted.distance <= rival.distance + 1e-9 for rival in rivals)
+    rewritten = retrofit.apply(copy.deepcopy(deep), *one.passes, calibration=windows(), verify=False)
+    assert sum(isinstance(part, ActivationMask) for part in rewritten.modules()) == 7 * len(depths)
+
+
+def test_a_pass_proposes_levels_for_plans() -> None:
+    proposed = variants.candidates_of("activation-sparsity")
+    assert len({(one.level, one.where) for one in proposed if isinstance(one, ActivationSparsity)}) == len(proposed) >= 4
