@@ -251,12 +251,14 @@ def rows_of(families: list[str], passes: list[str], everything: bool) -> Iterato
 
 
 def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str, Any]:
-    """Return what came of a family after a pass, by setting."""
+    """Return what came of a family after a pass, by setting; "not made" where the pass does not fit."""
+    from retrofit.errors import DoesNotFitError
+
     row: dict[str, Any] = {"family": family, "pass": spec}
     with tempfile.TemporaryDirectory() as place:
         try:
             model = written(dense(family), spec, Path(place), 0.003 if Path(family).is_dir() else 0.03)
-        except Exception as error:
+        except DoesNotFitError as error:
             return {**row, "not made": str(error).splitlines()[0]}
         expected = continuations(model)
         for setting in SETTINGS:

@@ -26,7 +26,6 @@ from retrofit.sdk.modules import (
     call_with_keywords,
     child_modules,
     histories_of,
-    packs_sequences,
     split_path,
     tensor_argument,
     unpadded_tokens,
@@ -94,12 +93,15 @@ class RecurrentFeedForward(Wrapper):
                     code="cache",
                 )
             histories, name = histories_of(cache), f"{layer}.{self.name_in_layer}".strip(".")
-            before = histories[name].last()[:, 0] if name in histories else None
-            begins = histories[name].begins if name in histories and packs_sequences(cache) else None
-            y, c = self.recurrence(stream, before, real, begins)
             if name not in histories:
+                y, c = self.recurrence(stream, None, real)
                 histories[name] = TokenHistory.in_cache(cache, 1, c)
-            histories[name].push(c)
+                histories[name].push(c)
+            else:
+                known = histories[name]
+                for _ in range(known.rounds):
+                    y, c = self.recurrence(stream, known.last()[:, 0], real, known.begins)
+                    known.push(c)
         return batch_first(y, self.layout.tokens_first).reshape(x.shape)
 
 

@@ -158,7 +158,8 @@ class SimpleRecurrentUnit(nn.Module):
             keep, added = torch.where(kept, keep, 1.0), torch.where(kept, added, 0.0)
         if begins is not None and before is not None:
             first = begins.unsqueeze(-1)
-            added, keep, before = added + torch.where(first, keep * before.to(x.dtype), 0.0), torch.where(first, 0.0, keep), None
+            added, before = added + torch.where(first, keep * before.to(x.dtype), 0.0), None
+            added, keep = added.nan_to_num(), torch.where(first, 0.0, keep).nan_to_num()  # what is none stays in its sequence
         c = linear_scan(keep, added, x.new_zeros(x.shape[0], rank) if before is None else before.to(x.dtype))
         return use * c + math.sqrt(3) * (1 - use) * x, c
 

@@ -9,6 +9,7 @@ need nothing of their own: equal blocks hold equal states.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -53,6 +54,27 @@ class Places:
         owner = torch.searchsorted(starts[1:].long().contiguous(), tokens, right=True)
         self.blocks = blocks[owner.clamp(max=len(starts) - 2)]
         self.begins = torch.isin(tokens, starts[:-1].long())
+        self.owner = owner
+
+    @functools.cached_property
+    def rounds(self) -> int:
+        """Return the length of the longest chain of sequences in which each goes on from a token that the one before computes.
+
+        A block is known to be that of a prefix as soon as it is given to a sequence: another may share it in the same batch.
+        """
+        first = self.begins.nonzero().flatten()
+        before = (self.positions[first] - 1).clamp(min=0)
+        slots = self.blocks[first].gather(1, (before // self.size).unsqueeze(1)).squeeze(1) * self.size + before % self.size
+        same = (slots.unsqueeze(1) == self.block * self.size + self.offset) & (self.positions[first] > 0).unsqueeze(1)
+        pairs = zip(self.owner[first].tolist(), self.owner[same.long().argmax(1)].tolist(), same.any(1).tolist(), strict=True)
+        after = {sequence: other for sequence, other, goes_on in pairs if goes_on}
+        longest = 1
+        for sequence in after:
+            length, other = 1, sequence
+            while other in after:
+                other, length = after[other], length + 1
+            longest = max(longest, length)
+        return longest
 
     def write(self, start: int, values: Tensor) -> None:
         """Write (tokens, bytes) into the tokens' rows, from a column on."""
@@ -98,6 +120,10 @@ class SlotHistory(TokenHistory):
     def begins(self) -> Tensor | None:
         places = self.cache.places
         return None if places is None else places.begins
+
+    @property
+    def rounds(self) -> int:
+        return 1 if self.cache.places is None else self.cache.places.rounds
 
 
 class SlotCache(CacheWithHistories):

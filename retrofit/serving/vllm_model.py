@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from vllm.config import VllmConfig
@@ -32,6 +33,7 @@ from retrofit.errors import CheckpointError, DoesNotFitError, first_few
 from retrofit.serving import CLASSES, RECIPE
 from retrofit.serving.slot_tables import Places, RowLayout, SlotCache
 from retrofit.storage.filling import transformers_class
+from retrofit.surgery.wrappers import Wrapper
 
 # ── The table of states ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -159,12 +161,27 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     return [found for found in names.values() if len(found) > 1]
 
 
-def give_own_classes(model: nn.Module) -> None:
-    """Give each module of transformers that has other children than transformers' and torch's a class of its own.
+class KeptLinear(nn.Module):
+    """A linear layer that vLLM neither fuses with others nor replaces."""
 
-    vLLM fuses projections by the class of the module that calls them, and the names of its children.
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def keep_from_fusions(model: nn.Module) -> None:
+    """Have vLLM fuse no projection that a pass has replaced or wrapped, nor one that it puts another module around in a call.
+
+    vLLM fuses by the class of the module that calls the projections, and the names of its children: each module of transformers
+    that has other children than transformers' and torch's gets a class of its own.
     """
     for module in list(model.modules()):
+        if isinstance(module, Wrapper) and module.opens_layer:
+            for part in module.layer.modules():
+                if type(part) is nn.Linear:
+                    part.__class__ = KeptLinear  # type: ignore[assignment]
         kind = type(module)
         if is_stock(module) and not all(map(is_stock, module.children())):
             module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
@@ -206,7 +223,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         whole.config._attn_implementation = VLLM_ATTN_IMPL
         base, own = whole.base_model, whole.base_model_prefix
         ties = [[served_name(name, own) for name in names] for names in tied_names(whole)]
-        give_own_classes(base)
+        keep_from_fusions(base)
         self.__dict__["skeleton"] = base
         super(VllmModelForTextGeneration, self).__init__(vllm_config=vllm_config, prefix=prefix)
         del self.__dict__["skeleton"]

@@ -42,6 +42,14 @@ class TokenHistory:
         """Return which tokens under way, (tokens), are the first of theirs where sequences are packed; None elsewhere."""
         return None
 
+    @property
+    def rounds(self) -> int:
+        """Return how often a state that depends on the one before is computed and pushed until that of every token is right.
+
+        Once, but where a packed sequence goes on from a token that another one computes in the same call.
+        """
+        return 1
+
     @staticmethod
     def in_cache(cache: Cache | None, length: int, like: Tensor) -> TokenHistory:
         """Return an empty history for `cache`, updated in place where the cache's own tensors are."""

@@ -44,6 +44,11 @@ class Engine:
         self.cache.layout.is_final = True
         self.table = torch.full((blocks, 1, SIZE, self.cache.layout.width), 255, dtype=torch.uint8)  # what others left there
 
+    def reserve(self, name: str, tokens: int) -> None:
+        """Give a sequence its blocks up to so many tokens."""
+        while len(self.blocks[name]) * SIZE < tokens:
+            self.blocks[name].append(self.free.pop())
+
     def add(self, name: str, ids: list[int], like: str | None = None, shared: int = 0) -> None:
         """Take up a sequence whose first `shared` blocks are those of another."""
         self.ids[name] = ids
@@ -63,8 +68,7 @@ class Engine:
             self.batch += [(name, position) for position in range(first, first + count)]
             self.done[name] = first + count
             starts.append(len(self.batch))
-            while len(self.blocks[name]) * SIZE < self.done[name]:
-                self.blocks[name].append(self.free.pop())
+            self.reserve(name, self.done[name])
         longest = max(len(self.blocks[name]) for name, _ in pieces)
         blocks = torch.tensor([self.blocks[name] + [0] * (longest - len(self.blocks[name])) for name, _ in pieces])
         positions = torch.tensor([position for _, position in self.batch])
@@ -89,6 +93,7 @@ class Engine:
         found = []
         for token, (name, position) in enumerate(self.batch):
             self.keys[layer, self.slot(name, position)] = key[0, :, token], value[0, :, token]
+        for token, (name, position) in enumerate(self.batch):
             pairs = [self.keys[layer, self.slot(name, earlier)] for earlier in range(position + 1)]
             group = query.shape[1] // key.shape[1]
             keys, values = (torch.stack(parts, 1).repeat_interleave(group, 0) for parts in zip(*pairs, strict=True))
@@ -150,6 +155,23 @@ def test_packed_chunks_shared_blocks_and_preemption_compute_what_whole_forwards_
     for name, parts in got.items():
         torch.testing.assert_close(torch.cat(parts), expected[name], atol=2e-5, rtol=1e-4)
     assert engine.cache.layout.width > 0
+
+
+@pytest.mark.parametrize("order", [("a", "b", "d"), ("d", "b", "a")], ids="".join)
+@pytest.mark.parametrize("spec", STATEFUL)
+def test_blocks_are_shared_while_they_are_computed(spec: str, order: tuple[str, ...]) -> None:
+    """d begins after a block of b, which begins after one of a, all in one batch."""
+    engine, expected = engine_and_expected(spec)
+    engine.add("a", engine.ids["a"])
+    engine.reserve("a", 4)
+    engine.add("b", engine.ids["b"], like="a", shared=1)
+    engine.reserve("b", 8)
+    engine.add("d", engine.ids["b"], like="b", shared=2)
+    counts, firsts = {"a": 4, "b": 5, "d": 6}, {"a": 0, "b": 4, "d": 8}
+    for name, logits in zip(order, engine.step(*((name, counts[name]) for name in order)), strict=True):
+        whole = expected["a" if name == "a" else "b"]
+        torch.testing.assert_close(logits, whole[firsts[name] : firsts[name] + counts[name]], atol=2e-5, rtol=1e-4)
+    assert engine.cache.places is not None and engine.cache.places.rounds == 3
 
 
 @pytest.mark.parametrize("spec", STATEFUL)
