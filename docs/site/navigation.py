@@ -12,8 +12,8 @@ from sphinx.application import Sphinx
 PAGES = {
     "Using": [
         "tutorials/first_retrofit", "tutorials/from_python", "which_pass", "site/commands", "inspect", "recipes", "plan",
-        "recovery", "several_processes", "onnx", "graphs", "bundle", "native", "quantization", "larger_than_memory", "undo",
-        "security", "site/api/retrofit", "site/api/passes",
+        "recovery", "several_processes", "onnx", "graphs", "bundle", "native", "serving", "quantization", "larger_than_memory",
+        "undo", "security", "site/api/retrofit", "site/api/passes",
     ],
     "Extending": ["architecture", "write_a_pass", "glossary", "verification", "site/api/sdk"],
     "Evidence": ["evidence"],
