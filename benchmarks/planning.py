@@ -8,6 +8,7 @@ interruption the rest is measured.
     python benchmarks/planning.py --model small --cost memory
     python benchmarks/planning.py --model minilm --cost prefill
     python benchmarks/planning.py --model smollm2 --cost decode --minutes 30
+    python benchmarks/planning.py --model smollm2 --pass activation-sparsity --targets "decode 1.1x" "decode 1.2x" "decode 1.3x"
 """
 
 from __future__ import annotations
