@@ -446,6 +446,41 @@ def test_a_file_is_verified_against_the_model_it_came_from():
         assert report.ok and "as " in report["onnx"].measured
 
 
+def with_more_tokens(model, folder):
+    model.resize_token_embeddings(tiny_models.VOCABULARY + 8)
+    return model
+
+
+def as_a_classifier(model, folder):
+    model.save_pretrained(folder)
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize(
+    ("make", "spec", "change"),
+    [
+        (tiny_models.llama, "memory(lookup=ngram, buckets=64)", with_more_tokens),
+        (tiny_models.bert, "sparse-ffn(sparsity=4, active=2)", as_a_classifier),
+    ],
+    ids=["tokens", "head"],
+)
+def test_a_model_that_was_changed_since_is_exported_as_it_is_now(make, spec, change, tmp_path):
+    model = retrofitted.moved(retrofit.apply(make(), spec, verify=False)).eval()
+    (old,) = retrofit.export_onnx(model, tmp_path / "old.onnx", "none", fuse=False).files
+    model = change(model, tmp_path / "saved").eval()
+    (new,) = retrofit.export_onnx(model, tmp_path / "new.onnx", "none", fuse=False).files
+    stale = verify_onnx(old.path, model)
+    assert not stale.ok and stale["onnx"].why
+    rows = len(model.get_input_embeddings().weight)
+    ids = torch.arange(rows - 14, rows).view(2, 7)
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+    session = OnnxSession(new.path)
+    outputs = session({name: given[name] for name in session.inputs})
+    with torch.no_grad():
+        torch.testing.assert_close(outputs["logits"], model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 # ── The command line ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
