@@ -7,7 +7,7 @@
 is looked up but not trained: what they cost does not depend on the memory, and few layers would not put them in proportion.
 
 `bars`: a whole decoder at its true depth, head and loss included. A step is forward, backward, clipping and optimizer, row-wise
-Adam for the tables; what it may cost does not depend on what the tables weigh.
+Adagrad for the tables; what it may cost does not depend on what the tables weigh.
 
 The models take turns in every round; a ratio is the median over the rounds of a model's time over the dense one's in the same.
 """
@@ -132,7 +132,7 @@ def report(options: argparse.Namespace) -> None:
     alone = {name: table_step(table, ids) for name, table in tables(SIZES[options.size][0], options.device).items()}
     side_by_side.compare(alone, options)
 
-    print("\ntrain step with the optimizer: row-wise Adam for tables that ids look up, or AdamW for everything")
+    print("\ntrain step with the optimizer: row-wise Adagrad for tables that ids look up, or AdamW for everything")
     full = {name: partial(full_step, model, optimizer_of(name, model), ids) for name, model in models.items()}
     side_by_side.compare(full, options)
     del full

@@ -34,7 +34,7 @@ from retrofit.files.atomic_writes import whole_file
 from retrofit.process import WAITING, deferred_signals
 from retrofit.progress import Milestone
 from retrofit.training import processes
-from retrofit.training.table_optimizer import RowwiseAdamW
+from retrofit.training.table_optimizer import TableAdamW
 
 OF_TORCH = ("PytorchStreamWriter", "inline_container")  # in what torch says of a file that it could not write
 FULL = 1 << 20  # bytes: where less is free, that was it
@@ -285,7 +285,7 @@ class StepMonitor(TrainerCallback):
     ) -> None:
         known = ([] if model is None else list(model.parameters())) if self.idle is None else self.idle
         plain = getattr(optimizer, "optimizer", optimizer)
-        received = plain.received if isinstance(plain, RowwiseAdamW) else lambda parameter: parameter.grad is not None
+        received = plain.received if isinstance(plain, TableAdamW) else lambda parameter: parameter.grad is not None
         self.idle = [parameter for parameter in known if parameter.requires_grad and not received(parameter)]
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:

@@ -219,7 +219,7 @@ class TrainingRun:
         ]
         if self.tables:
             size = f"{plural(len(self.tables), 'table')} of {sum(self.tables.values()):,} numbers"
-            rows.append(("optimizer", f"AdamW; row-wise Adam for the rows that were looked up in {size}"))
+            rows.append(("optimizer", f"AdamW; row-wise Adagrad for the rows that were looked up in {size}"))
         if self.untrained:
             some = first_few(self.untrained, 3)
             rows.append(("not trained", f"{some}: no gradient reached {'it' if len(self.untrained) == 1 else 'them'}"))

@@ -1,11 +1,11 @@
 """AdamW for a model with tables: a row that nobody looked up is not touched, so a step costs what its lookups cost.
 
-    m_i ← m_i + (1 − β1)(g_i − m_i)        v_i ← v_i + (1 − β2)(g_i² − v_i)        for the rows i with a gradient g_i
-    b_i ← b_i − lr √(1 − β2ᵗ) / (1 − β1ᵗ) · m_i / (√v_i + ε)                       t: steps in which the table had a gradient
+    s_i ← s_i + mean(g_i²)        b_i ← b_i − lr g_i / (√s_i + ε)        for the rows i with a gradient g_i
 
-which is torch's SparseAdam, without weight decay; all other parameters are torch's AdamW's. Gradients of tables are sparse. Each is
-taken away as soon as a backward pass has made it, so clipping sees the other parameters alone, and kept until the step. Several
-processes exchange the rows of their gradients in the step; of a table that is divided among them each has its own rows.
+which is row-wise Adagrad (arXiv:1906.00091), without weight decay: the steps of a row shrink with the number of its lookups, and
+its state is one number. All other parameters are torch's AdamW's. Gradients of tables are sparse. Each is taken away as soon as a
+backward pass has made it, so clipping sees the other parameters alone, and kept until the step. Several processes exchange the rows
+of their gradients in the step; of a table that is divided among them each has its own rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from retrofit.surgery.row_tables import RowTables, gathered, own_part, sparse_ro
 from retrofit.training import processes
 from retrofit.training.rates import NewRates
 
+SQUARES = "sum"  # in the state of a table: Σ mean(g_i²) of each row
 IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks for names
 Collected = dict[nn.Parameter, list[Tensor]]  # the gradients of each table since the last step
 
@@ -35,8 +36,8 @@ def optimizer(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
-) -> RowwiseAdamW:
-    """Return an optimizer for a training loop or a Trainer of your own: AdamW, and row-wise Adam for the tables of `model`.
+) -> TableAdamW:
+    """Return an optimizer for a training loop or a Trainer of your own: AdamW, and row-wise Adagrad for the tables of `model`.
 
     New parameters have the rates that their passes propose, as in `retrofit train`, or `lr_new`. Weights of two dimensions or more
     decay, tables do not. Where several processes train the model, make the optimizer before the model is wrapped.
@@ -55,10 +56,10 @@ def optimizer(
             code="frozen",
         )
     given = [{"params": parameters, "lr": rate, "weight_decay": decay} for (rate, decay), parameters in groups.items()]
-    return RowwiseAdamW(given, tables_in=model, lr=lr, betas=betas, eps=eps)
+    return TableAdamW(given, tables_in=model, lr=lr, betas=betas, eps=eps)
 
 
-class RowwiseAdamW(torch.optim.AdamW):
+class TableAdamW(torch.optim.AdamW):
     """AdamW whose parameters that are tables in the model are updated row by row.
 
     While it lives, and until `close`, the gradients of these tables are sparse, and `grad` of each is None.
@@ -74,8 +75,7 @@ class RowwiseAdamW(torch.optim.AdamW):
         self.close = weakref.finalize(self, restore, prepare(tables_in, self.collected))
         self.close.atexit = False
         self.register_step_pre_hook(refuse_scaled)
-        self.register_step_post_hook(RowwiseAdamW.step_tables)
-        self.register_load_state_dict_post_hook(keep_counts_here)
+        self.register_step_post_hook(TableAdamW.step_tables)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -101,28 +101,30 @@ class RowwiseAdamW(torch.optim.AdamW):
 
     def update(self, table: nn.Parameter, i: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[table]
-        if not state:
-            state.update(step=torch.tensor(0.0), exp_avg=torch.zeros_like(table), exp_avg_sq=torch.zeros_like(table))
-        state["step"] += 1
-        count, (beta1, beta2) = float(state["step"]), map(float, group["betas"])
-        moments = []
-        for name, beta, value in (("exp_avg", beta1, gradient), ("exp_avg_sq", beta2, gradient.square())):
-            held = here(state[name])
-            old = held.index_select(0, i).to(value.dtype)
-            moments.append(old + (value - old) * (1 - beta))
-            held.index_copy_(0, i, moments[-1].to(held.dtype))
-        mean, square = moments
-        rate = float(group["lr"]) * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
-        held = here(table)
-        new = held.index_select(0, i).to(mean.dtype) - rate * (mean / (square.sqrt() + group["eps"]))
-        held.index_copy_(0, i, new.to(held.dtype))
+        if SQUARES not in state:
+            state[SQUARES] = torch.zeros_like(wide(one_column(table.detach())))
+        held, total = here(table), here(state[SQUARES])
+        square = total.index_select(0, i) + gradient.square().flatten(1).mean(1).view(-1, *total.shape[1:])
+        total.index_copy_(0, i, square)
+        step = float(group["lr"]) * gradient / (square.sqrt() + group["eps"])
+        held.index_copy_(0, i, (held.index_select(0, i).to(step.dtype) - step).to(held.dtype))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state; what torch has then rounded to the dtype of a table is as precise as it was saved."""
+        super().load_state_dict(state_dict)
+        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
+        mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, table in zip(saved, mine, strict=True):
+            squares = state_dict["state"].get(number, {}).get(SQUARES)
+            if squares is not None:
+                self.state[table][SQUARES] = squares.clone().to(table.device)
 
 
-def keep_counts_here(optimizer: torch.optim.Optimizer) -> None:
-    """Have the steps of each table, whose number may have loaded on another device, where Python reads it without waiting."""
-    for state in (optimizer.state.get(table, {}) for table in getattr(optimizer, "collected", ())):
-        if "step" in state:
-            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
+def one_column(table: Tensor) -> Tensor:
+    """Return the first number of each row."""
+    for dim in range(1, table.dim()):
+        table = table.narrow(dim, 0, 1)
+    return table
 
 
 def here(table: Any) -> Tensor:

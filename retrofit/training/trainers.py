@@ -40,7 +40,7 @@ from retrofit.training.objectives import Collator, Example, without_labels
 from retrofit.training.rates import NewRates
 from retrofit.training.settings import Settings
 from retrofit.training.sharding import fill_from_parts, read_parts, write_parts
-from retrofit.training.table_optimizer import RowwiseAdamW
+from retrofit.training.table_optimizer import TableAdamW
 from retrofit.training.teacher import ChunkedLoss, Teacher
 from retrofit.training.teacher_cache import KeptTeacher
 from retrofit.training.windows import WINDOW, WindowDataset, numbered_windows, ordered_windows, shuffled_windows
@@ -53,7 +53,7 @@ Entered = TypeVar("Entered")
 class PretrainingTrainer(Trainer):
     """A trainer whose checkpoints hold the module's own state, under its own names, whatever its class and wrappers are.
 
-    The parameters in `new` have highest learning rates of their own. Tables whose rows are looked up have row-wise Adam.
+    The parameters in `new` have highest learning rates of their own. Tables whose rows are looked up have row-wise Adagrad.
     """
 
     def __init__(self, pace: Pace, new: NewRates = NO_NEW_RATES, **rest: Any) -> None:
@@ -82,7 +82,7 @@ class PretrainingTrainer(Trainer):
         learner: Any = self.model
         if tables := tables_of(learner):
             _, options = self.get_optimizer_cls_and_kwargs(self.args, learner)
-            self.optimizer_cls_and_kwargs = RowwiseAdamW, {**options, "tables_in": learner}
+            self.optimizer_cls_and_kwargs = TableAdamW, {**options, "tables_in": learner}
             if all(parameter in tables for parameter in learner.parameters() if parameter.requires_grad):
                 learner._is_accelerate_prepared = True  # nothing is left for DistributedDataParallel to do
         optimizer = super().create_optimizer(*args)
@@ -154,7 +154,7 @@ class PretrainingTrainer(Trainer):
             with self.pace.ending_after_a_step() if saved else contextlib.nullcontext():
                 return super().train(resume_from_checkpoint, *rest, **named)
         finally:
-            if isinstance(optimizer := self.plain_optimizer, RowwiseAdamW):
+            if isinstance(optimizer := self.plain_optimizer, TableAdamW):
                 optimizer.close()
 
     @property
