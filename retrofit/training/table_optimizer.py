@@ -102,7 +102,9 @@ class TableAdamW(torch.optim.AdamW):
     def update(self, table: nn.Parameter, i: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         state = self.state[table]
         if SQUARES not in state:
-            state[SQUARES] = torch.zeros_like(wide(one_column(table.detach())))
+            squares = torch.zeros_like(wide(one_column(table.detach())))
+            state.update({"step": torch.tensor(0.0), SQUARES: squares})  # AdamW reads `step` when it loads
+        state["step"] += 1
         held, total = here(table), here(state[SQUARES])
         square = total.index_select(0, i) + gradient.square().flatten(1).mean(1).view(-1, *total.shape[1:])
         total.index_copy_(0, i, square)
