@@ -168,7 +168,13 @@ def shaped_gradients(
 
 
 def registered() -> Any:
-    """Return the gradients as an operation that compilers do not look into."""
+    """Return the gradients as an operation that compilers do not look into.
+
+    A process registers it once: a bundle loaded beside retrofit holds this code too, and registering the name again would free the
+    first operation under models that call it.
+    """
+    if hasattr(torch.ops.retrofit, "stream_gradients"):
+        return torch.ops.retrofit.stream_gradients
     operation = torch.library.custom_op(
         "retrofit::stream_gradients",
         composed_gradients,

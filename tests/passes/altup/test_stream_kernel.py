@@ -21,6 +21,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import MultiOutput
 from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch._inductor.virtualized import V
+from torch._library.custom_ops import OPDEF_TO_LIB
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
@@ -76,7 +77,7 @@ def test_gradients_are_those_of_the_layer(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_fake_gradients_have_the_shapes_and_layouts_of_real_ones(kind: str) -> None:
-    """With absent operands too. Not by `torch.library.opcheck`: it crashes processes that have run many other tests."""
+    """With absent operands too."""
     (x, y, p, g), rest = operands(kind, 4, 3, torch.float32, (2,))
     grad = torch.randn_like(layer_of(kind, 4, 3, p, g).update(x, x[..., :3], y))
     for operand in ((x, y), (None, None)):
@@ -86,6 +87,22 @@ def test_fake_gradients_have_the_shapes_and_layouts_of_real_ones(kind: str) -> N
             fake = stream_gradients(*tree_map_only(Tensor, mode.from_tensor, given))
         layouts = [[(part.shape, part.stride(), part.dtype, part.device) for part in parts] for parts in (real, fake)]
         assert layouts[0] == layouts[1]
+
+
+def test_a_second_copy_of_the_code_leaves_the_operation_where_it_is() -> None:
+    """A bundle holds one. torch frees the operation that a name had when the name is registered again."""
+    known = OPDEF_TO_LIB["retrofit::stream_gradients"]
+    spec = importlib.util.spec_from_file_location("copy_of_the_kernel", stream_kernel.__file__)
+    assert spec is not None and spec.loader is not None
+    copied = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copied)
+    assert OPDEF_TO_LIB["retrofit::stream_gradients"] is known
+    (x, y, p, g), rest = operands("inner", 4, 3, torch.float32)
+    grad = torch.randn_like(x)
+    for mine, theirs in zip(
+        stream_gradients(grad, x, y, p, g, *rest), copied.stream_gradients(grad, x, y, p, g, *rest), strict=True
+    ):
+        assert torch.equal(mine, theirs)
 
 
 class Block(nn.Module):
