@@ -79,6 +79,7 @@ def test_an_estimate_is_near(seconds: float) -> None:
         assert float(words[2]) * {"min": 60, "s": 1}[words[3]] == pytest.approx(seconds, rel=0.35)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["sparse-ffn(sparsity=4, active=2)", "shared-moe(groups=1, experts=2)"])
 def test_layers_fitted_at_once_are_those_fitted_one_by_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On inputs that were recorded at once, too, or each in a run of its own."""

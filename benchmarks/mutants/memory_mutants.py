@@ -350,20 +350,21 @@ MUTANTS = [
     ),
     ngrams(
         "n-grams: a cache that stores nothing yet is full of id 0",
-        "before = histories[self.name].last() + RESERVED",
-        "before = (histories[self.name].last() + RESERVED).clamp(min=0)",
+        "return histories[self.name].advance(stored, staying_tokens(cache)) + RESERVED",
+        "return (histories[self.name].advance(stored, staying_tokens(cache)) + RESERVED).clamp(min=0)",
         trials=NGRAM,
     ),
     ngrams(
         "n-grams: one id too few is kept in the cache",
-        "        histories[self.name].push(stored, staying_tokens(cache))\n",
-        "        histories[self.name].push(stored, staying_tokens(cache))\n        before[:, 0] = RESERVED\n",
+        "return histories[self.name].advance(stored, staying_tokens(cache)) + RESERVED",
+        "before = histories[self.name].advance(stored, staying_tokens(cache)) + RESERVED\n"
+        "        before[:, 0] = RESERVED\n        return before",
         trials=NGRAM,
     ),
     ngrams(
         "n-grams: the ids of a step are not kept in the cache",
-        "        histories[self.name].push(stored, staying_tokens(cache))\n",
-        "",
+        "return histories[self.name].advance(stored, staying_tokens(cache)) + RESERVED",
+        "return histories[self.name].last() + RESERVED",
         trials=NGRAM,
     ),
     ngrams(

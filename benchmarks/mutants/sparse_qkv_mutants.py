@@ -175,14 +175,14 @@ MUTANTS = [
     ),
     attention(
         "decoding forgets the tokens before: the convolution reads zeros there",
-        "if histories is None or name not in histories else histories[name].last()",
-        "",
+        "before = histories[name].advance(m, staying)",
+        "histories[name].advance(m, staying)",
         trials=on("gpt2 llama t5", "sparse-qkv"),
     ),
     attention(
         "the history keeps the first of the new tokens, not the last",
-        "histories[name].push(m, None",
-        "histories[name].push(m.flip(1), None",
+        "before = histories[name].advance(m, staying)",
+        "before = histories[name].advance(m.flip(1), staying)",
         trials=on("gpt2 llama t5", "sparse-qkv"),
     ),
     attention(

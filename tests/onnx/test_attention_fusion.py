@@ -150,7 +150,7 @@ def test_a_rotation_is_one_operator_where_its_halves_share_their_angles(halves: 
     ("name", "on_cache", "rotations"),
     [
         ("causal/mistral", 4, 8),  # two queries share a head of keys
-        ("causal/phi", 4, 8),  # the first channels of a head are rotated
+        pytest.param("causal/phi", 4, 8, marks=pytest.mark.long),  # the first channels of a head are rotated
         pytest.param("causal/gpt2", 4, 0, marks=pytest.mark.long),
         pytest.param("causal/qwen3", 4, 8, marks=pytest.mark.long),
         pytest.param("causal/gpt_neox", 4, 8, marks=pytest.mark.long),

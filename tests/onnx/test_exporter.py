@@ -457,6 +457,7 @@ def as_a_classifier(model, folder):
     return transformers.BertForSequenceClassification.from_pretrained(folder).eval()
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("make", "spec", "change"),
     [

@@ -252,9 +252,12 @@ class Interrupted(nn.Linear):
 
 def test_a_signal_waits_until_torch_has_traced() -> None:
     """An exception that passes through its code in C++ ends the process, or becomes another one."""
-    model = Interrupted(2, 2)
-    with pytest.raises(KeyboardInterrupt):
-        trace(model, {"x": torch.ones(1, 2)}, None)
+    model, before = Interrupted(2, 2), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            trace(model, {"x": torch.ones(1, 2)}, None)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert model.went_on
 
 

@@ -193,6 +193,7 @@ def test_a_classifier_computes_what_it_computes_from_dense_weights(spec: str, tm
     assert torch.allclose(other(IDS).logits, plain(IDS).logits, atol=1e-5)
 
 
+@pytest.mark.first(3)
 @pytest.mark.first(5)
 @pytest.mark.parametrize(
     ("saved", "first", "then"),
@@ -317,6 +318,7 @@ def test_another_head_is_rewritten_further(spec: str, tmp_path: Path) -> None:
         assert loaded(tmp_path / "further", "BertForMaskedLM")[0](IDS).logits.shape == (1, 16, 96)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "shared-moe(groups=0)", "reversible", "altup(k=2,embedding=recycled)"])
 def test_a_composite_of_rewritten_masked_models_is_the_dense_one_and_is_saved(spec: str, tmp_path: Path) -> None:
     dense("BertForMaskedLM").save_pretrained(tmp_path / "dense")
@@ -355,6 +357,7 @@ def projected(model: Any, projection: str, output: Any) -> torch.Tensor:
     return model.get_submodule(projection)(output.pooler_output) if projection else output.last_hidden_state
 
 
+@pytest.mark.first(8)
 @pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "altup(k=2)", "shared-moe(groups=1)"])
 @pytest.mark.parametrize(
     ("whole", "name", "place", "projection"),

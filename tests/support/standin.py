@@ -60,7 +60,9 @@ class WideEmbedding(nn.Module):
         return self.embedding(ids) + nn.functional.embedding(ids, self.delta)
 
 
-def replay(model: nn.Module, specs: Sequence[str], record: object = None, *, same_model: bool = True) -> None:
+def replay(
+    model: nn.Module, specs: Sequence[str], record: object = None, *, same_model: bool = True, program: object = None
+) -> None:
     assert tuple(specs) in ((), RECIPE, HEADED)
     if not specs:
         return

@@ -97,6 +97,7 @@ def agree(model: Any, other: Any) -> None:
 # ── The formula ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(6)
 @pytest.mark.parametrize("make", [llama, t5])
 @pytest.mark.parametrize("spec", SPECS)
 def test_tables_get_what_a_plain_loop_gives_them_and_the_rest_what_adamw_gives_it(spec: str, make: Callable[..., Any]) -> None:

@@ -484,6 +484,7 @@ def merged_own(core: Any) -> Any:
     return retrofit.apply(Own(core), MergeCrossAttention(), example_inputs=OWN_INPUTS, verify=False)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("core", "emit", "positions"),
     [
