@@ -11,6 +11,7 @@ and allocates it with the keys and values. How wide a row is shows when the mode
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -224,6 +225,9 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         base, own = whole.base_model, whole.base_model_prefix
         ties = [[served_name(name, own) for name in names] for names in tied_names(whole)]
         keep_from_fusions(base)
+        self.__dict__["known"] = {name for name, _ in persistent_tensors(whole)}
+        self.__dict__["ignored"] = tuple(base._keys_to_ignore_on_load_unexpected or ())
+        base._keys_to_ignore_on_load_unexpected = None  # one that is found in a name of the model's own would drop it
         self.__dict__["skeleton"] = base
         super(VllmModelForTextGeneration, self).__init__(vllm_config=vllm_config, prefix=prefix)
         del self.__dict__["skeleton"]
@@ -292,7 +296,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
                 if name in outside:
                     outside[name].data.copy_(value)
                     loaded.add(f"head.{name}")
-                else:
+                elif name in self.known or not any(re.search(pattern, name) for pattern in self.ignored):
                     yield name, value
 
         loaded |= super().load_weights(inside())
