@@ -99,7 +99,7 @@ SETTINGS = (
 
 
 def prompts() -> list[list[int]]:
-    """Return prompts of unlike lengths; the second, third and fourth begin alike."""
+    """Return prompts of unlike lengths; the second, third and fourth have one beginning."""
     import torch
 
     draw = torch.Generator().manual_seed(7)
