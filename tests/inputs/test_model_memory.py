@@ -14,7 +14,6 @@ from torch import nn
 import retrofit
 from retrofit.inputs.model_memory import own_bytes, peak_bytes, zeros_for
 
-
 PAGES = Path("/proc/self/pagemap")
 
 
