@@ -117,6 +117,11 @@ EVERY = (  # those that decide most first; three seeds of what is claimed
     Arm(longer=1.75),
     Arm(BEST_TWO, seeds=3),
 )
+EARLY = (
+    *(Arm(seeds=3), Arm(longer=1.25, seeds=3)),
+    *(Arm(NGRAMS, seeds=3), ngrams(ngrams="3-6", buckets="65536", seeds=3)),
+    *(Arm(ALTUP, seeds=3), Arm(VALUES, seeds=3), Arm(TOKEN_ID, seeds=3)),
+)
 SMOLLM2 = (
     Arm(seeds=3),
     Arm(NGRAMS, seeds=3),
@@ -138,6 +143,7 @@ OF_ALTUP = (
 )
 ARMS = {
     "demo": EVERY,
+    "early": EARLY,
     "tokens": (*(arm for arm in EVERY if arm.seeds == 3 or not arm.spec), ngrams(canonical="none")),
     "documentation": OF_ALTUP,
     "documentation-small": OF_ALTUP,

@@ -91,6 +91,13 @@ STARTS = {
         lr=1e-3,
         words="The demo's Llama (2.8 million parameters, bytes), trained for 10,000 steps of 2,048 bytes, then for 2,000.",
     ),
+    "early": Start(
+        DenseModel(),
+        steps=400,
+        first=1200,
+        lr=1e-3,
+        words="The same model, whose curve is still steep: trained for 1,200 steps of 2,048 bytes, then for 400.",
+    ),
     "tokens": Start(
         DenseModel(320, 896, 8, vocabulary=8192),
         steps=2000,
