@@ -43,7 +43,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source, target = tmp_path_factory.mktemp("source") / "package", tmp_path_factory.mktemp("site")
     shutil.copytree(PACKAGE, source, ignore=shutil.ignore_patterns("__pycache__", "build", "*.egg-info"))
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
-    subprocess.run([*command, "--target", str(target), str(source)], check=True, capture_output=True, timeout=120)
+    subprocess.run([*command, "--target", str(target), str(source)], check=True, capture_output=True, timeout=300)
     return target
 
 

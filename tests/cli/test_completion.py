@@ -116,7 +116,7 @@ def test_completing_imports_nothing_heavy() -> None:
         heavy = sorted({"torch", "transformers", "numpy", "networkx", "rich"} & set(sys.modules))
         sys.exit(f"imported {heavy}" if heavy else code)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["lockstep", "hop"]
 
@@ -149,13 +149,13 @@ def test_bash_completes(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="no zsh")
 def test_zsh_reads_its_script() -> None:
-    subprocess.run(["zsh", "-n", "-c", SCRIPTS["zsh"]], check=True, timeout=60)
+    subprocess.run(["zsh", "-n", "-c", SCRIPTS["zsh"]], check=True, timeout=300)
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="no fish")
 def test_fish_completes(tmp_path: Path) -> None:
     code = f'{script(tmp_path, "fish")}\nset -x PATH {shlex.quote(str(tmp_path))} $PATH\ncomplete -C "retrofit apply --pass alt"\n'
-    done = subprocess.run(["fish", "--no-config", "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["fish", "--no-config", "-c", code], capture_output=True, text=True, timeout=300)
     assert "altup" in [line.split("\t")[0] for line in done.stdout.splitlines()]
 
 

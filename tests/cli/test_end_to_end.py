@@ -138,7 +138,7 @@ def test_inspect_shows_prints_and_draws(here: Path, capsys: pytest.CaptureFixtur
 
 
 def retrofit_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, timeout=180)
+    return subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.long

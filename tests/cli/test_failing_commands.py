@@ -208,7 +208,7 @@ def test_an_interrupt_leaves_nothing_half_written(name: str, model: str, output:
         assert work.stdout is not None and work.stdout.readline() == "writing\n", work.stderr and work.stderr.read()
         during = contents(here)
         work.send_signal(signal.Signals[name])
-        _, message = work.communicate(timeout=60)
+        _, message = work.communicate(timeout=300)
     assert during != before, "nothing was being written when the signal came"
     assert (work.returncode, message.splitlines()[-1]) == (128 + signal.Signals[name], "retrofit: interrupted")
     assert contents(here) == before

@@ -34,7 +34,7 @@ def commands() -> list[str]:
 
 
 def python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture
@@ -249,7 +249,7 @@ def test_a_signal_unwinds_the_work(name: str, tmp_path: Path) -> None:
     ) as work:
         assert work.stdout is not None and work.stdout.readline() == "working\n"
         work.send_signal(signal.Signals[name])
-        _, message = work.communicate(timeout=30)
+        _, message = work.communicate(timeout=300)
     assert work.returncode == 128 + signal.Signals[name]
     assert message == "retrofit: interrupted\n"
     assert (tmp_path / "unwound").exists()
