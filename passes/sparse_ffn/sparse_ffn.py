@@ -39,7 +39,16 @@ from retrofit.sdk import (
     selected_depths,
 )
 from retrofit.sdk.anatomy import FeedForward, feed_forwards, weight_and_bias
-from retrofit.sdk.data import Calibration, Enough, evaluation_mode, groups_in_room, release_freed_memory, set_aside, side_by_side
+from retrofit.sdk.data import (
+    Calibration,
+    Enough,
+    evaluation_mode,
+    groups_in_room,
+    page_out_mapped,
+    release_freed_memory,
+    set_aside,
+    side_by_side,
+)
 from retrofit.sdk.modules import RowMajor, install_feed_forward, linear
 
 ENERGY = "energy kept of the outputs"  # what calibration measures at each site
@@ -262,6 +271,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         if edit.calibration is not None and not self.exact:
             paths = {site.entry_path: calls.get(site.entry_path, 1) for site in sites}
             recorded = record_inputs(edit.model, edit.calibration, paths)
+            page_out_mapped(edit.model.parameters())  # each fit reads those of its own site alone
         inputs = [recorded.get(site.entry_path) for site in sites]
         size = max(bytes_of_a_fit(max(map(len, recorded.values()), default=0), site) for site in sites)
         recorded.clear()

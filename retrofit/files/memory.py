@@ -8,6 +8,7 @@ import ctypes
 import functools
 import mmap
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -73,6 +74,7 @@ def require_unpacked_fits(path: Path) -> None:
             require_memory(sum(entry.file_size for entry in archive.infolist()), f"what {path} unpacks to")
 
 
+MAPPINGS = Path("/proc/self/maps")  # of this process's memory, where there is such a file
 PAGE_OUT = 21  # MADV_PAGEOUT, since Linux 5.4: pages mapped from a file are read from there again when they are needed
 
 
@@ -101,6 +103,34 @@ def page_out(tensors: Iterable[Tensor]) -> None:
         size = (tensor.data_ptr() + tensor.numel() * tensor.element_size() - first) // mmap.PAGESIZE * mmap.PAGESIZE
         if size > 0:
             advise(ctypes.c_void_p(first), ctypes.c_size_t(size), PAGE_OUT)  # refused, it changes nothing
+
+
+def page_out_mapped(tensors: Iterable[Tensor]) -> None:
+    """Page out those of the tensors that are mapped from files: a long time passes before they are read again."""
+    ranges: list[tuple[int, int]] = []
+    with contextlib.suppress(OSError):
+        for line in MAPPINGS.read_text().splitlines():
+            addresses, _, _, _, inode, *_ = line.split()
+            first, _, last = addresses.partition("-")
+            if inode != "0":
+                ranges.append((int(first, 16), int(last, 16)))
+    page_out(tensor for tensor in tensors if any(first <= tensor.data_ptr() < last for first, last in ranges))
+
+
+def in_temporary_file(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor on the CPU in a file that goes with them; the tensor itself where none can be written.
+
+    They take no memory until they are read, and none any more once they are paged out.
+    """
+    import torch
+
+    if tensor.device.type != "cpu" or not tensor.numel():
+        return tensor
+    with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
+        file.write(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+        file.flush()
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=tensor.dtype).view(tensor.shape)
+    return tensor
 
 
 MAPPED: contextvars.ContextVar[bool] = contextvars.ContextVar("mapped", default=False)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import PlanningError, RetrofitError, TrainingError
+from retrofit.files.memory import in_temporary_file, page_out
 from retrofit.inputs.example_inputs import vocabulary_of
 from retrofit.inputs.model_state import evaluation_mode, same_bits
 from retrofit.inputs.module_calls import map_tensors, real_tokens, watched
@@ -333,7 +334,9 @@ class DenseOutputs:
             room -= measured.batches[0].dense.numel()
             if found and room < 0:
                 break
-            found.append(measured)
+            (window,) = measured.batches
+            kept = dataclasses.replace(window, dense=in_temporary_file(window.dense))  # passes run before they are read
+            found.append(dataclasses.replace(measured, batches=(kept,)))
         if not found:
             raise RetrofitError("the text is too short to hold out a window", remedy="use more text")
         whole = dataclasses.replace(found[0], batches=tuple(windows.batches[0] for windows in found))
@@ -341,9 +344,12 @@ class DenseOutputs:
 
     def verdict(self, model: nn.Module) -> Verdict:
         """Return what the rewritten `model` lost on the same windows."""
-        each = [dataclasses.replace(self.windows, batches=(batch,)) for batch in self.windows.batches]
-        before = [part.mean_loss([part.batches[0].dense]) for part in each]
-        found = [part.measure(model) for part in each]
+        before, found = [], []
+        for batch in self.windows.batches:
+            part = dataclasses.replace(self.windows, batches=(batch,))
+            before.append(part.mean_loss([batch.dense]))
+            found.append(part.measure(model))
+            page_out([batch.dense])
         distance = statistics.fmean(part.distance for part in found)
         losses = [(was, part.loss) for was, part in zip(before, found, strict=True) if was is not None and part.loss is not None]
         if len(losses) < len(found):

@@ -6,12 +6,13 @@ import os
 import platform
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from retrofit.files.memory import page_out, release_freed_memory
+from retrofit.files.memory import in_temporary_file, page_out, page_out_mapped, release_freed_memory
 
 
 def resident(path: Path) -> int:
@@ -31,9 +32,27 @@ def test_mapped_pages_leave_memory_and_come_back_as_they_were(tmp_path: Path) ->
     mapped[5:9] = 3.0  # a page of this process's own, which no file has
     values[5:9] = 3.0
     assert torch.equal(mapped, values) and resident(path) >= 1000
-    page_out([mapped, torch.randn(3), torch.zeros(4, 4).t()])
-    assert resident(path) < 100
-    assert torch.equal(mapped, values)
+    for action in (page_out, page_out_mapped):
+        action([mapped, torch.randn(3), torch.zeros(4, 4).t()])
+        assert resident(path) < 100
+        assert torch.equal(mapped, values) and resident(path) >= 1000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+def test_values_in_a_temporary_file_are_the_same_and_can_be_paged_out(dtype: torch.dtype) -> None:
+    values = torch.randn(64, 96).mul(50).to(dtype).t()
+    kept = in_temporary_file(values)
+    assert kept.data_ptr() != values.data_ptr() and kept.dtype == dtype
+    for _ in range(2):
+        assert torch.equal(kept, values)
+        page_out([kept])
+
+
+def test_values_stay_in_memory_where_no_file_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    values = torch.randn(3)
+    assert in_temporary_file(values) is values
+    assert in_temporary_file(empty := torch.empty(0, 4)) is empty
 
 
 def resident_bytes() -> int:
