@@ -7,7 +7,8 @@
 Every parameter is moved away from where the pass put it. Prompts of unlike lengths, some with a common beginning, are continued
 greedily: by `generate` in transformers, each alone, and by vLLM at once, and in chunks of 24 tokens with a cache so small that
 sequences are preempted; then again, with known prefixes, and with two samples for each prompt. A row says how far a log-probability
-of a prompt's token or of a new one is off, and how many greedy continuations are other ones.
+of a prompt's token or of a new one is off, and how many greedy continuations are other ones. A family is first tried dense, in
+vLLM's Transformers backend alone: what that does not run is no fault of ours, and its row is wrong only if a number is off.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ SIZES = {
     "eos_token_id": 2,
 }
 OWN: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 512},
+    "gpt2": {"n_layer": 3, "n_embd": 64, "n_head": 2, "n_positions": 512, "n_inner": 96, "num_key_value_heads": None},
     "gpt_neox": {"num_key_value_heads": None},
-    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64, "num_key_value_heads": None},
     "mistral": {"sliding_window": 40},
     "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 32},
     "phi": {"num_key_value_heads": 2},
@@ -75,6 +76,7 @@ PASSES = (
     "altup(k=2) + memory(lookup=ngram, buckets=512) + recurrence",
 )
 REFUSED = ("sequence-altup(k=2)", "lsh-attention")
+DENSE = "dense"  # no pass: vLLM's Transformers backend alone, which has to run a family before a rewritten one can
 BASE = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "block_size": 32, "max_num_seqs": 8}
 NEW = 64
 CLOSE = 1e-4  # of log-probabilities in float32
@@ -128,7 +130,7 @@ def written(model: Any, spec: str, folder: Path, noise: float) -> Any:
     import retrofit
     from retrofit.passbase.protocol import parse_spec
 
-    recipe = [part for part in spec.split(" + ") if part]
+    recipe = spec.split(" + ") if spec != DENSE else []
     if recipe:
         needed = any(parse_spec(part).needs_calibration for part in recipe)
         ids = torch.randint(3, VOCABULARY, (8, 64), generator=torch.Generator().manual_seed(2))
@@ -164,7 +166,9 @@ def engine(folder: Path, options: dict[str, Any]) -> Iterator[Any]:
     """vLLM with the model, gone afterwards."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.model_executor.models.transformers.base import Base
 
+    Base._decorate_for_torch_compile = lambda self: None  # of classes with which this process computes what is expected
     made = None
     try:
         made = LLM(str(folder), skip_tokenizer_init=True, disable_log_stats=False, **BASE, **options)
@@ -243,10 +247,12 @@ def shifted() -> Iterator[None]:
 
 
 def rows_of(families: list[str], passes: list[str], everything: bool) -> Iterator[tuple[str, str]]:
-    """Yield families and passes: all passes of the first family, and of each other the next few, unless `everything` is asked."""
+    """Yield families and passes: dense, and all passes of the first, the next few of each other unless `everything` is asked."""
     chosen = [spec for spec in (*PASSES, *REFUSED) if not passes or any(spec.startswith(name) for name in passes)]
     for number, family in enumerate(families):
         every = everything or bool(passes) or not number
+        if not passes or DENSE in passes:
+            yield family, DENSE
         yield from ((family, spec) for place, spec in enumerate(chosen) if every or place % STRIDE == number % STRIDE)
 
 
@@ -263,6 +269,8 @@ def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str
         expected = continuations(model)
         for setting in SETTINGS:
             if setting.name in settings:
+                if spec == DENSE:
+                    setting = dataclasses.replace(setting, options={**setting.options, "model_impl": "transformers"})
                 try:
                     with shifted() if fault else contextlib.nullcontext():
                         row[setting.name] = dataclasses.asdict(compare(Path(place), model, expected, setting))
@@ -275,6 +283,8 @@ def is_as_wanted(row: dict[str, Any], fault: bool) -> bool:
     """Return whether a row is what it is to be: equal, refused where it is to be, or off where there is a fault."""
     found = [value for value in row.values() if not isinstance(value, str)]
     said = [value for name, value in row.items() if isinstance(value, str) and name not in ("family", "pass", "not made")]
+    if row["pass"] == DENSE and said:
+        return not found
     if row["pass"] in REFUSED:
         return not found and all("does not run in vLLM" in text for text in said)
     equal = all(one["gap"] <= CLOSE and not one["others"] for one in found)
@@ -312,6 +322,7 @@ def main() -> int:
     parser.add_argument("--fault", action="store_true", help="with states read a slot too far: every row has to be off")
     parser.add_argument("-o", "--output", type=Path, help="the rows as a table (CSV)")
     arguments = parser.parse_args()
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles helpers of its own, for each size anew
     rows, wrong = [], 0
     for family, spec in rows_of(arguments.only, arguments.passes, arguments.everything):
         row = row_of(family, spec, arguments.settings, arguments.fault)

@@ -11,6 +11,7 @@ and allocates it with the keys and values. How wide a row is shows when the mode
 from __future__ import annotations
 
 import copy
+import dataclasses
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, is_forward_context_available, set_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
+from vllm.model_executor.models.transformers import vllm_attention_forward
 from vllm.model_executor.models.transformers.base import Base
 from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL
 from vllm.model_executor.models.transformers.utils import init_on_device_without_buffers
@@ -101,6 +104,21 @@ class SlotTable(AttentionLayerBase):
         return Places(self.kv_cache, positions, batch.slot_mapping, starts, blocks)
 
 
+# ── Attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+ATTENTION = "retrofit_vllm"  # as transformers' interface knows it
+
+
+def attention_by_heads(module: nn.Module, query: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
+    """Attend by vLLM, (batch, heads, tokens, width) each; return (batch, tokens, heads, width), as models may take for granted."""
+    found, _ = vllm_attention_forward(module, query, *arguments, **keywords)
+    batch, heads, tokens, _ = query.shape
+    return found.view(batch, tokens, heads, -1), None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_by_heads)
+
+
 # ── The skeleton ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -121,11 +139,20 @@ class Skeleton:
 AutoModel.register(SkeletonConfig, Skeleton, exist_ok=True)  # type: ignore[arg-type]
 
 
+@dataclasses.dataclass
+class OnlyStates(BaseModelOutputWithPast):
+    """What a base model returns, of which all but the last states is None, whatever a head asks for."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 class ReturnedStates(nn.Module):
     """In place of a base model, and of any module in it: returns the states that it is called with."""
 
-    def forward(self, inputs_embeds: Tensor, **keywords: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
+    def forward(self, *arguments: Any, inputs_embeds: Tensor, **keywords: Any) -> OnlyStates:
+        return OnlyStates(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
         return super().__getattr__(name) if name.startswith("_") else self
@@ -231,6 +258,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         self.__dict__["skeleton"] = base
         super(VllmModelForTextGeneration, self).__init__(vllm_config=vllm_config, prefix=prefix)
         del self.__dict__["skeleton"]
+        whole.config._attn_implementation = ATTENTION  # vLLM looks for its own only while it builds
         setattr(whole, own, ReturnedStates())
         self.head = whole
         self.init_parameters(self.head)
