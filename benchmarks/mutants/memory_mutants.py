@@ -369,7 +369,7 @@ MUTANTS = [
     ),
     ngrams(
         "n-grams reach across the beginning of a sequence into its padding",
-        "            gates = both(lookback_gates(visible, ids.shape[1], past, is_fixed), position_gates(positions, past))\n",
+        "            gates = both(seen, position_gates(positions, past))\n",
         "",
         trials=NGRAM,
     ),

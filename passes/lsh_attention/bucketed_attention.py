@@ -30,7 +30,7 @@ from retrofit.passes.lsh_attention.key_buckets import hash_buckets, in_heads, kn
 from retrofit.passes.lsh_attention.key_orders import order_by_bucket, order_by_position
 from retrofit.passes.lsh_attention.seen_keys import HIDDEN, Operands, by_comparison, by_lists, by_order, most_seen
 from retrofit.sdk import RetrofitError, Wrapper
-from retrofit.sdk.modules import AnsweredFusedAttention, cache_among, child_modules, cond, query_positions
+from retrofit.sdk.modules import AnsweredFusedAttention, cache_among, child_modules, cond, is_growing, query_positions
 
 FEW = 4  # queries that look for their keys one by one, as in decoding
 OWN = -1e5  # the score of a query's own key where keys are queries
@@ -77,11 +77,11 @@ class BucketedAttention(nn.Module):
             return y if known else y.contiguous()  # laid out as the other branch of a condition
 
         def all_keys(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
-            operands = self.operands(query, key, value, mask, dropout_p, is_causal, scale)
+            operands = self.operands(query, key, value, mask, dropout_p, is_causal, scale, cache)
             return as_given(by_comparison(operands, None, self.chunk), query)
 
         def bucketed(query: Tensor, key: Tensor, value: Tensor, *mask: Tensor) -> Tensor:
-            operands = self.operands(query, key, value, mask, dropout_p, is_causal, scale)
+            operands = self.operands(query, key, value, mask, dropout_p, is_causal, scale, cache)
             return as_given(self.bucketed(operands, key, cache), query)
 
         few = all_keys if self.shared else dense
@@ -100,6 +100,7 @@ class BucketedAttention(nn.Module):
         dropout: float,
         is_causal: bool,
         scale: float | None,
+        cache: Cache | None,
     ) -> Operands:
         """Return what the attention computes with: the same arguments, with a row for each head of each sequence."""
         q = query.reshape(query.shape[0] * self.heads, -1, query.shape[-1])
@@ -108,7 +109,7 @@ class BucketedAttention(nn.Module):
         if mask is not None and mask.shape[1] not in (1, self.heads):  # as the queries are
             mask = mask.reshape(mask.shape[0], self.heads, -1, n_k)
         if mask is not None:
-            positions = query_positions(visible_to_some_head(mask).expand(-1, n_q, -1), n_q)
+            positions = query_positions(visible_to_some_head(mask).expand(-1, n_q, -1), n_q, is_growing(cache))
         else:
             positions = torch.arange(n_q, device=q.device) + (0 if is_causal else n_k - n_q)
         few = self.causal and isinstance(n_q, int) and n_q <= FEW

@@ -29,6 +29,7 @@ from retrofit.sdk.modules import (
     TokenHistory,
     cache_among,
     histories_of,
+    is_growing,
     lookback_gates,
     packs_sequences,
     staying_tokens,
@@ -224,8 +225,8 @@ class NgramLayer(MemoryLayer):
             return with_earlier(rows, self.earlier(rows, cache), None, past).transpose(0, 1)
         if past:
             visible = None if mask is None else visible_keys(mask, ids.shape[1], self.true_hides)
-            is_fixed = bool(getattr(cache, "is_compileable", False))
-            gates = both(lookback_gates(visible, ids.shape[1], past, is_fixed), position_gates(positions, past))
+            seen = lookback_gates(visible, ids.shape[1], past, is_growing(cache))
+            gates = both(seen, position_gates(positions, past))
         return with_earlier(ids, self.earlier(ids, cache), gates, past)
 
     def earlier(self, ids: Tensor, cache: Cache | None) -> Tensor | None:

@@ -26,6 +26,7 @@ from retrofit.sdk.modules import (
     call_with_keywords,
     child_modules,
     histories_of,
+    is_growing,
     split_path,
     tensor_argument,
     unpadded_tokens,
@@ -131,7 +132,7 @@ class RecurrentLayer(Wrapper):
             cache.lacks_states = True
             cache = None
         given = {
-            "real": self.unpadded(tensor_argument(self.mask, list(args), kwargs), batch, tokens),
+            "real": self.unpadded(tensor_argument(self.mask, list(args), kwargs), batch, tokens, cache),
             "cache": cache,
             "sizes": (first, second),
             "layer": self.name,
@@ -146,10 +147,10 @@ class RecurrentLayer(Wrapper):
             feed_forward.given = None
         return output
 
-    def unpadded(self, mask: Tensor | None, batch: int, tokens: int) -> Tensor | None:
+    def unpadded(self, mask: Tensor | None, batch: int, tokens: int, cache: Any) -> Tensor | None:
         """Return which tokens are no padding, (batch or 1, tokens); None where nothing shows it."""
         visible = None if mask is None else visible_keys(mask, tokens, self.true_hides)
-        return None if visible is None else unpadded_tokens(visible, tokens)
+        return None if visible is None else unpadded_tokens(visible, tokens, is_growing(cache))
 
 
 def feed_forward_at(layer: nn.Module, path: str) -> RecurrentFeedForward:

@@ -23,6 +23,7 @@ from retrofit.sdk.modules import (
     batch_first,
     cache_among,
     histories_of,
+    is_growing,
     lookback_gates,
     packs_sequences,
     staying_tokens,
@@ -228,7 +229,7 @@ def project_with_history(
         else:
             histories[name] = TokenHistory.in_cache(cache, past, m)
             histories[name].push(m, staying)
-    y = projection.project(x, torch.cat([before.to(m.dtype), m], 1), lookback_gates(visible, m.shape[1], past))
+    y = projection.project(x, torch.cat([before.to(m.dtype), m], 1), lookback_gates(visible, m.shape[1], past, is_growing(cache)))
     return y.transpose(0, 1) if packed else y
 
 

@@ -30,6 +30,7 @@ from retrofit.surgery.cache_memory import CacheWithHistories as CacheWithHistori
 from retrofit.surgery.cache_memory import histories_of as histories_of
 from retrofit.surgery.cache_memory import forget_histories as forget_histories
 from retrofit.surgery.cache_memory import mark_as_fixed as mark_as_fixed
+from retrofit.surgery.cache_memory import is_growing as is_growing
 from retrofit.surgery.cache_memory import staying_tokens as staying_tokens
 from retrofit.surgery.cache_memory import packs_sequences as packs_sequences
 

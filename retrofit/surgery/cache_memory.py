@@ -55,7 +55,7 @@ class TokenHistory:
         """Return an empty history for `cache`, updated in place where the cache's own tensors are."""
         if packs_sequences(cache):
             return cache.new_history(length, like)  # type: ignore[union-attr,no-any-return]
-        if cache is None or not getattr(cache, "is_compileable", False):
+        if cache is None or is_growing(cache):
             return TokenHistory(length, like)
         return FixedHistory(length, like, SLACK if can_crop(cache) else 0)
 
@@ -190,6 +190,11 @@ def mark_as_fixed(values: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(values)
     return values
+
+
+def is_growing(cache: Cache | None) -> bool:
+    """Return whether it is a cache that ends with the last token so far; one of fixed length has free places behind it."""
+    return cache is not None and not getattr(cache, "is_compileable", False)
 
 
 def can_crop(cache: Cache) -> bool:

@@ -372,35 +372,40 @@ def visible_keys(mask: Tensor, tokens: int, true_hides: bool) -> Tensor | None:
     return visible.expand(-1, tokens, -1)
 
 
-def query_positions(visible: Tensor, tokens: int, fixed: bool = True) -> Tensor:
+def query_positions(visible: Tensor, tokens: int, growing: bool) -> Tensor:
     """Return the index of each query among the keys of `visible`, (batch or 1, tokens, keys): (tokens).
 
-    Where the keys are not those of a cache that may be of `fixed` length the last is the last query's, hidden or not.
+    The last key is the last query's where it is of a `growing` cache, hidden or not. In one of fixed length free places, which no
+    query sees, are behind it: a query sees no key behind its own, and its own if it is not hidden.
     """
     keys = visible.shape[-1]
     positions = torch.arange(tokens, device=visible.device)
-    if not fixed:
+    if growing:
         return positions + (keys - tokens)
-    if keys > tokens:  # the queries are the last tokens so far; a cache of fixed length has free places behind them
-        used = visible.any(1).any(0) * torch.arange(keys, device=visible.device)
-        positions = positions + used.amax() - (tokens - 1)
+    if keys > tokens:
+        seen = visible.any(0)  # by a query of some row
+        behind = seen.flip(-1).to(torch.uint8).argmax(-1)  # keys behind the last that it sees
+        last = torch.where(seen.any(-1), keys - 1 - behind, -keys)
+        if not visible.stride(1):  # one row for all queries: keys up to the last one's
+            return positions + (last[-1] - (tokens - 1))
+        return positions + (last - positions).amax()
     return positions
 
 
-def unpadded_tokens(visible: Tensor, tokens: int) -> Tensor:
-    """Return which queries are no padding, (batch or 1, tokens): those that may see themselves."""
-    own = query_positions(visible, tokens).clamp(min=0).view(1, -1, 1)
+def unpadded_tokens(visible: Tensor, tokens: int, growing: bool) -> Tensor:
+    """Return which queries are no padding, (batch or 1, tokens): those that may see themselves. `growing` as above."""
+    own = query_positions(visible, tokens, growing).clamp(min=0).view(1, -1, 1)
     return visible.gather(-1, own.expand(visible.shape[0], -1, -1)).squeeze(-1)
 
 
-def lookback_gates(visible: Tensor | None, tokens: int, past: int, fixed: bool = True) -> Tensor | None:
+def lookback_gates(visible: Tensor | None, tokens: int, past: int, growing: bool) -> Tensor | None:
     """Return g[t,1] … g[t,past]: whether each query may see the keys of the `past` tokens before it, (batch or 1, tokens, past).
 
-    A key that the mask does not reach back to has left a window. `fixed` is that of `query_positions`.
+    A key that the mask does not reach back to has left a window. `growing` is that of `query_positions`.
     """
     if visible is None or not past:
         return None
-    positions = query_positions(visible, tokens, fixed)
+    positions = query_positions(visible, tokens, growing)
     earlier = positions.unsqueeze(-1) - torch.arange(1, past + 1, device=visible.device)  # (tokens, past)
     gates = visible.gather(-1, earlier.clamp(min=0).unsqueeze(0).expand(visible.shape[0], -1, -1))
     return gates & (earlier >= 0)

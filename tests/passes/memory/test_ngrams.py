@@ -221,6 +221,7 @@ def test_embeddings_without_ids_are_an_error_before_a_layer_runs() -> None:
 def test_steps_chunks_padding_and_wrong_guesses_on_a_cache(name: str) -> None:
     model = trained(name, *TWICE)
     cached_decoding.check_steps(model, IDS, (1,) * 11, (4, 3, 4), (9, 1, 1))
+    cached_decoding.check_hidden_ends(model, IDS, (4, 3, 4), (4, 2, 1, 4))
     for how in cached_decoding.HOW:
         cached_decoding.check_padding(model, IDS[:, :8], 3, **how)
     cached_decoding.check_wrong_guesses(model, IDS[:1, :8])

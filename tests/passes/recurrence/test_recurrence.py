@@ -161,6 +161,7 @@ def test_step_0_is_the_dense_function_and_the_parameters_are_the_formulas(name: 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_state_in_the_cache_goes_on_in_steps_and_in_chunks(name: str) -> None:
     cached_decoding.check_steps(trained(name), ids(2, 12), (1,) * 12, (5, 1, 3, 1, 2))
+    cached_decoding.check_hidden_ends(trained(name), ids(2, 12), (5, 4, 3))
 
 
 @pytest.mark.parametrize("how", cached_decoding.HOW, ids=str)

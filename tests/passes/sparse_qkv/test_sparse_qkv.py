@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import zoo
+from support import cached_decoding, zoo
 from support.own_models import MASKS, Asking, Block, Masked, Own
 from support.sparse_attentions import AGAINST_DENSE, DECODERS, FORMS, LONG, built, inputs, original, rewritten, rough
 from torch import Tensor, nn
@@ -286,6 +286,12 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been(form: str) -> N
     cache.crop(-3)
     pieces = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(5, 9)]
     torch.testing.assert_close(torch.cat(pieces, 1), model(ids).logits[:, 5:], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", DECODERS)
+def test_tokens_hidden_at_the_end_of_a_chunk_hide_no_others(form: str) -> None:
+    model = rewritten(form)
+    cached_decoding.check_hidden_ends(model, inputs(form, model, batch=2, length=9)["input_ids"], (4, 3, 2))
 
 
 @pytest.mark.first(1)
