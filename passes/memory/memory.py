@@ -149,7 +149,7 @@ class Memory(Pass[MemoryPlan]):
     heads: int = option(1, "H, hashes per order", minimum=1, maximum=1024)
     canonical: str = option(
         "auto",
-        "fold: n-grams of ids whose text is the same but for case and space; auto: where there is a tokenizer",
+        "fold: n-grams of ids whose text is the same but for case and space; auto: where there is the model's tokenizer",
         choices=("auto", "fold", "none"),
     )
     gate: str = option("none", "how rows are joined: summed, or side by side and gated by the stream", choices=("none", "context"))
@@ -261,7 +261,13 @@ class Memory(Pass[MemoryPlan]):
             return dataclasses.replace(plan, notes=(*plan.notes, NO_TOKENIZER))
         if tokenizer is not SAVED:
             vocabularies = [tables.source.vocabulary for tables in plan.stacks if tables.source is not None]
-            require_of_model(tokenizer, vocabularies, came_with(anatomy.model, tokenizer))
+            try:
+                require_of_model(tokenizer, vocabularies, came_with(anatomy.model, tokenizer))
+            except SpecError as refused:
+                if self.canonical == "fold" or refused.code != "other-model":
+                    raise
+                plan = self.resolved(anatomy, None).resolved_plan(anatomy)
+                return dataclasses.replace(plan, notes=(*plan.notes, f"canonical=none: {refused.what}, {refused.why}"))
         return dataclasses.replace(plan, tokenizer=tokenizer)
 
     def resolved_plan(self, anatomy: Anatomy) -> MemoryPlan:

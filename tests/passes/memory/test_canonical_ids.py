@@ -166,14 +166,25 @@ def test_ids_of_another_vocabulary_than_the_tokenizers_are_their_own() -> None:
         require_of_model(source, [target, 60], True)
 
 
-@pytest.mark.parametrize(
-    "tokenizer", [byte_tokenizer(size=300), byte_tokenizer(WORDS[:6], 6), "The", object()], ids=["more", "fewer", "text", "object"]
-)
-def test_a_tokenizer_that_is_not_the_models_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+OTHERS = {"more": byte_tokenizer(size=300), "fewer": byte_tokenizer(WORDS[:6], 6)}
+
+
+@pytest.mark.parametrize("tokenizer", [*OTHERS.values(), "The", object()], ids=[*OTHERS, "text", "object"])
+def test_a_tokenizer_that_is_not_the_models_is_refused(tokenizer: Any) -> None:
     model = tiny_models.llama()
     with pytest.raises(retrofit.RetrofitError) as refused:
-        retrofit.apply(model, f"{NGRAMS})", tokenizer=tokenizer, verify=False)
+        retrofit.apply(model, f"{NGRAMS}, canonical=fold)", tokenizer=tokenizer, verify=False)
     assert refused.value.option == "tokenizer" and retrofit.recipe(model) is None
+
+
+@pytest.mark.parametrize("tokenizer", OTHERS.values(), ids=OTHERS)
+def test_without_an_option_ids_are_their_own_where_it_is_not_the_models_and_the_report_says_so(tokenizer: Any) -> None:
+    model = tiny_models.llama()
+    (rewrite,) = apply_reported(model, f"{NGRAMS})", tokenizer=tokenizer, verify=False, count_flops=False).rewrites
+    assert "canonical=none" in rewrite.spec and any("tokenizer" in note for note in rewrite.notes) and table_of_none(model)
+    with pytest.raises(SpecError) as refused:
+        retrofit.apply(tiny_models.llama(), f"{NGRAMS})", tokenizer=object(), verify=False)
+    assert refused.value.option == "tokenizer"
 
 
 @pytest.mark.parametrize("spec", ["sum", "memory", "memory(lookup=ngram, canonical=none)"])
