@@ -3,9 +3,10 @@
 `products`: y = W x̃ for a token of whose input a share is zero, W column by column (in × out), a column being a stretch of memory:
 
 - `dense`: the product with all columns, W as `nn.Linear` stores it, x masked already;
-- `bag`: the sum of an embedding bag, which reads the columns in place: what the pass uses;
-- `copy`: the columns are gathered, then multiplied;
-- `kernel`: a loop over the columns in C++ with prefetches, left out where there is no compiler;
+- `bag`: the sum of an embedding bag, which reads the columns in place: what the pass uses, for one token after the other;
+- `copy`: the columns that some token needs are gathered, then multiplied;
+- `blocks`: the same for a block of columns after the other, whose copy stays in a core's cache;
+- `kernel`: a loop over the columns of one token in C++ with prefetches, left out where there is no compiler;
 - `layer`: the layer of the pass as it is called, its mask included, with `--tokens` of them.
 
 `block`: a token through a layer of a Llama, before and after the pass. `smollm2`: the loss of SmolLM2-135M on held-out text, and a
@@ -15,7 +16,7 @@ All in one process and in turns; a figure is the ratio of the least times of the
 dense one. Matrices are taken in turns too, so that they come from memory and not from a cache.
 
     python benchmarks/activation_sparsity.py products
-    python benchmarks/activation_sparsity.py products --tokens 4 --ways layer
+    python benchmarks/activation_sparsity.py products --tokens 4 --ways bag copy blocks
     python benchmarks/activation_sparsity.py block --dtypes float32 bfloat16
     python benchmarks/activation_sparsity.py smollm2 --compile --specs "activation-sparsity(loss=+0.02)"
 """
@@ -167,7 +168,7 @@ class Matrix:
 
 
 def products(options: argparse.Namespace) -> None:
-    ways: dict[str, Way] = {"dense": lambda x, matrix: F.linear(x, matrix.rows), "bag": bag, "copy": copied}
+    ways: dict[str, Way] = {"dense": lambda x, matrix: F.linear(x, matrix.rows), "bag": bag, "copy": copied, "blocks": blocks}
     ways["layer"] = lambda x, matrix: matrix.layer(x)
     if "kernel" in options.ways:
         try:
@@ -221,14 +222,32 @@ def built_kernel() -> Way:
 
 
 def bag(x: Tensor, matrix: Matrix) -> Tensor:
-    kept = x[0].nonzero().view(-1)
+    """The columns of each token, one after the other."""
     first = torch.zeros(1, dtype=torch.long)
-    return torch.embedding_bag(matrix.columns, kept, first, False, 0, False, x[0].index_select(0, kept))[0]
+    kept = [token.nonzero().view(-1) for token in x]
+    sums = [
+        torch.embedding_bag(matrix.columns, some, first, False, 0, False, token.index_select(0, some))[0]
+        for token, some in zip(x, kept, strict=True)
+    ]
+    return torch.cat(sums)
 
 
 def copied(x: Tensor, matrix: Matrix) -> Tensor:
-    kept = x[0].nonzero().view(-1)
+    """The columns of all tokens, once."""
+    kept = (x != 0).any(0).nonzero().view(-1)
     return x[:, kept] @ matrix.columns.index_select(0, kept)
+
+
+BLOCK = 64  # columns, of which a copy stays in the cache of a core
+
+
+def blocks(x: Tensor, matrix: Matrix) -> Tensor:
+    """The columns of all tokens, a block after the other."""
+    kept = (x != 0).any(0).nonzero().view(-1)
+    y = x.new_zeros(len(x), matrix.columns.shape[1])
+    for some in kept.split(BLOCK):
+        y.addmm_(x[:, some], matrix.columns.index_select(0, some))
+    return y
 
 
 # ── Models ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
