@@ -79,7 +79,7 @@ def is_halved_mixture(spec: str, name: str) -> bool:
 
 @pytest.mark.parametrize("model", COLUMNS.values())
 def test_what_is_lost_at_step_0_is_in_the_table_of_that_model(model: str) -> None:
-    table = rows(sections(PAGE)["What is lost at step 0, and what comes back"])
+    table = rows(sections(PAGE)["Loss at step 0 and after training"])
     head = next(row for row in table if row[1].startswith("decoder: SmolLM2"))
     place = next(number for number, cell in enumerate(head) if model.split("-")[-1] in cell)
     figures, compared = real_figures(model), 0
@@ -107,7 +107,7 @@ def test_every_figure_is_in_a_page_that_it_is_linked_to(passage: str, links: str
 
 def test_what_training_gets_back_is_in_the_data() -> None:
     known = numbers(table_of("recovery_converged.csv", RESULTS))
-    table = rows(sections(PAGE)["What is lost at step 0, and what comes back"])
+    table = rows(sections(PAGE)["Loss at step 0 and after training"])
     first = next(number for number, row in enumerate(table) if row[1] == "before")
     figures = [cell for row in table[first + 1 :] for cell in row[1:]]
     assert len(figures) == 12 and all(is_among(one, known) for one in figures)
