@@ -22,7 +22,16 @@ import torch
 from torch import fx, nn
 
 from retrofit.passes.altup import reference as method_reference
-from retrofit.passes.altup.layers import COEFFICIENTS, AltUpLayer, BlockScale, Blockwise, DivideAndProject, Replicated, outer_width
+from retrofit.passes.altup.layers import (
+    COEFFICIENTS,
+    AltUpLayer,
+    BlockScale,
+    Blockwise,
+    DivideAndProject,
+    Replicated,
+    StackRun,
+    outer_width,
+)
 from retrofit.passes.altup.plan import REPEATED, AltUpPlan, Growth, LayerPlan, WideHead, WideTable, grow
 from retrofit.passes.altup.widening import WideningPlan, WidthPropagation
 from retrofit.sdk import (
@@ -142,6 +151,11 @@ class AltUp(Pass[AltUpPlan]):
                 for layer in self.layer_plans(stack, deepest, widening, bool(look_ups[stack.entry]), wide_ends[stack.entry])
             ),
             readers=dict(filter(None, (reader_of(stack, anatomy) for stack in stacks))),
+            runs=tuple(
+                (stack.name, tuple(layer.name for layer in stack.layers))
+                for stack in stacks
+                if self.init == "hop" and not is_shared(stack)
+            ),
         )
         terms = list(self.new_parameters(plan, anatomy.model))
         return dataclasses.replace(
@@ -303,6 +317,8 @@ class AltUp(Pass[AltUpPlan]):
             self.widen_head(head, projections, edit)
         for layer in plan.layers:
             self.wrap_layer(layer, edit)
+        for owner, layers in plan.runs:
+            self.track_run(owner, layers, edit)
         for last, path in plan.readers.items():
             end: AltUpLayer = model.get_submodule(last)  # type: ignore[assignment]
             edit.add_handle(model.get_submodule(path).register_forward_pre_hook(end.require_end, with_kwargs=True))
@@ -376,6 +392,15 @@ class AltUp(Pass[AltUpPlan]):
         if not layer.trained:
             wrapper.freeze()
         edit.replace_module(layer.name, wrapper)
+
+    def track_run(self, owner: str, layers: Sequence[str], edit: Edit) -> None:
+        """Have the layers of a stack notice where those before them were not called."""
+        wrappers: list[AltUpLayer] = [edit.model.get_submodule(path) for path in layers]  # type: ignore[misc]
+        run = StackRun(layers, wrappers[0].active)
+        for depth, wrapper in enumerate(wrappers):
+            edit.set_attribute(wrapper, "stack_run", run)
+            edit.set_attribute(wrapper, "stack_depth", depth)
+        edit.add_handle(edit.model.get_submodule(owner).register_forward_pre_hook(run.begin))
 
 
 def arguments_meeting_stream(anatomy: Anatomy) -> tuple[str, ...]:

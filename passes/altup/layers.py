@@ -243,14 +243,45 @@ def has_projection(model: Any, path: str) -> bool:
         return True
 
 
-def layers_left_out(why: str) -> DoesNotFitError:
+def layers_left_out(why: str, skipped: Sequence[str] = ()) -> DoesNotFitError:
+    """Return the error of a stack that did not run these layers; which ones is not always known."""
+    names = f": {skipped[0]}" + (f" to {skipped[-1]}" if len(skipped) > 1 else "") if skipped else ""
     return DoesNotFitError(
-        "layers of a stack rewritten by AltUp were skipped",
+        f"layers of a stack rewritten by AltUp were skipped{names}",
         why=why,
-        remedy="run all layers (no assistant_early_exit, the original num_hidden_layers; in training no LayerDrop: load with "
-        "layerdrop=0, or encoder_layerdrop=0 and decoder_layerdrop=0), or rewrite with init=lockstep and embedding=wide",
+        remedy="run all layers in their order (no assistant_early_exit, the original num_hidden_layers; in training no LayerDrop: "
+        "load with layerdrop=0, or encoder_layerdrop=0 and decoder_layerdrop=0), or rewrite with init=lockstep and embedding=wide",
         code="layers-skipped",
+        site=skipped[0] if skipped else "",
+        sites=skipped,
     )
+
+
+class StackRun:
+    """How far a stack has run whose dense stream hops: `depth` is that of the layer called last, −1 before the first of a forward.
+
+    Streams that layers return say which block holds the dense one, `HOME`. That which enters the stack does not, so its first
+    layer is missed by this.
+    """
+
+    guards: ClassVar[tuple[str, ...]] = ("begin",)
+
+    def __init__(self, layers: Sequence[str], entry: int) -> None:
+        self.layers, self.entry = tuple(layers), entry  # their paths; the block that the dense stream enters in
+        self.depth = len(self.layers) - 1
+
+    def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Begin another run; a forward pre-hook of the module that calls the layers."""
+        if not torch.compiler.is_compiling():
+            self.depth = -1
+
+    def home(self, x: Tensor) -> int:
+        """Return the block of x that holds the dense stream, `EVERY` where nothing says so."""
+        return getattr(x, HOME, self.entry if self.depth < 0 else EVERY)
+
+    def skipped(self, depth: int) -> tuple[str, ...]:
+        """Return the paths of the layers that did not run before the one at this depth: that before it, if all were called."""
+        return self.layers[self.depth + 1 : depth] or self.layers[max(depth - 1, 0) : depth]
 
 
 class AltUpLayer(Wrapper):
@@ -284,6 +315,8 @@ class AltUpLayer(Wrapper):
         super().__init__(layer)
         self.width, self.k, self.active = width, k, active
         self.next_active: int | None = None
+        self.stack_run: StackRun | None = None  # of its stack, where the dense stream hops
+        self.stack_depth = 0  # in that run
         self.stream_in, self.stream_out = argument_place(layer, stream_in), stream_out
         self.narrow = [(argument_place(layer, key), block) for key, block in (narrow or {}).items()]
         self.expand, self.rotate = expand, rotate
@@ -300,8 +333,8 @@ class AltUpLayer(Wrapper):
         container, key = find_argument(self.stream_in, arguments, keywords)
         x = container[key]
         self.check_width(x)
-        if not self.expand and getattr(x, HOME, EVERY) not in (EVERY, self.active):
-            raise layers_left_out(f"block {self.active} does not hold the dense stream")
+        if self.stack_run is not None and not is_exporting():
+            self.enter(self.stack_run, x)
         container[key] = block = x if self.expand else self.block(x, self.active)
         for place, i in self.narrow:
             container, key = find_argument(place, arguments, keywords)
@@ -313,21 +346,30 @@ class AltUpLayer(Wrapper):
             setattr(stream, HOME, EVERY if self.next_active is None or self.rotate else self.next_active)
         return with_item(output, out, stream)
 
+    def enter(self, run: StackRun, x: Tensor) -> None:
+        """Record the call, and raise `DoesNotFitError` where the dense stream is in another block of x than this layer's."""
+        if not torch.compiler.is_compiling() and not self.expand:
+            if run.home(x) not in (EVERY, self.active):
+                raise layers_left_out(f"block {self.active} does not hold the dense stream", run.skipped(self.stack_depth))
+            setattr(x, HOME, self.active)  # a hook of the user's may return x for what this layer returns
+        run.depth = self.stack_depth
+
     def require_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise `DoesNotFitError` where `module`, which reads the stream after this last layer, is called on that of another."""
         for home in (getattr(value, HOME, None) for value in (*args, *kwargs.values())):
             if home is not None and (self.combine is not None or home not in (EVERY, self.next_active)):
-                raise layers_left_out("the stream is read before its last layer")
+                skipped = self.stack_run.skipped(self.stack_depth + 1) if self.stack_run is not None else ()
+                raise layers_left_out("the stream is read before its last layer", skipped)
 
     def require_ends(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise `DoesNotFitError` where a widened table or head of `model` was replaced, or it is given embeddings of width d.
 
-        Also where this first layer was deleted: what the next ones receive then says nothing of it.
+        Also where this first layer was deleted or moved.
         """
         if torch.compiler.is_compiling() or is_exporting():
             return
-        if not holds(model, self.place, self):
-            raise layers_left_out(f"the layer that was {self.place} is there no more")
+        if self.stack_run is not None and not holds(model, self.place, self):
+            raise layers_left_out("it is no longer where it was", [self.place])
         now = {path: outer_width(model, path) for path in self.ends}
         path = next((path for path, width in now.items() if width not in (None, self.ends[path])), None)
         if path is not None:
@@ -360,6 +402,13 @@ class AltUpLayer(Wrapper):
     def check_width(self, x: Tensor) -> None:
         """Raise `DoesNotFitError` where the stream is not as wide as this layer takes it."""
         width = self.width if self.expand else self.k * self.width
+        if x.shape[-1] == self.k * self.width != width:
+            raise DoesNotFitError(
+                "the layer that widens AltUp's stream received one that is wide already",
+                why="it was called after another layer of its stack",
+                remedy="call the layers in the order in which they were rewritten, each once; change the order before altup",
+                code="layers-skipped",
+            )
         if x.shape[-1] != width:
             raise DoesNotFitError(
                 f"a layer received a stream {x.shape[-1]} wide, where AltUp's is {width}",

@@ -111,6 +111,6 @@ class AltUpPlan(Plan):
     repeated: tuple[Growth, ...] = ()  # parameters that are added to the stream, a copy for each block
     widening: WideningPlan = dataclasses.field(default_factory=WideningPlan)
     layers: tuple[LayerPlan, ...] = ()
-    readers: dict[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # last layer of a stack → the module that reads the stream then
+    # The last layer of a stack → the module that reads the stream then.
+    readers: dict[str, str] = dataclasses.field(default_factory=dict)
+    runs: tuple[tuple[str, tuple[str, ...]], ...] = ()  # of stacks whose dense stream hops: the module that calls the layers, those
