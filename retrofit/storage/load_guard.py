@@ -35,14 +35,23 @@ def renamed(name: str, renamings: Collection[Any]) -> str:
 def require_part(model: Any, entry: Any, held: set[str], openings: Collection[Any]) -> None:
     """Raise `CheckpointError` where the files are the whole model's, in which transformers does not find a part's weights."""
     inside = {name for name in held if name.startswith(f"{entry.part}.")} if entry.part and not openings else ()
-    prefix = f"{model.base_model_prefix}."
-    if inside and {name.removeprefix(prefix) for name in held}.isdisjoint(model.state_dict()):
+    own, prefix = model.state_dict(), f"{model.base_model_prefix}."
+    if inside and {name.removeprefix(prefix) for name in held}.isdisjoint(own):
+        outer = [name.removesuffix(rest).rstrip(".") for name in inside for rest in endings(name) if rest in own]
+        place = max(outer, key=outer.count, default=str(entry.part))
         raise CheckpointError(
             f"{type(model).__name__} does not find its weights in the files of a {entry.architecture}",
             why=f"they are called {first_few(sorted(inside), 1)} there, which transformers does not look for, dense or rewritten",
-            remedy=f"load it as {entry.architecture} and take its {entry.part}, or save that by itself first",
+            remedy=f"load it as {entry.architecture} and take its {place}, or save that by itself first",
             code="mismatch",
+            site=place,
         )
+
+
+def endings(name: str) -> list[str]:
+    """Return the name without its first parts: `b.c` and `c` of `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[start:]) for start in range(1, len(parts))]
 
 
 def require_names(model: Any, held: set[str], rewritten: set[str], new: Collection[str] = ()) -> None:

@@ -22,7 +22,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from retrofit.errors import CheckpointError, first_few
+from retrofit.errors import CheckpointError, first_few, kind_of
 from retrofit.passbase import recipe_storage
 from retrofit.provenance import record_provenance
 from retrofit.storage.load_guard import (
@@ -130,7 +130,7 @@ class RecipeReplay(HfQuantizer):
         declared = dict(model.all_tied_weights_keys)
         saved = (model.config.architectures or [None])[0] if checkpoint_files else None
         if entry.recipe and entry.part:
-            self.dense = rewrite_inner_part(model, entry)
+            self.dense, self.new = rewrite_inner_part(model, entry)
         elif entry.recipe and not entry.through and {entry.architecture, saved} <= {None, type(model).__name__}:
             self.dense = rewrite_same_class(model, entry)
         elif entry.recipe:
@@ -402,30 +402,40 @@ def rewrite_same_class(model: Any, entry: RecipeConfig) -> set[nn.Module]:
     return dense
 
 
-def rewrite_inner_part(model: Any, entry: RecipeConfig) -> set[nn.Module]:
-    """Give `model`, a part of the class that was rewritten, what the recipe puts there; return the modules that are not new.
+def rewrite_inner_part(model: Any, entry: RecipeConfig) -> tuple[set[nn.Module], frozenset[str]]:
+    """Give `model`, a part of the class that was rewritten, what the recipe puts there.
 
-    It may have a head of its own around the part. Raises `CheckpointError` where it is not that part, as it was recorded.
+    It may have a head or a pooler of its own. Return the modules that are not new, and the names of the tensors that were not
+    saved. Raises `CheckpointError` where it is not that part, as it was recorded.
     """
     from retrofit.storage.filling import transformers_class  # not before, as above
-    from retrofit.storage.other_models import config_differences, recorded_skeleton, structure_of
+    from retrofit.storage.other_models import Link, config_differences, recorded_skeleton, structure_of
 
     kind = transformers_class(str(entry.architecture))
     whole = None if kind is None else recorded_skeleton(kind, entry.applied_to, model)
     places = dict(() if whole is None else whole.named_modules(remove_duplicate=False))
     found: Any = places.get(str(entry.part))
-    pairs = ((found, model), (getattr(found, "base_model", None), model), (found, model.base_model))
+    base = getattr(found, "base_model", None)
+    pairs = ((found, model), (base, model), (found, model.base_model), (base, model.base_model))
     part, target = next((pair for pair in pairs if type(pair[0]) is type(pair[1])), (None, model))
-    if whole is None or part is None or structure_of(part) != structure_of(target):
+    differences = config_differences(part, target) if part is not None else ()
+    if whole is None or part is None or differences:
         raise CheckpointError(
-            f"{', '.join(entry.recipe)} was applied to {entry.architecture}, of which this is no longer {entry.part}",
-            why="; ".join(config_differences(part, target) if part is not None else ()) or f"it is {type(model).__name__}",
+            f"{', '.join(entry.recipe)} was applied to {entry.architecture}, whose {entry.part} no {type(model).__name__} is",
+            why="; ".join(differences) or f"that is {kind_of(found)}" if found is not None else f"there is no {entry.part} in it",
             remedy="load it with the class and config it was saved with, or save and load the whole model",
+            code="mismatch",
         )
     unfreeze(whole)
-    dense = rewrite_skeleton(whole, entry.recipe, entry.applied_to) | set(model.modules())
-    config = target.config
-    vars(target).update(vars(part))
+    own, config, new = set(model.modules()), target.config, frozenset[str]()
+    if structure_of(part) == structure_of(target):
+        dense = rewrite_skeleton(whole, entry.recipe, entry.applied_to) | own
+        vars(target).update(vars(part))
+    else:
+        link = Link(model, found)
+        dense = rewrite_skeleton(whole, entry.recipe, entry.applied_to) | own
+        link.carry_over(entry.recipe)
+        new = link.common.own_tensors()
     for module in target.modules():
         for name, value in vars(module).items():
             if value is part.config:
@@ -433,7 +443,7 @@ def rewrite_inner_part(model: Any, entry: RecipeConfig) -> set[nn.Module]:
     record_provenance(model, recipe=tuple(entry.recipe))  # its config says of which class and part
     recipe_storage.store_recipe(model, entry.recipe, entry.applied_to)
     transformers_bookkeeping.keep_on_one_device(model, dense)
-    return dense
+    return dense, new
 
 
 def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple[set[nn.Module], frozenset[str]]:

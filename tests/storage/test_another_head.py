@@ -387,10 +387,50 @@ def test_a_part_is_read_from_the_directory_of_the_whole(
         assert retrofit.recipe(copied) == retrofit.recipe(model)
 
 
-def test_a_part_that_transformers_does_not_find_in_the_whole_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "place", "new"),
+    [
+        ("BlipVisionModel", "vision_model", 0),
+        ("BlipTextLMHeadModel", "text_decoder", 0),
+        ("BlipTextModel", "text_decoder.bert", 2),  # its pooler
+    ],
+)
+def test_a_part_that_transformers_does_not_find_in_the_whole_is_refused(name: str, place: str, new: int, tmp_path: Path) -> None:
     whole = image_and_text("BlipForConditionalGeneration")
     whole.save_pretrained(tmp_path / "dense")
-    assert len(loaded(tmp_path / "dense", "BlipVisionModel")[1]) == len(whole.vision_model.state_dict())
+    missing = loaded(tmp_path / "dense", name)[1]
+    assert len(missing) >= len(whole.get_submodule(place).state_dict()) - 2  # those of the tied head
     trained(whole, "memory(lookup=softmax)").save_pretrained(tmp_path / "rewritten")
-    with refused(CheckpointError, "BlipVisionModel", "BlipForConditionalGeneration", "vision_model", code="mismatch"):
-        loaded(tmp_path / "rewritten", "BlipVisionModel")
+    with refused(CheckpointError, name, "BlipForConditionalGeneration", code="mismatch", site=place) as error:
+        loaded(tmp_path / "rewritten", name)
+    assert place in error.value.remedy
+    whole.get_submodule(place).save_pretrained(tmp_path / "part")  # as the remedy says
+    assert len(loaded(tmp_path / "part", name)[1]) == new
+
+
+@pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "altup(k=2, embedding=recycled)", "shared-moe(groups=0)"])
+@pytest.mark.parametrize(
+    ("place", "name", "new"),
+    [
+        ("vision_model", "BlipVisionModel", set()),
+        ("text_decoder", "BlipTextModel", {"pooler.dense.bias", "pooler.dense.weight"}),
+        ("text_decoder.bert", "BlipTextModel", {"pooler.dense.bias", "pooler.dense.weight"}),
+        ("text_decoder.bert", "BlipTextLMHeadModel", None),
+    ],
+)
+def test_a_part_saved_by_itself_gets_the_ends_of_another_class(
+    place: str, name: str, new: set[str] | None, spec: str, tmp_path: Path
+) -> None:
+    part = trained(image_and_text("BlipForConditionalGeneration"), spec).get_submodule(place).eval()
+    part.save_pretrained(tmp_path / "part")
+    inputs = IMAGES if place == "vision_model" else {"input_ids": IDS}
+    with torch.no_grad():
+        expected = part.base_model(**inputs)[0]
+    other, missing = loaded(tmp_path / "part", name)
+    other.save_pretrained(tmp_path / "other")
+    again, lost = loaded(tmp_path / "other", name)
+    assert all(name.startswith("cls.") for name in missing) if new is None else missing == new
+    assert not lost
+    for copied in (other, again):
+        with torch.no_grad():
+            assert torch.equal(copied.eval().base_model(**inputs)[0], expected)
