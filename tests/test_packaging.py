@@ -325,6 +325,16 @@ def exported(module: str) -> set[str]:
 SDK = ["retrofit.sdk", *(f"retrofit.sdk.{ring}" for ring in sdk.RINGS)]
 
 
+REFUSALS = {"CaptureError", "CheckpointError", "DoesNotFitError", "NearMiss", "RetrofitError", "SpecError"}
+
+
+@pytest.mark.parametrize("file", sorted(INSTALLED["retrofit/passes"].rglob("*.py")), ids=lambda file: file.name)
+def test_every_refusal_of_a_pass_has_a_code(file: Path) -> None:
+    calls = (node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    refusals = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in REFUSALS]
+    assert [call.lineno for call in refusals if not any(given.arg in ("code", None) for given in call.keywords)] == []
+
+
 def test_the_sdk_is_what_passes_use() -> None:
     assert {module for module in FILES if package(module) == "sdk"} == set(SDK)
     files = [*(ROOT / "passes").rglob("*.py"), *(ROOT / "examples").rglob("*.py"), ROOT / "docs" / "write_a_pass.md"]

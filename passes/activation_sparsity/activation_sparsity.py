@@ -114,6 +114,7 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
                 why="loss= finds the level",
                 remedy="give one of them",
                 option="level",
+                code="combination",
             )
         if self.level is not None and self.level >= 1:
             raise SpecError(
@@ -121,6 +122,7 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
                 why="nothing would be left of the inputs",
                 remedy="use a share from 0, the dense function, to less than 1: 0.4",
                 option="level",
+                code="range",
             )
         if self.level is None and self.loss is None:
             object.__setattr__(self, "level", LEVEL)

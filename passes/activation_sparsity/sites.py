@@ -101,7 +101,7 @@ class ProductSites:
                         continue
                     if projection.role == "router":
                         why = "it chooses the experts of a token: another choice would be another function"
-                        near_misses.setdefault(projection.name, NearMiss(projection.name, why, in_any_form=True))
+                        near_misses.setdefault(projection.name, NearMiss(projection.name, why, in_any_form=True, code="router"))
                         continue
                     found.setdefault(projection.name, Wanted(projection.role, layer.name))
         return found, list(near_misses.values())
@@ -111,16 +111,16 @@ class ProductSites:
         products = self.products.get(name, [])
         paths = {self.flow.call_of(product.node).path for product in products}
         if not products:
-            raise unfit(name, "nothing is multiplied by it as it is")
+            raise unfit(name, "nothing is multiplied by it as it is", "computed")
         if any(op(product.node) in CONVOLUTION for product in products):
-            raise unfit(name, "it is the kernel of a convolution", in_any_form=True)
+            raise unfit(name, "it is the kernel of a convolution", "convolution", in_any_form=True)
         if len(paths) > 1:
-            raise unfit(name, f"several modules multiply by it: {', '.join(sorted(paths))}")
+            raise unfit(name, f"several modules multiply by it: {', '.join(sorted(paths))}", "no-owner")
         (path,) = paths
         if is_masked(self.anatomy.model, path):
-            raise unfit(name, ALREADY, in_any_form=True)
+            raise unfit(name, ALREADY, "rewritten", in_any_form=True)
         if made := part_of_another_pass(self.anatomy.model, path):
-            raise unfit(name, f"it is part of what another pass has put at {made}", in_any_form=True)
+            raise unfit(name, f"it is part of what another pass has put at {made}", "other-pass", in_any_form=True)
         return path
 
     def site(self, path: str, names: list[str], wanted: dict[str, Wanted]) -> MaskedSite:
@@ -166,11 +166,11 @@ class ProductSites:
     def require_code(self, path: str, names: list[str]) -> None:
         """Raise `DoesNotFitError` where products in the code of the module at the path cannot be masked as it runs."""
         if not path:
-            raise unfit(names[0], "the model's own code multiplies by it, and no module does")
+            raise unfit(names[0], "the model's own code multiplies by it, and no module does", "no-owner")
         if not all(name.startswith(f"{path}.") for name in names):
-            raise unfit(path, f"its code multiplies by {names[0]}, which it does not hold")
+            raise unfit(path, f"its code multiplies by {names[0]}, which it does not hold", "no-owner")
         if calls_multi_head(self.anatomy.model.get_submodule(path)):
-            raise unfit(path, "one function of torch computes its products and its attention")
+            raise unfit(path, "one function of torch computes its products and its attention", "fused")
 
 
 def is_chosen(where: str, branch: Branch, role: str) -> bool:
@@ -212,6 +212,6 @@ def kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
         yield from kinds_of(child)
 
 
-def unfit(name: str, why: str, in_any_form: bool = False) -> DoesNotFitError:
+def unfit(name: str, why: str, code: str, *, in_any_form: bool = False) -> DoesNotFitError:
     remedy = "" if in_any_form else Remedy("rewrite its graph, in which every product is in a module: emit='graph'", "graph")
-    return DoesNotFitError(f"{name} cannot be masked", why=why, remedy=remedy, in_any_form=in_any_form, site=name)
+    return DoesNotFitError(f"{name} cannot be masked", why=why, remedy=remedy, in_any_form=in_any_form, site=name, code=code)

@@ -63,6 +63,7 @@ def require_of_model(tokenizer: Any, vocabularies: Collection[int], came_with_it
             why=f"it has no {missing[0]}",
             remedy="pass a tokenizer of transformers, or its directory",
             option="tokenizer",
+            code="no-tokenizer",
         )
     size = size_of(tokenizer)
     if any(size <= vocabulary and (came_with_it or vocabulary <= 2 * size) for vocabulary in vocabularies):

@@ -125,6 +125,7 @@ def require_ids(ids: Tensor | None, x: Tensor) -> Tensor:
             + ("no ids" if ids is None else f"ids {tuple(ids.shape)} and a stream {tuple(x.shape)}"),
             why="each position of the stream needs the id of its input token",
             remedy="pass input_ids for every position, or use lookup=softmax",
+            code="no-ids",
         )
     return ids.reshape(x.shape[:-1])
 

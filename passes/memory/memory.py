@@ -85,6 +85,7 @@ class Ngrams:
                 why=f"each has a prime number of rows of its own, and there are {len(moduli)} primes up to {buckets}",
                 remedy="use more buckets or fewer heads",
                 option="buckets",
+                code="range",
             )
         return Ngrams(orders, moduli)
 
@@ -162,6 +163,7 @@ class Memory(Pass[MemoryPlan]):
                 why="value embeddings are those of tokens",
                 remedy="use lookup=token-id, or beside=layers",
                 option="beside",
+                code="combination",
             )
         if self.gated and self.lookup != "token-id":
             raise SpecError(
@@ -169,6 +171,7 @@ class Memory(Pass[MemoryPlan]):
                 why="its entries are per-layer embeddings of tokens",
                 remedy="use lookup=token-id, or form=expert",
                 option="form",
+                code="combination",
             )
         if self.gated and not self.rank:
             raise SpecError(
@@ -176,6 +179,7 @@ class Memory(Pass[MemoryPlan]):
                 why="an entry is a row of r numbers, and rank=0 is none",
                 remedy="use rank=64, or form=expert",
                 option="rank",
+                code="combination",
             )
         if self.lookup == "ngram":
             self.check_ngrams()
@@ -186,6 +190,7 @@ class Memory(Pass[MemoryPlan]):
                 why="it joins the rows of several hashes",
                 remedy="use lookup=ngram, or gate=none",
                 option="gate",
+                code="combination",
             )
         for name, value in {"buckets": 128 if self.buckets is None else self.buckets, "layers": self.layers}.items():
             object.__setattr__(self, name, "all" if value == "auto" else value)
@@ -198,7 +203,11 @@ class Memory(Pass[MemoryPlan]):
         ):
             if (given := getattr(self, name)) != value:
                 raise SpecError(
-                    f"memory: {name}={given} does not go with lookup=ngram", why=why, remedy=f"use {name}={value}", option=name
+                    f"memory: {name}={given} does not go with lookup=ngram",
+                    why=why,
+                    remedy=f"use {name}={value}",
+                    option=name,
+                    code="combination",
                 )
         if self.ngrams is not None:
             Ngrams.of(self.ngrams, self.heads, self.buckets or FEWEST, self.name)
@@ -279,7 +288,8 @@ class Memory(Pass[MemoryPlan]):
         found: list[StackTables] = []
         for stack in anatomy.stacks:
             if any(layer.name in tables.places for tables in found for layer in stack.layers):
-                near_misses.append(NearMiss(stack.name, "a second stream through layers that have their tables"))
+                why = "a second stream through layers that have their tables"
+                near_misses.append(NearMiss(stack.name, why, code="shared-layers"))
                 continue
             calls: dict[str, LayerCall] = {}
             places = self.places(finder, stack, near_misses, calls)
@@ -337,9 +347,8 @@ class Memory(Pass[MemoryPlan]):
         for depth in depths:
             layer = stack.layers[depth]
             if self.beside == "layers" and self.lookup in ("softmax", "lsh") and is_all_zeros(anatomy.node(layer.entry)):
-                near_misses.append(
-                    NearMiss(layer.name or layer.exit, SAME_ENTRY, "beside=ffns: an FFN reads more", in_any_form=True)
-                )
+                name, remedy = layer.name or layer.exit, "beside=ffns: an FFN reads more"
+                near_misses.append(NearMiss(name, SAME_ENTRY, remedy, in_any_form=True, code="no-context"))
                 continue
             for place in finder.of_layer(layer, stack, self.beside, near_misses):
                 if place in places[layer.name]:  # once for a layer that several depths share

@@ -84,6 +84,7 @@ class TokenIdReader:
                 f"the model was called without {keyword or 'token ids'}",
                 why="its layers look up their memory by token id",
                 remedy="pass ids instead of inputs_embeds, or rewrite with memory(lookup=softmax)",
+                code="no-ids",
             )
         return {TOKEN_IDS: ids}
 
@@ -126,7 +127,12 @@ def find_token_id_source(anatomy: Anatomy, stack: Stack) -> TokenIdSource:
 
 def no_ids(stack: Stack, why: str) -> DoesNotFitError:
     return DoesNotFitError(
-        f"{stack.name or 'the stack'} has no token ids", by="memory", why=why, remedy="lookup=softmax and lookup=lsh need no ids"
+        f"{stack.name or 'the stack'} has no token ids",
+        by="memory",
+        why=why,
+        remedy="lookup=softmax and lookup=lsh need no ids",
+        site=stack.name,
+        code="no-ids",
     )
 
 
@@ -179,6 +185,8 @@ def present_injection(module: nn.Module, source: TokenIdSource) -> tuple[Forward
         by="memory",
         why="its code does not pass them through, and its forward is already replaced",
         remedy="apply memory before other tools change the model, or with lookup=softmax",
+        site=source.path,
+        code="other-path",
     )
 
 

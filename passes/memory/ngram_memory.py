@@ -47,7 +47,10 @@ def parse_orders(text: str, owner: str) -> tuple[int, ...]:
     for first, last in depth_ranges(text, owner, "ngrams"):
         if last < first:
             raise SpecError(
-                f"{owner}: ngrams={text} has the empty range {first}-{last}", remedy=f"write {last}-{first}", option="ngrams"
+                f"{owner}: ngrams={text} has the empty range {first}-{last}",
+                remedy=f"write {last}-{first}",
+                option="ngrams",
+                code="range",
             )
         if first < 1 or last > MOST:
             raise SpecError(
@@ -55,6 +58,7 @@ def parse_orders(text: str, owner: str) -> tuple[int, ...]:
                 why="an n-gram is a token and the n−1 before it",
                 remedy=f"use orders from 1 to {MOST}",
                 option="ngrams",
+                code="range",
             )
         orders.update(range(first, last + 1))
     return tuple(sorted(orders))

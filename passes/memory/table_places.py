@@ -57,14 +57,14 @@ class TablePlaces:
         places: list[WrappedModule] = []
         with collect_near_miss(layer.name or layer.exit, near_misses):
             if beside == "layers" and self.is_on_two_streams(layer):
-                raise no_place(layer.name, ON_TWO_STREAMS, BEFORE_TWO_STREAMS)
+                raise no_place(layer.name, ON_TWO_STREAMS, BEFORE_TWO_STREAMS, "other-pass")
             around = self.modules.stream_module(layer, stack)
             if beside == "layers":
                 return [around]
             if self.within.inside(layer) is not layer:
-                raise no_place(layer.name, LAYER_WITHIN, BEFORE_THE_OUTER)
+                raise no_place(layer.name, LAYER_WITHIN, BEFORE_THE_OUTER, "other-pass")
             if not layer.ffns:
-                raise no_place(layer.name, "it has no FFN", NO_FEED_FORWARD)
+                raise no_place(layer.name, "it has no FFN", NO_FEED_FORWARD, "no-ffn")
             for branch in layer.ffns:
                 with collect_near_miss(branch.name or layer.name, near_misses):
                     places.append(self.modules.feed_forward(branch, stack.width))
@@ -79,10 +79,11 @@ class TablePlaces:
         around = (call for call in self.anatomy.program.calls if call.path == place.path and outer.encloses(call))
         call = self.calls.of_module(next(around, outer), layer)
         if call.tokens_first:
-            raise no_place(layer.name, "its stream is laid out (length, batch, width), and token ids are not", BY_ITSELF)
+            why = "its stream is laid out (length, batch, width), and token ids are not"
+            raise no_place(layer.name, why, BY_ITSELF, "other-layout")
         if call.causal and call.times > 1 and call.takes_more:
             why = f"{call.path} is called at several depths, and the cache keeps the ids of one call for each module"
-            raise no_place(layer.name, why, BY_ITSELF)
+            raise no_place(layer.name, why, BY_ITSELF, "shared-layers")
         return call
 
     @functools.cached_property
@@ -94,8 +95,8 @@ class TablePlaces:
         return any(getattr(outer, "adds_branches", False) for outer in modules_around(self.model, layer.name))
 
 
-def no_place(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError:
-    return DoesNotFitError(f"{name} cannot have a table", by="memory", why=why, remedy=remedy, site=name)
+def no_place(name: str, why: str, remedy: str | Sequence[str], code: str = "does-not-fit") -> DoesNotFitError:
+    return DoesNotFitError(f"{name} cannot have a table", by="memory", why=why, remedy=remedy, site=name, code=code)
 
 
 @dataclasses.dataclass(frozen=True)

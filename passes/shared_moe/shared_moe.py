@@ -141,12 +141,14 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 why="every expert of a slice begins as that slice of its own layer",
                 remedy="add groups=0, or drop slices",
                 option="groups",
+                code="combination",
             )
         if self.k not in (None, 1):
             raise SpecError(
                 f"shared-moe: slices={self.slices} with k={self.k}: one expert of each slice is taken",
                 remedy=f"drop k, or use slices={self.slices * self.k} for finer experts" if self.slices and self.k else "drop k",
                 option="k",
+                code="combination",
             )
 
     @property

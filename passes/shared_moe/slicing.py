@@ -120,7 +120,8 @@ def require_slices(site: FeedForward, count: int, model: nn.Module) -> None:
         near = [divisor for divisor in range(2, min(site.units, 4 * count) + 1) if site.units % divisor == 0]
         remedy = f"use slices={min(near, key=lambda divisor: abs(divisor - count))}" if near else "leave it out with layers="
         why = f"its d_ff = {site.units} is not a multiple of {count}"
-        raise DoesNotFitError(what, by="shared-moe", why=why, remedy=remedy, in_any_form=True, option="slices")
+        code = "does-not-divide"
+        raise DoesNotFitError(what, by="shared-moe", why=why, remedy=remedy, in_any_form=True, option="slices", code=code)
     rows = [(port.matrix, port.start + port.step * unit) for port in site.ports for unit in range(site.units)]
     held = [tensor for tensor in (*site.hidden.parameters(), *site.hidden.buffers()) if tensor.numel() > 1]
     why = ""
@@ -131,7 +132,8 @@ def require_slices(site: FeedForward, count: int, model: nn.Module) -> None:
     elif len(set(rows)) < len(rows) or {matrix for matrix, _ in rows} != {*range(len(site.into))}:
         why = "its units do not each have columns of their own"
     if why:
-        raise DoesNotFitError(what, by="shared-moe", why=why, remedy="leave it out with layers=, or drop slices", option="slices")
+        remedy = "leave it out with layers=, or drop slices"
+        raise DoesNotFitError(what, by="shared-moe", why=why, remedy=remedy, option="slices", code="does-not-fit")
 
 
 # ── Units that fire together ─────────────────────────────────────────────────────────────────────────────────────────────────────

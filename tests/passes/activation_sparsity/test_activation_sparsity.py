@@ -376,11 +376,21 @@ def test_adapters_read_the_masked_input() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "option", "code"),
+    [
+        ({"level": 1.0}, "level", "range"),
+        ({"level": 0.4, "loss": 0.02}, "level", "combination"),
+    ],
+)
+def test_a_level_that_is_none_says_why(options: dict[str, Any], option: str, code: str) -> None:
+    with refused(SpecError, "activation-sparsity", option=option, code=code):
+        ActivationSparsity(**options)
+
+
+@pytest.mark.parametrize(
     ("options", "option"),
     [
-        ({"level": 1.0}, "level"),
         ({"level": -0.1}, "level"),
-        ({"level": 0.4, "loss": 0.02}, "level"),
         ({"loss": -0.02}, "loss"),
         ({"where": "head"}, "where"),
         ({"allocation": "best"}, "allocation"),

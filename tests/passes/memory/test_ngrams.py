@@ -174,7 +174,7 @@ def test_options_that_are_none_are_refused(spec: str, option: str) -> None:
 
 def test_a_gate_needs_ngrams() -> None:
     for lookup in ("token-id", "softmax", "lsh"):
-        with refused(SpecError, option="gate"):
+        with refused(SpecError, option="gate", code="combination"):
             Memory(lookup=lookup, gate="context")
 
 
@@ -208,7 +208,7 @@ def test_embeddings_without_ids_are_an_error_before_a_layer_runs() -> None:
     model.model.layers[0].register_forward_pre_hook(lambda *_: ran.append(1))
     embeddings = model.get_input_embeddings()(IDS)
     for call in (model, model.generate):
-        with refused(DoesNotFitError, "input_ids"):
+        with refused(DoesNotFitError, "input_ids", code="no-ids"):
             call(inputs_embeds=embeddings)
     assert not ran
 
