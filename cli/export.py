@@ -11,6 +11,7 @@ from retrofit.cli.outputs import GRAPHS, beside, check_model_output, default_out
 from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
 from retrofit.cli.terminal import print_table, working
 from retrofit.errors import first_few
+from retrofit.files.atomic_writes import require_place
 from retrofit.files.model_folders import is_file_name
 from retrofit.passbase.report_text import listed
 
@@ -63,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.native is not None:
         return run_native(arguments, model)
     output = arguments.output or beside(model, "onnx")
+    require_place(output)
 
     from retrofit.onnx.exporter.export_onnx import export_onnx
     from retrofit.storage.checkpoint import load

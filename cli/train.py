@@ -15,6 +15,7 @@ from retrofit.cli.outputs import beside, check_model_output, default_output, nam
 from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
 from retrofit.cli.terminal import is_first, print_table, printable, working
 from retrofit.errors import TrainingError
+from retrofit.files.atomic_writes import require_place
 from retrofit.training.settings import Settings, flag
 
 EXAMPLES = """\
@@ -257,6 +258,7 @@ def run_teach(arguments: argparse.Namespace) -> int:
     """Write the predictions, and print a table about them."""
     require_path(arguments.model)
     output: Path = arguments.output or beside(arguments.model, "logits")
+    require_place(output / "any" if output.is_dir() else output)
 
     from retrofit.passbase.tokenization import read_texts, text_codec
     from retrofit.training.teaching import teach

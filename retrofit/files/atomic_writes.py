@@ -150,19 +150,45 @@ def put_away(previous: Path, path: Path, *, replaced: bool) -> None:
 
 def final_name(path: Path, *, force: bool, directory: bool) -> Path:
     """Return `path` with its links followed. Raise where what is there may not be replaced, or nothing can be written."""
-    if path.exists():
-        if path.is_dir() != directory:
-            kinds = ("a directory", "a file") if path.is_dir() else ("a file", "a directory")
-            raise CheckpointError(f"{path} is {kinds[0]}, not {kinds[1]}", remedy="choose another name", code="name")
-        if directory:
-            require_replaceable(path)
-        if not force:
-            raise exists_already(path)
-    elif not path.resolve().parent.is_dir():
-        raise CheckpointError(
-            f"{path} cannot be written", why=f"no directory {path.parent}", remedy="create it first", code="missing"
-        )
+    with explained(path):
+        if path.exists():
+            if path.is_dir() != directory:
+                kinds = ("a directory", "a file") if path.is_dir() else ("a file", "a directory")
+                raise CheckpointError(f"{path} is {kinds[0]}, not {kinds[1]}", remedy="choose another name", code="name")
+            if directory:
+                require_replaceable(path)
+            if not force:
+                raise exists_already(path)
+            if path.is_mount():
+                raise CheckpointError(
+                    f"{path} cannot be replaced",
+                    why="a file system is mounted there",
+                    remedy="name a directory inside it",
+                    code="unwritable",
+                )
+    require_place(path)
     return path.resolve()
+
+
+def require_place(path: Path) -> None:
+    """Raise `CheckpointError` where no file can be made in the directory of `path`.
+
+    Not by permissions: root has them all, also where the file system takes no files.
+    """
+    with explained(path):
+        final = path.resolve()
+        if not final.parent.is_dir():
+            is_file = final.parent.exists()
+            raise CheckpointError(
+                f"{path} cannot be written",
+                why=f"{path.parent} is a file" if is_file else f"no directory {path.parent}",
+                remedy="name another place" if is_file else "create it first",
+                code="missing",
+            )
+        draft = draft_of(final)
+        with deferred_signals():
+            os.close(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+            draft.unlink()
 
 
 def exists_already(path: Path) -> CheckpointError:
@@ -182,7 +208,7 @@ def explained(path: Path) -> Iterator[None]:
         raise CheckpointError(
             f"{path} cannot be written",
             why=reason,
-            remedy=f"check the free space and the permissions of {path.parent}" if of_system else "",
+            remedy=(f"check the free space and the permissions of {path.parent}", "name another place") if of_system else "",
             code="unwritable",
         ) from error
 

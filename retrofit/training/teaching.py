@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.errors import RetrofitWarning, TrainingError
-from retrofit.files.atomic_writes import held, is_held
+from retrofit.files.atomic_writes import held, is_held, require_place
 from retrofit.files.model_folders import is_file_name
 from retrofit.inputs.example_inputs import vocabulary_of
 from retrofit.inputs.model_memory import value_of
@@ -243,9 +243,7 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
             file.unlink()
         before = None
     if before is None:
-        if not folder.resolve().parent.is_dir():
-            why = f"no directory {folder.parent}"
-            raise TrainingError(f"{folder} cannot be written", why=why, remedy="create it first", code="missing")
+        require_place(folder)
         folder.mkdir(exist_ok=True)
         write_facts(folder, facts)
 

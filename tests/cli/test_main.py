@@ -19,7 +19,7 @@ import pytest
 import torch
 from support.refusals import refused
 
-from retrofit.cli import build_parser, main
+from retrofit.cli import build_parser, dispatch, main
 from retrofit.cli.outputs import check_output, default_output, name_in_errors
 from retrofit.cli.pass_options import named_passes
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError
@@ -309,6 +309,39 @@ def test_an_output_that_exists_needs_force(tmp_path: Path) -> None:
 def test_an_output_without_a_directory_is_refused(tmp_path: Path) -> None:
     with refused(CheckpointError, "nowhere", code="missing"):
         check_output(tmp_path / "nowhere" / "model.pt", force=True)
+
+
+WRITING = {
+    "apply": ["apply", "--pass", "altup", "model", "-o", "OUT.pt"],
+    "stream": ["apply", "--stream", "--pass", "altup", "model", "-o", "OUT"],
+    "undo": ["undo", "model", "-o", "OUT"],
+    "plan": ["plan", "model", "--target", "decode 1.5x", "--calibrate", "text", "-o", "OUT.json"],
+    "export": ["export", "model", "-o", "OUT.onnx"],
+    "native": ["export", "model", "--native", "-o", "OUT"],
+    "convert": ["convert", "model", "-o", "OUT"],
+    "bundle": ["bundle", "model", "-o", "OUT"],
+    "teach": ["teach", "model", "--data", "text", "-o", "OUT"],
+    "train": ["train", "model", "--data", "text", "--steps", "1", "-o", "OUT"],
+    "merge": ["merge", "model", "-o", "OUT"],
+    "inspect": ["inspect", "model", "--svg", "OUT.svg"],
+    "compare": ["compare", "model", "text", "--data", "text", "--picture", "OUT.png"],
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a file system that takes no files, as Linux has")
+@pytest.mark.parametrize(("place", "code"), [("/proc", "unwritable"), ("text", "missing")])
+@pytest.mark.parametrize("command", WRITING)
+def test_a_place_that_takes_no_files_is_refused_before_any_work(
+    command: str, place: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()  # empty: reading it would fail
+    (Path("model") / "adapter_config.json").write_text("{}")
+    Path("text").write_text("some text")
+    with refused(CheckpointError, f"{place}/there", code=code) as error:
+        dispatch([argument.replace("OUT", f"{place}/there") for argument in WRITING[command]])
+    assert error.value.why and error.value.remedies
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["model", "text"]
 
 
 def test_a_picture_has_the_name_of_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

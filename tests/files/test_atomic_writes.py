@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -310,6 +311,35 @@ def test_it_is_read_from_the_number_the_words_and_the_cause() -> None:
     assert why_full(wrapped) == os.strerror(errno.ENOSPC).lower()
     assert why_full(RuntimeError("I/O error: (os error 28)")) == "no space left on device"
     assert why_full(ValueError("odd")) == why_full(FileNotFoundError(errno.ENOENT, "")) == ""
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("kind", ["file", "directory", "files"])
+def test_a_folder_that_takes_no_files_is_refused_first(
+    kind: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.open
+
+    def refuse(path: Any, flags: int, *mode: int, **how: Any) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(number, os.strerror(number), path)
+        return own(path, flags, *mode, **how)
+
+    monkeypatch.setattr(os, "open", refuse)
+    path, begun = tmp_path / "output", []
+    writer = {"file": whole_file, "directory": whole_directory, "files": lambda path: whole_files(path.parent, [path.name])}[kind]
+    with refused(CheckpointError, str(path), code="unwritable") as error, writer(path):
+        begun.append(kind)
+    assert error.value.why == os.strerror(number) and str(tmp_path) in error.value.remedy
+    assert not begun and not list(tmp_path.iterdir())
+
+
+def test_a_directory_where_a_file_system_is_mounted_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fill(tmp_path / "model", NEW)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == model)
+    with refused(CheckpointError, str(model), code="unwritable"), whole_directory(model, force=True):
+        pytest.fail("the block runs")
+    assert contents(model) == NEW
 
 
 @pytest.mark.parametrize("library", ["torch", "safetensors"])

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.cli import main
 from retrofit.cli.outputs import beside
-from retrofit.errors import TrainingError
+from retrofit.errors import CheckpointError, TrainingError
 from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.training import teaching
 from retrofit.training.continued_pretraining import continue_pretraining
@@ -258,7 +258,7 @@ def test_other_predictions_are_not_overwritten_unasked(tmp_path: Path) -> None:
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with refused(TrainingError, "mine", code="occupied"):
         teach(llama(), TEXTS, tmp_path / "mine", length=32, force=True)
-    with refused(TrainingError, "nowhere", code="missing"):
+    with refused(CheckpointError, "nowhere", code="missing"):
         teach(llama(), TEXTS, tmp_path / "nowhere" / "logits", length=32)
     assert not (tmp_path / "nowhere").exists()
     with refused(TrainingError, "mine", code="missing", option="teacher"):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, first_line
-from retrofit.files.atomic_writes import whole_files
+from retrofit.files.atomic_writes import require_place, whole_files
 from retrofit.files.model_folders import as_path
 from retrofit.inputs.example_inputs import dtype_of, named_inputs
 from retrofit.inputs.model_state import preserve_state
@@ -316,6 +316,7 @@ def export_onnx(
     path = as_path(path)
     if path.suffix != SUFFIX:
         raise RetrofitError(f"{path} is not the name of an ONNX file", remedy=f"name it {path.name}{SUFFIX}", code="name")
+    require_place(path)
     require_module(model)
     require_values(model, "exported", "load its weights first")
     refuse_packed(model, "exported")
