@@ -621,6 +621,16 @@ def test_a_stack_whose_first_layers_are_compiled_runs():
         assert gap(model, dense) < 1e-4
 
 
+def test_the_record_of_a_run_breaks_no_graph():
+    torch.compiler.reset()
+    dense, model = llama(), rewritten(llama(), "altup(k=2)")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert gap(compiled, dense) < 1e-4
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for called in (model, compiled, model, compiled):
+            assert gap(called, dense) < 1e-4
+
+
 def test_checkpointed_layers_that_run_again_are_not_missed():
     model = rewritten(llama(), "altup(k=2)").train()
     model(IDS, labels=IDS).loss.backward()
