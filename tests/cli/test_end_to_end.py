@@ -90,7 +90,7 @@ def test_a_directory_becomes_a_directory_with_all_but_the_weights_in_it(here: Pa
     same_function("llama.altup", llama())
 
 
-def test_passes_are_applied_in_the_order_given_and_start_from_the_seed(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_passes_are_applied_in_the_order_given(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     passes = ["--pass", "sum", "--pass", "altup", "--k", "3", "--selection", "same"]
     assert main(["apply", "--no-verify", "--seed", "3", *passes, "model.pt"]) == 0
     assert re.search(r"^verified +nothing$", capsys.readouterr().out, re.MULTILINE)
@@ -98,8 +98,6 @@ def test_passes_are_applied_in_the_order_given_and_start_from_the_seed(here: Pat
     assert [one.name for one in retrofit.recipe(rewritten)] == ["sum", "altup"]
     assert (retrofit.recipe(rewritten)[1].k, retrofit.recipe(rewritten)[1].selection) == (3, "same")
     torch.testing.assert_close(logits(rewritten), logits(gpt2()), atol=1e-4, rtol=1e-4)
-    assert main(["apply", "--no-verify", "--seed", "3", *passes, "model.pt", "-o", "again.pt"]) == 0
-    assert Path("again.pt").read_bytes() == Path("model.sum.altup.pt").read_bytes()
 
 
 def test_verify_tells_the_dense_model_from_another(
@@ -108,7 +106,7 @@ def test_verify_tells_the_dense_model_from_another(
     monkeypatch.chdir(rewritten[0])
     assert main(["verify", "model.altup.pt", "--against", "model.pt"]) == 0
     assert re.search(r"^function +passed", capsys.readouterr().out, re.MULTILINE)
-    assert main(["verify", "model.altup.pt", "--against", "other.pt"]) == 1
+    assert main(["verify", "--checks", "quick", "model.altup.pt", "--against", "other.pt"]) == 1
     assert re.search(r"^function +failed", capsys.readouterr().out, re.MULTILINE)
 
 
@@ -179,11 +177,11 @@ def test_a_pass_that_fits_nowhere_is_planned_and_counted_as_bad_input(here: Path
     assert main(["apply", "--pass", "sum", "vit"]) == 2
 
 
-def test_a_recipe_does_what_its_passes_do(here: Path) -> None:
+def test_a_recipe_does_what_its_passes_do_and_both_start_from_the_seed(here: Path) -> None:
     Path("passes.txt").write_text("sum  # first\naltup(k=3, selection=same)\n")
-    assert main(["apply", "--no-verify", "--recipe", "passes.txt", "model.pt"]) == 0
+    assert main(["apply", "--no-verify", "--seed", "3", "--recipe", "passes.txt", "model.pt"]) == 0
     passes = ["--pass", "sum", "--pass", "altup", "--k", "3", "--selection", "same"]
-    assert main(["apply", "--no-verify", *passes, "model.pt", "-o", "one_by_one.pt"]) == 0
+    assert main(["apply", "--no-verify", "--seed", "3", *passes, "model.pt", "-o", "one_by_one.pt"]) == 0
     assert Path("model.sum.altup.pt").read_bytes() == Path("one_by_one.pt").read_bytes()
     assert main(["apply", "--no-verify", "--pass", "sum", "gpt2"]) == 0
     assert main(["apply", "--no-verify", "--recipe", "gpt2.sum/config.json", "gpt2", "-o", "as_the_other"]) == 0
@@ -268,7 +266,7 @@ def test_text_for_a_bare_state_dict_goes_through_the_tokenizer_beside_its_config
 def test_a_config_is_for_the_bare_weights_among_several_models(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A directory beside them says itself how it is built, and is not refused for it."""
     assert main(["apply", "--pass", "sum", "gpt2", "-o", "rewritten", "--no-verify"]) == 0
-    for command in (["verify", "rewritten", "--against", "bare.pt"], ["diff", "bare.pt", "rewritten"]):
+    for command in (["verify", "--checks", "quick", "rewritten", "--against", "bare.pt"], ["diff", "bare.pt", "rewritten"]):
         assert main([*command, "--config", "gpt2"]) in (0, 1), capsys.readouterr().err
     assert main(["verify", "rewritten", "--config", "gpt2"]) == 2 and "drop config" in capsys.readouterr().err
 

@@ -147,15 +147,18 @@ def test_a_text_that_is_none(command: str, materials: Path, tmp_path: Path, caps
 # ── Models ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.first(1)
+@pytest.mark.parametrize("values", [(float("nan"), float("inf")), (float("inf"), float("nan"))])
 def test_weights_that_are_no_numbers_in_every_format(
-    value: float, materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    values: tuple[float, float], materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
     shutil.copytree(materials / "dense", folder)
     state = load_file(folder / "model.safetensors")
-    state["model.layers.1.mlp.up_proj.weight"][0, 0] = value
+    damaged = state["model.layers.1.mlp.up_proj.weight"]
+    damaged[0, 0] = values[0]
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    damaged[0, 0] = values[1]
     content = torch.load(materials / "model.pt", weights_only=True)
     torch.save({**content, "state_dict": state}, tmp_path / "model.pt")
     for source in (folder, tmp_path / "model.pt"):
