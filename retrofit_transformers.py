@@ -1,4 +1,4 @@
-"""What the distribution retrofit-transformers runs first: its command, and its hook in `import torch`. Import `retrofit`, not this.
+"""Entry points of the distribution retrofit-transformers: its command, and its hook in `import torch`. Import `retrofit`, not this.
 
 `import retrofit` need not give this distribution's package. The distribution called `retrofit` is another project's and has a
 package of that name: installed later it replaces `retrofit/__init__.py`, uninstalled it removes it. A program may lie in a file
@@ -21,7 +21,7 @@ BOTH = "it has a package retrofit too: a file of both is that of the later one, 
 
 
 class Conflict(NamedTuple):
-    """What is wrong with the package, why, and the fix."""
+    """A defect of the installed package, its reason and the fix."""
 
     what: str
     why: str

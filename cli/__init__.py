@@ -79,7 +79,7 @@ def require_package() -> None:
         import retrofit_transformers
 
         if found := retrofit_transformers.conflict():
-            raise RetrofitError(found.what, why=found.why, remedy=found.remedy)
+            raise RetrofitError(found.what, why=found.why, remedy=found.remedy, code="replaced")
 
 
 def build_parser() -> Parser:

@@ -32,6 +32,9 @@ NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory
 class UsageError(RetrofitError):
     """The command line names something that does not exist, or options that exclude one another."""
 
+    def __init__(self, what: str, *, code: str = "usage", **fields: Any) -> None:
+        super().__init__(what, code=code, **fields)
+
 
 class Terminated(KeyboardInterrupt):
     """The process received SIGTERM."""
@@ -56,7 +59,9 @@ def explain(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     failure = as_retrofit_error(error)
-    shown = RetrofitError(printable(failure.what), why=printable(failure.why, lines=True), remedy=printable(failure.remedy))
+    shown = RetrofitError(
+        printable(failure.what), why=printable(failure.why, lines=True), remedy=printable(failure.remedy), **failure.labels
+    )
     return f"error: {shown}"
 
 
@@ -69,10 +74,15 @@ def as_retrofit_error(error: BaseException) -> RetrofitError:
             f"{error.filename or 'a file'} cannot be read or written",
             why=os.strerror(error.errno).lower(),
             remedy=REMEDIES.get(error.errno, "--debug shows where it happened"),
+            code="files",
         )
     if isinstance(error, MemoryError) or NO_MEMORY.search(str(error)):
-        return RetrofitError("out of memory", why=first_line(error), remedy="use a machine with more memory, or a smaller model")
-    return RetrofitError(f"{type(error).__name__}: {error}", why="unexpected error", remedy="--debug shows where it happened")
+        return RetrofitError(
+            "out of memory", why=first_line(error), remedy="use a machine with more memory, or a smaller model", code="memory"
+        )
+    return RetrofitError(
+        f"{type(error).__name__}: {error}", why="unexpected error", remedy="--debug shows where it happened", code="unexpected"
+    )
 
 
 def exit_code(error: BaseException) -> int:

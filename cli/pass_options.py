@@ -71,7 +71,7 @@ def name_and_options(text: str) -> tuple[str, dict[str, str]]:
     try:
         name, options = split_spec(text)
     except SpecError as error:
-        raise UsageError(error.what, remedy=error.remedies) from None
+        raise UsageError(error.what, remedy=error.remedies, **error.labels) from None
     return name, {key.replace("-", "_"): value for key, value in options.items()}
 
 

@@ -141,6 +141,7 @@ def refuse_what_needs_a_teacher(given: Mapping[str, Any]) -> None:
                 why="without one there is nothing to distil from",
                 remedy="add --teacher DENSE, or drop the option",
                 option=name,
+                code="missing",
             )
 
 
@@ -151,7 +152,10 @@ def refuse_what_has_no_effect(given: Mapping[str, Any]) -> None:
             value = given[name] if isinstance(given[name], str) else f"{given[name]:g}"
             zero = f"--{other.replace('_', '-')} 0"
             raise TrainingError(
-                f"--{name.replace('_', '-')} {value} has no effect with {zero}", remedy="drop one of them", option=name
+                f"--{name.replace('_', '-')} {value} has no effect with {zero}",
+                remedy="drop one of them",
+                option=name,
+                code="no-effect",
             )
 
 
@@ -192,6 +196,7 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
             why="they would tokenize the text differently",
             remedy="name the dense model that MODEL was made from",
             option="teacher",
+            code="other-vocabulary",
         )
     if is_pipeline(arguments.teacher):
         return load_pipeline(arguments.teacher)

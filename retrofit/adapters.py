@@ -101,7 +101,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         imports = config.get(IMPORTS)
     except (ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} is not an adapter config", why=first_line(error)) from error
+        raise CheckpointError(f"{file} is not an adapter config", why=first_line(error), code="unreadable") from error
     if imports:
         raise CheckpointError(
             f"{file} names a module to import", why=f"{IMPORTS} has PEFT do so", remedy="remove that entry", code="untrusted"

@@ -123,7 +123,7 @@ def codec_of(vocabulary: int, tokenizer: Any, special: dict[str, int], path: Pat
 
 
 def no_text(path: Path, why: str) -> RetrofitError:
-    return RetrofitError(f"{path} cannot generate text", why=why, remedy="use a language model")
+    return RetrofitError(f"{path} cannot generate text", why=why, remedy="use a language model", code="no-logits")
 
 
 def encode(prompt: str, tokenizer: Any, codec: Codec, *, whole: bool) -> Tensor:
@@ -132,7 +132,7 @@ def encode(prompt: str, tokenizer: Any, codec: Codec, *, whole: bool) -> Tensor:
     if not whole and len(ids) and int(ids[-1]) == codec.end:
         ids = ids[:-1]
     if not len(ids):
-        raise RetrofitError("the prompt has no tokens", remedy="use a non-empty prompt")
+        raise RetrofitError("the prompt has no tokens", remedy="use a non-empty prompt", code="empty")
     return ids[None]
 
 
@@ -324,5 +324,6 @@ def start_of(special: Mapping[str, int], path: Path) -> Tensor:
             f"{path} has no decoder start token",
             why="graph files have no config",
             remedy="name the directory of the original model with --tokenizer: its config.json has it",
+            code="no-config",
         )
     return torch.tensor([[start]])

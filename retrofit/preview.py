@@ -226,6 +226,7 @@ def inspect_skeleton(skeleton: nn.Module, inputs: dict[str, Any], pass_: AnyPass
             f"{pass_.name} cannot be planned after {', '.join(done)}",
             why=f"without its weights the model cannot be captured: {error.why or error.what}",
             remedy=f"apply {', '.join(done)} first, then plan {pass_.name}",
+            code="not-captured",
         ) from error
 
 
@@ -261,7 +262,9 @@ def count_parameters(model: nn.Module) -> int:
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
     """Return the passes, from passes or their specs; raises `SpecError` where there is none."""
     if not passes:
-        raise SpecError("no pass given", remedy="pass at least pass_, e.g. retrofit.apply(model, AltUp(k=2))", option="passes")
+        raise SpecError(
+            "no pass given", remedy="pass at least pass_, e.g. retrofit.apply(model, AltUp(k=2))", option="passes", code="empty"
+        )
     return tuple(as_pass(pass_) for pass_ in passes)
 
 
@@ -270,7 +273,9 @@ def prepare_model(
 ) -> tuple[nn.Module, dict[str, Any], Program]:
     """Return the model that passes rewrite, its inputs and its program: a graph module where `emit` or its layers require one."""
     if emit not in ("module", "graph"):
-        raise SpecError(f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'", option="emit")
+        raise SpecError(
+            f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'", option="emit", code="choice"
+        )
     inputs = distinct_lengths(model, named_inputs(model, example_inputs))
     progress("capturing the dense model")
     program = capture(model, inputs)
@@ -295,6 +300,7 @@ def unseen_refusal(pass_: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
         why="features computed from them may join the stream, which the captured graph does not show",
         remedy=(pass_.way_around, SEE_EVERYTHING),
         in_any_form=True,
+        code="no-inputs",
     )
 
 

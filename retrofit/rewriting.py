@@ -125,11 +125,11 @@ def require_use(calibration: Any, passes: Recipe, tokenizer: Any = None) -> None
     if tokenizer is not None and not any(pass_.uses_tokenizer for pass_ in passes):
         reading = ", ".join(spec for name in pass_names() if (spec := load_pass(name).reads_tokenizer))
         why = f"passes that use it: {reading}; calibration= takes token ids of any tokenizer"
-        raise SpecError("none of the passes uses tokenizer=", why=why, remedy="drop it", option="tokenizer")
+        raise SpecError("none of the passes uses tokenizer=", why=why, remedy="drop it", option="tokenizer", code="no-effect")
     if calibration is not None and not any(pass_.calibrates for pass_ in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         why = f"passes that use it: {fitted}"
-        raise SpecError("none of the passes uses calibration=", why=why, remedy="drop it", option="calibration")
+        raise SpecError("none of the passes uses calibration=", why=why, remedy="drop it", option="calibration", code="no-effect")
 
 
 @serialized
@@ -191,7 +191,9 @@ def apply_reported(
         except CaptureError as error:
             why = f"{refusal.why or refusal.what}; and the model has no graph to rewrite: {error.why}"
             remedy = without_form(error.remedies, "module") or without_form(refusal.remedies, "graph")
-            raise DoesNotFitError(refusal.matter, by=refusal.by, why=why, remedy=remedy, site=refusal.site) from None
+            raise DoesNotFitError(
+                refusal.matter, by=refusal.by, why=why, remedy=remedy, site=refusal.site, code=refusal.code
+            ) from None
         except RetrofitError:  # the graph cannot hold it either
             raise without_graph_fix(refusal) from None
 
@@ -305,6 +307,7 @@ def rewrite_once(
                     report=report,
                     why=str(report),
                     remedy="the model was left as it was; this is a bug in retrofit if the dense model passes the same checks",
+                    code="differs",
                 )
         if isinstance(model, fx.GraphModule):
             propagate_shapes(model, inputs)
@@ -349,7 +352,9 @@ def run_with_optional(model: nn.Module, inputs: dict[str, Any], passes: Recipe) 
 def not_running(why: str, passes: Recipe) -> DoesNotFitError:
     one_by_one = "apply the passes one at a time to find the one that does not fit"
     fix = passes[0].way_around if len(passes) == 1 else one_by_one
-    return DoesNotFitError("the rewritten model does not run", why=why, remedy=f"the model was left as it was; {fix}")
+    return DoesNotFitError(
+        "the rewritten model does not run", why=why, remedy=f"the model was left as it was; {fix}", code="does-not-run"
+    )
 
 
 __all__ = ["Applied", "apply", "apply_reported", "recipe"]

@@ -243,7 +243,7 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """How much worse the outputs on windows held out are than those of the dense model.
+    """The increase of the error on held-out windows over the dense model.
 
     Of a model that predicts the next token it is the rise of the loss, in nats a token. Else the KL divergence from the dense
     predictions where the outputs are logits of a vocabulary, and the relative error where they are not.

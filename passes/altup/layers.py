@@ -258,7 +258,7 @@ def layers_left_out(why: str, skipped: Sequence[str] = ()) -> DoesNotFitError:
 
 
 class StackRun:
-    """How far a stack has run whose dense stream hops: `depth` is that of the layer called last, −1 before the first of a forward.
+    """The progress of a stack whose dense stream hops: `depth` is that of the layer called last, −1 before the first of a forward.
 
     Streams that layers return say which block holds the dense one, `HOME`. That which enters the stack does not, so its first
     layer is missed by this.

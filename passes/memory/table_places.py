@@ -1,4 +1,4 @@
-"""Where one model's tables go, and how the token ids get there.
+"""The places of a model's tables, and how token ids reach them.
 
 A table goes to a module whose input and output are the stream, or the input and output of a feed-forward. One that is looked up by
 ids needs the ids of the stack, from where they enter the model.

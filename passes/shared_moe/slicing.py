@@ -30,7 +30,7 @@ UP, GATE_UP, ORDER = "up", "gate_up", "order"
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """How a feed-forward is divided: into `count` slices, each with `experts` copies, its units in the `order` of the slices."""
+    """The division of a feed-forward into `count` slices, each with `experts` copies, its units in the `order` of the slices."""
 
     site: FeedForward
     count: int

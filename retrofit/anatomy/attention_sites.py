@@ -198,6 +198,7 @@ def index_tensors(node: fx.Node, flow: Dataflow) -> dict[fx.Node, Tensor]:
             raise DoesNotFitError(
                 "the columns of a projection cannot be separated",
                 why=f"which columns are queries depends on an unknown index tensor ({node.name})",
+                code="not-parsed",
             )
         found[part] = value
     return found

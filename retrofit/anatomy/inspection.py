@@ -52,6 +52,7 @@ def read_anatomy(model: nn.Module, program: Program) -> Anatomy:
             why=f"its graph has {len(flow.nodes)} nodes, {len(attentions)} attentions and {len(chains)} chains of residual"
             f" additions{f', the longest of {max(map(len, chains))}' if chains else ''}",
             remedy="retrofit rewrites transformers: x + f(x) layers with attention and feed-forward branches",
+            code="no-stack",
         )
     stacks = tuple(describe_stack(stream.chain, stream.branches, attentions, flow, latest, notes) for stream in streams)
     outside = [core for core in attentions if not any(is_in_branch(core, stream.chain, flow) for stream in streams)]
@@ -102,6 +103,7 @@ def without_pictures(
             f"the residual streams of {type(model).__name__} have their channels on the second axis",
             why=f"the residual sums are {size}, as convolutions take them",
             remedy="retrofit rewrites token streams, with the channels on the last axis",
+            code="other-layout",
         )
     if pictures:
         notes.append(f"{len(pictures)} residual stream(s) of images, with the channels on the second axis")

@@ -176,5 +176,8 @@ def has_room(module: nn.Module, given: int) -> bool:
 
 def unfit(layer: Layer, why: str) -> DoesNotFitError:
     return DoesNotFitError(
-        f"the call of layer {layer.name or layer.exit} does not expose its stream and padding", why=why, site=layer.name
+        f"the call of layer {layer.name or layer.exit} does not expose its stream and padding",
+        why=why,
+        site=layer.name,
+        code="other-arguments",
     )

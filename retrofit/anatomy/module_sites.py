@@ -360,7 +360,7 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
     """Find the modules that own parts of these kinds; `Anatomy.sites` says how."""
     if unknown := [kind for kind in kinds if kind not in KINDS] or [""] * (not kinds):
         why = f"the kinds are {', '.join(KINDS)}"
-        raise SpecError(f"unknown kind of site {unknown[0]!r}", why=why, remedy="name one of these, or several")
+        raise SpecError(f"unknown kind of site {unknown[0]!r}", why=why, remedy="name one of these, or several", code="choice")
     modules, chosen = WrappedModules(anatomy, no_site, NO_OWNER), None if layers is None else set(layers)
     uses: dict[str, list[Use]] = {}
     near_misses: list[NearMiss] = []
@@ -427,7 +427,7 @@ def require_each_call(found: list[Use], chosen: set[int] | None, modules: Wrappe
 
 
 def no_site(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError:
-    return DoesNotFitError(f"{name or 'the model'} is not a site", why=why, remedy=remedy, site=name)
+    return DoesNotFitError(f"{name or 'the model'} is not a site", why=why, remedy=remedy, site=name, code="not-parsed")
 
 
 KINDS = ("layer", "attention", *get_args(Role))

@@ -124,12 +124,14 @@ def read_config(source: Path) -> dict[str, Any]:
             f"{source} is not a directory",
             why="a bundle is made of a Hugging Face directory",
             remedy="retrofit.load it, and bundle the model",
+            code="no-model",
         )
     if is_pipeline(source):
         raise CheckpointError(
             f"{source} is a directory of sentence-transformers",
             why="it loads its transformer without trust_remote_code",
             remedy="bundle the directory of its transformer",
+            code="not-bundled",
         )
     file = source / CONFIG
     if not file.is_file():
@@ -160,6 +162,7 @@ def read_config(source: Path) -> dict[str, Any]:
             f"{source} has its own modelling code",
             why="a bundle combines the code of transformers and retrofit",
             remedy=MEANWHILE,
+            code="not-bundled",
         )
     return config
 
@@ -175,6 +178,7 @@ def classes_named(config: dict[str, Any], source: Path) -> tuple[type[PreTrained
                 f"{source}: {name} cannot be bundled",
                 why="transformers does not have this class",
                 remedy=MEANWHILE,
+                code="not-bundled",
             )
         found.append(kind)
     return found[0], found[1]

@@ -57,6 +57,7 @@ class SourceFile:
                 f"{module} has no source file",
                 why="a bundle contains the source of its layers",
                 remedy="install it as plain Python files",
+                code="not-bundled",
             )
         self.text = Path(path).read_text(encoding="utf-8")
         self.lines = self.text.splitlines()
@@ -124,6 +125,7 @@ def follow(found: Import, ours: frozenset[str]) -> Definition | Import | None:
             f"the code that imports {found.module} cannot be bundled",
             why="it imports a whole module, and a bundle is one file",
             remedy="import the names that it uses",
+            code="not-bundled",
         )
     return resolve(found.module, found.attribute, ours)
 
@@ -466,4 +468,5 @@ def missing(module: str, package: str) -> CheckpointError:
         f"the layers of {module} cannot be bundled",
         why=f"they import {package}, and a bundle needs torch and transformers alone",
         remedy="install retrofit-transformers and that package where the model is loaded",
+        code="not-bundled",
     )

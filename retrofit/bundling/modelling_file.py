@@ -156,6 +156,7 @@ class SourceText:
                             f"{target.name} of {target.module} clashes with another name in this bundle",
                             why="it is used in an f-string, whose names Python before 3.12 does not locate",
                             remedy="bundle with Python 3.12 or later",
+                            code="not-bundled",
                         )
                     yield (*place(reference.node), self.names[target])
             for references_imports in references.imports.values():
@@ -165,6 +166,7 @@ class SourceText:
                         f"{collected.definition.module} imports {found.attribute} as {found.name} within a function",
                         why="a bundle needs collected name for it",
                         remedy="import it by its own name",
+                        code="not-bundled",
                     )
             for annotation in strays:
                 if annotation.lineno == annotation.end_lineno and not any(

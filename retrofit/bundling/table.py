@@ -235,6 +235,7 @@ class TableText:
             f"the model cannot be bundled: one of its modules keeps {value!r}",
             why="it cannot be imported by name",
             remedy="give it one",
+            code="not-bundled",
         )
 
 
@@ -525,4 +526,5 @@ def refused(where: str, why: str) -> CheckpointError:
         f"the model cannot be bundled: {where}",
         why=why,
         remedy="use plain values for its attributes, or install retrofit-transformers where the model is loaded",
+        code="not-bundled",
     )

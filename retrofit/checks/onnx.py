@@ -147,5 +147,6 @@ def part_like(running: OnnxSession, subject: Subject) -> ExportPart:
             f"the file was not exported from this {type(subject.model).__name__}",
             why=f"it takes {first_few(running.inputs, 4)} and returns {first_few(running.outputs, 3)}",
             remedy="name the model that it was exported from",
+            code="other-model",
         )
     return max(found, key=lambda part: len(set(part.outputs) & set(running.outputs)))

@@ -51,7 +51,7 @@ BLOCK = 65521  # random numbers that are drawn for one tensor; a prime, so that 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayResult:
-    """How far a module and its reference lie apart, and what is wrong: "" where nothing is; `stopped` where neither is known."""
+    """The distance of a module from its reference, and what is wrong ("" if nothing); `stopped` where neither is known."""
 
     gap: float = 0.0
     problem: str = ""
@@ -60,7 +60,7 @@ class ReplayResult:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How a call is made again."""
+    """The settings of a repeated call."""
 
     words: str
     training: bool = False

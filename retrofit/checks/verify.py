@@ -97,7 +97,7 @@ def named_checks(checks: str | Collection[str]) -> tuple[str, ...]:
     for name in names:
         if name not in CHECKS and name not in ON_REQUEST:
             choices = ", ".join([*SETS, *CHECKS, *ON_REQUEST])
-            raise RetrofitError(f"unknown check {name!r}", remedy=f"choose from {choices}", option="checks")
+            raise RetrofitError(f"unknown check {name!r}", remedy=f"choose from {choices}", option="checks", code="choice")
     return names
 
 

@@ -83,6 +83,7 @@ def inline_nested_graphs(module: fx.GraphModule) -> None:
             "the program cannot be converted to a graph module",
             why=f"{op(holder)} runs part of it as a subgraph",
             remedy="export the model without that operation",
+            code="subgraph",
         )
     module.recompile()
 
@@ -116,6 +117,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
             f"{type(model).__name__} cannot be converted to a graph module",
             why=f"its argument {nested} is {kind_of(inputs[nested])}, not a tensor",
             remedy=("wrap it in a module that takes tensors", AS_MODULES),
+            code="type",
         )
     program = capture_dynamic(model, inputs)
     holder = next((user for node in program.graph.nodes if node.op == "get_attr" for user in node.users), None)
@@ -124,6 +126,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
             f"{type(model).__name__} cannot be converted to a graph module",
             why=f"{op(holder)} runs part of it as a subgraph",
             remedy=AS_MODULES,
+            code="subgraph",
         )
     graph = emit_graph_module(model, program)
     masks = {name: mask for name, mask in missing_masks(model, inputs).items() if name in program.inputs.values()}
@@ -135,6 +138,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
             f"{type(model).__name__} cannot be converted to a graph with the same gradients",
             why=f"{custom[0]} has a custom backward, which is not the derivative of its operations",
             remedy=AS_MODULES,
+            code="custom-backward",
         )
     record_provenance(graph, examples={name: value for name, value in inputs.items() if isinstance(value, Tensor)})
     return graph

@@ -77,6 +77,7 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
             why="it has neither config.vocab_size nor an nn.Embedding",
             remedy=GIVE_INPUTS,
             option="example_inputs",
+            code="no-vocabulary",
         )
     special = special_ids(model)
     ordinary = torch.tensor([token for token in range(min(size, 4096)) if token not in special] or [0], device="cpu")
@@ -260,6 +261,7 @@ def example_inputs(
                 why=why_underivable(parameters, required, main),
                 remedy=GIVE_INPUTS,
                 option="example_inputs",
+                code="no-inputs",
             )
         inputs[required[0]] = token_ids(model, batch, length, seed)
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
@@ -311,6 +313,7 @@ def by_name(model: nn.Module, parameters: Mapping[str, inspect.Parameter], value
             why=f"forward({', '.join(map(as_written, parameters.values()))})",
             remedy="pass them by name: example_inputs={'argument': tensor, …}",
             option="example_inputs",
+            code="other-arguments",
         )
     return dict(zip(names, values, strict=False))
 
@@ -334,6 +337,7 @@ def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
                 why=f"it is {kind_of(given)}",
                 remedy="pass a tensor, or {'argument': tensor, …}",
                 option="example_inputs",
+                code="type",
             )
         values = [given] if isinstance(given, torch.Tensor) else list(given)
         inputs = by_name(model, parameters, values)

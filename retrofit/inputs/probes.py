@@ -224,6 +224,7 @@ def logits_of(output: Any) -> torch.Tensor:
         "the model returned no floating-point tensor",
         why=f"it returned {type(output).__name__}",
         remedy="wrap it in a module that returns a tensor or a mapping of tensors",
+        code="no-tensors",
     )
 
 

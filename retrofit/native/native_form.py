@@ -181,13 +181,16 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
     if not refusals:
         named = f"architecture {architecture}" if architecture else "architecture"
         why = f"transformers has no {named} with mixtures for that task"
-        return DoesNotFitError(f"{type(part).__name__} has no native form", why=why, remedy=WAY_OUT, option="architecture")
+        return DoesNotFitError(
+            f"{type(part).__name__} has no native form", why=why, remedy=WAY_OUT, option="architecture", code="no-native-form"
+        )
     if rounded := rounded_buffer(part):
         return DoesNotFitError(
             f"{type(part).__name__} has no native form",
             why=f"{rounded} was rounded to {str(part.dtype).removeprefix('torch.')}, and loading computes it in float32",
             remedy="save the model in that dtype and load it again, or load it with dtype= instead of .to(dtype)",
             site=rounded,
+            code="dtypes",
         )
     nearest = max(refusal.stage for refusal in refusals)
     reasons = [f"{refusal.architecture}: {refusal.why}" for refusal in refusals if refusal.stage == nearest]
@@ -197,6 +200,7 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
         why="\n".join([divided or "no architecture of the installed transformers computes this; the nearest:", *reasons[:4]])
         + more,
         remedy=WAY_OUT,
+        code="no-native-form",
     )
 
 

@@ -44,7 +44,7 @@ def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | N
         for batch in as_batches(model, given, inputs)
     )
     if not batches:
-        raise SpecError("calibration= is empty", why="it yielded no batch", remedy=REMEDY, option="calibration")
+        raise SpecError("calibration= is empty", why="it yielded no batch", remedy=REMEDY, option="calibration", code="empty")
     for batch in batches:
         require_all_arguments(model, batch)
     return Calibration(batches)
@@ -56,7 +56,9 @@ def readable_calibration(model: nn.Module, given: Any) -> Any:
     Nothing is captured, and no batch of a dataloader is read.
     """
     if isinstance(given, Sized) and not isinstance(given, Tensor) and not len(given):
-        raise SpecError("calibration= is empty", why=f"it is {kind_of(given)} of length 0", remedy=REMEDY, option="calibration")
+        raise SpecError(
+            "calibration= is empty", why=f"it is {kind_of(given)} of length 0", remedy=REMEDY, option="calibration", code="empty"
+        )
     return tokenize_texts(model, texts_of(given)) if texts_of(given) else given
 
 
@@ -76,6 +78,7 @@ def require_all_arguments(model: nn.Module, batch: Mapping[str, Any]) -> None:
             why=f"forward of {type(model).__name__} needs it",
             remedy=f"pass batches by argument name: [{{'{next(iter(batch))}': …, '{missing[0]}': …}}, …]",
             option="calibration",
+            code="other-arguments",
         )
 
 
@@ -103,9 +106,9 @@ def as_batches(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = 
             elif isinstance(batch, (tuple, list)) and batch and isinstance(batch[0], Tensor):
                 yield named_batch(model, batch[0], inputs)
             else:
-                raise SpecError(f"calibration= holds {kind_of(batch)}", remedy=REMEDY, option="calibration")
+                raise SpecError(f"calibration= holds {kind_of(batch)}", remedy=REMEDY, option="calibration", code="type")
     else:
-        raise SpecError(f"calibration= is {kind_of(given)}", remedy=REMEDY, option="calibration")
+        raise SpecError(f"calibration= is {kind_of(given)}", remedy=REMEDY, option="calibration", code="type")
 
 
 def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -124,6 +127,7 @@ def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | Non
             why=f"{name} takes token ids, which are integers",
             remedy="pass integers: ids.long()",
             option="calibration",
+            code="type",
         )
     batch = {name: value}
     if not value.is_floating_point():
@@ -148,6 +152,7 @@ def require_token_ids(model: nn.Module, ids: Tensor) -> None:
             why="expected (windows, length), neither 0",
             remedy="cut one long text into windows: ids[: len(ids) // 128 * 128].view(-1, 128)",
             option="calibration",
+            code="size",
         )
     size, (least, most) = vocabulary_of(model), map(int, ids.aminmax())
     if least < 0 or (size and most >= size):
@@ -156,6 +161,7 @@ def require_token_ids(model: nn.Module, ids: Tensor) -> None:
             why=f"the model has {size} ids" if least >= 0 else "negative ids mark ignored positions of labels, not tokens",
             remedy="use the model's tokenizer" if least >= 0 else "pass the input ids, not the labels",
             option="calibration",
+            code="other-vocabulary",
         )
 
 
@@ -168,6 +174,7 @@ def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, 
             why=f"{type(model).__name__} takes none",
             remedy=REMEDY,
             option="calibration",
+            code="other-arguments",
         )
     return kept
 
@@ -188,7 +195,10 @@ def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) 
     found = windows_of(texts, text_codec(model, tokenizer), length)
     if not len(found):
         raise SpecError(
-            f"the calibration text does not fill one window of {length} tokens", remedy="use more text", option="calibration"
+            f"the calibration text does not fill one window of {length} tokens",
+            remedy="use more text",
+            option="calibration",
+            code="too-short",
         )
     return found
 

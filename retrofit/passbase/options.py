@@ -49,13 +49,13 @@ def require_options(owner: type[Any], given: Sequence[Any], named: Mapping[str, 
     known = [field.name for field in dataclasses.fields(owner)]
     remedy = f"options: {', '.join(known)} (see: retrofit passes {owner.name})" if known else "drop it: the pass has no options"
     if len(given) > len(known):
-        raise SpecError(f"{owner.name}: {given[len(known)]!r} is one value too many", remedy=remedy)
+        raise SpecError(f"{owner.name}: {given[len(known)]!r} is one value too many", remedy=remedy, code="unknown-option")
     unknown = next((name for name in named if name not in known), None)
     if unknown is not None:
-        raise SpecError(f"{owner.name}: unknown option {unknown!r}", remedy=remedy, option=unknown)
+        raise SpecError(f"{owner.name}: unknown option {unknown!r}", remedy=remedy, option=unknown, code="unknown-option")
     twice = next((name for name in known[: len(given)] if name in named), None)
     if twice is not None:
-        raise SpecError(f"{owner.name}: option {twice} is given twice", remedy="give it once", option=twice)
+        raise SpecError(f"{owner.name}: option {twice} is given twice", remedy="give it once", option=twice, code="twice")
 
 
 def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) -> Any:
@@ -79,6 +79,7 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
             f"{owner.name}: option {field.name}={value!r} is not {describe(accepted)}",
             remedy=f"use {in_range(accepted, field)}: {field.metadata.get('doc', '')}",
             option=field.name,
+            code="type",
         )
     choices = field.metadata.get("choices") or ()
     if choices and value not in choices:
@@ -86,16 +87,23 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
             f"{owner.name}: option {field.name}={value} is not one of {', '.join(choices)}",
             remedy=f"choose one of {', '.join(choices)}",
             option=field.name,
+            code="choice",
         )
     minimum = field.metadata.get("minimum")
     if minimum is not None and isinstance(value, (int, float)) and value < minimum:
         raise SpecError(
-            f"{owner.name}: option {field.name}={value} is below {minimum}", remedy=f"use at least {minimum}", option=field.name
+            f"{owner.name}: option {field.name}={value} is below {minimum}",
+            remedy=f"use at least {minimum}",
+            option=field.name,
+            code="range",
         )
     maximum = field.metadata.get("maximum")
     if maximum is not None and isinstance(value, (int, float)) and value > maximum:
         raise SpecError(
-            f"{owner.name}: option {field.name}={value:g} is above {maximum}", remedy=f"use at most {maximum}", option=field.name
+            f"{owner.name}: option {field.name}={value:g} is above {maximum}",
+            remedy=f"use at most {maximum}",
+            option=field.name,
+            code="range",
         )
     return value
 
@@ -170,10 +178,14 @@ def selected_depths(text: str, count: int, owner: str, deepest: int = 0) -> set[
                 why=f"the {'deepest ' if there > count else ''}stack has depths 0 to {there - 1}",
                 remedy="use depths in that range",
                 option="layers",
+                code="range",
             )
         if last < first:
             raise SpecError(
-                f"{owner}: layers={text} has the empty range {first}-{last}", remedy=f"write {last}-{first}", option="layers"
+                f"{owner}: layers={text} has the empty range {first}-{last}",
+                remedy=f"write {last}-{first}",
+                option="layers",
+                code="range",
             )
         chosen.update(range(first, min(last + 1, count)))
     return chosen
@@ -198,6 +210,7 @@ def depth_ranges(text: str, owner: str, option: str = "layers") -> list[tuple[in
                 f"{owner}: cannot read {option}={text}",
                 remedy=f"use {what} and ranges joined by +, e.g. {example}",
                 option=option,
+                code="unreadable",
             )
         found.append((int(named[1]), int(named[2] or named[1])))
     return found

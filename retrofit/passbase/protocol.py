@@ -297,9 +297,9 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
         key, equals, value = item.partition("=")
         if not equals:
             remedy = "name one pass per line" if ")" in inside else "write options as option=value"
-            raise SpecError(f"{name}: cannot read {item.strip()!r}", remedy=remedy)
+            raise SpecError(f"{name}: cannot read {item.strip()!r}", remedy=remedy, code="unreadable")
         if key.strip() in options:
-            raise SpecError(f"{name}: option {key.strip()} is given twice", remedy="give it once", option=key.strip())
+            raise SpecError(f"{name}: option {key.strip()} is given twice", remedy="give it once", option=key.strip(), code="twice")
         options[key.strip()] = value.strip()
     return name, options
 

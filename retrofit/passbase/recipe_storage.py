@@ -204,6 +204,7 @@ def require_own_recipe(model: Any) -> None:
             f"{type(model).__name__} cannot be rewritten further",
             why=f"it was saved as {entry['part']} of a rewritten {entry['architecture']}, on which its recipe is replayed",
             remedy=f"apply the passes to the {entry['architecture']}, and save {entry['part']} of that",
+            code="rewritten",
         )
 
 
@@ -217,6 +218,7 @@ def require_room(model: Any) -> None:
             f"the buffer {names[0]} is also registered as {', '.join(names[1:])}",
             why="transformers ties parameters, not buffers, when it loads a model",
             remedy="register it in one place, or make it a parameter with requires_grad=False",
+            code="twice",
         )
 
 
@@ -260,6 +262,7 @@ class AppliedTo:
                 "the recorded model of the recipe is malformed",
                 why=f"{type(error).__name__}: {error}",
                 remedy="save the model again with retrofit.save",
+                code="unreadable",
             ) from error
 
     def to_dict(self) -> dict[str, Any]:
@@ -284,6 +287,7 @@ class AppliedTo:
             f"the model is not the one that {spec} was applied to",
             why=why,
             remedy="load it with the class, config and retrofit version it was saved with",
+            code="other-model",
         )
 
 

@@ -85,6 +85,7 @@ def replayed_inputs(model: nn.Module, descriptions: Mapping[str, Any]) -> dict[s
             "the recorded inputs of the recipe are malformed",
             why=f"{type(error).__name__}: {error}",
             remedy="save the model again with retrofit.save",
+            code="unreadable",
         ) from error
     return named_inputs(model, inputs)
 

@@ -154,6 +154,7 @@ def require_consistent(passes: Recipe) -> None:
                 why=f"{method.already} the second time, at the same sites{chosen_by(method)}",
                 remedy="give it once",
                 in_any_form=True,
+                code="twice",
             )
 
 
@@ -227,6 +228,7 @@ def require_sizes(method: AnyPass, sizes: WeightSizes, added: frozenset[int]) ->
             remedy=remedy(field.name, value, sizes.matrices) if divides else f"use at most {max(sizes.all)}; {SEE_SIZES}",
             in_any_form=True,
             option=field.name,
+            code="range",
         )
 
 

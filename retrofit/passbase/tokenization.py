@@ -144,6 +144,7 @@ def require_readable(name: str, size: int, tokenizer: Any) -> None:
             why="text would be read as bytes, which such a model was hardly trained on",
             remedy="name the directory of its tokenizer with --tokenizer, or tokenizer=; data may also be given as token ids",
             option="tokenizer",
+            code="no-tokenizer",
         )
 
 
@@ -155,6 +156,7 @@ def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
             why="without a tokenizer, text is read as bytes, which needs 256 ids",
             remedy="name the directory of its tokenizer with --tokenizer",
             option="tokenizer",
+            code="no-tokenizer",
         )
     taken = set(special.values())
     starts = (start for start in range(vocabulary - BYTES + 1) if taken.isdisjoint(range(start, start + BYTES)))

@@ -153,7 +153,7 @@ class Measurements:
         """Measure a candidate; return whether it fits, and note in `left_out` why not."""
         try:
             if (refused := record.get("refused")) is not None:
-                raise PlanningError(refused)
+                raise PlanningError(refused, code="does-not-fit")
             measure(record)
         except (CaptureError, DoesNotFitError, PlanningError) as error:
             reason = f"{error.matter}: {error.why}" if error.why else error.matter  # the report names the pass

@@ -168,7 +168,7 @@ def quantities_of(model: nn.Module, window: dict[str, Any], targets: Sequence[Ta
     for name in ("decode", "train"):
         if name in named and (name not in known or (name == "train" and not trains(model, window))):
             why = "the model does not generate" if name == "decode" else "no gradient of its outputs can be computed"
-            raise PlanningError(f"{name} cannot be a target of this model", why=why, remedy='try "prefill 1.2x"')
+            raise PlanningError(f"{name} cannot be a target of this model", why=why, remedy='try "prefill 1.2x"', code="unmeasured")
     return tuple(name for name in known if name != "train" or name in named)
 
 
@@ -189,7 +189,11 @@ def require_quality(measurements: Measurements, targets: Sequence[Target]) -> No
                 remedy = 'limit the error of the outputs, as in "error +0.1"'
             raise PlanningError(f"the target {str(target)!r}: the model has no loss here", why=why, remedy=remedy, code="no-loss")
         if limit is not None and limit.quantity == "error" and measurements.windows.are_logits:
-            raise PlanningError(f"the target {str(target)!r}: the outputs are logits", remedy='limit the loss, as in "loss +0.05"')
+            raise PlanningError(
+                f"the target {str(target)!r}: the outputs are logits",
+                remedy='limit the loss, as in "loss +0.05"',
+                code="unmeasured",
+            )
 
 
 class Planner:

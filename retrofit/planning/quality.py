@@ -114,6 +114,7 @@ class MeasuredWindows:
                     raise PlanningError(
                         f"the rewritten model returns {tuple(outputs.shape)}, the dense one {tuple(batch.dense.shape)}",
                         remedy="drop the pass that changes the output shape",
+                        code="other-output",
                     )
                 if self.are_logits:
                     found = outputs.float().log_softmax(-1)
@@ -338,7 +339,7 @@ class DenseOutputs:
             kept = dataclasses.replace(window, dense=in_temporary_file(window.dense))  # passes run before they are read
             found.append(dataclasses.replace(measured, batches=(kept,)))
         if not found:
-            raise RetrofitError("the text is too short to hold out a window", remedy="use more text")
+            raise RetrofitError("the text is too short to hold out a window", remedy="use more text", code="too-short")
         whole = dataclasses.replace(found[0], batches=tuple(windows.batches[0] for windows in found))
         return cls(text, whole)
 

@@ -87,10 +87,14 @@ def parse_target(text: str) -> Target:
     names = [limit.quantity for limit in limits]
     for name in names:
         if names.count(name) > 1:
-            raise PlanningError(f"the target {text!r} limits {name} twice", remedy="limit it once, or use two --target")
+            raise PlanningError(
+                f"the target {text!r} limits {name} twice", remedy="limit it once, or use two --target", code="twice"
+            )
     if len({"loss", "error"} & set(names)) > 1:
         raise PlanningError(
-            f"the target {text!r} limits both loss and error", remedy="limit one: error is for outputs that are not logits"
+            f"the target {text!r} limits both loss and error",
+            remedy="limit one: error is for outputs that are not logits",
+            code="combination",
         )
     return Target(tuple(limits))
 
@@ -99,21 +103,27 @@ def parse_limit(part: str, text: str) -> Limit:
     """Return one limit of a target."""
     match = PART.fullmatch(part)
     if match is None:
-        raise PlanningError(f"cannot read the target {text!r}", remedy=READABLE)
+        raise PlanningError(f"cannot read the target {text!r}", remedy=READABLE, code="unreadable")
     name, sign, number, times = match[1].lower(), match[2], match[3], match[4]
     if name not in QUANTITIES:
         near = difflib.get_close_matches(name, QUANTITIES, n=1)
         remedy = f"did you mean {near[0]}? otherwise {READABLE}" if near else READABLE
-        raise PlanningError(f"the target {text!r}: unknown quantity {match[1]!r}", remedy=remedy)
+        raise PlanningError(f"the target {text!r}: unknown quantity {match[1]!r}", remedy=remedy, code="unreadable")
     quantity, value = QUANTITIES[name], float(sign + number)
     if bool(times) != (quantity.kind != "added"):
         unit = "an added amount" if quantity.kind == "added" else "in times the dense model's"
-        raise PlanningError(f"cannot read the target {text!r}", why=f"{name} is {unit}", remedy=f'write it as "{quantity.example}"')
+        raise PlanningError(
+            f"cannot read the target {text!r}",
+            why=f"{name} is {unit}",
+            remedy=f'write it as "{quantity.example}"',
+            code="unreadable",
+        )
     if not (math.isfinite(value) and value > 0):
         raise PlanningError(
             f"the target {text!r} cannot be reached",
             why=f"{quantity.what} is above zero",
             remedy=f'write it as "{quantity.example}"',
+            code="out-of-reach",
         )
     if (quantity.kind == "speed" and value <= 1) or (quantity.kind == "share" and value >= 1):
         which = "above 1x" if quantity.kind == "speed" else "below 1x"
@@ -121,6 +131,7 @@ def parse_limit(part: str, text: str) -> Limit:
             f"the target {text!r} changes nothing",
             why="the dense model has 1x",
             remedy=f'give {which}, as in "{quantity.example}"',
+            code="no-effect",
         )
     return Limit(name, value)
 

@@ -50,7 +50,10 @@ def candidates_of(given: AnyPass | str | Sequence[AnyPass | str] | None) -> tupl
         found |= {candidate.spec(): candidate for candidate in several if candidate is not None and candidate.spec() not in found}
     if not found:
         raise PlanningError(
-            "no candidate passes", why="none was named, or none proposes settings", remedy="add --pass NAME with its options"
+            "no candidate passes",
+            why="none was named, or none proposes settings",
+            remedy="add --pass NAME with its options",
+            code="no-candidate",
         )
     return tuple(found.values())
 

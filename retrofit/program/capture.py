@@ -71,6 +71,7 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
             f"{type(model).__name__} could not be captured as a graph",
             why=failure_in(model, error),
             remedy="pass example_inputs= that its forward accepts; code that branches on the values of tensors cannot be captured",
+            code="not-captured",
         ) from error
     return dataclasses.replace(read_program(exported, calls), branches=branches, examples=dict(example_inputs))
 

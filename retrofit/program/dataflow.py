@@ -249,6 +249,7 @@ def refuse_state_inputs(program: Program, name: str) -> None:
             by=name,
             why="what the rewritten layers need of earlier tokens has no place among them",
             remedy="rewrite the model of whole sequences, which from_onnx(path, cache='none') gives, or use another pass",
+            code="cache-state",
         )
 
 

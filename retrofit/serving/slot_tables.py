@@ -1,4 +1,4 @@
-"""What rewritten layers keep of earlier tokens besides keys and values, in a table with a row for each slot of a paged cache.
+"""States of earlier tokens besides keys and values, in a table with one row per slot of a paged cache.
 
 A pass keeps such states in the model's cache (`retrofit.surgery.cache_memory`). Here that is a `SlotCache`: a row of the table
 holds, for the token in that slot, every state that the layers push of it. States are written at the slots of the tokens under way,
@@ -24,7 +24,7 @@ ALIGNED = 16  # bytes: every state begins at a multiple
 
 @dataclasses.dataclass
 class RowLayout:
-    """How wide a row is, in bytes: each state gets a place in it when the model first runs, after which none is given."""
+    """The layout of a row, in bytes: each state gets its place when the model first runs, and none is given later."""
 
     width: int = 0
     is_final: bool = False
@@ -39,7 +39,7 @@ class RowLayout:
 
 
 class Places:
-    """Where the tokens of a batch are: the slots that they are written at, those of earlier tokens, and which begin in this batch.
+    """The places of a batch's tokens: the slots they are written to, those of earlier tokens, and which begin in this batch.
 
     `table` is (blocks, 1, slots of a block, bytes). The tokens of a sequence follow one another; `starts`, (sequences + 1), says
     where each begins, `blocks`, (sequences, any), is its block table. `slots` and `positions` are those of the tokens; the last may

@@ -129,7 +129,7 @@ class SkeletonConfig(PreTrainedConfig):
 
 
 class Skeleton:
-    """What AutoModel takes for the class of a `SkeletonConfig`."""
+    """The class that AutoModel returns for a `SkeletonConfig`."""
 
     @classmethod
     def _from_config(cls, config: Any, **keywords: Any) -> Any:

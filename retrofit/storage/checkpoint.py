@@ -137,12 +137,14 @@ def require_no_description(path: Path, kind: str, config: object, build: object 
     """Raises `CheckpointError` where a file or directory that describes its model comes with another description of it."""
     given = [name for name, value in (("config= (--config)", config), ("build=", build)) if value is not None]
     if given:
-        raise CheckpointError(f"{path} is {kind} with its own config", remedy=f"drop {' and '.join(given)}", option="config")
+        raise CheckpointError(
+            f"{path} is {kind} with its own config", remedy=f"drop {' and '.join(given)}", option="config", code="combination"
+        )
 
 
 def as_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
     """Return the dtype, also from its name."""
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
     if given is not None and not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"{given!r} is not a dtype", remedy="use float32, bfloat16 or float16", option="dtype")
+        raise CheckpointError(f"{given!r} is not a dtype", remedy="use float32, bfloat16 or float16", option="dtype", code="choice")
     return dtype

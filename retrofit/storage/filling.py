@@ -46,7 +46,9 @@ def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
     """Return the architecture and config to build the model's dense form from; raises `CheckpointError` where nothing could."""
     kind = type(model)
     if isinstance(model, fx.GraphModule):
-        raise CheckpointError("a graph has no model class", why="its code is the graph", remedy="save it as a .pt2 file")
+        raise CheckpointError(
+            "a graph has no model class", why="its code is the graph", remedy="save it as a .pt2 file", code="no-config"
+        )
     if isinstance(model, PreTrainedModel):
         known = getattr(transformers, kind.__name__, None) is kind
         return kind.__name__ if known else importable_name(kind, "model"), transformers_config(model)
@@ -137,7 +139,7 @@ def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], ty
         kind = resolve(match["model"], imports=imports)
         config_kind = resolve(match["config"], imports=imports) if match["config"] else None
         if config_kind is not None and not dataclasses.is_dataclass(config_kind):
-            raise CheckpointError(f"{match['config']} is not a dataclass")
+            raise CheckpointError(f"{match['config']} is not a dataclass", code="unknown-class")
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         raise CheckpointError(
             f"unknown model class {architecture!r}",
@@ -436,7 +438,9 @@ def fill_transformers(
 
 def config_class(kind: type[PreTrainedModel]) -> type[PreTrainedConfig]:
     if kind.config_class is None:
-        raise CheckpointError(f"{kind.__name__} does not name its config class", remedy="build it yourself: load(path, build=…)")
+        raise CheckpointError(
+            f"{kind.__name__} does not name its config class", remedy="build it yourself: load(path, build=…)", code="no-config"
+        )
     return kind.config_class
 
 

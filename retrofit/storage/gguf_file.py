@@ -85,6 +85,7 @@ def another_function(path: Path, why: str) -> CheckpointError:
         f"transformers reads {path} as a different model",
         why=why,
         remedy="use the Hugging Face directory that the file was made from",
+        code="other-model",
     )
 
 
@@ -172,6 +173,7 @@ def unknown(path: Path, why: str) -> CheckpointError:
         f"{path} uses an unknown rotary scaling",
         why=why,
         remedy="use the Hugging Face directory that the file was made from",
+        code="other-model",
     )
 
 
@@ -215,6 +217,7 @@ def require_whole(path: Path, header: Header) -> None:
             f"{path} is one of {parts} parts of a model",
             why="split GGUF files are not supported",
             remedy=f"merge them first: llama-gguf-split --merge {path.name} whole.gguf",
+            code="incomplete",
         )
     if not header.tensors or not header.architecture:
         raise CheckpointError(
@@ -230,6 +233,7 @@ def require_whole(path: Path, header: Header) -> None:
                 f"{path}: the tensor {tensor.name} is of type {tensor.type}, which the package gguf does not know",
                 why="the file is damaged, or uses a newer quantization",
                 remedy="pip install --upgrade gguf; or use the model in another quantization",
+                code="unknown-version",
             )
         elements, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type)]
         end = header.data + tensor.offset + tensor.elements // elements * size
@@ -312,6 +316,7 @@ def require_all_read(model: PreTrainedModel, header: Header) -> None:
         raise CheckpointError(
             f"transformers {transformers.__version__} does not read all tensors of the file",
             why=f"{type(model).__name__} has no place for {first_few(dropped)}",
+            code="mismatch",
         )
 
 
@@ -334,4 +339,5 @@ def unreadable(path: Path, header: Header, error: Exception | None) -> Checkpoin
         f"{path}: transformers {transformers.__version__} cannot read a GGUF file of the architecture {header.architecture!r}",
         why="it has no class for it" if error is None else first_line(error),
         remedy=DIRECTORY,
+        code="unknown-class",
     )

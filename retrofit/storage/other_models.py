@@ -55,6 +55,7 @@ def recorded_skeleton(kind: type[Any], record: Mapping[str, Any], like: Any) -> 
             f"the {kind.__name__} that the recipe was applied to cannot be rebuilt",
             why=f"{type(error).__name__}: {error}",
             remedy="load it with the version of transformers it was saved with",
+            code="does-not-load",
         ) from error
     if inputs := stored_inputs(like):
         record_provenance(model, inputs=inputs)
@@ -113,6 +114,7 @@ def require_equal_rewrite(model: Any, dense: Mapping[str, nn.Module], whole: Any
             f"the recipe was applied to another {type(model).__name__} and rewrites this one differently",
             why="; ".join([*config_differences(whole, model), *(f"{k}: {first_few(sorted(v))}" for k, v in problems.items() if v)]),
             remedy="load it with the config it was saved with, and change the model afterwards",
+            code="other-model",
         )
 
 
@@ -592,4 +594,5 @@ def refusal(common: Common, recipe: Sequence[str], why: str, remedy: str = "") -
         f"{', '.join(recipe)} makes another model of {wanted} than of {saved}, which it was applied to",
         why=why,
         remedy=remedy or f"load it as {saved}, or rewrite a {wanted} that holds the dense weights",
+        code="other-model",
     )

@@ -65,6 +65,7 @@ def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 f"{name} is {kind_of(tensor)} and not a tensor",
                 why="a file that may hold any object could run code",
                 remedy="keep it out of the model's state_dict",
+                code="type",
             )
         if tensor.is_meta:
             raise CheckpointError(

@@ -64,6 +64,7 @@ class ReplayFirst(HfQuantizer):
                 raise CheckpointError(
                     f"{type(self).__name__} replaces {path}, a matrix that is kept by rows, with a layer of its own",
                     remedy=f"name {path} among the modules that it does not convert",
+                    code="replaced",
                 )
         if "hf_quantizer" in vars(model):
             model.config.quantization_config = self.entry | {"quantization": self.quantization_config.to_dict()}

@@ -57,7 +57,9 @@ def pass_of(spec: str | Mapping[str, Any]) -> AnyPass:
         return parse_spec(spec)
     name = spec.get("pass")
     if not isinstance(name, str):
-        raise SpecError("a pass without a name", remedy='write {"pass": NAME, OPTION: VALUE, …}, e.g. {"pass": "altup", "k": 2}')
+        raise SpecError(
+            "a pass without a name", remedy='write {"pass": NAME, OPTION: VALUE, …}, e.g. {"pass": "altup", "k": 2}', code="missing"
+        )
     return make_pass(name, {option: value for option, value in spec.items() if option != "pass"})
 
 
@@ -167,7 +169,9 @@ def recipe_in_json(file: Path, data: Any) -> Any:
         )
     version = data.get("version", VERSION)
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:
-        raise SpecError(f"{file}: version {version!r} is not an integer ≥ 1", remedy=f'write "version": {VERSION}')
+        raise SpecError(
+            f"{file}: version {version!r} is not an integer ≥ 1", remedy=f'write "version": {VERSION}', code="unknown-version"
+        )
     if version > VERSION:
         raise SpecError(
             f"{file} is a recipe of version {version}",
@@ -182,6 +186,7 @@ def recipe_in_json(file: Path, data: Any) -> Any:
                 f"{file}: unknown key {key!r}",
                 why=f"a recipe has the keys {known}",
                 remedy='call the list of passes "recipe"; keep other things under "notes"',
+                code="unknown-option",
             )
     return data.get("recipe")
 

@@ -325,6 +325,7 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
                 f"no {kind.__name__} is built from this config",
                 why=f"it holds the recipe {', '.join(recipe)}, which was applied to {architecture}",
                 remedy=f"build {architecture}, or remove the recipe from a copy of the config: del config.quantization_config",
+                code="other-model",
             )
     with torch.device("cpu"):  # what no file holds has values, though the weights may have none yet
         for module in set(model.modules()) - dense:
@@ -556,6 +557,7 @@ def rebuild_buffers(model: nn.Module, dense: set[nn.Module]) -> None:
                 why=f"{', '.join(sorted(module._non_persistent_buffers_set))}: registered with persistent=False",
                 remedy="register them persistent, or add a method rebuild_buffers() to the module",
                 site=path,
+                code="not-saved",
             )
         with torch.no_grad():
             module.rebuild_buffers()

@@ -36,7 +36,9 @@ Place = Callable[[str, nn.Parameter], None]  # of a parameter that is not in a f
 def require_directory(source: Path) -> None:
     """Raise `CheckpointError` unless it is a directory."""
     if not source.is_dir():
-        raise CheckpointError(f"{source} cannot be streamed", why="--stream reads a directory of safetensors", remedy=SAVE_ONCE)
+        raise CheckpointError(
+            f"{source} cannot be streamed", why="--stream reads a directory of safetensors", remedy=SAVE_ONCE, code="no-model"
+        )
 
 
 def source_extents(folder: Path) -> dict[str, Extent]:
@@ -47,6 +49,7 @@ def source_extents(folder: Path) -> dict[str, Extent]:
             f"{folder} holds no safetensors",
             why=f"--stream reads {WEIGHTS}, or the shards that {INDEX} names",
             remedy=SAVE_ONCE,
+            code="no-model",
         )
     return found
 

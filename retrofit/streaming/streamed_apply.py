@@ -133,6 +133,7 @@ def verify_streamed(
             report=report,
             why=str(report),
             remedy="nothing was written; this is a bug in retrofit if the dense model passes the same checks",
+            code="differs",
         )
     return report
 
@@ -440,7 +441,10 @@ def require_same(accounts: Sequence[Rewrite], planned: Sequence[Rewrite]) -> Non
 
 def differs(why: str) -> CheckpointError:
     return CheckpointError(
-        "the model cannot be rewritten out of core", why=why, remedy="rewrite it without --stream, if it fits in memory"
+        "the model cannot be rewritten out of core",
+        why=why,
+        remedy="rewrite it without --stream, if it fits in memory",
+        code="not-streamed",
     )
 
 

@@ -335,6 +335,7 @@ class Expected:
                 "the model cannot be rewritten out of core",
                 why=f"with weights {self.name or 'a parameter'} is {found}, without them {(self.shape, self.dtype)}",
                 remedy="rewrite it without --stream, if it fits in memory",
+                code="not-streamed",
             )
 
 

@@ -260,6 +260,7 @@ class Edit:
                 why="it has to wrap the whole layer, with all that other passes add",
                 remedy="apply the pass that put it there last",
                 site=path,
+                code="replaced",
             )
         module.train(old.training)
         if not any(part is old for part in module.modules()):

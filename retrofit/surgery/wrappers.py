@@ -55,6 +55,7 @@ def find_argument(place: ArgumentPlace, args: list[Any], kwargs: dict[str, Any])
         f"argument {keyword or position} is missing in a call",
         why="the rewritten module reads it",
         remedy="call the module with the arguments it had when the model was rewritten",
+        code="other-arguments",
     )
 
 

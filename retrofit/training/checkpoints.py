@@ -64,7 +64,7 @@ def whole_checkpoint(folder: Path) -> Iterator[None]:
 
 
 def reason_of(error: Exception, folder: Path) -> str:
-    """Why a file could not be written: torch says that it was not, and seldom why."""
+    """Return why a file could not be written, which torch seldom says."""
     known = error if isinstance(error, OSError) else next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
     if known is not None and known.errno is not None:
         return os.strerror(known.errno).lower()

@@ -106,6 +106,7 @@ def continue_pretraining(
             why="they are token probabilities; it returns one vector per text",
             remedy="use the dense sentence-transformers model",
             option="teacher",
+            code="no-logits",
         )
     if settings.fsdp and pipeline:
         raise TrainingError(
@@ -113,6 +114,7 @@ def continue_pretraining(
             why="only models that predict tokens are sharded",
             remedy="drop --fsdp",
             option="fsdp",
+            code="combination",
         )
     guide: Teacher | KeptTeacher | None = None
     numbering = None
@@ -290,6 +292,7 @@ def activation_checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
             why=str(error),
             remedy="drop it",
             option="gradient_checkpointing",
+            code="combination",
         ) from error
     try:
         yield

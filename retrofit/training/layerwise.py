@@ -211,6 +211,7 @@ class HiddenStates:
                 why="no module of the dense model takes its residual stream and returns it, or none is left",
                 remedy="drop --distil-hidden",
                 option="distil_hidden",
+                code="no-stream",
             )
         return HiddenStates(dense, pairs)
 
@@ -256,6 +257,7 @@ class RecordedStreams:
                 why="the streams have another width or length, and no dense layer is left inside",
                 remedy="drop --distil-hidden",
                 option="distil_hidden",
+                code="no-stream",
             )
         return torch.stack(comparable).mean()
 
@@ -291,5 +293,6 @@ def with_gradient(stream: Tensor, around: Tensor) -> Tensor:
             why="the layer is recomputed in the backward pass, and its wrapper returns another stream",
             remedy="drop --distil-hidden",
             option="distil_hidden",
+            code="no-gradient",
         )
     return found

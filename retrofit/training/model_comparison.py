@@ -287,13 +287,14 @@ def task_scores(
     for name, model in models.items():
         if not is_transformers(model):
             why = f"{name} is {kind_of(model)}, and the harness runs transformers models"
-            raise TrainingError("no task can be run", why=why, remedy="drop --lm-eval", option="lm_eval")
+            raise TrainingError("no task can be run", why=why, remedy="drop --lm-eval", option="lm_eval", code="no-logits")
     if tokenizer is None:
         raise TrainingError(
             "no task can be run",
             why="it has no tokenizer",
             remedy="add --tokenizer DIR",
             option="tokenizer",
+            code="no-tokenizer",
         )
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.huggingface import HFLM

@@ -193,6 +193,7 @@ def same_text(tokenizer: Any, settings: Settings) -> SameText:
             why="texts are contrasted within a batch",
             remedy="use at least 2",
             option="batch_size",
+            code="range",
         )
     plain, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
     start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
@@ -316,6 +317,7 @@ def corrupt_spans(
             f"a window of {len(ids)} tokens hides {len(hidden)} spans, the vocabulary has {len(sentinels)} sentinels for them",
             remedy="use a shorter --length",
             option="length",
+            code="other-vocabulary",
         )
     inputs: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []

@@ -102,6 +102,7 @@ def shared_batch(windows: int) -> int:
             why="each process gets the same number of windows",
             remedy=f"use a multiple of {count()}",
             option="batch_size",
+            code="does-not-divide",
         )
     return windows // count()
 

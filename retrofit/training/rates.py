@@ -84,5 +84,7 @@ def require_new(model: nn.Module, rate: float) -> list[nn.Parameter]:
     found = added_parameters(model)
     if not found:
         known = "no pass has rewritten it, or its file does not say what is new" if found is None else "its passes added none"
-        raise TrainingError(f"--lr-new {rate:g}: the model has no new parameter", why=known, remedy="drop it", option="lr_new")
+        raise TrainingError(
+            f"--lr-new {rate:g}: the model has no new parameter", why=known, remedy="drop it", option="lr_new", code="no-effect"
+        )
     return found

@@ -95,6 +95,7 @@ class Stages:
                     why="rewritten sites learn from the dense modules",
                     remedy=remedy,
                     option=needing[0].name,
+                    code="combination",
                 )
             return Stages()
         if not teacher.sites.sites:
@@ -113,6 +114,7 @@ class Stages:
                 why="none of their parameters requires a gradient",
                 remedy="drop --align, or call requires_grad_() on the parameters to train",
                 option="align",
+                code="frozen",
             )
         if found.align or found.anneal:
             require_one_dtype(teacher)

@@ -74,20 +74,24 @@ class Settings:
                     f"{flag(field)} {value} is not a finite number",
                     remedy=f"use a number: {field.metadata['doc']}",
                     option=field.name,
+                    code="range",
                 )
             if value is not None and minimum is not None and value < minimum:
                 raise TrainingError(
-                    f"{flag(field)} {value} is below {minimum}", remedy=f"use at least {minimum}", option=field.name
+                    f"{flag(field)} {value} is below {minimum}", remedy=f"use at least {minimum}", option=field.name, code="range"
                 )
             if isinstance(value, int):
                 check_most(field.name, value)
             if choices and value not in choices:
                 raise TrainingError(
-                    f"{flag(field)} {value} is unknown", remedy=f"choose one of {', '.join(choices)}", option=field.name
+                    f"{flag(field)} {value} is unknown",
+                    remedy=f"choose one of {', '.join(choices)}",
+                    option=field.name,
+                    code="choice",
                 )
         if self.distil > 1:
             raise TrainingError(
-                f"--distil {self.distil:g} is above 1", remedy="it weights must be between 0 and 1", option="distil"
+                f"--distil {self.distil:g} is above 1", remedy="it weights must be between 0 and 1", option="distil", code="range"
             )
         if self.anneal is not None and self.anneal > self.steps:
             raise TrainingError(
@@ -95,12 +99,14 @@ class Settings:
                 why="the model would still be partly dense at the end",
                 remedy=f"use at most {self.steps}",
                 option="anneal",
+                code="range",
             )
         if self.eval_fraction >= 1:
             raise TrainingError(
                 f"--eval-fraction {self.eval_fraction} leaves no training text",
                 remedy="use a fraction below 1, such as 0.05",
                 option="eval_fraction",
+                code="range",
             )
 
     @property
@@ -141,7 +147,7 @@ def as_number(field: dataclasses.Field[Any], settings: Settings) -> Any:
     except (TypeError, RuntimeError) as error:  # torch raises the second for a tensor of several numbers
         number = "integer" if kind == "int" else "number"
         raise TrainingError(
-            f"{flag(field)} {value!r} is not a valid {number}", remedy=field.metadata["doc"], option=field.name
+            f"{flag(field)} {value!r} is not a valid {number}", remedy=field.metadata["doc"], option=field.name, code="type"
         ) from error
 
 
@@ -150,14 +156,18 @@ def check_values(**values: float) -> None:
     for name, value in values.items():
         least = LEAST.get(name, 1e-3)
         if not least <= value < math.inf:
-            raise TrainingError(f"--{name.replace('_', '-')} {value} is below {least}", remedy=f"use at least {least}", option=name)
+            raise TrainingError(
+                f"--{name.replace('_', '-')} {value} is below {least}", remedy=f"use at least {least}", option=name, code="range"
+            )
         check_most(name, value)
 
 
 def check_most(name: str, value: float) -> None:
     most = MOST_SEED if name == "seed" else MOST
     if value > most:
-        raise TrainingError(f"--{name.replace('_', '-')} {value} is above {most}", remedy=f"use at most {most}", option=name)
+        raise TrainingError(
+            f"--{name.replace('_', '-')} {value} is above {most}", remedy=f"use at most {most}", option=name, code="range"
+        )
 
 
 def flag(field: dataclasses.Field[Any]) -> str:

@@ -133,6 +133,7 @@ def require_rows(model: nn.Module) -> None:
                 remedy=WHOLE,
                 option="fsdp",
                 site=name,
+                code="does-not-divide",
             )
 
 

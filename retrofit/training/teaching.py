@@ -258,6 +258,7 @@ def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: F
             f"the teacher's logits are {logits.shape[-1]:,} numbers a token",
             why=f"its vocabulary has {facts.vocabulary:,} tokens",
             remedy="use the dense model as the teacher",
+            code="other-vocabulary",
         )
     parts: dict[str, list[Tensor]] = {}
     for row, labels in zip(logits, batch["labels"], strict=True):

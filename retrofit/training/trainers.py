@@ -471,5 +471,7 @@ class TrainerSetup:
 
 def trains_on_cpu(device: str) -> bool:
     if device == "cuda" and not torch.cuda.is_available():
-        raise TrainingError("--device cuda: no CUDA device", remedy="drop it, or use --device cpu", option="device")
+        raise TrainingError(
+            "--device cuda: no CUDA device", remedy="drop it, or use --device cpu", option="device", code="no-device"
+        )
     return device == "cpu" or not torch.accelerator.is_available()

@@ -23,6 +23,7 @@ def is_held_out(windows: torch.Tensor, fraction: float) -> torch.Tensor:
             f"the text fills {len(windows)} windows of {windows.shape[1]} tokens, too few to train and evaluate",
             remedy="use more --data, a shorter --length, or --eval-fraction 0",
             option="data",
+            code="too-short",
         )
     held_out = torch.zeros(len(windows), dtype=torch.bool)
     held_out[(torch.arange(count) + 1) * len(windows) // max(count, 1) - 1] = True
@@ -36,6 +37,7 @@ def require_windows(windows: torch.Tensor) -> None:
             f"the text fills no window of {windows.shape[1]} tokens",
             remedy="use more text, or shorter windows with --length",
             option="data",
+            code="too-short",
         )
 
 

@@ -57,6 +57,7 @@ def dense_skeleton(model: nn.Module) -> nn.Module:
             "a graph does not record its dense model",
             why="it has no class or config, and was not rewritten as a graph",
             remedy="use the file that the passes were applied to",
+            code="no-recipe",
         )
     refuse_packed(model, "traced back to its dense model")
     architecture, config = describe_architecture(model)
@@ -218,6 +219,7 @@ def replayed_steps(skeleton: nn.Module, model: nn.Module) -> list[Step]:
             f"the recipe of {type(model).__name__} cannot be replayed",
             why=error.why or error.what,
             remedy="load the whole saved model, with the class that the passes were applied to",
+            code="other-model",
         ) from error
     return steps
 
@@ -249,7 +251,7 @@ def value_at(name: str, after: Mapping[str, Recovered]) -> Tensor:
     """Return a buffer that says how a parameter lies."""
     found = after.get(name)
     if found is None or found.value is None:
-        raise CheckpointError(f"{name} is not there", why="it says how a dense parameter lies in its successor")
+        raise CheckpointError(f"{name} is not there", why="it says how a dense parameter lies in its successor", code="missing")
     return found.value
 
 
@@ -267,6 +269,7 @@ def require_same_shapes(replayed: nn.Module, model: nn.Module) -> None:
             f"the recipe of {type(model).__name__} does not lead to this model",
             why=f"not the same: {first_few(wrong)}",
             remedy="if modules were put into it afterwards, as adapters are, merge them first: retrofit merge",
+            code="other-model",
         )
 
 

@@ -115,7 +115,7 @@ def test_mixtures_in_some_layers_are_in_the_same_layers_of_the_native_form() -> 
 @pytest.mark.long
 def test_gates_that_are_not_renormalized_need_another_architecture() -> None:
     model = upcycled(tiny_models.llama(hidden_size=32, intermediate_size=48), ", renormalize=false")
-    with refused(DoesNotFitError, "mixtral", "mixture", code=""):
+    with refused(DoesNotFitError, "mixtral", "mixture", code="no-native-form"):
         retrofit.to_native(model, "mixtral")
     form = native_form(model, "qwen2_moe")
     native = form.model
@@ -136,7 +136,7 @@ def test_what_has_no_native_form_is_refused() -> None:
     with refused(DoesNotFitError, code="no-mixture"):
         retrofit.to_native(retrofit.apply(tiny_models.llama(), "sum", verify=False))
     model = upcycled(tiny_models.gpt2())
-    with refused(DoesNotFitError, "mixtral", code="", option="") as error:
+    with refused(DoesNotFitError, "mixtral", code="no-native-form", option="") as error:
         retrofit.to_native(model, "mixtral")
     assert "docs/native.md" in error.value.remedy
     with refused(DoesNotFitError, "nothing", option="architecture"):

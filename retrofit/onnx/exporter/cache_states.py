@@ -57,7 +57,10 @@ def states_of(cache: Any) -> States:
         return dict(sorted(named, key=lambda item: layer_number(item[0]))) | memory_states(cache)
     if not isinstance(cache, Cache):
         raise CaptureError(
-            "the model keeps no cache of keys and values", why=f"it returned {type(cache).__name__}", remedy=WITHOUT_CACHE
+            "the model keeps no cache of keys and values",
+            why=f"it returned {type(cache).__name__}",
+            remedy=WITHOUT_CACHE,
+            code="no-cache",
         )
     found: States = {}
     common: frozenset[str] = frozenset()
@@ -150,6 +153,7 @@ def memory_states(cache: Cache) -> States:
             f"{others[0]} keeps something other than tensors in the cache",
             why="its layer has no keys and values",
             remedy=WITHOUT_CACHE,
+            code="cache-state",
         )
     return {f"{MEMORY}{name}": memory.last() for name, memory in held.items()}
 
@@ -202,6 +206,7 @@ def growth_axes(after: Mapping[int, States]) -> dict[str, int]:
                 "the model's cache holds more than states of a fixed size and states that grow with each token",
                 why=f"the size of {name} depends on the number of tokens in another way",
                 remedy=WITHOUT_CACHE,
+                code="cache-state",
             )
     return found
 
@@ -277,6 +282,7 @@ def new_like(template: Any) -> Any:
             f"a {kind.__name__} of the model's cache cannot be rebuilt",
             why=f"it does not keep its {lacking[0]}",
             remedy=WITHOUT_CACHE,
+            code="cache-state",
         )
     return kind(**known)
 

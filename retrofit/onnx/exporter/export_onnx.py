@@ -103,6 +103,7 @@ def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -
             why="it reads no token ids, one after the other",
             remedy="export it with cache=none",
             option="cache",
+            code="no-cache",
         )
     if cache != "none" and ids_name(inputs) is not None and (two_sided or can_generate(model, inputs) or cache == "past"):
         try:
@@ -120,6 +121,7 @@ def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -
                     why=why,
                     remedy="export it with cache=none",
                     option="cache",
+                    code="no-cache",
                 ) from error
     return ExportPlan(
         encoder_decoder_parts(model, inputs, returns_states=False) if two_sided else (WholeModel(model, inputs),), why
@@ -145,6 +147,7 @@ def require_exact_states(parts: tuple[ExportPart, ...], arithmetic: Arithmetic) 
             raise CaptureError(
                 "the model's cache holds more than tensors",
                 why=f"rebuilt from them, it is {comparison.measured} from the full forward",
+                code="cache-state",
             )
     return parts
 
@@ -306,12 +309,13 @@ def export_onnx(
             code="not-installed",
         )
     if cache not in ("auto", "past", "none"):
-        raise RetrofitError(f"unknown option cache={cache!r}", remedy="choose auto, past or none", option="cache")
+        raise RetrofitError(f"unknown option cache={cache!r}", remedy="choose auto, past or none", option="cache", code="choice")
     if weights not in (None, *BITS):
         raise RetrofitError(
             f"unknown option weights={weights!r}",
             remedy=f"choose {' or '.join(BITS)}, or None to keep them as they are",
             option="weights",
+            code="choice",
         )
     path = as_path(path)
     if path.suffix != SUFFIX:

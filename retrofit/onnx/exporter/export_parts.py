@@ -205,7 +205,10 @@ class Decoder(ExportPart):
         ids, cache = ids_name(inputs), cache_name(model, inputs)
         if ids is None or cache is None:
             raise CaptureError(
-                "the model keeps no cache", why="its forward takes none of those that it returns", remedy=WITHOUT_CACHE
+                "the model keeps no cache",
+                why="its forward takes none of those that it returns",
+                remedy=WITHOUT_CACHE,
+                code="no-cache",
             )
         self.ids, self.cache = ids, cache
         tokens = self.tokens(2, max(STATE_LENGTHS), 0)
@@ -214,7 +217,9 @@ class Decoder(ExportPart):
         self.template = getattr(model(**{ids: tokens[:, :6], "use_cache": True}), cache)
         self.states = list(states_of(self.template))
         if not self.states:
-            raise CaptureError("the model keeps no cache", why="what it returned as its cache is empty", remedy=WITHOUT_CACHE)
+            raise CaptureError(
+                "the model keeps no cache", why="what it returned as its cache is empty", remedy=WITHOUT_CACHE, code="no-cache"
+            )
         self.growing = growth_axes({length: self.states_after(tokens[:, :length]) for length in STATE_LENGTHS})
         self.fixed = [name for name in extra_states(self.template) if name not in self.growing]
         dynamic = (BATCH, PAST) if self.fixed else (BATCH, LENGTH, PAST)
@@ -475,7 +480,11 @@ class OnnxSession:
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs; inputs that the model does not take are left out. Raises `RetrofitError` where it does not run."""
         if lacking := [name for name in self.inputs if name not in inputs]:
-            raise RetrofitError(f"the model also takes {', '.join(lacking)}", remedy="pass every input that its file declares")
+            raise RetrofitError(
+                f"the model also takes {', '.join(lacking)}",
+                remedy="pass every input that its file declares",
+                code="other-arguments",
+            )
         feed = {name: inputs[name].detach().cpu().contiguous().numpy() for name in self.inputs}
         try:
             results = self.session.run(None, feed)

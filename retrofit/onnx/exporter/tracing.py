@@ -178,7 +178,7 @@ def trace_part(part: ExportPart) -> onnx_ir.Model:
 
 
 def failure_reason(error: Exception) -> str:
-    """Why the model's code cannot be traced or said in ONNX, and at which of its lines."""
+    """Return why the model's code cannot be traced or translated to ONNX, and at which line."""
     while error.__cause__ is not None and isinstance(error.__cause__, Exception):
         error = error.__cause__
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if not re.search(OTHER_CODE, frame.filename)]

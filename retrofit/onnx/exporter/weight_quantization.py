@@ -90,6 +90,7 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
             why=f"none is float32, {LEAST} × {LEAST} or larger, and used only in products or row look-ups",
             remedy="export without weights=; load a half-precision model in float32",
             option="weights",
+            code="no-matrix",
         )
     model.graph.opset_imports.setdefault(MICROSOFT, 1)
     model.graph.sort()

@@ -101,6 +101,7 @@ class SizeConditional(nn.Module):
                 f"the node {self.node} selects by sizes between two branches that compute different things",
                 why="a graph that is rewritten takes one branch for every size",
                 remedy="export the model with these sizes fixed",
+                code="branch",
             )
         return (self.then if condition else self.otherwise)(*operands)
 
@@ -241,6 +242,7 @@ class GraphBuilder:
             f"{self.path} has unknown operators: {', '.join(Counter(map(operator_label, unknown)))}",
             why=why,
             remedy=remedy,
+            code="operator",
         )
 
     def is_known(self, node: onnx_ir.Node) -> bool:
@@ -260,7 +262,7 @@ class GraphBuilder:
         for value in kept:
             self.values[value] = self.scope.graph.placeholder(argument_name(str(value.name)))
         if not kept:
-            raise CaptureError(f"{self.path} takes no input", remedy="use the file of a whole model")
+            raise CaptureError(f"{self.path} takes no input", remedy="use the file of a whole model", code="no-inputs")
         self.device = self.scope.graph.call_function(getattr, (self.values[kept[0]], "device"))
         for value in inputs:
             if is_state_input(value) and value not in kept:
@@ -291,6 +293,7 @@ class GraphBuilder:
                 f"{self.path} continues from {value.name}, which it does not return",
                 why="so it is not a state that is empty before the first token",
                 remedy="use the file of the first step (decoder_model.onnx), or keep the states: from_onnx(path, cache='past')",
+                code="cache-state",
             )
         dynamic = iter((None, 0))
         extents = tuple(dim if isinstance(dim, int) else next(dynamic) for dim in value.shape or ())
@@ -312,6 +315,7 @@ class GraphBuilder:
                     f"{self.path}: the node {node_label(node)}, {operator_label(node)}, cannot be read",
                     why=first_line(error),
                     remedy="check the file with onnx.checker, or export the model again",
+                    code="unreadable",
                 ) from error
             for value, result in zip(node.outputs, results, strict=False):
                 if value.name:
@@ -368,6 +372,7 @@ class GraphBuilder:
                     f"{self.path}: the node {node_label(node)}, {operator_label(node)}, is not read",
                     why=f"its output {value.name}, which something reads, is not computed here",
                     remedy="export the model without it",
+                    code="operator",
                 )
 
     def refuse_unsupported(
@@ -386,6 +391,7 @@ class GraphBuilder:
                 f"{self.path}: the node {node_label(node)}, {operator_label(node)}, is not read",
                 why=why,
                 remedy="export the model without it",
+                code="operator",
             )
 
     def value(self, value: onnx_ir.Value | None) -> Any:
@@ -547,7 +553,7 @@ def from_onnx(path: str | Path, cache: States = "none") -> fx.GraphModule:
     cannot be read, `CaptureError` where it holds an unknown operator, with the node.
     """
     if cache not in ("none", "past"):
-        raise RetrofitError(f"unknown option cache={cache!r}", remedy="choose none or past", option="cache")
+        raise RetrofitError(f"unknown option cache={cache!r}", remedy="choose none or past", option="cache", code="choice")
     path = as_path(path)
     model = load_model(path)
     try:

@@ -57,6 +57,7 @@ def convert_to_oldest(model: onnx_ir.Model, opset: int, path: Path) -> onnx_ir.M
             why=f"{OLDEST_OPSET} and later are read, {OLDEST_CONVERTED} to {OLDEST_OPSET - 1} are converted: "
             "before these operands broadcast along an axis that is named",
             remedy=EXPORT_AGAIN,
+            code="unknown-version",
         )
     inputs = [value.name for value in model.graph.inputs]
     weights = take_weights(model.graph)
@@ -119,6 +120,7 @@ def convert(proto: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProto:
                 f"{path} has opset {opset}: {culprit(proto, target, problem)} cannot be converted {step}",
                 why=problem if "%" not in problem else "onnx has no such operator",
                 remedy=EXPORT_AGAIN,
+                code="unknown-version",
             )
         proto = converted
     return proto
@@ -251,7 +253,7 @@ def load_model(path: Path) -> onnx_ir.Model:
             code="unreadable",
         ) from error
     if not model.graph.num_nodes():
-        raise CheckpointError(f"{path} holds no graph", remedy="use the file of a whole model")
+        raise CheckpointError(f"{path} holds no graph", remedy="use the file of a whole model", code="no-model")
     opset = next((version for domain, version in model.opset_imports.items() if domain in STANDARD_DOMAINS), OLDEST_OPSET)
     if opset < OLDEST_OPSET:
         model = convert_to_oldest(model, opset, path)
@@ -333,7 +335,7 @@ def require_inlined_fits(model: onnx_ir.Model) -> None:
     def size_of_call(node: onnx_ir.Node, within: tuple[Any, ...]) -> int:
         name = node.op_identifier()
         if name in within or len(within) > DEEPEST:
-            raise CheckpointError(f"the function {node.op_type} calls itself", remedy="export the model again")
+            raise CheckpointError(f"the function {node.op_type} calls itself", remedy="export the model again", code="unreadable")
         if name not in sizes:
             called = model.functions.get(name)
             sizes[name] = 1 if called is None else size_of(called, (*within, name))

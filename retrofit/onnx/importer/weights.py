@@ -176,7 +176,10 @@ class Weights:
         """`tensor` is the constant `value`, as if the file had it, and becomes a parameter that is named after `source`."""
         if value in self.computed or value.name in {computed.name for computed in self.computed}:
             raise CheckpointError(
-                f"{self.path} has two constants called {value.name}", remedy="export the model again", site=value.name or ""
+                f"{self.path} has two constants called {value.name}",
+                remedy="export the model again",
+                site=value.name or "",
+                code="twice",
             )
         self.computed[value] = tensor
         self.names[value] = parameter_name(re.sub(QUANTIZER_SUFFIX, "", source), tensor.dim(), self.first_reader(value))
@@ -191,6 +194,7 @@ class Weights:
                 why=f"the graph {self.graph_name} reads it",
                 remedy="export it again",
                 site=value.name or "",
+                code="missing",
             )
         return to_torch(self.initializers[value])
 
@@ -338,6 +342,7 @@ def refuse_odd_inputs(inputs: Sequence[onnx_ir.Value], path: Path) -> None:
                 why=f"its type is {getattr(value.dtype, 'name', 'not given')}",
                 remedy="export the model without it",
                 site=value.name or "",
+                code="type",
             )
     refuse_same_names("inputs", inputs, path)
 
