@@ -127,7 +127,7 @@ def in_temporary_file(tensor: Tensor) -> Tensor:
     if tensor.device.type != "cpu" or not tensor.numel():
         return tensor
     with contextlib.suppress(OSError), tempfile.TemporaryFile() as file:
-        file.write(memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()))
+        file.write(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
         file.flush()
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=tensor.dtype).view(tensor.shape)
     return tensor
