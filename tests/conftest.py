@@ -1,7 +1,7 @@
 """Of a test marked `first(n)`, the first n parameter sets run with `make test`, the others with `make long`.
 
 Garbage is collected seldom, and only among what the tests of a file made: looking through torch, transformers and their caches took
-more than a sixth of the time.
+more than a sixth of the time. No test of hypothesis fails for the time that it takes.
 """
 
 import gc
@@ -9,9 +9,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from support.command_server import CommandServer
 
 gc.set_threshold(50_000, 20, 50)
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 
 def pytest_configure(config: pytest.Config) -> None:
