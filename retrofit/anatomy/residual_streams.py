@@ -134,7 +134,7 @@ def stream_above(node: fx.Node, flow: Dataflow, latest: Latest) -> set[fx.Node]:
 def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | None:
     """Return the residual addition that ends in `node`, None where no term of the sum is another's heavy ancestor."""
     terms = addends(node, flow, latest)
-    best: tuple[int, int, fx.Node, list[fx.Node]] | None = None
+    found: list[tuple[fx.Node, list[fx.Node]]] = []
     for trunk in terms:
         before: list[fx.Node] = []  # the branches of a base that casts the next one in vain
         for base in flow.carried_chain(trunk):
@@ -142,13 +142,17 @@ def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | Non
             if any(is_stream_after(base, term, flow, latest) for term in branches):
                 break
             if len(branches) > len(before):
-                candidate = (len(branches), -flow.position[base], base, branches)
-                if best is None or candidate[:2] > best[:2]:
-                    best = candidate
+                found.append((base, branches))
             if branches and not is_same_value(base):
                 break
             before = branches
-    return None if best is None else Residual(node, best[2], sorted(best[3], key=flow.position.__getitem__))
+    if not found:
+        return None
+    most = max(len(branches) for _, branches in found)
+    bases = {base: branches for base, branches in found if len(branches) == most}
+    above = {place for base in bases for place in flow.carried_chain(base)[1:]}  # before these branches left: a stream of blocks
+    base = min(bases.keys() - above, key=flow.position.__getitem__)
+    return Residual(node, base, sorted(bases[base], key=flow.position.__getitem__))
 
 
 def residual_chains(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:

@@ -128,6 +128,24 @@ def test_parallel_branches_are_one_addition(code: Code) -> None:
     assert [modules_between(one, flow) for one in chain] == [[{"f0"}, {"f1"}], [{"f2"}, {"f3"}]]
 
 
+def on_blocks(m: Written, h: Tensor) -> Tensor:
+    """Each layer works on one of two blocks of the stream; what it returns is added to weighted sums of both."""
+    stream, weight = torch.cat([h, h], -1), m.scale[:2].unsqueeze(-1)
+    for number, (f, g) in enumerate(((m.f0, m.f1), (m.f2, m.f3))):
+        block = stream.narrow(-1, number * WIDTH, WIDTH)
+        y = f(m.n0(block)) + g(m.n1(block)) + block
+        first, second = stream.unflatten(-1, (2, 1, -1)).unbind(-3)
+        mixed = torch.addcmul(first * weight, second, weight)
+        stream = torch.addcmul(mixed, y.unsqueeze(-2), weight).flatten(-2)
+    return stream.narrow(-1, 0, WIDTH)
+
+
+def test_parallel_branches_on_a_block_of_the_stream_leave_it_at_that_block() -> None:
+    (chain,), flow = found(on_blocks)
+    assert [modules_between(one, flow) for one in chain] == [[{"f0"}, {"f1"}], [{"f2"}, {"f3"}]]
+    assert [one.base for one in chain] == [node for node in flow.nodes if op(node) == "narrow"][:2]
+
+
 def gated(m: Written, h: Tensor) -> Tensor:
     h = h + torch.sigmoid(m.gate(h)) * m.f0(h)
     return h + torch.tanh(m.f1(h)) * m.f2(h)

@@ -509,10 +509,11 @@ def test_it_composes(identity: str, order: tuple[str, ...], tmp_path: Path) -> N
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), others), logits(model, others))
 
 
-def test_in_an_altup_model_the_narrow_layer_gets_the_table() -> None:
-    model = build("causal/llama")
-    retrofit.apply(model, "altup(k=2)", "memory(lookup=softmax)", example_inputs=inputs("causal/llama"), verify=False)
-    for layer in model.model.layers:
+@pytest.mark.parametrize(("identity", "lookup"), [("causal/llama", "softmax"), ("causal/gpt_neox", "ngram, buckets=64")])
+def test_in_an_altup_model_the_narrow_layer_gets_the_table(identity: str, lookup: str) -> None:
+    model = build(identity)
+    retrofit.apply(model, "altup(k=2)", f"memory(lookup={lookup})", example_inputs=inputs(identity), verify=False)
+    for layer in model.base_model.layers:
         assert layer.k == 2 and isinstance(layer.layer, MemoryLayer)
         assert layer.layer.memory.width == model.config.hidden_size
 
