@@ -1,9 +1,9 @@
-"""Checkpoints of transformers' trainer: written whole or not at all, and refused where something that a run needs is missing.
+"""Checkpoints of transformers' trainer: written completely or not at all, and refused if anything is missing that a run needs.
 
-What evaluations and checkpoints cost is measured, and stays within a tenth of the time of the steps: where the settings name no
-interval, evaluations before the last are of a sample of the windows held out, made where the steps so far pay for them; so are
-checkpoints, none in the first minute. The last evaluation is of all windows. A monitor times the steps, reports them, lists
-parameters that no step trained, and stops a run that diverges.
+Without intervals in the settings, evaluations and checkpoints each take at most a tenth of the time of the steps. Evaluations
+before the last use a sample of the held-out windows, and both are made only once the steps so far pay for them; the first
+checkpoint is written after a minute at the earliest. The last evaluation uses all windows. A monitor times and reports the steps,
+lists parameters that no step trained, and stops a run that diverges.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from retrofit.progress import Milestone
 from retrofit.training import processes
 from retrofit.training.table_optimizer import TableAdamW
 
-OF_TORCH = ("PytorchStreamWriter", "inline_container")  # in what torch says of a file that it could not write
-FULL = 1 << 20  # bytes: where less is free, that was it
+OF_TORCH = ("PytorchStreamWriter", "inline_container")  # torch's message when it cannot write a file contains one of these
+FULL = 1 << 20  # bytes; with less free space, the disk is taken to be full
 
 
 @contextlib.contextmanager
 def whole_checkpoint(folder: Path) -> Iterator[None]:
-    """Within this context `folder` is written; a signal waits until it is whole, and if that fails it is gone.
+    """Write `folder` in this context: a signal waits until it is complete, and a failure removes it.
 
     Raises `TrainingError` where a file cannot be written.
     """
@@ -83,7 +83,7 @@ def causes(error: BaseException) -> Iterator[BaseException]:
             yield cause
 
 
-DIAL = "dial.json"  # in a checkpoint: where the dials stood
+DIAL = "dial.json"  # in a checkpoint: how far the sites have turned
 OPTIMIZER, SCHEDULER, RANDOM, STATE = "optimizer.pt", "scheduler.pt", "rng_state*.pth", "trainer_state.json"
 
 
@@ -167,27 +167,29 @@ def read_dial(checkpoint: Path) -> Mapping[str, Any]:
 # ── When a run is evaluated and saved ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-SHARE = 0.05  # of the time of the steps that evaluations may take, and that checkpoints may
+SHARE = 0.05  # upper bound on the time of evaluations, and on that of checkpoints, relative to the time of the steps
 SAMPLE = 0.015  # batches of a sampled evaluation, for each step: a forward is about a third of a step, ten of them a twentieth
-FIRST_CHECKPOINT = 60.0  # seconds after which the first is written
-BYTES_A_SECOND = 2e8  # at which a checkpoint is supposed to be written, until the first was
+FIRST_CHECKPOINT = 60.0  # seconds until the first checkpoint
+BYTES_A_SECOND = 2e8  # assumed speed of writing, until a checkpoint has been timed
 
 
 class Pace:
-    """The durations of a run's steps, evaluations and checkpoints, and whether another of those without an interval is due."""
+    """Durations of a run's steps, evaluations and checkpoints; decides when the next evaluation or checkpoint is due without an
+    interval.
+    """
 
     def __init__(self, *, evaluations: bool, checkpoints: bool, checkpoint_bytes: int = 0) -> None:
         self.evaluations, self.checkpoints = evaluations, checkpoints  # have no interval
         self.steps = self.evaluating = self.saving = 0.0  # seconds
-        self.evaluation = 0.0  # seconds of the last
+        self.evaluation = 0.0  # seconds of the last evaluation
         self.checkpoint = checkpoint_bytes / BYTES_A_SECOND
         self.began = time.perf_counter()
         self.received: list[int] = []  # signals
         self.stopped: KeyboardInterrupt | None = None  # raised between two steps
-        self.ends_after_a_step = False  # where it is interrupted
+        self.ends_after_a_step = False  # whether a signal waits for the end of the step
 
     def sample(self, windows: int, steps: int, batch: int) -> list[int] | None:
-        """Return the windows held out that an evaluation before the last is of, spread over all; None: all of them."""
+        """Return the held-out windows that an evaluation before the last uses, spread over all of them; None for all."""
         count = batch * math.ceil(SAMPLE * steps)
         if not self.evaluations or count >= windows:
             return None
@@ -221,14 +223,14 @@ class Pace:
 
     @property
     def interrupted(self) -> bool:
-        """Return whether the run is to be saved after this step, and to end."""
+        """Return whether the run is to be saved and ended after this step."""
         return bool(self.received) or self.stopped is not None
 
     @contextlib.contextmanager
     def ending_after_a_step(self) -> Iterator[None]:
-        """Within this context the first SIGINT or SIGTERM waits until the block ends, the second is heeded at once.
+        """The first SIGINT or SIGTERM in this context waits until the block ends; the second takes effect at once.
 
-        The block is to end after the step that `interrupted` is seen in.
+        The block has to end after the step in which `interrupted` becomes true.
         """
         self.ends_after_a_step = True
         if threading.current_thread() is not threading.main_thread():
@@ -264,7 +266,7 @@ class Pace:
 
 
 class StepMonitor(TrainerCallback):
-    """Times the steps, reports them, has them evaluated and saved as often as the settings say, and stops a run that diverges."""
+    """Callback that times and reports the steps, schedules evaluations and checkpoints, and stops a run that diverges."""
 
     def __init__(self, progress: Callable[[str], None] | None, stage: str = "") -> None:
         self.progress, self.stage = progress, stage
@@ -272,10 +274,10 @@ class StepMonitor(TrainerCallback):
         self.seconds: list[float] = []
         self.began = 0.0
         self.loss = self.held_out = ""
-        self.idle: list[nn.Parameter] | None = None  # those that no gradient has reached so far; None before the first step
+        self.idle: list[nn.Parameter] | None = None  # parameters without any gradient so far; None before the first step
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
-        state.compute_steps(args, state.max_steps)  # a checkpoint brings back how often its run evaluated, saved and logged
+        state.compute_steps(args, state.max_steps)  # a checkpoint restores the intervals of its own run
 
     def on_step_begin(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
         self.began = time.perf_counter()
@@ -314,10 +316,10 @@ class StepMonitor(TrainerCallback):
         if self.pace.interrupted:
             control.should_save = control.should_training_stop = True
         if control.should_save or state.global_step % state.save_steps == 0:
-            control.should_log = True  # the trainer forgets in a checkpoint what it has not logged
+            control.should_log = True  # a checkpoint would lose what is not logged
 
     def on_save(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
-        if self.pace.interrupted:  # while it was written
+        if self.pace.interrupted:  # during the evaluation or checkpoint
             control.should_training_stop = True
 
     def on_log(self, args: TrainingArguments, state: Any, control: Any, logs: dict[str, float] | None = None, **rest: Any) -> None:
@@ -339,5 +341,5 @@ class StepMonitor(TrainerCallback):
 
     @property
     def seconds_per_step(self) -> float:
-        """The median; 0 where there was none."""
+        """Median duration of a step; 0 if there was none."""
         return statistics.median(self.seconds) if self.seconds else 0.0

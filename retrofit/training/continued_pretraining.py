@@ -63,18 +63,18 @@ def continue_pretraining(
     force: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> TrainingRun:
-    """`model`, in place, has been trained on `texts` with its own objective, and is saved at `output` where that is given.
+    """Train `model` in place on `texts` with its own objective, and save it at `output` if given.
 
-    A sentence-transformers model is trained as a whole, by telling texts apart, and from a teacher's embeddings.
+    A sentence-transformers model is trained as a whole: on a contrastive loss, and on a teacher's embeddings.
 
-    With the dense model it was rewritten from as `teacher`, its sites first learn to give what the dense ones give, then the whole
-    learns from its own loss and the teacher's predictions (`align`, `anneal` and `distil` of the settings). With the folder that
-    `teach` wrote for the same texts, it learns from these predictions and its own loss, and the dense model is not needed.
+    With the dense model as `teacher`, the sites first learn the outputs of the dense modules; then the model learns from its own
+    loss and the teacher's predictions (`align`, `anneal` and `distil` of the settings). With a folder that `teach` wrote for the
+    same texts, it learns from those predictions and its own loss, without the dense model.
 
-    The numbers, their curve and the checkpoints are in a folder next to `output`. The same settings, texts and model give the same
-    windows in the same order whatever the model is, and a resumed run ends where an uninterrupted one does. `progress` is called
-    after each step. Raises `TrainingError` where the model computes no loss, the text is too short, the loss is not finite, or the
-    teacher is not the model's dense original.
+    Numbers, curve and checkpoints are written to a folder next to `output`. The same settings and texts give the same windows in
+    the same order for any model, and a resumed run ends where an uninterrupted one does. `progress` is called after each step.
+    Raises `TrainingError` if the model computes no loss, the text is too short, the loss is not finite, or the teacher is not the
+    model's dense original.
     """
     require_module(model)
     require_in_memory(model, "trained")
@@ -131,7 +131,7 @@ def continue_pretraining(
     stages = Stages.of(settings, model, guide)
     new = NewRates.of(model, settings.lr, settings.lr_new)
     facts = {
-        "recipe": "; ".join(stored_recipe(rewritten_part(model))),  # before the model, which differs where it does
+        "recipe": "; ".join(stored_recipe(rewritten_part(model))),  # before the model, whose hash differs with it
         "model": hash_architecture(model),
         "dtype": ", ".join(dtypes_of(model)),
         "choice of trained parameters": hash_trained(model),
@@ -195,7 +195,7 @@ def continue_pretraining(
     if target is not None:
         place = target
 
-        def finish() -> None:  # the model is the last thing to need memory: where it is there, the run is done
+        def finish() -> None:  # last, because it needs the memory: a saved model means a finished run
             draw_run(run)
             save(model, place, force=force, tokenizer=None if pipeline else tokenizer)
             finish_folder(run)
@@ -208,15 +208,15 @@ def continue_pretraining(
 def shared_run_folder(
     output: Path | None, facts: Mapping[str, Any], settings: Settings, *, resume: bool
 ) -> Iterator[tuple[Path, Path | None]]:
-    """`run_folder` for all processes: the first one makes the folder, and removes it."""
+    """`run_folder` for all processes; the first one creates and removes the folder."""
     with contextlib.ExitStack() as stack:
         yield processes.in_first(lambda: stack.enter_context(run_folder(output, facts, settings, resume=resume)))
-        processes.wait()  # until nobody looks into the folder any more
+        processes.wait()  # until no process reads the folder
 
 
 @contextlib.contextmanager
 def trained_copy(model: nn.Module, settings: Settings, cpu: bool) -> Iterator[nn.Module]:
-    """Yield `model`, or a copy whose parameters are divided and whose values the first process copies to `model` afterwards."""
+    """Yield `model`, or a sharded copy of it whose values are copied to `model` in the first process afterwards."""
     if not processes.sharded(settings.fsdp):
         yield model
         return
@@ -229,7 +229,7 @@ def trained_copy(model: nn.Module, settings: Settings, cpu: bool) -> Iterator[nn
 
 
 def dtypes_of(model: nn.Module) -> list[str]:
-    """Return the names of its parameters' dtypes."""
+    """Return the names of the dtypes of the model's parameters."""
     return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
 
 
@@ -244,7 +244,7 @@ def refuse_unsavable(model: nn.Module, target: Path) -> None:
 
 
 def require_trainable(model: nn.Module) -> None:
-    """Raises `TrainingError` where nothing of the model is trained, or weights of which a step would come to nothing.
+    """Raises `TrainingError` if no parameter is trainable, or trainable weights are in float16.
 
     Where a quantizer packed the weights, adapters or the quantizer itself may be trained.
     """
@@ -276,7 +276,7 @@ def require_trainable(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def activation_checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
-    """Within this context the layers of `model` recompute their activations in the backward pass, where `enabled`."""
+    """Recompute the activations of the layers in the backward pass within this context, if `enabled`."""
     if not enabled:
         yield
         return
@@ -303,7 +303,7 @@ def activation_checkpointing(model: nn.Module, enabled: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_model(model: nn.Module) -> Iterator[None]:
-    """Afterwards the device, modes, forward and config of `model`, and the library's verbosity, are as they were."""
+    """Restore the device, modes, forward and config of `model`, and the library's verbosity, on exit."""
     device, verbosity = next(model.parameters()).device, logging.get_verbosity()
     attributes = dict(vars(model))
     settings = vars(model.config) if isinstance(getattr(model, "config", None), PreTrainedConfig) else {}

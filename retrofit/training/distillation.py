@@ -2,21 +2,20 @@
 
     T² mean_t KL(p_t ‖ q_t)        p_t = softmax(teacher_t / T), q_t = softmax(student_t / T)
 
-Of predictions that were kept on disk only the k largest p_i of a token are known, the set S, and the sum of the rest. The student's
-are then compared with both, which is the same where k is the size of the vocabulary, and else at most the same:
+Predictions on disk contain only the k largest p_i of a token, the set S, and the sum of the rest. The student is compared with
+both, which gives the divergence if k is the size of the vocabulary, and a lower bound of it otherwise:
 
     KL(p ‖ q) ≥ Σ_{i ∈ S} p_i log(p_i / q_i) + p_R log(p_R / q_R)        p_R = 1 − Σ_S p_i, q_R = 1 − Σ_S q_i
 
-Computed some tokens at a time, with the gradient, so that next to the student's logits and their gradient nothing of the size
-(tokens, vocabulary) is ever held; a teacher's logits come one window at a time.
+Loss and gradient are computed for some tokens at a time, so that only the student's logits and their gradient have the size
+(tokens, vocabulary); a teacher's logits are computed one window at a time.
 
-The head of a model apart from the rest: hidden states in, logits of some tokens at a time out.
+The head of a model, separated from the rest: from hidden states to the logits of some tokens at a time.
 
-    logits = after(head(h))        h: (batch, seq, d), what the head's module receives
+    logits = after(head(h))        h: (batch, seq, d), the input of the head's module
 
-Where the data flow shows that the logits are made by one module, of one stream and token by token, but for pointwise operations
-with numbers that come after it, the rest of the model is run without it, and the logits of some tokens are computed when they are
-needed.
+If one module computes the logits from one stream, token by token, and only pointwise operations with constants follow it, the rest
+of the model runs without it, and the logits of some tokens are computed when they are needed.
 """
 
 from __future__ import annotations
@@ -39,15 +38,15 @@ from retrofit.program.aten_ops import DROPOUT, POINTWISE, is_float, op, shape
 from retrofit.program.program import Call
 from retrofit.training.objectives import IGNORED, Example, list_of, token_logits, without_labels
 
-CHUNK = 1 << 22  # logits computed with at a time
-NEVER = -1e4  # the logarithm of a probability of nothing
+CHUNK = 1 << 22  # logits that are computed at a time
+NEVER = -1e4  # the logarithm of probability 0
 
 
 class Predictions(Protocol):
     """The predictions of a teacher for some tokens."""
 
     def divergence(self, student: Tensor, rows: slice, temperature: float) -> Tensor:
-        """Σ_t T² KL(p_t ‖ q_t) over the tokens `rows`, of which `student` are the logits: (tokens, vocabulary)."""
+        """Return Σ_t T² KL(p_t ‖ q_t) over the tokens `rows`; `student`: their logits, (tokens, vocabulary)."""
         ...
 
 
@@ -65,7 +64,7 @@ class WholePredictions:
 
 @dataclasses.dataclass(frozen=True)
 class LargestPredictions:
-    """The largest probabilities of a teacher, at one temperature, and the sum of the others: logarithms.
+    """The largest probabilities of a teacher at one temperature and the sum of the others, as logarithms.
 
     `ids` and `log_p` are (tokens, k), `log_rest` is (tokens).
     """
@@ -76,7 +75,7 @@ class LargestPredictions:
 
     @staticmethod
     def of(logits: Tensor, k: int, temperature: float) -> LargestPredictions:
-        """Return those of whole logits: (tokens, vocabulary)."""
+        """Return the largest predictions of whole logits: (tokens, vocabulary)."""
         log_p = (logits.float() / temperature).log_softmax(-1)
         largest, ids = log_p.topk(k)
         return LargestPredictions(ids, largest, log_p.scatter(-1, ids, -torch.inf).logsumexp(-1).clamp_min(NEVER))
@@ -84,7 +83,7 @@ class LargestPredictions:
     def divergence(self, student: Tensor, rows: slice, temperature: float) -> Tensor:
         ids, log_p, log_rest = (tensor[rows].to(student.device) for tensor in (self.ids, self.log_p, self.log_rest))
         ids, log_rest = ids.long(), log_rest.float().clamp_min(NEVER)
-        log_all = torch.cat([log_p.float(), log_rest[:, None]], -1).log_softmax(-1)  # they were rounded
+        log_all = torch.cat([log_p.float(), log_rest[:, None]], -1).log_softmax(-1)  # the stored values are rounded
         scaled = student.float() / temperature
         total = scaled.logsumexp(-1, keepdim=True)
         log_q = scaled.gather(-1, ids) - total
@@ -96,10 +95,9 @@ class LargestPredictions:
 
 
 class SumOverChunks(torch.autograd.Function):
-    """Σ function(x[rows], rows) over chunks of rows of x, (tokens, …), with the gradients for x and for `parameters`.
+    """Σ function(x[rows], rows) over chunks of rows of x, (tokens, …), with the gradients of x and of `parameters`.
 
-    Both are computed in the forward pass, so that of what `function` needs only that of one chunk is held. Gradients of parameters
-    are summed in float32 at least.
+    The forward pass computes both, one chunk in memory at a time. Gradients of parameters are summed in float32 or wider.
     """
 
     @staticmethod
@@ -146,13 +144,13 @@ class SumOverChunks(torch.autograd.Function):
 def sum_over_chunks(
     function: Callable[[Tensor, slice], Tensor], x: Tensor, vocabulary: int, parameters: tuple[nn.Parameter, ...] = ()
 ) -> Tensor:
-    """Return the sum above, in chunks of as many rows as have `CHUNK` logits; a gradient passes through it once."""
+    """Return `SumOverChunks` with chunks of `CHUNK` logits; backward works once."""
     size = max(1, CHUNK // vocabulary)
     return SumOverChunks.apply(function, size, torch.is_grad_enabled(), x, *parameters)  # type: ignore[no-any-return]
 
 
 def total_divergence(student: Tensor, predictions: Predictions, temperature: float) -> Tensor:
-    """Σ_t of the formula above for all tokens of `student`, (…, vocabulary)."""
+    """Return Σ_t of the formula above over all tokens of `student`: (…, vocabulary)."""
     rows = student.flatten(0, -2)
     return sum_over_chunks(lambda some, which: predictions.divergence(some, which, temperature), rows, rows.shape[-1])
 
@@ -160,9 +158,9 @@ def total_divergence(student: Tensor, predictions: Predictions, temperature: flo
 def divergence_from_teacher(
     student: Tensor, batch: Mapping[str, Any], teacher: Callable[[Mapping[str, Any]], Tensor], temperature: float = 1.0
 ) -> Tensor:
-    """Return the mean over all tokens of the formula above: `student`, (batch, …, vocabulary), are the logits for `batch`.
+    """Return the mean of the formula above over all tokens; `student`: the logits for `batch`, (batch, …, vocabulary).
 
-    `teacher` gives its logits for one window at a time, (1, …, vocabulary).
+    `teacher` returns its logits one window at a time, (1, …, vocabulary).
     """
     total = student.new_zeros((), dtype=torch.float32)
     for row, ours in enumerate(student.split(1)):
@@ -171,7 +169,7 @@ def divergence_from_teacher(
     return total / student[..., 0].numel()
 
 
-TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # of logits computed another way, relative to the largest
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # between two ways to compute the logits, relative to the largest
 HALF_TOLERANCE = 3e-2
 SAME_LOSS = 1e-5
 
@@ -182,14 +180,14 @@ class LogitHead:
 
     path: str
     module: nn.Module
-    after: tuple[fx.Node, ...]  # in order; the argument of the first is what the module returns
+    after: tuple[fx.Node, ...]  # in order; the first one takes the module's output
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
         return tuple(parameter for parameter in self.module.parameters() if parameter.requires_grad)
 
     def logits(self, h: Tensor) -> Tensor:
-        """Return those of some tokens: (tokens, d) to (tokens, vocabulary)."""
+        """Return the logits of some tokens: (tokens, d) to (tokens, vocabulary)."""
         value: Tensor = self.module(h[None])[0]
         if not self.after:
             return value
@@ -205,7 +203,7 @@ class LogitHead:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[list[Tensor]]:
-        """Within this context the module returns one zero a token; the list receives what it was given."""
+        """Let the module return one zero a token within this context; its inputs are appended to the list."""
         received: list[Tensor] = []
         name = next(iter(python_inspect.signature(self.module.forward).parameters), "")
         own = vars(self.module).get("forward")
@@ -225,7 +223,7 @@ class LogitHead:
                 self.module.forward = own
 
     def hidden(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """Return what the head receives in a forward of `model`: (batch, seq, d)."""
+        """Return the input of the head in a forward of `model`: (batch, seq, d)."""
         with self.left_out() as received:
             model(**inputs)
         (h,) = received
@@ -233,7 +231,7 @@ class LogitHead:
 
 
 def find_logit_head(model: nn.Module) -> LogitHead | None:
-    """Return the head of `model`, by its data flow; None where it does not come apart."""
+    """Return the head of `model`, by data flow; None if the rest cannot run without it."""
     try:
         anatomy = inspect(model)
     except RetrofitError:
@@ -251,15 +249,15 @@ def find_logit_head(model: nn.Module) -> LogitHead | None:
 
 
 def holds_layer(call: Call, anatomy: Anatomy) -> bool:
-    """Return whether a residual addition was computed within the call."""
+    """Return whether the call contains a residual addition."""
     adds = (anatomy.node(branch.add) for layer in anatomy.layers for branch in layer.branches)
     return any(call.encloses(anatomy.flow.call_of(add)) for add in adds)
 
 
 def head_of(call: Call, anatomy: Anatomy) -> LogitHead | None:
-    """Return the module of one call as the head, None where it is not.
+    """Return the head if the module of this call is one, else None.
 
-    It receives one stream, and its result becomes the logits.
+    A head reads one stream, and the logits are computed from its output.
     """
     program = anatomy.program
     logits = next((node for node in program.outputs.values() if is_float(node)), None)
@@ -284,9 +282,9 @@ def head_of(call: Call, anatomy: Anatomy) -> LogitHead | None:
 
 @torch.no_grad()
 def comes_apart(head: LogitHead, learner: nn.Module, example: Example, shift: int | None) -> bool:
-    """Return whether the logits of an example, with labels, are those of the head, and the model's own loss is their cross-entropy.
+    """Return whether head and hidden states reproduce an example's logits, and their cross-entropy the model's own loss.
 
-    The loss compares the output at p with the label at p + shift; it is not looked at where `shift` is None.
+    The loss compares the output at p with the label at p + shift; it is not compared if `shift` is None.
     """
     with evaluation_mode(learner):
         own = list_of(learner(**example))[0]
@@ -297,7 +295,7 @@ def comes_apart(head: LogitHead, learner: nn.Module, example: Example, shift: in
             rows = h.flatten(0, 1)
             third = max(1, len(rows) // 3)
             found = torch.cat([head.logits(rows[start : start + third]) for start in range(0, len(rows), third)])
-        except Exception:  # whatever the model's own code raises without its logits
+        except Exception:  # the model's own code may raise anything without its logits
             return False
     expected = logits.flatten(0, -2)
     if found.shape != expected.shape:
@@ -311,5 +309,5 @@ def comes_apart(head: LogitHead, learner: nn.Module, example: Example, shift: in
 
 
 def targets_of(labels: Tensor, shift: int) -> Tensor:
-    """Return what the output at p has to predict: the label at p + shift; both (batch, seq)."""
+    """Return the target of each output, the label at p + shift; both (batch, seq)."""
     return F.pad(labels[:, shift:], (0, shift), value=IGNORED)

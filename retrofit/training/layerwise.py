@@ -1,17 +1,17 @@
-"""The rewritten sites of a model next to the dense modules that they replaced: both see the same arguments.
+"""The rewritten sites of a model next to the dense modules that they replaced, called with the same arguments.
 
-    align    every site returns what the dense module returns, and how far its own result is from that is recorded. So every later
-             site sees the dense model's own activations, and no gradient passes from one site to another.
+    align    every site returns the dense module's output, and the distance of its own output is recorded: every later
+             site sees the dense model's activations, and no gradient passes from one site to another.
     anneal   every site returns (1 − λ) dense(x) + λ new(x): the dense model at λ = 0, bit for bit, the rewritten one at λ = 1.
-             A site with a dial of its pass's own is turned to λ instead, once its parameters have the dense values.
+             A site whose pass has a dial is turned to λ instead, once its parameters have the dense values.
 
-Hooks do it, so no module, name or parameter of the model changes.
+Hooks do it: no module, name or parameter of the model changes.
 
 The residual stream after every layer of the rewritten model, next to that after the same layer of the dense one.
 
-The layers are those of the dense model's anatomy. In the rewritten model a layer is the module at its path, with all that was put
-around it, where that returns a stream of the dense shape. Where it returns a wider one (AltUp's blocks), it is the dense layer
-inside: its result is the part of the wide stream that it computed (of two streams, the newer one).
+The layers are those of the dense model's anatomy. In the rewritten model a layer is the module at its path, wrappers included, if
+it returns a stream of the dense shape. If it returns a wider stream (AltUp's blocks), it is the dense layer inside, whose output is
+the part of the wide stream that it computes (of two streams, the newer one).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from retrofit.passbase.replaying import CorrespondingSite
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DenseSite:
-    """A site of the rewritten model, and the dense module, which is frozen and in evaluation mode."""
+    """A site of the rewritten model and the dense module, frozen and in evaluation mode."""
 
     name: str
     module: nn.Module
@@ -48,16 +48,16 @@ class DenseSite:
 
     @torch.no_grad()
     def dense_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what the dense module returns for the arguments of a call of the site."""
+        """Return the output of the dense module for the arguments of a call of the site."""
         return self.dense(*args, **known_keywords(self.dense, kwargs))
 
     def with_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the same with a gradient that passes through it to the arguments."""
+        """Return the output of the dense module with a gradient to the arguments."""
         return self.dense(*args, **known_keywords(self.dense, kwargs))
 
 
 class DenseSites:
-    """The sites of a rewritten model that have a dense module to learn from."""
+    """The sites of a rewritten model that replace a dense module."""
 
     def __init__(self, model: nn.Module, dense: nn.Module, sites: Sequence[CorrespondingSite]) -> None:
         self.model = model
@@ -65,7 +65,7 @@ class DenseSites:
             DenseSite(site.rewritten, model.get_submodule(site.rewritten), dense.get_submodule(site.dense), site.dial)
             for site in sites
         ]
-        self.dialled: dict[str, Dial] = {}  # by the names of the sites that are turned by a dial of their own
+        self.dialled: dict[str, Dial] = {}  # by site, if its pass has a dial
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the sites, each once."""
@@ -73,16 +73,16 @@ class DenseSites:
         yield from found.values()
 
     def replace(self, module: nn.Module) -> bool:
-        """Return whether a site is this module, or lies in it."""
+        """Return whether the module is a site or part of one."""
         inside = {id(part) for part in module.modules()}
         return any(id(site.module) in inside for site in self.sites)
 
     @contextlib.contextmanager
     def aligning(self, training: bool = True) -> Iterator[list[Tensor]]:
-        """Within this context sites return what the dense modules do; the list receives the squared error of each of their calls.
+        """Return the dense outputs from all sites within this context; the squared error of each call is appended to the list.
 
-        What lies between the sites, or around one of them, evaluates; the sites themselves train, where `training`. Both last
-        until the gradients are computed, where layers are computed again for them.
+        Modules between and around the sites are in evaluation mode; the sites are in training mode if `training`. Keep the context
+        open until the gradients are computed, because layers may be recomputed for them.
         """
         errors: list[Tensor] = []
 
@@ -100,9 +100,10 @@ class DenseSites:
 
     @contextlib.contextmanager
     def mixed(self, share: float) -> Iterator[None]:
-        """Within this context sites return (1 − share) dense(x) + share new(x), or are turned to `share` by their own dials.
+        """Return (1 − share) dense(x) + share new(x) from the sites within this context, or turn them to `share` by their own
+        dials.
 
-        It lasts until the gradients are computed, where layers are computed again for them.
+        Keep the context open until the gradients are computed, because layers may be recomputed for them.
         """
 
         def mix(site: DenseSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -120,7 +121,7 @@ class DenseSites:
                 dial.turn(module, 1.0)
 
     def errors(self, run: Callable[[], Any]) -> dict[str, float]:
-        """Return how far each site is from the dense module, relative to its size, for the calls that are made in `run`."""
+        """Return the relative distance of each site from its dense module over the calls in `run`."""
         found: dict[str, float] = {}
 
         def measure(site: DenseSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -134,7 +135,7 @@ class DenseSites:
 
 
 def known_keywords(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that a module's forward takes: a pass may have added others."""
+    """Return the keyword arguments of a module's forward; a pass may have added others to a call."""
     parameters = signature(module.forward).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return kwargs
@@ -142,11 +143,12 @@ def known_keywords(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def squared_error(found: Any, expected: Any, inputs: Sequence[Tensor]) -> Tensor:
-    """Return how far the first tensor of an output is from the expected one, relative to its size, no token deciding by its length.
+    """Return the squared error of the first tensor of an output, relative to the expected one; long tokens count no more than
+    others.
 
         Σ_t w_t ‖found_t − y_t‖² / Σ_t w_t ‖r_t‖²        w as in `numerics.distances`, of r
 
-    r is y, or, where the module returns one of its inputs x and adds to it, what it adds: y − x.
+    r is y or, if the module adds to one of its inputs x, the addend: y − x.
     """
     one, y = (rows_of(float_tensors(value)[0]) for value in (found, expected))
     streams = [rows_of(value) for value in inputs if value.dim() > 1]
@@ -160,7 +162,7 @@ def rows_of(value: Tensor) -> Tensor:
 
 
 def mixture(dense: Any, new: Any, share: float) -> Any:
-    """Return the floating-point tensors of two outputs of one structure, mixed; everything else as in the new one."""
+    """Return the mixture of the floating-point tensors of two outputs of one structure; everything else is the new output's."""
     theirs, spec = pytree.tree_flatten(dense)
     ours, same = pytree.tree_flatten(new)
     if spec != same:
@@ -174,12 +176,12 @@ def mixture(dense: Any, new: Any, share: float) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPair:
-    """A layer of the dense model, and where its part is computed in the rewritten one: the outermost module first."""
+    """A layer of the dense model and the modules that contain its part in the rewritten one, the outermost first."""
 
     name: str
     dense: nn.Module
     rewritten: tuple[nn.Module, ...]
-    stream: int | str | None  # index or key of the stream in what the layer returns, None: the returned value itself
+    stream: int | str | None  # index or key of the stream in the layer's output; None: the output itself
 
     def stream_of(self, output: Any) -> Tensor | None:
         value = output if self.stream is None or isinstance(output, Tensor) else output[self.stream]
@@ -194,9 +196,9 @@ class HiddenStates:
 
     @staticmethod
     def of(student: nn.Module, dense: nn.Module, places: Mapping[str, str]) -> HiddenStates:
-        """Return those of `student`; `places` says where a module of the dense model is now.
+        """Return the corresponding layers of `student`; `places` maps modules of the dense model to their present places.
 
-        Raises `TrainingError` where no layer is a module.
+        Raises `TrainingError` if no layer is a module.
         """
         modules, found = dict(student.named_modules()), {}
         for layer in inspect(dense).layers:
@@ -217,7 +219,7 @@ class HiddenStates:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[RecordedStreams]:
-        """Within this context the streams of both models are recorded: the dense one's where it is called as a whole."""
+        """Record the streams of both models within this context: the dense one's when it is called as a whole."""
         record = RecordedStreams(self)
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched({True: self.dense}, before=record.teach))
@@ -230,7 +232,7 @@ class HiddenStates:
 
 
 class RecordedStreams:
-    """The streams after each call of the layers: of the teacher, which is called once or once a window, and of the student."""
+    """The streams after each layer call of the student and of the teacher, which is called once or once a window."""
 
     def __init__(self, states: HiddenStates) -> None:
         self.states = states
@@ -248,7 +250,7 @@ class RecordedStreams:
             self.found.setdefault(id(layer), []).append(stream)
 
     def error(self) -> Tensor:
-        """Return the mean over the layers of their squared error relative to the dense stream, as sites are aligned by."""
+        """Return the mean over the layers of their squared error relative to the dense stream, weighted as for aligning sites."""
         errors = [self.error_of(pair) for pair in self.states.layers]
         comparable = [error for error in errors if error is not None]
         if not comparable:
@@ -262,10 +264,10 @@ class RecordedStreams:
         return torch.stack(comparable).mean()
 
     def error_of(self, pair: LayerPair) -> Tensor | None:
-        """That of one layer, all its calls; None where the student computes nothing of that shape."""
+        """Return the error of one layer over all its calls; None if the student computes no stream of that shape."""
         windows = self.found.get(id(pair.dense), [])
         calls = len(windows) // max(1, self.forwards)
-        expected = [torch.cat(windows[call::calls]) for call in range(calls)]  # a call of every forward
+        expected = [torch.cat(windows[call::calls]) for call in range(calls)]  # the same call in every forward
         around: list[Tensor] = []
         for layer in pair.rewritten:
             streams = self.found.get(id(layer), [])
@@ -279,9 +281,9 @@ class RecordedStreams:
 
 
 def with_gradient(stream: Tensor, around: Tensor) -> Tensor:
-    """Return the stream with its graph: where a layer recomputed in the backward pass left it without, as a part of `around`.
+    """Return the stream with its graph; if a recomputed layer left it without, take it from the output of the module `around`.
 
-    That is what the module around the layer returned. Raises `TrainingError` where no part of it is this stream.
+    Raises `TrainingError` if no part of that output is this stream.
     """
     if not (stream.requires_grad and stream.grad_fn is None):
         return stream

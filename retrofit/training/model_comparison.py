@@ -40,29 +40,29 @@ from retrofit.training.runs import COLOURS, DPI, SIZE
 from retrofit.training.settings import check_values
 from retrofit.training.windows import ordered_windows, require_windows
 
-ROUNDS = 5  # of timed calls; the models take turns in each
-DECODED = 16  # tokens that are decoded for a time
+ROUNDS = 5  # timed calls of each model, in turns
+DECODED = 16  # tokens that are decoded and timed
 BATCH = 4  # windows
 ONE_ORIGIN = "compare models of the same dense model; use --length if they read fewer tokens"
 
 
 @dataclasses.dataclass(frozen=True)
 class Figures:
-    """The predictions and costs of one model; ratios are to the first model, and `decode` is None where it generates nothing."""
+    """Predictions and costs of one model, ratios relative to the first model; `decode` is None if it generates nothing."""
 
     name: str
     loss: float  # nats a token
-    bits_per_byte: float | None  # None where not every token is predicted
+    bits_per_byte: float | None  # None unless every token is predicted
     divergence: float  # KL from the first model's predictions, nats a token
-    agreement: float  # part of the tokens for which both rank the same first
+    agreement: float  # share of the tokens for which both rank the same one first
     parameters: int
     flops: int  # a token, forward
-    memory: int  # bytes of the weights, and of what a forward of a window makes at its peak
+    memory: int  # bytes of the weights and of a window's forward at its peak
     prefill: float  # seconds of a window
     decode: float | None  # seconds a token
     scores: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by task and metric
-    unit: str = "token"  # whose FLOPs `flops` are
-    text: str = ""  # how the text was read, and how much of it
+    unit: str = "token"  # the unit of `flops`
+    text: str = ""  # tokenization and size of the text
 
 
 def compare_models(
@@ -74,10 +74,10 @@ def compare_models(
     most: int = 32,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> list[Figures]:
-    """Return the figures of each model on at most so many windows of the texts, evenly spread; the first one is the dense model.
+    """Return the figures of each model on at most so many windows of the texts, evenly spread; the first model is the dense one.
 
-    All models see the same windows, hidden tokens included. Times are the medians of rounds in which the models take turns.
-    Raises `TrainingError` where the first model computes no loss or the text is too short.
+    All models see the same windows and the same hidden tokens. Times are medians of rounds in which the models take turns. Raises
+    `TrainingError` if the first model computes no loss or the text is too short.
     """
     check_values(length=length, windows=most)
     dense = next(iter(models.values()))
@@ -115,7 +115,7 @@ def compare_models(
 
 
 def batches_of(windows: Tensor, objective: Objective) -> list[Example]:
-    """Return the windows, a few at a time; what is hidden in them is the same at every call."""
+    """Return the windows in small batches; the same tokens are hidden at every call."""
     collator, data = Collator(objective), ordered_windows(windows, seed=0)
     return [collator([data[row] for row in range(start, min(start + BATCH, len(data)))]) for start in range(0, len(data), BATCH)]
 
@@ -136,7 +136,7 @@ def predictions(model: nn.Module, dense: nn.Module, batches: Sequence[Example]) 
             same = ours.argmax(-1) == theirs.argmax(-1)
             sums += torch.tensor([float(loss) * len(ours), float(apart.sum()), float(same.sum())], dtype=torch.float64)
             rows, tokens = rows + len(ours), tokens + apart.numel()
-    return float(sums[0]) / rows, max(0.0, float(sums[1])) / tokens, float(sums[2]) / tokens  # rounding may make it less than zero
+    return float(sums[0]) / rows, max(0.0, float(sums[1])) / tokens, float(sums[2]) / tokens  # rounding may make it negative
 
 
 @torch.no_grad()
@@ -149,7 +149,7 @@ def require_comparable(models: Mapping[str, nn.Module], batch: Example) -> None:
         try:
             with evaluation_mode(learner):
                 shapes[name] = token_logits(learner(**inputs)).shape
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # the model's own code may raise anything
             raise TrainingError(
                 f"{name} cannot read the inputs of the first model", why=first_line(error), remedy=ONE_ORIGIN, code="does-not-run"
             ) from error
@@ -174,16 +174,16 @@ def counted_tokens(batches: Sequence[Example]) -> int:
 
 
 def bytes_of(windows: Tensor, codec: Codec) -> int:
-    """Return the bytes of text that the windows' tokens, but for the first of each, spell."""
+    """Return the bytes of text that the windows' tokens spell, the first of each excepted."""
     return max(1, sum(len(codec.decode(window[1:].tolist()).encode()) for window in windows))
 
 
 @torch.no_grad()
 def memory_of(model: nn.Module, batch: Example) -> int:
-    """Return the bytes of the weights, and of what a forward of one window makes at its peak."""
+    """Return the bytes of the weights and of a window's forward at its peak."""
     window = {name: value[:1].to(device_of(model)) for name, value in batch.items() if name != "labels"}
     with evaluation_mode(model):
-        learner = add_loss(model)  # it has the inputs that follow from the ids
+        learner = add_loss(model)  # it takes the inputs that follow from the ids
         return own_bytes(model) + peak_bytes(lambda: learner(**window))
 
 
@@ -203,7 +203,7 @@ def timed(models: Mapping[str, nn.Module], batch: Example) -> dict[str, tuple[fl
             with evaluation_mode(model):
                 learner = add_loss(model)
                 taken = seconds(lambda network=learner, given=inputs: network(**given))  # type: ignore[misc]
-                if turn:  # the first time is for warmth
+                if turn:  # the first call warms up
                     prefill[name].append(taken)
                 if decodes:
                     taken = seconds(lambda network=model, given=inputs: generated(network, given, DECODED + 1))  # type: ignore[misc]
@@ -214,7 +214,7 @@ def timed(models: Mapping[str, nn.Module], batch: Example) -> dict[str, tuple[fl
 
 
 def generated(model: Any, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
-    """Return a decoder starts from the token that it starts from in the window, whether or not the model's config names one."""
+    """Return the ids for generation: a decoder starts with the window's first token, whatever the model's config names."""
     given: dict[str, Any] = {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
     if "decoder_input_ids" in given:
         given["decoder_start_token_id"] = int(given.pop("decoder_input_ids")[0, 0])
@@ -235,9 +235,9 @@ def synchronize() -> None:
 
 
 def draw_comparison(path: Path, figures: Sequence[Figures], *, force: bool = False) -> Path:
-    """`path` is a PNG with a point for each model: its held-out loss over its speed, in times the first model's.
+    """Write a PNG with a point for each model: its held-out loss over its speed, relative to the first model's.
 
-    The speed is that of decoding where all models decode, and that of a window's forward too, in a panel of its own.
+    The speed is that of decoding if all models decode; a second panel has that of a window's forward.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -277,11 +277,11 @@ def task_scores(
     most: int | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> dict[str, dict[str, float]]:
-    """For each model the scores of the tasks, by task and metric ("arc_easy acc").
+    """Return the scores of the tasks for each model, by task and metric ("arc_easy acc").
 
-    `folder` holds descriptions of tasks (YAML) next to those of the package; `most` is how many examples of a task count. Data that
-    a task names and that is not on this machine is not fetched. Raises `TrainingError` where the package, a tokenizer or a task is
-    missing, and for a model that is none of transformers.
+    `folder` contains descriptions of tasks (YAML) next to those of the package; `most` limits the examples of a task. Nothing is
+    downloaded. Raises `TrainingError` if the package, a tokenizer or a task is missing, and for a model that is not one of
+    transformers.
     """
     require_package()
     for name, model in models.items():
@@ -321,7 +321,7 @@ def task_scores(
                 found = simple_evaluate(
                     model=runner, tasks=list(tasks), limit=most, task_manager=manager, bootstrap_iters=0, log_samples=False
                 )
-            except Exception as error:  # whatever a task's own code or its data raises
+            except Exception as error:  # a task's own code and data may raise anything
                 remedy = "tasks run on data of this machine: name local files in the task, or keep its data set in the cache"
                 raise TrainingError(
                     f"the tasks {', '.join(tasks)} cannot be run",

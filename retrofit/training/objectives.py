@@ -1,4 +1,4 @@
-"""Pretraining objectives as data collators, and which of them a model was trained with, detected by running the model.
+"""Pretraining objectives as data collators, and the detection of a model's own objective by running it.
 
 Next token; masked tokens (BERT, arXiv:1810.04805: 15 % of the tokens are hidden, of which 80 % become the mask, 10 % a random token
 and 10 % stay); span corruption (T5, arXiv:1910.10683: 15 % of the tokens, in spans of mean length 3, each replaced by a sentinel).
@@ -34,13 +34,13 @@ def without_labels(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]
 
 
 def find_logits(outputs: Any) -> Tensor | None:
-    """Return the output named `logits`, else the first, that has three dimensions."""
+    """Return the output named `logits`, else the first one with three dimensions."""
     named = [outputs["logits"]] if isinstance(outputs, Mapping) and "logits" in outputs else []
     return next((value for value in (*named, *list_of(outputs)) if isinstance(value, Tensor) and value.dim() == 3), None)
 
 
 def token_logits(outputs: Any) -> Tensor:
-    """Return the logits in what a model returned, as `find_logits` finds them; raises `TrainingError` where there are none."""
+    """Return the logits among a model's outputs, found by `find_logits`; raises `TrainingError` if there are none."""
     found = find_logits(outputs)
     if found is None:
         raise TrainingError(
@@ -53,7 +53,7 @@ def token_logits(outputs: Any) -> Tensor:
 
 
 def list_of(outputs: Any) -> list[Any]:
-    """Return what a model returned, in order."""
+    """Return a model's outputs as a list, in order."""
     if isinstance(outputs, Tensor):
         return [outputs]
     return list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)
@@ -69,7 +69,7 @@ def accepts_labels(model: nn.Module) -> bool:
 
 
 def add_loss(model: nn.Module) -> nn.Module:
-    """`model` where it takes labels, else wrapped in one that does; raises `TrainingError` where its inputs cannot be derived."""
+    """Return `model` if it takes labels, else a wrapper that does; raises `TrainingError` if its inputs cannot be derived."""
     if accepts_labels(model):
         return model
     parameters = forward_parameters(model)
@@ -88,22 +88,23 @@ def add_loss(model: nn.Module) -> nn.Module:
 
 
 def class_of(model: nn.Module) -> str:
-    """Return the class of a model as its user knows it, whether or not a loss was added."""
+    """Return the model's class as its user knows it, without an added loss."""
     return type(model.model if isinstance(model, WithLabelLoss) else model).__name__
 
 
 class WithLabelLoss(nn.Module):
-    """A model from ids to logits and, given labels, its loss: the mean cross-entropy of the logits at p and the label at p.
+    """Wrapper of a model from ids to logits that computes the loss of given labels: the mean cross-entropy of logits and label at
+    p.
 
-    The losses that its modules record, such as those that balance experts, are added to it.
+    Losses that its modules record, such as those that balance experts, are added.
     """
 
     def __init__(self, model: nn.Module, ids: str, beside: Mapping[str, torch.dtype]) -> None:
         super().__init__()
-        self.model, self.ids, self.beside = model, ids, beside  # the last by name, of inputs that follow from the ids
+        self.model, self.ids, self.beside = model, ids, beside  # `beside`: other inputs that follow from the ids, by name
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(batch, seq) ids, and labels that are -100 where nothing is learned, to the loss, if there are labels, and the logits."""
+        """Return the loss, if there are labels, and the logits for (batch, seq) ids; labels of -100 are ignored."""
         recording: AbstractContextManager[list[Tensor]] = nullcontext([]) if labels is None else auxiliary_losses()
         with recording as others:
             logits = find_logits(named_outputs(self.model(**self.inputs(input_ids))))
@@ -120,23 +121,23 @@ class WithLabelLoss(nn.Module):
         return (loss + sum(other.to(loss) for other in others), logits)
 
     def inputs(self, ids: Tensor) -> dict[str, Any]:
-        """Return the ids of windows without padding, and the other inputs the model takes with them."""
+        """Return the ids of windows without padding and the model's other inputs for them."""
         return {self.ids: ids} | beside_ids(ids, self.beside)
 
 
 TEMPERATURE = 0.05
-EMBEDDING = "sentence_embedding"  # its name among what a sentence-transformers model returns
+EMBEDDING = "sentence_embedding"  # its name among the outputs of a sentence-transformers model
 
 
 def embeds_sentences(model: nn.Module) -> bool:
-    """Return whether the model is one of sentence-transformers, which makes one vector of a text."""
+    """Return whether the model is one of sentence-transformers, which returns one vector a text."""
     package = sys.modules.get("sentence_transformers")
     return package is not None and isinstance(model, package.SentenceTransformer)
 
 
 @dataclasses.dataclass(frozen=True)
 class SameText:
-    """A text is told from the others of its batch by its embedding; the ids before and after it are the tokenizer's own."""
+    """Contrastive objective: a text is told from the others of its batch by its embedding; the tokenizer adds its special ids."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]
@@ -149,14 +150,14 @@ class SameText:
 
 
 class WithContrastiveLoss(nn.Module):
-    """A sentence-transformers model from ids to embeddings and, given labels, its loss."""
+    """Wrapper of a sentence-transformers model that returns embeddings and, given labels, its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
-        """(batch, seq) ids to the loss, if there are labels, and the embeddings: (batch, width)."""
+        """Return the loss, if there are labels, and the embeddings, (batch, width), for (batch, seq) ids."""
         embedding = self.embed(input_ids)
         if labels is None:
             return (embedding,)
@@ -170,7 +171,9 @@ class WithContrastiveLoss(nn.Module):
 
 
 def embedding_distance(found: Tensor, expected: Tensor) -> Tensor:
-    """Σ ‖found − expected‖² / Σ ‖expected‖² over a batch of embeddings, (batch, width): of unit vectors, mean 2 (1 − cosine)."""
+    """Return Σ ‖found − expected‖² / Σ ‖expected‖² over a batch of embeddings, (batch, width); for unit vectors mean 2 (1 −
+    cosine).
+    """
     if found.shape != expected.shape:
         raise TrainingError(
             f"the teacher's embeddings have {expected.shape[-1]} numbers, the model's {found.shape[-1]}",
@@ -183,7 +186,7 @@ def embedding_distance(found: Tensor, expected: Tensor) -> Tensor:
 
 
 def same_text(tokenizer: Any, settings: Settings) -> SameText:
-    """Return the objective for a model with this tokenizer.
+    """Return the contrastive objective for a model with this tokenizer.
 
     Raises `TrainingError` where a batch holds nothing to tell a text from.
     """
@@ -203,25 +206,25 @@ def same_text(tokenizer: Any, settings: Settings) -> SameText:
 # ── Objectives ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-IGNORED = -100  # a label that no loss counts
-DENSITY = 0.15  # share of the tokens that is hidden
+IGNORED = -100  # label of a position without a loss
+DENSITY = 0.15  # share of hidden tokens
 MEAN_SPAN = 3.0
 MASKED, REPLACED = 0.8, 0.1
-PROBE = 32  # tokens that are enough to detect what a model does
-MOVED = 0.2  # share of the logits
+PROBE = 32  # tokens that suffice to detect a model's objective
+MOVED = 0.2  # share of the logits that moves if the model looks ahead
 
 Example = dict[str, torch.Tensor]
 
 
 class Objective(Protocol):
-    """The target that a model learns from one window of ids."""
+    """Pretraining objective: the targets of a window of ids."""
 
     @property
     def name(self) -> str: ...
 
     @property
     def shift(self) -> int:
-        """Return how many places after an output the label is that it is compared with."""
+        """Return the distance from an output to the label that it is compared with."""
         ...
 
     def example(self, ids: torch.Tensor, generator: torch.Generator) -> Example:
@@ -231,7 +234,7 @@ class Objective(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class NextToken:
-    """Every token is predicted from those before it."""
+    """Next-token prediction: every token from those before it."""
 
     shift: int
     name: str = "next token"
@@ -243,7 +246,7 @@ class NextToken:
 
 @dataclasses.dataclass(frozen=True)
 class MaskedTokens:
-    """Hidden tokens are predicted from all others."""
+    """Masked language modelling: hidden tokens from all others."""
 
     codec: Codec
     shift: int
@@ -256,7 +259,7 @@ class MaskedTokens:
 
 @dataclasses.dataclass(frozen=True)
 class SpanCorruption:
-    """Hidden spans are written out by the decoder."""
+    """Span corruption: the decoder writes the hidden spans."""
 
     codec: Codec
     start: int  # the decoder's first input
@@ -271,9 +274,9 @@ class SpanCorruption:
 
 @dataclasses.dataclass(frozen=True)
 class Collator:
-    """A batch of one objective, with the windows' numbers where they have some.
+    """Collator of batches of one objective, with the windows' numbers if they have some.
 
-    What is hidden in a window depends on the window's own seed and nothing else.
+    The hidden tokens of a window depend only on the window's own seed.
     """
 
     objective: Objective
@@ -287,14 +290,14 @@ class Collator:
 
 
 def shift_targets(targets: torch.Tensor, shift: int) -> torch.Tensor:
-    """`labels[p + shift] = targets[p]`, for a loss that compares the output at p with the label at p + shift."""
+    """Return labels with `labels[p + shift] = targets[p]`, for a loss that compares the output at p with the label at p + shift."""
     if shift == 0:
         return targets
     return torch.cat([targets.new_full((shift,), IGNORED), targets[:-shift]])
 
 
 def mask_tokens(ids: torch.Tensor, generator: torch.Generator, *, mask: int, plain: range) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ids` with 15 % of its tokens hidden, and what they were, `IGNORED` elsewhere; both (seq,)."""
+    """Return `ids` with 15 % of its tokens hidden, and the hidden tokens, `IGNORED` elsewhere; both (seq,)."""
     count = max(1, round(DENSITY * len(ids)))
     hidden = torch.randperm(len(ids), generator=generator)[:count]
     lot = torch.rand(count, generator=generator)
@@ -310,7 +313,7 @@ def mask_tokens(ids: torch.Tensor, generator: torch.Generator, *, mask: int, pla
 def corrupt_spans(
     ids: torch.Tensor, generator: torch.Generator, sentinels: Sequence[int], end: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the encoder reads (each hidden span a sentinel) and what the decoder writes (each sentinel and its span)."""
+    """Return the encoder's input (each hidden span a sentinel) and the decoder's targets (each sentinel and its span)."""
     hidden, shown = span_lengths(len(ids), generator)
     if len(hidden) > len(sentinels):
         raise TrainingError(
@@ -332,23 +335,23 @@ def corrupt_spans(
 
 
 def span_lengths(length: int, generator: torch.Generator) -> tuple[list[int], list[int]]:
-    """Lengths of the hidden spans and of the shown ones, which alternate, a shown one first."""
+    """Return the lengths of the hidden spans and of the shown ones; they alternate, a shown one first."""
     tokens = min(max(1, round(DENSITY * length)), length - 1)
     spans = min(max(1, round(tokens / MEAN_SPAN)), length - tokens)
     return partition(tokens, spans, generator), partition(length - tokens, spans, generator)
 
 
 def partition(total: int, parts: int, generator: torch.Generator) -> list[int]:
-    """`parts` positive whole numbers that sum to `total`, every such list equally likely."""
+    """Return `parts` positive integers that sum to `total`, every such list equally likely."""
     cuts = (torch.randperm(total - 1, generator=generator)[: parts - 1] + 1).sort().values.tolist()
     return [after - before for before, after in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
 def objective_for(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objective:
-    """Return the objective `model` was trained with, detected on one `window` of ids (seq,).
+    """Return the objective of `model`, detected on one `window` of ids (seq,).
 
-    A model whose config has an encoder and a decoder gets span corruption. Of the others, those whose outputs never depend on later
-    tokens learn the next token, the rest hidden ones. Raises `TrainingError` where the model computes no loss.
+    A model whose config has an encoder and a decoder gets span corruption. Of the others, models whose outputs never depend on
+    later tokens learn the next token, the rest masked tokens. Raises `TrainingError` if the model computes no loss.
     """
     with evaluation_mode(model), torch.no_grad():
         return detect_objective(model, codec, window)
@@ -363,7 +366,7 @@ def detect_objective(model: nn.Module, codec: Codec, window: torch.Tensor) -> Ob
     compute_loss(model, whole)
     try:
         run(model, short)
-    except TrainingError:  # a model that takes windows of certain lengths only
+    except TrainingError:  # models may accept windows of certain lengths only
         short = whole
     shift = detect_label_shift(model, short)
     if seq2seq:
@@ -372,7 +375,7 @@ def detect_objective(model: nn.Module, codec: Codec, window: torch.Tensor) -> Ob
 
 
 def first_decoder_id(model: nn.Module) -> int:
-    """Return the id a decoder starts from: the one in the configs, else padding, else 0."""
+    """Return the decoder's first id: the one in the configs, else padding, else 0."""
     for name in ("decoder_start_token_id", "bos_token_id", "pad_token_id"):
         for owner in ("config", "generation_config"):
             if isinstance(value := getattr(getattr(model, owner, None), name, None), int):
@@ -381,7 +384,7 @@ def first_decoder_id(model: nn.Module) -> int:
 
 
 def reads_no_later_token(model: nn.Module, window: torch.Tensor, plain: range) -> bool:
-    """Return whether changing all tokens from some position on leaves the output before it as it was.
+    """Return whether outputs stay the same when all later tokens change.
 
     A causal model leaves it bit for bit, save for rounding where the order of a sum depends on other tokens, which moves few
     logits; one that looks ahead moves most of them, in half precision too.
@@ -396,9 +399,9 @@ def reads_no_later_token(model: nn.Module, window: torch.Tensor, plain: range) -
 
 
 def detect_label_shift(model: nn.Module, example: Example) -> int:
-    """1 where the model's loss compares the output at p with the label at p + 1, 0 where with the label at p.
+    """Return 1 if the model's loss compares the output at p with the label at p + 1, 0 if with the label at p.
 
-    With a single label at t, replacing it by another changes the loss by a difference of two logits, at p = t or p = t − 1.
+    With a single label at t, another label there changes the loss by a difference of two logits, at p = t or p = t − 1.
     """
     labels = example["labels"]
     place = len(labels) // 2
@@ -417,7 +420,7 @@ def detect_label_shift(model: nn.Module, example: Example) -> int:
 
 
 def for_loss_of(model: nn.Module, objective: Objective, window: torch.Tensor) -> Objective:
-    """Return the same objective with its labels where the loss of `model` reads them, detected on one `window` of ids (seq,)."""
+    """Return the objective with its labels shifted as the loss of `model` reads them, detected on one `window` of ids (seq,)."""
     with evaluation_mode(model), torch.no_grad():
         shift = detect_label_shift(model, objective.example(window, torch.Generator().manual_seed(0)))
     return dataclasses.replace(objective, shift=shift)  # type: ignore[type-var]
@@ -451,11 +454,11 @@ def compute_loss(model: nn.Module, example: Example) -> float:
 
 
 def run(model: nn.Module, inputs: Example) -> Any:
-    """Return what a forward of one window (seq,), or of several (batch, seq), returns; raises `TrainingError` where it fails."""
+    """Return the outputs of a forward of one window (seq,) or of several (batch, seq); raises `TrainingError` if it fails."""
     device = next(model.parameters()).device
     try:
         return model(**{key: torch.atleast_2d(value).to(device) for key, value in inputs.items()})
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # the model's own code may raise anything
         labelled = "labels" in inputs
         raise TrainingError(
             f"{class_of(model)} cannot {'compute a loss for' if labelled else 'read'} {inputs['input_ids'].shape[-1]} tokens",

@@ -1,6 +1,6 @@
-"""Several processes that train one model, as torchrun and accelerate start them: each works on its part of every batch.
+"""Several processes that train one model, started by torchrun or accelerate: each computes its part of every batch.
 
-The first one decides and writes; the others learn from it what was decided.
+The first process decides and writes; the others receive its decisions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MESHES: list[DeviceMesh] = []  # of this connection
 
 
 def connect(cpu: bool) -> None:
-    """Connect the processes that were started together."""
+    """Connect the processes of one launch."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
         from accelerate import PartialState
 
@@ -33,7 +33,7 @@ def connect(cpu: bool) -> None:
 
 
 def mesh(device_type: str) -> DeviceMesh:
-    """Return the processes, in a row, as torch divides tensors among them."""
+    """Return the mesh of the processes, in a row."""
     from torch.distributed.device_mesh import init_device_mesh
 
     MESHES.append(init_device_mesh(device_type, (count(),)))
@@ -41,9 +41,9 @@ def mesh(device_type: str) -> DeviceMesh:
 
 
 def disconnect() -> None:
-    """Disconnect the processes and end the threads of the connection: one that outlived Python would end in an error.
+    """Disconnect the processes and end the threads of the connection, which must not outlive Python.
 
-    The threads end once nothing holds the connection. Meshes do, and torch keeps these for good, in tables of its own.
+    The threads end once nothing holds the connection. Meshes hold it, and torch's own tables hold the meshes forever.
     """
     if dist.is_available() and dist.is_initialized():
         for mesh in MESHES:
@@ -54,24 +54,24 @@ def disconnect() -> None:
 
 
 def count() -> int:
-    """Return how many processes train the model."""
+    """Return the number of processes that train the model."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def sharded(requested: bool) -> bool:
-    """Return whether parameters are divided among processes: where that is asked for, and there are several."""
+    """Return whether parameters are divided among processes: if requested, and there are several processes."""
     return requested and count() > 1
 
 
 def number() -> int:
-    """Return the number of this process, from 0."""
+    """Return this process's number, from 0."""
     return dist.get_rank() if count() > 1 else 0
 
 
 def in_first(action: Callable[[], Result]) -> Result:
-    """Return what the action returns in the first process, in all of them; the others do not run it.
+    """Run the action in the first process and return its result in all of them.
 
-    Where it fails, the first raises what it raised, the others `FirstProcessError`.
+    If it fails, the first raises its error, the others `FirstProcessError`.
     """
     if count() == 1:
         return action()
@@ -89,13 +89,13 @@ def in_first(action: Callable[[], Result]) -> Result:
 
 
 def wait() -> None:
-    """Wait until every process has come so far."""
+    """Wait until every process has reached this point."""
     if count() > 1:
         dist.barrier()
 
 
 def shared_batch(windows: int) -> int:
-    """Return the windows of a step that this process works on; raises `TrainingError` where they cannot be shared evenly."""
+    """Return this process's windows of a step; raises `TrainingError` if they cannot be shared evenly."""
     if windows % count():
         raise TrainingError(
             f"--batch-size {windows} is not a multiple of {count()} processes",
@@ -108,7 +108,7 @@ def shared_batch(windows: int) -> int:
 
 
 def weighted_mean(losses: Sequence[tuple[Tensor, int]], device: torch.device) -> float:
-    """Return the mean of the losses of all processes, each with its weight."""
+    """Return the weighted mean of the losses of all processes."""
     sums = torch.tensor([sum(float(loss) * rows for loss, rows in losses), sum(rows for _, rows in losses)], dtype=torch.float64)
     if count() > 1:
         sums = sums.to(device)
@@ -118,10 +118,10 @@ def weighted_mean(losses: Sequence[tuple[Tensor, int]], device: torch.device) ->
 
 
 def in_forward(wrapped: nn.Module, model: nn.Module, compute: Callable[[], Result]) -> Result:
-    """Return what `compute` returns, which calls `model`: as the result of a forward of the wrapper, where there is a wrapper.
+    """Return the result of `compute`, which calls `model`, as the output of the wrapper's forward if there is a wrapper.
 
-    A wrapper for several processes finds the parameters that a backward pass will reach in what the forward returns. So a loss that
-    hooks collect, or that is made of what a module received, has to be returned by the forward itself.
+    A wrapper for several processes finds the parameters of a backward pass in the outputs of the forward. So a loss that hooks
+    collect, or that is computed from a module's input, must be returned by the forward itself.
     """
     if wrapped is model:
         return compute()

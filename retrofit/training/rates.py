@@ -1,4 +1,4 @@
-"""The peak learning rates of parameters that passes added: what each pass proposes, as a multiple of the rate, or one for all."""
+"""The peak learning rates of parameters that passes added: each pass's proposal, a multiple of the rate, or one rate for all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = "new parameters"
 
 @dataclasses.dataclass(frozen=True)
 class NewRate:
-    """The rate of some parameters that were added, and what they are."""
+    """The learning rate of some added parameters, and their description."""
 
     what: str
     rate: float
@@ -26,13 +26,13 @@ class NewRate:
 
 @dataclasses.dataclass(frozen=True)
 class NewRates:
-    """The rates of all parameters that were added and do not have that of the others."""
+    """The learning rates of all added parameters with a rate of their own."""
 
     groups: tuple[NewRate, ...] = ()
 
     @staticmethod
     def of(model: nn.Module, lr: float, lr_new: float | None = None) -> NewRates:
-        """Return `lr_new` for all that the passes added, or what each pass proposes for a model that is trained at `lr`.
+        """Return `lr_new` for all added parameters, or each pass's proposal for a model trained at `lr`.
 
         Raises `TrainingError` where `lr_new` is given and the model has no new parameter.
         """
@@ -40,7 +40,7 @@ class NewRates:
             return NewRates((NewRate(ALL, lr_new, tuple(require_new(model, lr_new))),))
         part = rewritten_part(model)
         methods, accounts = recipe(model) or (), rewrites(model) or ()
-        if len(methods) != len(accounts):  # what each of them added is not known
+        if len(methods) != len(accounts):  # unknown which parameters each pass added
             return NewRates()
         tables, named = tables_of(part), dict(part.named_parameters(remove_duplicate=False))
         groups = []
@@ -60,7 +60,7 @@ class NewRates:
         return NewRates(tuple(groups))
 
     def by_parameter(self) -> dict[nn.Parameter, float]:
-        """Return the rate of each parameter that has one of its own."""
+        """Return the rate of each parameter with a rate of its own."""
         return {parameter: group.rate for group in self.groups for parameter in group.parameters}
 
     def to_dict(self) -> dict[str, float]:
@@ -68,19 +68,19 @@ class NewRates:
 
 
 def rates_text(lr: float, new: Iterable[tuple[str, float]]) -> str:
-    """Return the rates of a run, in words."""
+    """Return the rates of a run as text."""
     parts = [f"{lr:g}", *(f"{rate:g} for {what}{times(rate, lr)}" for what, rate in new)]
     return ", ".join(parts)
 
 
 def times(rate: float, lr: float) -> str:
-    """Return how many times the one is the other, where that is a round number."""
+    """Return the ratio of two rates as text, if it is a round number."""
     many = rate / lr if lr else 0.0
     return f" ({round(many)}×)" if many >= 2 and math.isclose(many, round(many), rel_tol=1e-6) else ""
 
 
 def require_new(model: nn.Module, rate: float) -> list[nn.Parameter]:
-    """Return the parameters that the passes added to `model`; raise `TrainingError` where there is none."""
+    """Return the parameters that the passes added to `model`; raise `TrainingError` if there are none."""
     found = added_parameters(model)
     if not found:
         known = "no pass has rewritten it, or its file does not say what is new" if found is None else "its passes added none"

@@ -1,4 +1,4 @@
-"""A run with a teacher, stage by stage: aligning the sites, turning them from dense to rewritten, training the whole.
+"""A run with a teacher, stage by stage: align the sites, turn them from dense to rewritten, train the whole model.
 
 A site whose pass has a dial is annealed by it: from the dense function, with the dense parameters, to the method's.
 """
@@ -61,7 +61,7 @@ def start_dials(teacher: Teacher, run: Callable[[], Any]) -> list[str]:
 
 
 def use_dials(teacher: Teacher, names: Iterable[str]) -> None:
-    """Anneal the sites of these names by their own dials from now on."""
+    """Anneal the named sites by their own dials from now on."""
     wanted = set(names)
     teacher.sites.dialled = {site.name: site.dial for site in teacher.sites.sites if site.name in wanted and site.dial is not None}
 
@@ -71,14 +71,16 @@ NEED_MODEL = ("align", "anneal", "distil_hidden")  # settings
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """The steps of each stage; those of `anneal` are the first of the steps that train the whole."""
+    """The steps of each stage; those of `anneal` are the first steps of the whole model's training."""
 
     align: int = 0
     anneal: int = 0
 
     @staticmethod
     def of(settings: Settings, model: nn.Module, teacher: Teacher | KeptTeacher | None) -> Stages:
-        """Return what the settings say, else what the model's passes propose; nothing without a dense model or rewritten sites."""
+        """Return the stages in the settings, else the proposals of the model's passes; no stage without a dense model or rewritten
+        sites.
+        """
         if not isinstance(teacher, Teacher) or settings.fsdp:
             needing = [
                 field for field in dataclasses.fields(settings) if field.name in NEED_MODEL and getattr(settings, field.name)
@@ -122,7 +124,7 @@ class Stages:
 
 
 def require_one_dtype(teacher: Teacher) -> None:
-    """Raises `TrainingError` where the dense modules cannot compute next to the sites that replaced them."""
+    """Raises `TrainingError` if dense modules and the sites that replaced them have different dtypes."""
     theirs, ours = (
         next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
         for model in (teacher.part, teacher.sites.model)
@@ -159,7 +161,7 @@ def recover(
         if stages.align and checkpoint is None and isinstance(teacher, Teacher):
             findings = {**findings, "alignment": align(setup, teacher, stages.align, progress)}
             write_findings(setup.folder, findings)
-        if checkpoint is not None:  # more steps may be proposed for a longer run, but these are under way
+        if checkpoint is not None:  # a longer run may propose more steps, but this stage has begun
             stages = dataclasses.replace(stages, anneal=read_dial(checkpoint).get("anneal", stages.anneal))
         if isinstance(teacher, Teacher) and stages.anneal and setup.settings.dial == "own":
             if checkpoint is None:
@@ -186,7 +188,7 @@ def recover(
                 setup.learner, teacher, setup.one_window(), setup.collator.objective.shift, setup.settings.batch_size
             )
             if whole
-            else None,  # a head by itself is not gathered
+            else None,  # a head alone is not gathered
         )
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return trainer, {**findings, "stages": dataclasses.asdict(stages)}
@@ -221,7 +223,7 @@ def align(setup: TrainerSetup, teacher: Teacher, steps: int, progress: Callable[
 
 @contextlib.contextmanager
 def only_trainable(model: nn.Module, parameters: Iterator[nn.Parameter]) -> Iterator[None]:
-    """Within this context no other parameter of the model requires a gradient."""
+    """Let only these parameters of the model require a gradient within this context."""
     chosen = {id(parameter) for parameter in parameters}
     required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     try:
@@ -255,7 +257,7 @@ def read_findings(folder: Path) -> dict[str, Any]:
 
 
 def write_findings(folder: Path, findings: dict[str, Any]) -> None:
-    if processes.number():  # the first process does
+    if processes.number():  # only the first process writes
         return
     with whole_file(folder / FINDINGS, force=True) as file:
         file.write(json.dumps(findings).encode())

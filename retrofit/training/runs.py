@@ -25,13 +25,13 @@ from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag
 
 Points = tuple[tuple[int, float], ...]  # (step, loss)
 
-COLOURS = ("#1f5fa8", "#d1592a", "#3a8a4f", "#8b4fa3", "#7a6a1f")  # distinguishable with any kind of colour vision
-SMOOTHED = 10  # means are over a tenth of a noisy line
+COLOURS = ("#1f5fa8", "#d1592a", "#3a8a4f", "#8b4fa3", "#7a6a1f")  # distinguishable with any colour vision
+SMOOTHED = 10  # a noisy line is smoothed over a tenth of its entries
 SIZE, DPI = (7.2, 4.2), 160  # inches
 
 
 class Losses(Protocol):
-    """Anything with the losses of a run."""
+    """Protocol of a run with losses."""
 
     @property
     def losses(self) -> Points: ...
@@ -41,7 +41,7 @@ class Losses(Protocol):
 
 
 def running_means(points: Points, over: int) -> Points:
-    """Return the mean of each entry and of those before it, `over` in all; fewer at the beginning."""
+    """Return the mean of each entry and the entries before it, `over` in all; fewer at the beginning."""
     values = [value for _, value in points]
     means = (statistics.fmean(values[max(0, place + 1 - over) : place + 1]) for place in range(len(values)))
     return tuple((step, mean) for (step, _), mean in zip(points, means, strict=True))
@@ -55,10 +55,10 @@ def draw_curves(
     levels: Mapping[str, float] | None = None,
     marks: Mapping[str, int] | None = None,
 ) -> Path:
-    """`path` is a PNG of the held-out loss of each run, its last value next to it; behind a single run, its training loss,
-    as it was and smoothed. The axis ends at the last step.
+    """Write a PNG of the held-out loss of each run, labelled with its last value; behind a single run, its training loss, raw and
+    smoothed. The axis ends at the last step.
 
-    `levels` are losses to compare with, drawn as horizontal lines, `marks` are steps, drawn as vertical ones.
+    `levels` are losses drawn as horizontal lines, `marks` steps drawn as vertical lines.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -106,11 +106,11 @@ def draw_curves(
 
 
 RECORD, NUMBERS, CURVE = "run.json", "numbers.csv", "curve.png"
-FINDINGS = "findings.json"  # of the stages before the last
-ALIGNMENT = "align"  # the folder of that stage's checkpoints
-STATE = "trainer_state.json"  # of a checkpoint, written last
-REPLACED = "replaced"  # the folder of the run that this one replaces, until it is finished
-NO_GAP = 1e-3  # between two losses, in nats a token: a part of less says nothing
+FINDINGS = "findings.json"  # results of the stages before the last
+ALIGNMENT = "align"  # folder of that stage's checkpoints
+STATE = "trainer_state.json"  # last file of a checkpoint
+REPLACED = "replaced"  # folder of the run that this one replaces, until it is finished
+NO_GAP = 1e-3  # nats a token; a smaller gap between two losses is noise
 FORMAT = "retrofit training run"
 MODEL_FILES = (*FILES, EXPORTED)
 
@@ -128,17 +128,17 @@ class TrainingRun:
     losses: Points  # (step, mean training loss since the entry before)
     eval_losses: Points  # (step, held-out loss)
     rates: Points  # (step, learning rate)
-    seconds_per_step: float  # median, evaluation and saving left out; 0 where all steps had been made by a run that was resumed
-    new_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # peak rates of what passes added, where not --lr
-    tables: Mapping[str, int] = dataclasses.field(default_factory=dict)  # whose rows are looked up, and how many numbers each has
+    seconds_per_step: float  # median without evaluation and saving; 0 if a resumed run had no step left
+    new_rates: Mapping[str, float] = dataclasses.field(default_factory=dict)  # peak rates of added parameters, where not --lr
+    tables: Mapping[str, int] = dataclasses.field(default_factory=dict)  # tables with sparse lookups and their sizes
     dense_loss: float | None = None  # held-out loss of the teacher
     start_loss: float | None = None  # held-out loss of the rewritten model before any stage
     alignment: Points = ()  # (step of that stage, mean squared error of the sites on held-out windows)
     stages: Mapping[str, int] = dataclasses.field(default_factory=dict)  # steps of each stage
-    dials: Sequence[str] = ()  # sites that were turned by the dials of their passes, and not as mixtures
+    dials: Sequence[str] = ()  # sites annealed by their pass's dial instead of mixing
     untrained: Sequence[str] = ()  # parameters that no gradient reached in any step
-    sampled: int = 0  # windows that evaluations before the last are of; 0: all
-    sample_loss: float | None = None  # of these at the end
+    sampled: int = 0  # windows of the evaluations before the last; 0: all
+    sample_loss: float | None = None  # loss on the sampled windows at the end
     output: Path | None = None
     folder: Path | None = None
 
@@ -161,19 +161,19 @@ class TrainingRun:
 
     @property
     def tokens(self) -> int:
-        """Those that were trained on, in all stages."""
+        """Tokens of training, over all stages."""
         return (self.settings.steps + self.stages.get("align", 0)) * self.settings.batch_size * self.settings.length
 
     @property
     def gap_closed(self) -> float | None:
-        """The part of the loss by which the rewritten model begins above the dense one that is gone; None without such a gap."""
+        """Closed share of the gap between dense and rewritten model before training; None without a gap."""
         if self.dense_loss is None or self.start_loss is None or not self.eval_losses or self.start_loss - self.dense_loss < NO_GAP:
             return None
         return (self.start_loss - self.eval_losses[-1][1]) / (self.start_loss - self.dense_loss)
 
     @property
     def gap_closed_words(self) -> str:
-        """The same in words; "" where the run compared with no dense model."""
+        """Closed share of the gap as text; "" if the run compared with no dense model."""
         if self.dense_loss is None or self.start_loss is None or not self.eval_losses:
             return ""
         if (closed := self.gap_closed) is None:
@@ -182,7 +182,7 @@ class TrainingRun:
 
     @property
     def held_out_words(self) -> str:
-        """The held-out loss at the start and at the end, of the same windows."""
+        """Held-out loss at the start and at the end, on the same windows."""
         first, last = self.eval_losses[0][1], self.eval_losses[-1][1]
         if self.sample_loss is None:
             return f"{first:.4f} → {last:.4f}"
@@ -190,7 +190,7 @@ class TrainingRun:
 
     @property
     def curve(self) -> TrainingRun:
-        """The same run, its last held-out loss that of the windows that the others are of."""
+        """This run with its last held-out loss on the windows of the earlier evaluations."""
         if self.sample_loss is None:
             return self
         return dataclasses.replace(self, eval_losses=(*self.eval_losses[:-1], (self.eval_losses[-1][0], self.sample_loss)))
@@ -239,12 +239,12 @@ class TrainingRun:
 
 
 def folder_of(output: Path) -> Path:
-    """Return where the run that writes `output` keeps its numbers and checkpoints: `model.run` next to `model.pt`."""
+    """Return the folder of a run's numbers and checkpoints: `model.run` next to `model.pt`."""
     return output.with_suffix(".run") if output.suffix in MODEL_FILES else output.with_name(f"{output.name}.run")
 
 
 def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
-    """Raises `TrainingError` where a run that writes `output` would destroy something, or has nothing to resume."""
+    """Raises `TrainingError` if a run that writes `output` would overwrite something, or has nothing to resume."""
     folder = folder_of(output)
     ours = is_run(folder)
     refuse_held(folder)
@@ -280,7 +280,7 @@ def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
 
 
 def already_done(folder: Path, why: str) -> TrainingError:
-    """There is nothing to resume in the folder: how to go on from its last step, and how to start over."""
+    """Return the error for a run without steps left to resume: how to continue from its result, and how to start over."""
     checkpoint = last_checkpoint(folder)
     done = 0 if checkpoint is None else steps_done(checkpoint)
     return TrainingError(
@@ -300,7 +300,7 @@ def refuse_held(folder: Path) -> None:
 
 
 def came_to_nothing(folder: Path) -> bool:
-    """Return whether the run in the folder was killed before its first checkpoint: nothing in it is worth keeping."""
+    """Return whether the run was killed before its first checkpoint, with nothing worth keeping."""
     return not (has_checkpoint(folder) or is_finished(read_record(folder)) or (folder / REPLACED).exists())
 
 
@@ -315,7 +315,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether the folder is called as a checkpoint is, whole or not."""
+    """Return whether the folder has the name of a checkpoint, complete or not."""
     return folder.is_dir() and folder.name.partition("-")[2].isdigit()
 
 
@@ -325,7 +325,7 @@ def steps_done(checkpoint: Path) -> int:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """No stage has a checkpoint that was being written when the run was killed: a later one would keep parts of it, or give way."""
+    """Remove checkpoints of any stage that were incomplete when the run was killed: a later one would mix with them."""
     for stage in (folder, folder / ALIGNMENT):
         for checkpoint in stage.glob("checkpoint-*"):
             if is_checkpoint(checkpoint) and not (checkpoint / STATE).is_file():
@@ -370,7 +370,7 @@ def run_folder(
 
 
 def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> Path:
-    """Return the folder of a new run; it records the settings and the `facts` the run depends on, and keeps the run it replaces."""
+    """Return the folder of a new run, with its settings and its `facts`; the run it replaces is kept."""
     folder = folder_of(output)
     refuse_held(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -378,12 +378,12 @@ def start_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> 
     try:
         draft.mkdir()
     except OSError as error:
-        error.filename = str(folder)  # and not a name that nobody gave
+        error.filename = str(folder)  # the user's name for it, not the internal one
         raise
     try:
         write_record(draft, {"format": FORMAT, "settings": dataclasses.asdict(settings), "facts": dict(facts)})
         with deferred_signals():
-            if (folder / REPLACED).is_dir():  # what is started over was to replace a run itself
+            if (folder / REPLACED).is_dir():  # the run that is started over was itself replacing one
                 (folder / REPLACED).rename(draft / REPLACED)
                 clear(folder, draft)
             elif folder.exists():
@@ -423,14 +423,14 @@ def clear(folder: Path, other: Path) -> None:
 
 
 def is_own(name: str) -> bool:
-    """Return whether a run writes something of this name into its folder."""
+    """Return whether a run writes a file of this name into its folder."""
     return name in (RECORD, NUMBERS, CURVE, FINDINGS, ALIGNMENT, REPLACED) or name.startswith("checkpoint-")
 
 
 def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) -> tuple[Path, Path | None]:
     """Return the folder of the run to resume and its last checkpoint, if its last stage has begun.
 
-    Raises `TrainingError` where this would be another run.
+    Raises `TrainingError` if the settings or facts are those of another run.
     """
     folder = folder_of(output)
     refuse_held(folder)
@@ -447,7 +447,7 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
                 option=field.name,
             )
     for name, now in facts.items():
-        before = record["facts"].get(name, now)  # a record of an earlier version may not have it
+        before = record["facts"].get(name, now)  # records of earlier versions may lack it
         if before != now:
             raise TrainingError(
                 f"the {name} differs from the run to resume",
@@ -501,7 +501,7 @@ def as_csv(run: TrainingRun) -> str:
 
 
 def is_finished(record: Mapping[str, Any] | None) -> bool:
-    """Return whether the record is that of a run whose model was written."""
+    """Return whether the record belongs to a run whose model was written."""
     return record is not None and "eval_losses" in record
 
 

@@ -10,16 +10,16 @@ from typing import Any
 from retrofit.errors import TrainingError
 from retrofit.passbase.options import option
 
-MOST = 2**31 - 1  # what any count may be
+MOST = 2**31 - 1  # upper bound of any count
 MOST_SEED = 2**32 - 1  # what numpy takes
 LEAST = {"length": 8, "top": 1, "seed": 0, "batch_size": 1, "windows": 1}
-POINTS = 100  # entries a training curve has at most
+POINTS = 100  # most entries of a training curve
 SCHEDULES = ("linear", "cosine", "constant")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings by which a model's pretraining is continued; raises `TrainingError` where a value makes no sense."""
+    """Settings of continued pretraining. Raises `TrainingError` for an invalid value."""
 
     steps: int = dataclasses.field(metadata={"doc": "optimizer steps", "minimum": 1})
     batch_size: int = option(8, "windows per step", minimum=1)
@@ -128,7 +128,7 @@ class Settings:
 
     @property
     def save_steps(self) -> int:
-        """Those between checkpoints, or between the steps after which one may be written (nothing is forgotten there)."""
+        """Steps between checkpoints, or between the steps at which one may be written (no field is left out of them)."""
         if self.paces_checkpoints:
             return self.log_steps
         return self.eval_steps if self.save_every is None else self.save_every
@@ -144,7 +144,7 @@ def as_number(field: dataclasses.Field[Any], settings: Settings) -> Any:
         return value
     try:
         return operator.index(value) if kind == "int" else float(value + 0)
-    except (TypeError, RuntimeError) as error:  # torch raises the second for a tensor of several numbers
+    except (TypeError, RuntimeError) as error:  # torch raises RuntimeError for a tensor of several numbers
         number = "integer" if kind == "int" else "number"
         raise TrainingError(
             f"{flag(field)} {value!r} is not a valid {number}", remedy=field.metadata["doc"], option=field.name, code="type"
@@ -152,7 +152,7 @@ def as_number(field: dataclasses.Field[Any], settings: Settings) -> Any:
 
 
 def check_values(**values: float) -> None:
-    """Raises `TrainingError` where the value of an option that commands share is out of its bounds."""
+    """Raises `TrainingError` if the value of a shared option is out of its bounds."""
     for name, value in values.items():
         least = LEAST.get(name, 1e-3)
         if not least <= value < math.inf:
@@ -171,5 +171,5 @@ def check_most(name: str, value: float) -> None:
 
 
 def flag(field: dataclasses.Field[Any]) -> str:
-    """Return the option of the command line that sets a field."""
+    """Return the command-line option of a field."""
     return f"--{field.name.replace('_', '-')}"

@@ -1,13 +1,13 @@
 """A model whose parameters, gradients and optimizer state are divided among the processes (torch's FSDP2).
 
-Every process holds a part of the rows of each parameter. Groups of modules are gathered whole where they compute, and freed again.
-The groups follow from the anatomy: modules that several layers call, the layers, and the rest of the model. A parameter that is
-used outside a group belongs to the one around it.
+Every process holds some of the rows of each parameter. Groups of modules are gathered while they compute, and freed again. The
+groups follow from the anatomy: modules that several layers call, the layers, and the rest of the model. A parameter that is used
+outside its group belongs to the enclosing one.
 
-State in as many files as processes wrote it, which any number of processes reads: each the rows that it needs.
+The state is written as one file a process and read by any number of processes, each reading its own rows.
 
-A file holds tensors by name; of one whose rows are divided, the rows of its process, where they start, and the size of the whole.
-It is read without running any code, and mapped, so that a process reads no more than its part.
+A file contains tensors by name; of a divided tensor, the rows of its process, their offset, and the size of the whole. Reading maps
+the file, so that a process reads only its part, and runs no code.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ WHOLE = "drop --fsdp"
 
 
 def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Module:
-    """Return a copy of the model on the device; of its parameters this process reads and holds its part alone.
+    """Return a copy of the model on the device, of which this process reads and holds only its part.
 
-    With `bf16` groups are gathered and compute in bfloat16; what is held, and sums of gradients, stay as they are.
-    Raises `TrainingError` where a parameter cannot be divided.
+    With `bf16` groups are gathered and computed in bfloat16; stored values and sums of gradients keep their dtype. Raises
+    `TrainingError` if a parameter cannot be divided.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -49,7 +49,7 @@ def sharded_copy(model: nn.Module, device: torch.device, bf16: bool) -> nn.Modul
     inside, outside = (MixedPrecisionPolicy(low, returned, output) for output in (None, returned))
     copied = without_weights(model)
     twins = dict(zip(model.modules(), copied.modules(), strict=True))
-    tables = set(tables_of(copied))  # never gathered: their rows are looked up where they are
+    tables = set(tables_of(copied))  # never gathered: a lookup reads the rows of all processes
     for group in shard_groups(model):
         fully_shard(twins[group], mesh=mesh, mp_policy=inside, ignored_params=tables)
     # An optimizer made after a forward has the parts.
@@ -82,7 +82,7 @@ def fill(sharded: nn.Module, model: nn.Module, device: torch.device, mesh: Devic
 
 
 def own_rows(whole: Tensor) -> slice:
-    """Return the rows of a tensor that this process holds: as many as the first one, while there are any."""
+    """Return this process's rows of a tensor: as many as the first one has, as long as rows are left."""
     each = -(-whole.shape[0] // processes.count())
     start = min(each * processes.number(), whole.shape[0])
     return slice(start, min(start + each, whole.shape[0]))
@@ -90,11 +90,11 @@ def own_rows(whole: Tensor) -> slice:
 
 @torch.no_grad()
 def collect(sharded: nn.Module, model: nn.Module) -> None:
-    """In the first process `model` has the values of its sharded copy; in the others it stays as it was."""
+    """Copy the values of a sharded copy into `model`, in the first process only."""
     theirs = (*sharded.named_parameters(), *sharded.named_buffers())
     mine = dict((*model.named_parameters(), *model.named_buffers()))
     for name, value in theirs:
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # sent by all processes, parameter by parameter
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # all processes send, parameter by parameter
         if processes.number() == 0:
             mine[name].copy_(whole)
     if dist.is_initialized():
@@ -105,7 +105,7 @@ def collect(sharded: nn.Module, model: nn.Module) -> None:
 
 
 def shard_groups(model: nn.Module) -> list[nn.Module]:
-    """Return the groups, inner ones before those around them, without the model itself."""
+    """Return the groups, inner before outer ones, without the model itself."""
     layers = layer_modules(model)
     candidates = [*called_by_several(layers), *layers]
     owners: dict[nn.Parameter, list[nn.Module]] = {}
@@ -124,7 +124,7 @@ def shard_groups(model: nn.Module) -> list[nn.Module]:
 
 
 def require_rows(model: nn.Module) -> None:
-    """Raise `TrainingError` unless every parameter has rows that can be divided."""
+    """Raise `TrainingError` if a parameter has no rows to divide."""
     for name, parameter in model.named_parameters():
         if not parameter.dim():
             raise TrainingError(
@@ -158,9 +158,9 @@ def require_one_dtype_a_group(model: nn.Module) -> None:
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold one layer of a stack each, wrappers around it included.
+    """Return the modules that hold one layer of a stack each, including wrappers around it.
 
-    None where the model's anatomy is not found.
+    None if the model's anatomy is not found.
     """
     try:
         stacks = inspect(model).stacks
@@ -173,7 +173,7 @@ def layer_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def outermost(name: str, layers: list[str], named: dict[str, nn.Module]) -> nn.Module:
-    """Return the largest module around a layer that holds no other one."""
+    """Return the largest module around a layer that holds no other layer."""
     while True:
         parent = name.rpartition(".")[0]
         others = sum(layer == parent or layer.startswith(f"{parent}.") for layer in layers)
@@ -183,7 +183,7 @@ def outermost(name: str, layers: list[str], named: dict[str, nn.Module]) -> nn.M
 
 
 def called_by_several(layers: list[nn.Module]) -> list[nn.Module]:
-    """Modules with parameters that are part of several layers; none of them is inside another."""
+    """Return the modules with parameters that are part of several layers; none of them is inside another."""
     places: dict[nn.Module, set[int]] = {}
     for number, layer in enumerate(layers):
         for module in layer.modules():
@@ -205,14 +205,14 @@ PART, START, SIZE = "part", "start", "size"
 
 
 def write_parts(folder: Path, kind: str, state: Mapping[str, Any]) -> None:
-    """This process's part of the state is in its file of that kind."""
+    """Write this process's part of the state to its file of that kind."""
     folder.mkdir(parents=True, exist_ok=True)
     parts = {name: own_part(value) if hasattr(value, "dim") else value for name, value in state.items()}
     torch.save(parts, folder / f"{kind}-{processes.number():05d}-of-{processes.count():05d}.pt")
 
 
 def own_part(value: Tensor) -> dict[str, Any]:
-    """Return the rows of a tensor that this process holds: all of one that is not divided."""
+    """Return this process's rows of a tensor: all of them if it is not divided."""
     local = local_rows(value).detach()
     return {PART: local.cpu().clone(), START: first_row(value), SIZE: list(value.shape)}
 
@@ -222,16 +222,16 @@ def local_rows(value: Tensor) -> Tensor:
 
 
 def first_row(value: Tensor) -> int:
-    """Return where the rows start that this process holds."""
+    """Return the index of this process's first row."""
     return own_rows(value).start if hasattr(value, "to_local") and value.dim() else 0
 
 
 def read_parts(folder: Path, kind: str) -> list[Mapping[str, Any]]:
-    """Return the files of that kind, mapped; raises `TrainingError` where one of them is missing or damaged."""
+    """Return the files of that kind, mapped; raises `TrainingError` if one of them is missing or damaged."""
     files = sorted(file for file in folder.glob(f"{kind}-*.pt") if NAME.search(file.name))
     count = {int(match.group(2)) for file in files if (match := NAME.search(file.name))}
     if len(count) != 1 or len(files) != count.pop():
-        raise not_whole(folder, f"the files {kind}-….pt are not all there")
+        raise not_whole(folder, f"files {kind}-….pt are missing")
     found = []
     for file in files:
         try:
@@ -243,7 +243,7 @@ def read_parts(folder: Path, kind: str) -> list[Mapping[str, Any]]:
 
 @torch.no_grad()
 def fill_from_parts(value: Tensor, name: str, parts: list[Mapping[str, Any]], folder: Path) -> None:
-    """This process's rows of `value` are those in the files; raises `TrainingError` where they do not hold them all."""
+    """Copy this process's rows of `value` from the files; raises `TrainingError` if rows are missing."""
     mine, start = local_rows(value), first_row(value)
     for part in parts:
         require_entry(part.get(name), name, value, folder)

@@ -1,11 +1,11 @@
-"""AdamW for a model with tables: a row that nobody looked up is not touched, so a step costs what its lookups cost.
+"""AdamW for a model with tables: only rows that were looked up are updated, so a step costs as much as its lookups.
 
     s_i ← s_i + mean(g_i²)        b_i ← b_i − lr g_i / (√s_i + ε)        for the rows i with a gradient g_i
 
-which is row-wise Adagrad (arXiv:1906.00091), without weight decay: the steps of a row shrink with the number of its lookups, and
-its state is one number. All other parameters are torch's AdamW's. Gradients of tables are sparse. Each is taken away as soon as a
-backward pass has made it, so clipping sees the other parameters alone, and kept until the step. Several processes exchange the rows
-of their gradients in the step; of a table that is divided among them each has its own rows.
+This is row-wise Adagrad (arXiv:1906.00091) without weight decay: the steps of a row shrink with the number of its lookups, and its
+state is one number. All other parameters have torch's AdamW. Gradients of tables are sparse. Each is taken from `grad` as soon as a
+backward pass has computed it, so clipping sees only the other parameters, and kept until the step. Several processes exchange the
+rows of their gradients in the step; of a divided table each process has its own rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from retrofit.training import processes
 from retrofit.training.rates import NewRates
 
 SQUARES = "sum"  # in the state of a table: Σ mean(g_i²) of each row
-IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DistributedDataParallel looks for names
+IGNORED = "_ddp_params_and_buffers_to_ignore"  # attribute that DistributedDataParallel reads
 Collected = dict[nn.Parameter, list[Tensor]]  # the gradients of each table since the last step
 
 
@@ -37,7 +37,7 @@ def optimizer(
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
 ) -> TableAdamW:
-    """Return an optimizer for a training loop or a Trainer of your own: AdamW, and row-wise Adagrad for the tables of `model`.
+    """Return an optimizer for your own training loop or Trainer: AdamW, and row-wise Adagrad for the tables of `model`.
 
     New parameters have the rates that their passes propose, as in `retrofit train`, or `lr_new`. Weights of two dimensions or more
     decay, tables do not. Where several processes train the model, make the optimizer before the model is wrapped.
@@ -60,12 +60,12 @@ def optimizer(
 
 
 class TableAdamW(torch.optim.AdamW):
-    """AdamW whose parameters that are tables in the model are updated row by row.
+    """AdamW with row-wise updates of the parameters that are tables of the model.
 
-    While it lives, and until `close`, the gradients of these tables are sparse, and `grad` of each is None.
+    Until `close`, the gradients of these tables are sparse, and their `grad` is None.
     """
 
-    _step_supports_amp_scaling = True  # a gradient scaler calls `step` itself then, which refuses it
+    _step_supports_amp_scaling = True  # a gradient scaler then calls `step` itself, which refuses it
 
     def __init__(self, params: Iterable[Any], *, tables_in: nn.Module, **options: Any) -> None:
         super().__init__(params, **options)
@@ -83,7 +83,7 @@ class TableAdamW(torch.optim.AdamW):
             gradients.clear()
 
     def received(self, parameter: nn.Parameter) -> bool:
-        """Return whether the parameter has a gradient for the next step."""
+        """Return whether the parameter has a gradient in the next step."""
         return parameter.grad is not None or bool(self.collected.get(parameter))
 
     @torch.no_grad()
@@ -93,7 +93,7 @@ class TableAdamW(torch.optim.AdamW):
             for table in group["params"]:
                 if table not in self.collected:
                     continue
-                has_gradient = bool(self.collected[table])  # perhaps of no row that this process holds: the step counts
+                has_gradient = bool(self.collected[table])  # even without rows of this process: the step counts
                 i, gradient = mean_rows(table, self.collected[table])
                 self.collected[table].clear()
                 if has_gradient or len(i):
@@ -103,7 +103,7 @@ class TableAdamW(torch.optim.AdamW):
         state = self.state[table]
         if SQUARES not in state:
             squares = torch.zeros_like(wide(one_column(table.detach())))
-            state.update({"step": torch.tensor(0.0), SQUARES: squares})  # AdamW reads `step` when it loads
+            state.update({"step": torch.tensor(0.0), SQUARES: squares})  # AdamW reads `step` when it loads a state
         state["step"] += 1
         held, total = here(table), here(state[SQUARES])
         square = total.index_select(0, i) + gradient.square().flatten(1).mean(1).view(-1, *total.shape[1:])
@@ -130,22 +130,24 @@ def one_column(table: Tensor) -> Tensor:
 
 
 def here(table: Any) -> Tensor:
-    """Return the rows of a table that this process holds, which is all where it is not divided."""
+    """Return this process's rows of a table: all of them if it is not divided."""
     return table.to_local() if hasattr(table, "to_local") else table.detach()  # type: ignore[no-any-return]
 
 
 def mean_rows(table: Any, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return which rows of this process have a gradient in any process, in order, and the means of these over the processes."""
+    """Return the indices of this process's rows with a gradient in any process, in order, and their means over the processes."""
     held = here(table)
     i, rows = summed([rows_in(gradient) for gradient in gradients], held)
-    if processes.count() == 1 or hasattr(table, "to_local"):  # the rows of a table that is divided have those of all already
+    if processes.count() == 1 or hasattr(table, "to_local"):  # gradients of a divided table are summed over the processes already
         return i, rows
     i, rows = summed(list(zip(gathered(i), gathered(rows), strict=True)), held)
     return i, rows / processes.count()
 
 
 def rows_in(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return which rows of a gradient there are, in any order and perhaps several times; of a dense one those that are not zero."""
+    """Return the indices and values of a gradient's rows, unordered and possibly repeated; of a dense gradient those other than
+    zero.
+    """
     if gradient.is_sparse:
         return gradient._indices()[0], gradient._values()
     i = gradient.flatten(1).any(1).nonzero().flatten()
@@ -153,7 +155,7 @@ def rows_in(gradient: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def summed(parts: Sequence[tuple[Tensor, Tensor]], table: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the rows in order, each once, their sums in float32 at least."""
+    """Return the rows in order, repeated ones summed, in float32 or wider."""
     if not parts:
         return torch.empty(0, dtype=torch.long, device=table.device), wide(table[:0])
     i, rows = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
@@ -166,7 +168,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def refuse_scaled(optimizer: torch.optim.Optimizer, *call: Any) -> None:
-    """Raise `TrainingError` where a gradient scaler calls the step: it has not seen the gradients of the tables."""
+    """Raise `TrainingError` if a gradient scaler calls the step: it does not scale the gradients of the tables."""
     if getattr(optimizer, "found_inf", None) is not None:
         raise TrainingError(
             "tables cannot be trained with scaled gradients",
@@ -177,7 +179,9 @@ def refuse_scaled(optimizer: torch.optim.Optimizer, *call: Any) -> None:
 
 
 def prepare(model: nn.Module, collected: Collected) -> list[Callable[[], Any]]:
-    """Have the gradients of the tables sparse and collected, and left alone by DistributedDataParallel; return what undoes that."""
+    """Make the gradients of the tables sparse, collect them, and hide them from DistributedDataParallel; return functions that undo
+    it.
+    """
     undo: list[Callable[[], Any]] = []
     for module in model.modules():
         if isinstance(module, RowTables) and any(module.get_parameter(name) in collected for name in module.tables()):

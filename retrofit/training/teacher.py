@@ -1,11 +1,11 @@
-"""The dense model as the teacher of a model that was rewritten from it: its sites, its predictions, and whether it fits.
+"""The dense model as the teacher of a model that was rewritten from it: its sites, its predictions, and the checks that it fits.
 
-The loss of a run with a teacher, of which the logits of some tokens at a time are ever in memory.
+The loss of a run with a teacher, with the logits of some tokens in memory at a time.
 
     (1 − w) CE(student, labels) + w T² KL(teacher ‖ student)
 
-The model runs without its head; then, for some tokens at a time, the head makes their logits, the teacher's head its own, and the
-loss and its gradients for what the head received and for the head's weights are computed. Nothing else is kept of them.
+The model runs without its head. Then, for some tokens at a time, the head and the teacher's head compute their logits, and the loss
+and its gradients for the head's input and weights are computed. No logits are kept.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class PredictionsOfHead:
-    """Those of a dense model whose logits are computed when they are needed, from what its head receives: (tokens, d)."""
+    """Predictions of a dense model whose logits are computed from the head's input, (tokens, d), when they are needed."""
 
     head: LogitHead
     hidden: Tensor
@@ -70,7 +70,7 @@ class PredictionsOfHead:
 
 
 class PredictionsOfWindows:
-    """Those of a dense model whose logits are computed a window at a time, the last one kept."""
+    """Predictions of a dense model whose logits are computed one window at a time; the last window is cached."""
 
     def __init__(self, teacher: Teacher, batch: Mapping[str, Any]) -> None:
         self.teacher, self.batch = teacher, batch
@@ -81,7 +81,7 @@ class PredictionsOfWindows:
         total = student.new_zeros((), dtype=torch.float32)
         for window in range(rows.start // tokens, -(-rows.stop // tokens)):
             if window != self.window:
-                self.logits = torch.empty(0)  # before the next ones are computed
+                self.logits = torch.empty(0)  # freed before the next ones are computed
                 window_batch = {name: value[window : window + 1] for name, value in self.batch.items()}
                 self.window, self.logits = window, self.teacher.logits(window_batch)[0]
             first, last = max(rows.start, window * tokens), min(rows.stop, (window + 1) * tokens)
@@ -93,9 +93,9 @@ class PredictionsOfWindows:
 
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A dense model, and the sites of the student that replaced modules of it.
+    """A dense model and the sites of the student that replaced its modules.
 
-    Of a sentence-transformers model `part` is the transformers model inside it, which the student's was made from.
+    For a sentence-transformers model, `part` is the transformers model inside it, from which the student's was made.
     """
 
     model: nn.Module
@@ -105,7 +105,7 @@ class Teacher:
 
     @staticmethod
     def of(dense: nn.Module, student: nn.Module) -> Teacher:
-        """Return the teacher of `student`; raises `TrainingError` where another model is the dense one, or reads other tokens."""
+        """Return the teacher of `student`; raises `TrainingError` if another model is the dense one, or reads other tokens."""
         if embeds_sentences(dense) != embeds_sentences(student):
             raise TrainingError(
                 "the teacher and the model have different outputs",
@@ -131,17 +131,17 @@ class Teacher:
         return Teacher(dense, part, DenseSites(rewritten, part, parts.sites), parts)
 
     def with_model(self, model: nn.Module) -> Teacher:
-        """Return the teacher whose predictions `model` makes, which has the dense one's weights; no site learns from it."""
+        """Return a teacher that predicts with `model`, which has the dense weights; no site learns from it."""
         return Teacher(model, model, DenseSites(model, model, ()), dataclasses.replace(self.parts, sites=(), places={}))
 
     @property
     def learner(self) -> nn.Module:
-        """The dense model as one that takes labels."""
+        """The dense model with a loss for given labels."""
         return WithContrastiveLoss(self.model) if embeds_sentences(self.model) else add_loss(self.model)
 
     @contextlib.contextmanager
     def teaching(self, device: torch.device) -> Iterator[None]:
-        """Within this context the dense model is on `device`, evaluates, and has no gradients; afterwards it is as it was."""
+        """Place the dense model on `device`, in evaluation mode and without gradients, within this context."""
         required = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
         try:
             with evaluation_mode(self.model), placed_on(device, self.model):
@@ -152,9 +152,9 @@ class Teacher:
                 parameter.requires_grad_(requires_grad)
 
     def divergence(self, outputs: Any, batch: Mapping[str, Any], temperature: float) -> Tensor:
-        """Return how far what the student returned for a batch, with labels, is from what the dense model returns.
+        """Return the divergence of the student's outputs for a batch, with labels, from the dense model.
 
-        That is the mean over all tokens of the divergence from its predictions, or the distance of the texts' embeddings.
+        The mean over all tokens of the divergence from its predictions, or the distance of the texts' embeddings.
         """
         if embeds_sentences(self.model):
             with torch.no_grad():
@@ -168,7 +168,7 @@ class Teacher:
         self.learner(**without_labels(self.learner, batch))
 
     def predictions(self, batch: Mapping[str, Any], head: LogitHead | None) -> Predictions:
-        """Return those for all tokens of a batch; `head` is the dense model's, where it comes apart."""
+        """Return the predictions for all tokens of a batch; `head` is the dense model's, if it is separable."""
         if head is None:
             return PredictionsOfWindows(self, batch)
         with torch.no_grad():
@@ -176,13 +176,13 @@ class Teacher:
 
     @torch.no_grad()
     def logits(self, batch: Mapping[str, Any]) -> Tensor:
-        """Its logits for a batch of the student's, whose labels it does not see."""
+        """Return the dense model's logits for a batch of the student's, without the labels."""
         return token_logits(self.learner(**without_labels(self.learner, batch)))
 
 
 @contextlib.contextmanager
 def placed_on(device: torch.device, model: nn.Module) -> Iterator[None]:
-    """Within this context the model is on `device`; where it is offloaded it stays where accelerate has put it."""
+    """Place the model on `device` within this context; an offloaded model stays where accelerate has put it."""
     if offloaded_module(model) is not None:
         yield
         return
@@ -196,10 +196,9 @@ def placed_on(device: torch.device, model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sharing_weights(student: nn.Module, dense: nn.Module, apart: Iterator[nn.Parameter]) -> Iterator[None]:
-    """Within this context the student's parameters that are equal to the dense ones of their names take no memory of their own.
+    """Let the student share the dense parameters that equal its own of the same names within this context, to save memory.
 
-    Those in `apart` are left alone, and those that the dense model has on a disk. Afterwards every parameter is the student's own
-    again.
+    Parameters in `apart` and dense parameters on disk are not shared. On exit every parameter is the student's own again.
     """
     own = {id(parameter) for parameter in apart}
     theirs = dict(dense.named_parameters())
@@ -227,7 +226,7 @@ def vocabulary_of_logits(learner: nn.Module, example: Example) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedLoss:
-    """The loss of a model whose head comes apart, and of a teacher whose head may."""
+    """The loss of a model with a separable head, and of a teacher whose head may be separable."""
 
     head: LogitHead
     teachers_head: LogitHead | None
@@ -236,10 +235,10 @@ class ChunkedLoss:
 
     @staticmethod
     def of(learner: nn.Module, teacher: Teacher | KeptTeacher, example: Example, shift: int, batch_size: int) -> ChunkedLoss | None:
-        """Return the loss for batches of windows like `example`, one window with labels; None where it must be computed whole.
+        """Return the loss for batches of windows like `example`, one window with labels; None if it must be computed whole.
 
-        That is where all logits of a batch are no more than are computed with at a time, where the model makes embeddings, where
-        its head does not come apart, and where its own loss has other terms.
+        That is the case if a batch has few logits, if the model returns embeddings, if its head is not separable, or if its own
+        loss has other terms.
         """
         model = teacher.sites.model
         if isinstance(learner, WithContrastiveLoss):
@@ -258,7 +257,7 @@ class ChunkedLoss:
     def loss(
         self, model: nn.Module, inputs: Mapping[str, Any], teacher: Teacher | KeptTeacher, weight: float, temperature: float
     ) -> Tensor:
-        """Return the loss of a batch; `weight` is w."""
+        """Return the loss of a batch; `weight`: w."""
         with auxiliary_losses() as others:
             h = self.head.hidden(model, without_labels(model, inputs)).flatten(0, 1)
         targets = targets_of(inputs["labels"], self.shift).flatten()

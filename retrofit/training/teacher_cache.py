@@ -1,16 +1,16 @@
-"""A teacher's predictions on disk: for every token of every window of a text the k largest probabilities and the sum of the rest.
+"""A teacher's predictions on disk: for every token of a text's windows the k largest probabilities and the sum of the rest.
 
-A folder with `teacher.json`, which says what they depend on, and shards of so many windows each, in the order of the text:
+A folder with `teacher.json`, the facts that they depend on, and shards of a fixed number of windows, in the order of the text:
 
     ids                (windows, seq, k)   the vocabulary's most probable ids, the most probable first
     log_probabilities  (windows, seq, k)   of these, at the temperature in `teacher.json`, in float16
     log_rest           (windows, seq)      of all others together
     loss               (windows)           the teacher's own
 
-A window is found by its number in the text, so the order in which training draws windows makes no difference. What is hidden in a
-window, where the objective hides tokens, depends on its number and the seed in `teacher.json` and nothing else.
+A window is found by its number in the text, so training may draw windows in any order. The hidden tokens of a window, if the
+objective hides tokens, depend only on its number and the seed in `teacher.json`.
 
-A teacher of which only the predictions are there: on disk, for the windows of one text.
+A teacher without a model: its predictions on disk, for the windows of one text.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ OPEN = 64  # shards
 class Facts:
     """The facts that a teacher's predictions depend on."""
 
-    teacher: str  # where it was read from, "" where it was in memory
+    teacher: str  # path of the teacher; "" for one in memory
     weights: str  # a hash
     vocabulary: int
     tokenizer: str  # a hash
     objective: str
-    example: str  # a hash of what is read and has to be predicted of the first window
+    example: str  # hash of the inputs and targets of the first window
     length: int  # tokens a window
     windows: int
     text: str  # a hash of the windows
@@ -69,7 +69,7 @@ class Facts:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """A fact that two sides do not share, in words, and the fix."""
+    """A fact that differs between two sides, as text, with the fix."""
 
     what: str
     why: str
@@ -85,7 +85,7 @@ class KeptPredictions:
 
     @staticmethod
     def in_folder(folder: str | Path) -> KeptPredictions:
-        """Return all the predictions in a folder; raises `TrainingError` where it holds none, or not all of them."""
+        """Return the predictions in a folder; raises `TrainingError` if it holds none or is incomplete."""
         folder = Path(folder)
         facts = read_facts(folder)
         if facts is None:
@@ -109,20 +109,20 @@ class KeptPredictions:
         return kept
 
     def path(self, number: int) -> Path:
-        """Return the file of the shard of this number."""
+        """Return the file of the shard with this number."""
         return self.folder / f"windows-{number:06}.safetensors"
 
     def missing(self) -> list[int]:
-        """Return the numbers of the shards that are not there."""
+        """Return the numbers of the missing shards."""
         return [number for number in range(self.facts.shards) if not self.path(number).is_file()]
 
     def write(self, number: int, tensors: dict[str, Tensor]) -> None:
-        """Write the shard of this number, whole or not at all."""
+        """Write the shard with this number completely or not at all."""
         with whole_file(self.path(number), force=True) as file:
             file.write(save({name: value.contiguous() for name, value in tensors.items()}))
 
     def open_shard(self, number: int) -> Any:
-        """Return the file of that number, which holds what `Facts` say; raises `CheckpointError` where it does not."""
+        """Return the opened shard, which agrees with `Facts`; raises `CheckpointError` if it does not."""
         file = self.path(number)
         try:
             require_shapes(extents_in(file), self.rows_of(number), self.facts.top)
@@ -131,7 +131,7 @@ class KeptPredictions:
             raise damaged(file, error.why if isinstance(error, CheckpointError) else str(error)) from error
 
     def rows_of(self, number: int) -> int:
-        """Return how many windows are in the shard of this number."""
+        """Return the number of windows in the shard with this number."""
         return min(self.facts.shard, self.facts.windows - number * self.facts.shard)
 
     def rows(self, name: str, windows: Sequence[int]) -> Tensor:
@@ -143,23 +143,23 @@ class KeptPredictions:
         return torch.cat(found)
 
     def predictions(self, windows: Sequence[int]) -> LargestPredictions:
-        """Return what the teacher predicts for the tokens of these windows, one after the other."""
+        """Return the teacher's predictions for the tokens of these windows, in order."""
         ids, log_p, log_rest = (self.rows(name, windows).flatten(0, 1) for name in ("ids", "log_probabilities", "log_rest"))
         if ids.numel() and not 0 <= int(ids.long().min()) <= int(ids.long().max()) < self.facts.vocabulary:
             raise damaged(self.path(windows[0] // self.facts.shard), f"it names ids beyond the {self.facts.vocabulary:,} there are")
         return LargestPredictions(ids, log_p, log_rest)
 
     def loss(self, windows: Sequence[int]) -> float:
-        """Return the teacher's own loss: the mean over these windows."""
+        """Return the teacher's own loss, the mean over these windows."""
         return float(self.rows("loss", windows).double().mean())
 
     def kept_share(self) -> float:
-        """Return the probability that the k ids of a token have together: the mean over all tokens."""
+        """Return the total probability of a token's k ids: the mean over all tokens."""
         rests = torch.cat([self.shard(number).get_tensor("log_rest").flatten() for number in range(self.facts.shards)])
         return 1.0 - float(rests.double().exp().mean())
 
     def size(self) -> int:
-        """Bytes on disk."""
+        """Size on disk in bytes."""
         return sum(self.path(number).stat().st_size for number in range(self.facts.shards))
 
 
@@ -170,7 +170,7 @@ def damaged(file: Path, why: str) -> CheckpointError:
 
 
 def require_shapes(found: Mapping[str, Extent], windows: int, top: int) -> None:
-    """Raise `ValueError` unless the tensors of a shard have the shapes listed above."""
+    """Raise `ValueError` if the tensors of a shard do not have the shapes listed above."""
     shapes = {name: found[name].shape for name in TENSORS if name in found}
     kept = shapes.get("ids", ())
     expected = {"ids": (windows, *kept[1:2], top), "log_probabilities": kept, "log_rest": kept[:-1], "loss": kept[:1]}
@@ -179,7 +179,7 @@ def require_shapes(found: Mapping[str, Extent], windows: int, top: int) -> None:
 
 
 def are_facts(facts: Facts) -> bool:
-    """Return whether every fact is of its type, and the numbers of what is counted are at least one."""
+    """Return whether every fact has its type, and every count is at least one."""
     kinds: dict[str, Any] = {"str": str, "int": int, "float": (int, float), "bool": bool}
     typed = all(
         isinstance(value := getattr(facts, field.name), kinds[str(field.type)])
@@ -190,7 +190,7 @@ def are_facts(facts: Facts) -> bool:
 
 
 def read_facts(folder: Path) -> Facts | None:
-    """Return what the predictions in a folder depend on; None where it holds none."""
+    """Return the facts that the predictions in a folder depend on; None if it holds no predictions."""
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
         if record.pop("format") != FORMAT:
@@ -207,7 +207,7 @@ def write_facts(folder: Path, facts: Facts) -> None:
 
 
 def difference(kept: Facts, facts: Facts) -> Difference | None:
-    """Return the first thing that predictions kept on disk do not share with what is needed; None where they fit."""
+    """Return the first fact in which predictions on disk differ from what is needed; None if they fit."""
     again = "write the predictions again for it with retrofit teach, to another folder"
     if kept.vocabulary != facts.vocabulary:
         why = f"it has {kept.vocabulary:,} tokens, the model {facts.vocabulary:,}"
@@ -233,14 +233,14 @@ def difference(kept: Facts, facts: Facts) -> Difference | None:
 
 @dataclasses.dataclass(frozen=True)
 class KeptTeacher:
-    """Predictions on disk, and no site: there is no module to learn from."""
+    """A teacher with predictions on disk and no module to learn from."""
 
     kept: KeptPredictions
     sites: DenseSites
 
     @staticmethod
     def of(folder: str | Path, student: nn.Module, facts: Facts) -> KeptTeacher:
-        """Return the teacher whose predictions are in `folder`.
+        """Return the teacher whose predictions are in `folder`. Raises `TrainingError` if they depend on other facts.
 
         Raises `TrainingError` where they are of something else than `facts`.
         """
@@ -258,14 +258,14 @@ class KeptTeacher:
 
     @contextlib.contextmanager
     def teaching(self, device: torch.device) -> Iterator[None]:
-        """Nothing is moved: predictions go to the device of the student's as they are needed."""
+        """Do nothing: predictions are moved to the student's device when they are needed."""
         yield
 
     def forward(self, batch: Mapping[str, Any]) -> None:
-        """There is no model to run."""
+        """Do nothing: there is no model to run."""
 
     def predictions(self, batch: Mapping[str, Any], head: LogitHead | None) -> Predictions:
-        """Return those for all tokens of a batch."""
+        """Return the predictions for all tokens of a batch."""
         return self.kept.predictions(batch[WINDOW].tolist())
 
     def divergence(self, outputs: Any, batch: Mapping[str, Any], temperature: float) -> Tensor:

@@ -40,8 +40,8 @@ from retrofit.training.teacher_cache import RECORD, SHARDS, Facts, KeptPredictio
 from retrofit.training.trainers import trains_on_cpu
 from retrofit.training.windows import beyond_positions, numbered_windows, require_windows, window_seed
 
-SAMPLES = 64  # values of a parameter that are hashed
-UNRELATED = ("transformers_version", "dtype", "architectures")  # fields of a config that change nothing that is computed
+SAMPLES = 64  # hashed values of a parameter
+UNRELATED = ("transformers_version", "dtype", "architectures")  # fields of a config without effect on the outputs
 
 
 def hash_windows(windows: torch.Tensor) -> str:
@@ -49,19 +49,19 @@ def hash_windows(windows: torch.Tensor) -> str:
 
 
 def hash_example(example: Mapping[str, torch.Tensor]) -> str:
-    """Of what a model reads and has to predict of a window."""
+    """Return a hash of a window's inputs and targets."""
     digest = b"".join(name.encode() + example[name].long().contiguous().numpy().tobytes() for name in sorted(example))
     return short_hash(digest)
 
 
 def hash_tokenizer(codec: Codec, tokenizer: Any = None) -> str:
-    """Of every word of the tokenizer and its id, or how bytes become ids where there is no tokenizer."""
+    """Return a hash of the tokenizer's words and ids, or of the conversion of bytes to ids without a tokenizer."""
     words = [codec.name] if tokenizer is None else sorted(f"{word} {index}" for word, index in tokenizer.get_vocab().items())
     return short_hash(chr(10).join(words).encode(errors="surrogatepass"))
 
 
 def hash_weights(model: nn.Module | None) -> str:
-    """Return the architecture of a model and a hash of samples of its weights; "" for none."""
+    """Return the architecture of a model and a hash of samples of its weights; "" without a model."""
     if model is None:
         return ""
     digest = hashlib.sha256()
@@ -78,13 +78,13 @@ def hash_architecture(model: nn.Module) -> str:
 
 
 def hash_trained(model: nn.Module) -> str:
-    """Return how many parameters require a gradient, and a hash of their names."""
+    """Return the number of trainable parameters and a hash of their names."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return f"{len(names)} {short_hash(chr(10).join(names).encode())}"
 
 
 def hash_settings(model: nn.Module) -> str:
-    """Of what a model computes with besides its weights: their dtypes, its config, the kernel of its attention."""
+    """Return a hash of a model's settings besides its weights: dtypes, config, attention kernel."""
     config = getattr(model, "config", None)
     given = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     kept = {name: value for name, value in given.items() if name[0] != "_" and name not in UNRELATED}
@@ -101,7 +101,7 @@ def short_hash(data: bytes) -> str:
 
 
 SHARD_BYTES = 1 << 22  # of a file, about
-SMALL_IDS = 1 << 16  # vocabulary whose ids fit into 16 bits
+SMALL_IDS = 1 << 16  # size of a vocabulary whose ids fit into 16 bits
 
 
 def teach(
@@ -121,10 +121,10 @@ def teach(
     force: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> KeptPredictions:
-    """Write the predictions of `dense` for all windows of the texts into `folder`, file by file, each whole or not at all.
+    """Write the predictions of `dense` for all windows of the texts into `folder`, file by file, each completely or not at all.
 
-    Kept are the `top` largest probabilities of a token and the sum of the others. What is there already is not computed again.
-    `name` is recorded as the teacher's. Raises `TrainingError` where the folder holds something else and `force` is not given.
+    The `top` largest probabilities of a token and the sum of the others are kept. Existing files are not computed again. `name` is
+    recorded as the teacher's. Raises `TrainingError` if the folder holds something else and `force` is not given.
     """
     folder = Path(folder)
     if is_file_name(folder):
@@ -188,7 +188,7 @@ def facts_of(
     seed: int,
     temperature: float,
 ) -> Facts:
-    """Return what a model's predictions for these windows depend on; how they are kept is left open."""
+    """Return the facts that a model's predictions for these windows depend on, without those of their storage."""
     example = objective.example(windows[0].long(), torch.Generator().manual_seed(window_seed(seed, 0)))
     return Facts(
         teacher="",
@@ -217,7 +217,7 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
         )
     before = read_facts(folder)
     if before is not None and not any(folder.glob(SHARDS)):
-        (folder / RECORD).unlink()  # nothing came of it
+        (folder / RECORD).unlink()  # no shard was written
         before = None
     if folder.exists() and before is None and (not folder.is_dir() or any(folder.iterdir())):
         raise TrainingError(
@@ -239,7 +239,7 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
             raise TrainingError(
                 f"{folder} holds other predictions", why=why, remedy="choose another -o, or start over with --force", code="exists"
             )
-        for file in (*folder.glob(SHARDS), folder / RECORD):  # the record last: by it the folder is known
+        for file in (*folder.glob(SHARDS), folder / RECORD):  # the record last: it identifies the folder
             file.unlink()
         before = None
     if before is None:
@@ -249,7 +249,7 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
 
 
 def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: Facts) -> dict[str, Tensor]:
-    """Return what is kept of a teacher's predictions for a batch of windows."""
+    """Return a teacher's predictions for a batch of windows in their stored form."""
     with torch.autocast(batch["labels"].device.type, torch.bfloat16, enabled=facts.bf16):
         outputs = learner(**without_labels(learner, batch), labels=batch["labels"])
     loss, logits = float(list_of(outputs)[0]), token_logits(outputs)
@@ -273,11 +273,11 @@ def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: F
         for name, value in kept.items():
             parts.setdefault(name, []).append(value.cpu())
     stacked = {name: torch.stack(values) for name, values in parts.items()}
-    stacked["loss"] += loss - stacked["loss"].mean()  # the model's own loss may have terms of its own
+    stacked["loss"] += loss - stacked["loss"].mean()  # the model's own loss may have further terms
     return stacked
 
 
 def remaining(began: float, done: float, total: int) -> str:
-    """Return the time that is left, in words."""
+    """Return the remaining time as text."""
     left = round((time.monotonic() - began) * (total - done) / done)
     return f"  {left // 60}:{left % 60:02d} left"

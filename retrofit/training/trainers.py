@@ -1,4 +1,5 @@
-"""transformers' `Trainer` for each stage of a run: aligning the sites, and training the whole with its own loss and a teacher's.
+"""transformers' `Trainer` for each stage of a run: aligning the sites, then training the whole model with its own loss and a
+teacher's.
 
 A sharded model is trained without wrappers; its checkpoints are in parts that any number of processes reads.
 """
@@ -46,14 +47,14 @@ from retrofit.training.teacher_cache import KeptTeacher
 from retrofit.training.windows import WINDOW, WindowDataset, numbered_windows, ordered_windows, shuffled_windows
 
 NO_NEW_RATES = NewRates()
-ON_SAMPLE = "eval_sample_loss"  # what the last evaluation logs beside the loss of all windows
+ON_SAMPLE = "eval_sample_loss"  # logged by the last evaluation next to the loss of all windows
 Entered = TypeVar("Entered")
 
 
 class PretrainingTrainer(Trainer):
-    """A trainer whose checkpoints hold the module's own state, under its own names, whatever its class and wrappers are.
+    """Trainer whose checkpoints contain the module's own state under its own names, whatever its class and wrappers.
 
-    The parameters in `new` have highest learning rates of their own. Tables whose rows are looked up have row-wise Adagrad.
+    The parameters in `new` have peak learning rates of their own. Tables have row-wise Adagrad.
     """
 
     def __init__(self, pace: Pace, new: NewRates = NO_NEW_RATES, **rest: Any) -> None:
@@ -63,7 +64,7 @@ class PretrainingTrainer(Trainer):
         batch = self.args.per_device_eval_batch_size
         self.sample = None if data is None else pace.sample(len(data), self.args.max_steps, batch)
         self.new = new
-        self.step: contextlib.ExitStack | None = None  # what lasts until the gradients of a step are computed
+        self.step: contextlib.ExitStack | None = None  # contexts that last until a step's gradients are computed
 
     def training_step(self, *args: Any, **named: Any) -> Tensor:
         with contextlib.ExitStack() as self.step:
@@ -84,7 +85,7 @@ class PretrainingTrainer(Trainer):
             _, options = self.get_optimizer_cls_and_kwargs(self.args, learner)
             self.optimizer_cls_and_kwargs = TableAdamW, {**options, "tables_in": learner}
             if all(parameter in tables for parameter in learner.parameters() if parameter.requires_grad):
-                learner._is_accelerate_prepared = True  # nothing is left for DistributedDataParallel to do
+                learner._is_accelerate_prepared = True  # makes accelerate skip DistributedDataParallel
         optimizer = super().create_optimizer(*args)
         for group, new in itertools.product(list(optimizer.param_groups), self.new.groups):
             mine = set(new.parameters)
@@ -95,9 +96,9 @@ class PretrainingTrainer(Trainer):
         return optimizer
 
     def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
-        """Return the mean loss of the windows held out, or before the last step of a sample, where the pace has one.
+        """Return the mean loss of the held-out windows; before the last step of a sample, if the pace has one.
 
-        Each of several processes computes its own batches.
+        Each process computes its own batches.
         """
         with self.pace.timed_evaluation():
             if processes.count() == 1 and self.sample is None:
@@ -130,13 +131,13 @@ class PretrainingTrainer(Trainer):
         return processes.weighted_mean(losses, self.args.device)
 
     def shared_batches(self, rows: int, size: int) -> Iterator[tuple[range, bool]]:
-        """Yield the rows of each batch that this process computes, and whether they count."""
+        """Yield this process's rows of each batch, and whether they count."""
         for start in range(size * processes.number(), rows, size * processes.count()):
             yield range(start, min(start + size, rows)), True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         assert output_dir is not None and self.model is not None
-        if not self.args.should_save:  # another process does
+        if not self.args.should_save:  # only one process writes
             return
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         torch.save(self.model.state_dict(), Path(output_dir) / WEIGHTS_NAME)
@@ -168,7 +169,7 @@ class PretrainingTrainer(Trainer):
 
 
 class AligningTrainer(PretrainingTrainer):
-    """Every rewritten site learns to return what the dense module returns: the loss is the mean of their squared errors."""
+    """Trainer of the sites on the outputs of the dense modules; the loss is the mean of their squared errors."""
 
     def __init__(self, sites: DenseSites, **rest: Any) -> None:
         super().__init__(**rest)
@@ -190,14 +191,14 @@ class AligningTrainer(PretrainingTrainer):
 
 
 class DistillingTrainer(PretrainingTrainer):
-    """The model learns from its own loss and from a teacher's predictions, its sites turning from dense to rewritten on the way.
+    """Trainer of the model on its own loss and a teacher's predictions, while its sites turn from dense to rewritten.
 
         (1 − w) · loss + w · T² KL(teacher ‖ model) + v · Σ_l E_l / layers        w: `distil`, T: `temperature`, v: `distil_hidden`
 
     E_l is the squared error of the stream after layer l, relative to the dense one.
 
-    In the first `anneal` steps the sites are mixtures, of the dense modules alone at the first. Evaluation measures the model's own
-    loss, of the mixture while it is one.
+    In the first `anneal` steps the sites are mixtures, dense at the first step. Evaluation measures the model's own loss, with the
+    mixtures as they are.
     """
 
     def __init__(
@@ -222,18 +223,18 @@ class DistillingTrainer(PretrainingTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def loss_and_outputs(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> tuple[Tensor, Any]:
-        """Return the loss, that of the layers with it, and what the model returned."""
+        """Return the loss, including that of the layers, and the model's outputs."""
         with self.lasting(self.teacher.sites.mixed(self.share)):
             if self.hidden is None or not model.training:
                 return self.loss_of(model, inputs, num_items_in_batch)
             with self.hidden.recorded() as streams:
                 loss, outputs = self.loss_of(model, inputs, num_items_in_batch)
-                if not streams.forwards:  # nothing else is learned from the teacher
+                if not streams.forwards:  # the layers need nothing else from the teacher
                     self.teacher.forward(inputs)
             return loss + self.distillation.distil_hidden * streams.error(), outputs
 
     def loss_of(self, model: nn.Module, inputs: Mapping[str, Any], num_items_in_batch: Any) -> tuple[Tensor, Any]:
-        """Return the loss without that of the layers, and what the model returned."""
+        """Return the loss without that of the layers, and the model's outputs."""
         weight = self.distillation.distil
         chunked = self.chunked
         if chunked is not None and not (self.share < 1 and self.teacher.sites.replace(chunked.head.module)):
@@ -263,20 +264,20 @@ GROUPS = "param_groups"
 
 
 class ShardedTrainer(PretrainingTrainer):
-    """Trains a model that `sharding` made, or a whole one in a single process."""
+    """Trainer of a model that `sharding` divided, or of a whole one in a single process."""
 
     def __init__(self, **rest: Any) -> None:
         if processes.count() > 1:
-            rest["model"]._is_accelerate_prepared = True  # accelerate leaves it as it is
+            rest["model"]._is_accelerate_prepared = True  # makes accelerate leave the model as it is
         super().__init__(**rest)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Its parts are there already."""
+        """Do nothing: the model's parts are on the device already."""
         if processes.count() == 1:
             model.to(device)
 
     def shared_batches(self, rows: int, size: int) -> Iterator[tuple[range, bool]]:
-        """Return as many batches for each process, because each needs the parts of the others; what is too many does not count."""
+        """Return as many batches for each process, because each needs the others' parts; surplus ones do not count."""
         step = size * processes.count()
         for first in range(0, rows, step):
             start = first + size * processes.number()
@@ -295,7 +296,7 @@ class ShardedTrainer(PretrainingTrainer):
         if self.args.should_save:
             assert self.lr_scheduler is not None
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
-        processes.wait()  # the state of the trainer, which is written next, says that the checkpoint is whole
+        processes.wait()  # the trainer's state, written next, marks the checkpoint as complete
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         assert self.model is not None
@@ -327,7 +328,7 @@ class ShardedTrainer(PretrainingTrainer):
 
 
 class ShardedDistillingTrainer(ShardedTrainer, DistillingTrainer):
-    """The same, learning from the predictions of a teacher whose parameters are divided as the model's are."""
+    """Distilling trainer of a sharded model, with a teacher that is sharded in the same way."""
 
 
 def states(parameters: list[nn.Parameter], parts: list[Mapping[str, Any]], folder: Path) -> Iterator[tuple[int, dict[str, Tensor]]]:
@@ -350,7 +351,7 @@ SomeTrainer = TypeVar("SomeTrainer", bound=PretrainingTrainer)
 
 @dataclasses.dataclass(frozen=True)
 class Numbering:
-    """The numbers in the text of the windows to train on and of those held out, and the seed of what is hidden in each."""
+    """Numbers in the text of the windows for training and of the held-out ones, and the seed of their hidden tokens."""
 
     train: Tensor
     held_out: Tensor
@@ -359,7 +360,7 @@ class Numbering:
 
 @dataclasses.dataclass(frozen=True)
 class TrainerSetup:
-    """A model that takes labels, windows to train on and held out, (windows, seq), and how and where it is trained."""
+    """A model that takes labels, windows for training and held-out ones, (windows, seq), and the way and place of training."""
 
     learner: nn.Module
     collator: Collator
@@ -370,12 +371,12 @@ class TrainerSetup:
     cpu: bool
     saving: bool
     new: NewRates = NO_NEW_RATES
-    numbering: Numbering | None = None  # where a teacher's predictions are found by the number of a window
+    numbering: Numbering | None = None  # if a teacher's predictions are found by the number of a window
 
     def trainer(
         self, kind: type[SomeTrainer], watch: StepMonitor, *, folder: Path, settings: Settings, fresh: bool, **more: Any
     ) -> SomeTrainer:
-        """Return a trainer of this kind for the steps of `settings`, which keeps its checkpoints in `folder`."""
+        """Return a trainer of this kind for the steps of `settings`, with its checkpoints in `folder`."""
         trained = sum(
             parameter.numel() * parameter.element_size() for parameter in self.learner.parameters() if parameter.requires_grad
         )
@@ -421,19 +422,19 @@ class TrainerSetup:
             save_total_limit=1,
             logging_steps=settings.log_steps,
             logging_nan_inf_filter=False,
-            average_tokens_across_devices=False,  # every window has as many labels: the mean of the processes' means is the mean
+            average_tokens_across_devices=False,  # every window has as many labels: the mean over processes is the mean over labels
             log_level="error",
             disable_tqdm=True,
             report_to=[],
             label_names=["labels"],
             remove_unused_columns=False,
             dataloader_pin_memory=not self.cpu,
-            bf16=settings.bf16 and not processes.sharded(settings.fsdp),  # which computes in it group by group
+            bf16=settings.bf16 and not processes.sharded(settings.fsdp),  # FSDP2 computes in bfloat16 itself, group by group
             use_cpu=self.cpu,
-            ddp_find_unused_parameters=True,  # a site at the end of its dial's way need not read all of its parameters
+            ddp_find_unused_parameters=True,  # a fully turned site may leave some of its parameters unread
             seed=settings.seed,
         )
-        result._n_gpu = min(result.n_gpu, 1)  # a step is `batch_size` windows however many devices there are
+        result._n_gpu = min(result.n_gpu, 1)  # a step is `batch_size` windows for any number of devices
         return result
 
     @functools.cached_property
@@ -441,13 +442,13 @@ class TrainerSetup:
         return self.arguments(self.folder, self.settings, fresh=False).device
 
     def training_data(self, settings: Settings) -> WindowDataset:
-        """Return the windows to train on, in their order."""
+        """Return the training windows, in order."""
         data = shuffled_windows(self.windows, settings.steps * settings.batch_size, settings.seed)
         numbering = self.numbering
         return data if numbering is None else numbered_windows(self.windows, numbering.train, numbering.seed, data.order)
 
     def held_out_data(self) -> WindowDataset:
-        """Return every window held out, once."""
+        """Return every held-out window once."""
         numbering = self.numbering
         return (
             ordered_windows(self.held_out, self.settings.seed)
@@ -456,12 +457,12 @@ class TrainerSetup:
         )
 
     def one_window(self) -> Example:
-        """Return the first window to train on, as a batch."""
+        """Return the first training window, as a batch."""
         batch = self.collator([self.training_data(self.settings)[0]])
         return {name: value.to(self.device) for name, value in batch.items() if name != WINDOW}
 
     def held_out_batches(self) -> Iterator[Example]:
-        """Yield the held-out windows as the trainers' evaluations see them, in batches."""
+        """Yield the held-out windows in the batches of the trainers' evaluations."""
         data = self.held_out_data()
         for start in range(0, len(data), self.settings.batch_size):
             rows = range(start, min(start + self.settings.batch_size, len(data)))

@@ -12,11 +12,11 @@ from retrofit.errors import TrainingError
 from retrofit.passbase.tokenization import positions_named
 
 MOST_HELD_OUT = 512  # windows
-WINDOW = "window"  # the name of its number in an example
+WINDOW = "window"  # the key of its number in an example
 
 
 def is_held_out(windows: torch.Tensor, fraction: float) -> torch.Tensor:
-    """Return which windows are held out, spread evenly over the text and not more than `MOST_HELD_OUT`: (windows)."""
+    """Return the mask of held-out windows, (windows), spread evenly over the text, at most `MOST_HELD_OUT`."""
     count = 0 if fraction == 0 else min(max(1, round(fraction * len(windows))), MOST_HELD_OUT)
     if len(windows) - count < 1:
         raise TrainingError(
@@ -31,7 +31,7 @@ def is_held_out(windows: torch.Tensor, fraction: float) -> torch.Tensor:
 
 
 def require_windows(windows: torch.Tensor) -> None:
-    """Raises `TrainingError` where the text fills no window."""
+    """Raises `TrainingError` if the text is too short for a window."""
     if not len(windows):
         raise TrainingError(
             f"the text fills no window of {windows.shape[1]} tokens",
@@ -42,7 +42,7 @@ def require_windows(windows: torch.Tensor) -> None:
 
 
 def beyond_positions(model: nn.Module, length: int) -> str:
-    """Return a note on windows longer than the model is made for; "" for others."""
+    """Return a note on windows longer than the model was made for; "" for others."""
     positions = positions_named(model)
     if positions is None or length <= positions:
         return ""
@@ -53,7 +53,7 @@ def beyond_positions(model: nn.Module, length: int) -> str:
 
 
 class ShuffledRounds:
-    """The first `count` numbers of 0…size−1 in a random order, again in another one, and so on; one round is held at a time."""
+    """The first `count` numbers of 0…size−1 in random order, round after round; one round is in memory at a time."""
 
     def __init__(self, size: int, count: int, seed: int) -> None:
         self.size, self.count, self.seed = size, count, seed
@@ -79,10 +79,10 @@ class ShuffledRounds:
 
 
 class WindowDataset(Dataset[dict[str, Any]]):
-    """A fixed sequence of windows, each with a seed of its own: runs with the same seed see the same sequence.
+    """A fixed sequence of windows with a seed each: runs with the same seed see the same sequence.
 
-    With `numbers`, those of the windows in the text, the seed is that of the window and not of its place in the sequence, and its
-    number comes with it.
+    With `numbers`, those of the windows in the text, the seed depends on the window and not on its place in the sequence, and the
+    number is part of the example.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class WindowDataset(Dataset[dict[str, Any]]):
         return len(self.order)
 
     def __getitem__(self, position: int) -> dict[str, Any]:
-        """Return the window at `position` and the seed of what is hidden in it, both a function of the position alone."""
+        """Return the window at `position` and the seed of its hidden tokens; both depend on the position alone."""
         row = self.order[position]
         if self.numbers is None:
             return {"ids": self.windows[row].long(), "seed": window_seed(self.seed, position)}
@@ -107,17 +107,17 @@ def window_seed(seed: int, place: int) -> int:
 
 
 def shuffled_windows(windows: torch.Tensor, count: int, seed: int) -> WindowDataset:
-    """`count` windows: all of them in a random order, then all of them in another one, and so on."""
+    """Return `count` windows: all of them in a random order, then all of them in another one, and so on."""
     return WindowDataset(windows, ShuffledRounds(len(windows), count, seed), 2 * seed)
 
 
 def ordered_windows(windows: torch.Tensor, seed: int) -> WindowDataset:
-    """Return every window once."""
+    """Return every window once, in order."""
     return WindowDataset(windows, torch.arange(len(windows)), 2 * seed + 1)
 
 
 def numbered_windows(
     windows: torch.Tensor, numbers: torch.Tensor, seed: int, order: torch.Tensor | ShuffledRounds | None = None
 ) -> WindowDataset:
-    """Windows by their numbers in the text, once each or in an order: what is hidden in one is the same whenever it is drawn."""
+    """Return windows by their numbers in the text, once each or in an order; the hidden tokens of a window are always the same."""
     return WindowDataset(windows, torch.arange(len(windows)) if order is None else order, seed, numbers)
