@@ -1,4 +1,4 @@
-"""The anatomy of a transformer: a table for people, plain data for programs, and the short texts that the drawing uses too."""
+"""The anatomy of a transformer as a table, as plain data, and in the short texts that the drawing uses too."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_RANGES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Anatomy(Findings):
-    """The structure of a model: what was found where, and what was not; as a string, a table."""
+    """The structure of a model: the parts found, their places, and the parts not found; as a string, a table."""
 
     def __str__(self) -> str:
         return table(self)
@@ -33,20 +33,19 @@ class Anatomy(Findings):
         return plain(self)
 
     def sites(self, *kinds: str, layers: Iterable[int] | None = None) -> tuple[list[WrappedModule], list[NearMiss]]:
-        """Return the modules that own the parts of these kinds, each module once, and a near miss for each part that has none.
+        """Return the modules that own the parts of these kinds, each module once, and a near miss for each part without an owner.
 
         Kinds are `layer`, `attention`, `self-attention`, `cross-attention`, `ffn`, `moe` and `other mixer`. A module owns a part if
-        it computes all products of it and nothing of another, and the sum with the stream is outside of it; norms at either end may
-        be outside too. A module that runs at several depths is one site with all of them. `layers` restricts the parts to those
-        depths of each stack.
+        it computes all its products and no other part's, without the sum with the stream; norms at either end may be outside too. A
+        module that runs at several depths is one site with all of them. `layers` restricts the parts to those depths of each stack.
         """
-        from retrofit.anatomy.module_sites import find_sites  # here: an anatomy is printed and drawn without torch
+        from retrofit.anatomy.module_sites import find_sites  # imported late: an anatomy is printed and drawn without torch
 
         return find_sites(self, *kinds, layers=layers)
 
 
 def shapes(branch: Branch) -> list[str]:
-    """Return the projections of a branch, those of one shape together: `q, out 64→64`, `k, v 64→16`."""
+    """Return the projections of a branch, grouped by shape: `q, out 64→64`, `k, v 64→16`."""
     groups: dict[tuple[int, int], list[Projection]] = {}
     for projection in sorted(
         branch.projections, key=lambda projection: ORDER.index(projection.role) if projection.role in ORDER else len(ORDER)
@@ -56,12 +55,12 @@ def shapes(branch: Branch) -> list[str]:
 
 
 def count_words(words: Sequence[str]) -> str:
-    """Return the words in order, each once, followed by its count where that is more than one."""
+    """Return the words in order, each once, with its count if it occurs more than once."""
     return ", ".join(f"{word} ×{words.count(word)}" if words.count(word) > 1 else word for word in dict.fromkeys(words))
 
 
 def heads(branch: Branch) -> str:
-    """`32 heads`, `32 heads, 8 for k and v` where fewer heads share them, nothing where there are none."""
+    """Return `32 heads`, `32 heads, 8 for k and v` if fewer heads share them, "" if there are none."""
     if branch.heads is None:
         return ""
     text = "1 head" if branch.heads == 1 else f"{branch.heads} heads"
@@ -73,7 +72,7 @@ def heads(branch: Branch) -> str:
 
 
 def layer_range(positions: Sequence[int]) -> str:
-    """`layer 3`, `layers 0–31`, `layers 0, 2, 4, …, 22`."""
+    """Return `layer 3`, `layers 0–31`, `layers 0, 2, 4, …, 22`."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and runs[-1][-1] == position - 1:
@@ -87,7 +86,7 @@ def layer_range(positions: Sequence[int]) -> str:
 
 
 def owner(branch: Branch, layer: Layer) -> str:
-    """Return the path of a branch's module within its layer; where that is the layer itself, the modules of its matrices."""
+    """Return the path of a branch's module within its layer; if that is the layer itself, the modules of its matrices."""
     if branch.name != layer.name:
         return relative(branch.name, layer.name)
     owners = dict.fromkeys(
@@ -97,7 +96,7 @@ def owner(branch: Branch, layer: Layer) -> str:
 
 
 def sharing(layers: Sequence[Layer]) -> str:
-    """Return how many sets of weights the layers have, where one module is called as several of them."""
+    """Return the number of weight sets of the layers if one module is called as several of them."""
     modules = len({layer.name for layer in layers})
     if modules == len(layers) or not all(layer.name for layer in layers):
         return ""
@@ -117,7 +116,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def format_change(before: int, after: int) -> str:
-    """Return a count before and after, and by how much it grew."""
+    """Return a count before and after, and the growth."""
     return f"{before:,} → {after:,}" + (f" ({(after - before) / before:+.1%})" if before else "")
 
 
@@ -140,7 +139,7 @@ class Row:
 
 
 def table(anatomy: Findings) -> str:
-    """Return the anatomy as text of at most 100 columns, layers that repeat written once."""
+    """Return the anatomy as text of at most 100 columns, repeated layers written once."""
     around = surroundings(anatomy)
     lines = [*wrap_lines(headline(anatomy, around), WIDTH), "", *align(list(rows(anatomy, around)))]
     if done := rewritten_sites(anatomy):
@@ -157,13 +156,13 @@ def table(anatomy: Findings) -> str:
 
 
 def rewritten_sites(anatomy: Findings) -> list[tuple[str, str, str]]:
-    """Return what passes did to the model: the method, the module's path and what was done there, in the order it was done."""
+    """Return the passes' changes of the model: method, module path and change, in order."""
     accounts: Iterable[Any] = provenance_of(anatomy.model).rewrites or ()
     return [(account.spec.partition("(")[0], site.name, site.what) for account in accounts for site in account.sites]
 
 
 def headline(anatomy: Findings, around: Surroundings) -> str:
-    """Class, parameters, width and tying of the model in one line."""
+    """Return class, parameters, width and tying of the model in one line."""
     facts = [type(anatomy.model).__name__, plural(anatomy.parameters, "parameter")]
     if anatomy.stacks:
         facts.append(f"width {anatomy.width}")
@@ -196,7 +195,7 @@ def part_row(name: str, piece: Piece, remark: str = "") -> Row:
 def stack_rows(stack: Stack, size: int) -> Iterator[Row]:
     facts = [f"width {stack.width}", "causal" if stack.causal else "not causal", plural(len(stack.layers), "layer")]
     yield Row(0, stack.kind, stack.name or "(the model itself)", join_facts(facts), size)
-    written: dict[Hashable, str] = {}  # structure → where in this stack it is written out
+    written: dict[Hashable, str] = {}  # structure → where it is written out in this stack
     for fold in fold_layers(stack.layers):
         depth = 1
         if fold.body:
@@ -210,7 +209,7 @@ def stack_rows(stack: Stack, size: int) -> Iterator[Row]:
 
 
 def layer_rows(layers: Sequence[Layer], positions: Sequence[int], depth: int, same: str) -> Iterator[Row]:
-    """One layer, written once for all of `layers`, without its branches where equal layers are written out above."""
+    """Yield the rows of one layer for all of `layers`, without its branches if equal layers are written out above."""
     first, times = layers[0], len(layers)
     name = common_name([layer.name for layer in layers]) if all(layer.name for layer in layers) else "(no module)"
     facts = [sharing(layers) or ("each" if times > 1 else ""), f"as {same}" if same else ""]
@@ -229,7 +228,7 @@ def branch_row(branch: Branch, layer: Layer, depth: int) -> Row:
 
 
 def align(entries: Sequence[Row]) -> list[str]:
-    """Return the rows under their headings, in columns, long cells wrapped; a module without facts takes both columns."""
+    """Return the rows under their headings, in columns, long cells wrapped; a module without facts spans both columns."""
     numbers = [f"{row.parameters:,}" if row.parameters is not None else "" for row in entries]
     parts = ["  " * row.depth + row.part for row in entries]
     last = max(map(len, [*numbers, "parameters"]))
@@ -255,7 +254,7 @@ def indented_lines(texts: Iterator[str] | Sequence[str]) -> list[str]:
 
 
 def wrap_lines(text: str, width: int, indent: int = 0) -> list[str]:
-    """`text` in lines of at most `width`, broken at spaces first, later lines indented by `indent`."""
+    """Return `text` in lines of at most `width`, broken at spaces first, later lines indented by `indent`."""
     lines, line = [], ""
     for piece in pieces(printable(text), width - indent):
         if len((line + piece).rstrip()) > width:
@@ -267,7 +266,7 @@ def wrap_lines(text: str, width: int, indent: int = 0) -> list[str]:
 
 
 def pieces(text: str, width: int, breaks: Sequence[str] = BREAKS) -> Iterator[str]:
-    """`text` cut at the first kind of break, pieces still wider than `width` at the next kinds, at last anywhere."""
+    """Yield `text` cut at the first kind of break, wider pieces at the next kinds, and finally anywhere."""
     if not breaks:
         yield from (text[start : start + width] for start in range(0, len(text), width))
         return
@@ -276,7 +275,7 @@ def pieces(text: str, width: int, breaks: Sequence[str] = BREAKS) -> Iterator[st
 
 
 def join_facts(facts: Iterable[str]) -> str:
-    """Return the facts side by side, lines to be broken between them."""
+    """Return the facts joined, lines to be broken between them."""
     return f"{TOGETHER}· ".join(fact.replace(" ", TOGETHER) for fact in facts if fact)
 
 
@@ -304,7 +303,7 @@ def plain(anatomy: Findings) -> dict[str, Any]:
 
 
 def as_data(value: Any) -> Any:
-    """Dataclasses as dictionaries of their fields, tuples as lists, members of an enumeration by their values."""
+    """Return dataclasses as dictionaries, tuples as lists, members of an enumeration by their values."""
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):

@@ -1,4 +1,4 @@
-"""The attentions of a program, fused or written out: the scores of queries and keys, a softmax, and the values it weighs."""
+"""The attentions of a program, fused or written out: the scores of queries and keys, a softmax, and the weighted values."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax"))
 ARITHMETIC = frozenset("add sub mul div max maximum getitem".split())
 
 
-SCALING = LAYOUT | CAST | DROPOUT | SELECTION | MASKING | JOIN | ACTIVATION | ARITHMETIC  # what scores pass before the softmax
+SCALING = LAYOUT | CAST | DROPOUT | SELECTION | MASKING | JOIN | ACTIVATION | ARITHMETIC  # before the softmax
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """One attention in the graph: its operands and the node that holds its result."""
+    """An attention in the graph: its operands and the node of its result."""
 
     query: fx.Node
     key: fx.Node
@@ -45,13 +45,13 @@ class Attention:
     result: fx.Node
     masks: tuple[fx.Node, ...]
     causal_flag: bool
-    softmax: fx.Node | None = None  # where it is written out
-    further_keys: tuple[fx.Node, ...] = ()  # of further products, where one softmax normalises the scores of several
+    softmax: fx.Node | None = None  # of an attention that is written out
+    further_keys: tuple[fx.Node, ...] = ()  # keys of further products whose scores share the softmax
     head_axis: int = 1  # of queries with four axes
 
     @property
     def keys(self) -> tuple[fx.Node, ...]:
-        """The keys of all its products."""
+        """The keys of all products."""
         return (self.key, *self.further_keys)
 
     @property
@@ -79,7 +79,7 @@ def find_attentions(flow: Dataflow) -> list[Attention]:
 
 
 def attention_around(softmax: fx.Node, flow: Dataflow) -> Attention | None:
-    """Return the attention around a softmax: scores are a product of two representations, and its result weighs a third."""
+    """Return the attention around a softmax: scores are a product of two representations, and the result weighs a third."""
     scores, masks = score_products(softmax, flow)
     result = weighing_product(softmax, flow)
     if not scores or result is None:
@@ -91,9 +91,9 @@ def attention_around(softmax: fx.Node, flow: Dataflow) -> Attention | None:
 
 
 def head_axis(scores: fx.Node) -> int:
-    """Return which axis of the queries holds the heads.
+    """Return the axis of the queries that holds the heads.
 
-    It is the second of those that the scores keep and the keys have too; where there is none, the second.
+    The second of those that the scores keep and the keys have too; if there is none, axis 1.
     """
     terms, _, kept = str(scores.args[0]).replace(" ", "").partition("->")
     if op(scores) != "einsum" or not kept:
@@ -115,9 +115,9 @@ def product_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def score_products(softmax: fx.Node, flow: Dataflow) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the product of two input-dependent operands that the softmax normalises, and the masks and biases added on the way.
+    """Return the products of two input-dependent operands that the softmax normalises, and the masks and biases added on the way.
 
-    Where the scores of several sets of keys are joined there is a product for each.
+    Joined scores of several sets of keys have a product each.
     """
     joined = join_before(softmax)
     if joined is not None:
@@ -129,7 +129,7 @@ def score_products(softmax: fx.Node, flow: Dataflow) -> tuple[list[fx.Node], lis
 
 
 def join_before(softmax: fx.Node) -> fx.Node | None:
-    """Return the operation that joins what the softmax normalises, None where it is not joined."""
+    """Return the operation that joins the softmax's operands, None if they are not joined."""
     node = softmax.args[0]
     while isinstance(node, fx.Node) and op(node) in CAST:
         node = node.args[0]
@@ -137,7 +137,7 @@ def join_before(softmax: fx.Node) -> fx.Node | None:
 
 
 def score_product(scores: Any, flow: Dataflow) -> tuple[fx.Node | None, list[fx.Node]]:
-    """Return the product of two input-dependent operands that scores are made of, and the masks and biases added on the way."""
+    """Return the product of two input-dependent operands that makes the scores, and the masks and biases added on the way."""
     pending, seen, masks = [scores], set(), []
     while pending:
         node = pending.pop(0)
@@ -160,7 +160,7 @@ def score_product(scores: Any, flow: Dataflow) -> tuple[fx.Node | None, list[fx.
 
 
 def conjuncts(condition: fx.Node, ends_at: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """Return the nodes at which the search ends among those that a condition on scores holds together, and selects from."""
+    """Return the nodes at which the search ends, of a condition on scores: its conjuncts and the scores that it selects."""
     pending, seen, found = [condition], set(), []
     while pending:
         node = pending.pop(0)

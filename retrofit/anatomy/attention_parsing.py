@@ -1,4 +1,4 @@
-"""The attentions of a model taken apart: which modules project queries, keys and values, of which streams, and what follows."""
+"""Parse the attentions of a model: which modules project queries, keys and values, from which streams, and what follows."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def find_attention_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]])
 
 
 def find_value_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]]) -> tuple[dict[str, list[ValueSite]], list[NearMiss]]:
-    """Return the value projections of the attentions at `depths`, by layer, and a near miss for each other attention."""
+    """Return the value projections of the attentions at `depths`, by layer, and a near miss for every other attention."""
     flow = Dataflow(with_constant_values(anatomy.program, anatomy.model))
     cores = find_attentions(flow)
     sites: dict[str, list[ValueSite]] = {}
@@ -75,36 +75,36 @@ def find_value_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]]) -> 
     return sites, list(near_misses.values())
 
 
-GOES_LAST = "a pass that put them there goes after this one; layers= leaves depths out"
+GOES_LAST = "apply the pass that put them there after this one; layers= leaves depths out"
 NO_OWNER = Remedy("emit='graph' makes modules of such code", "graph")
 
 
 @dataclasses.dataclass(frozen=True)
 class InputStream:
-    """The input of an attention's projections, and the argument of the attention's module that holds it."""
+    """The input of an attention's projections and the argument of the attention's module that holds it."""
 
     node: fx.Node
-    key: Key  # None where they do not all read one argument
+    key: Key  # None unless they all read one argument
     why_no_key: str = ""
 
 
 class AttentionParser:
-    """Takes one attention branch apart; `site` raises `DoesNotFitError` where its projections cannot be replaced."""
+    """Parser of one attention branch; `site` raises `DoesNotFitError` if its projections cannot be replaced."""
 
     def __init__(self, branch: Branch, stack: Stack, flow: Dataflow, cores: list[Attention]) -> None:
         self.branch, self.stack, self.flow = branch, stack, flow
         self.region = flow.between(flow.node(branch.source), flow.node(branch.output))
         inside = set(self.region)
         self.cores = [core for core in cores if core.result in inside]
-        self.others: list[WeightProduct] = []  # of other streams, by weights that project the stream too
+        self.others: list[WeightProduct] = []  # of other streams, by weights that also project this stream
 
     def unfit(self, why: str, remedy: str | Sequence[str] = "", *, in_any_form: bool = False) -> DoesNotFitError:
-        what = f"the attention {self.branch.name or self.branch.output} does not come apart"
+        what = f"the attention {self.branch.name or self.branch.output} cannot be parsed"
         return DoesNotFitError(what, why=why, remedy=remedy, in_any_form=in_any_form, code="not-parsed")
 
     def site(self) -> AttentionSite:
         if len(self.cores) != 1:
-            put = "a pass that put several there goes after this one" if self.cores else ""
+            put = "apply the pass that put several there after this one" if self.cores else ""
             raise self.unfit(f"the branch holds {len(self.cores)} attentions, not one", put)
         (core,) = self.cores
         products = self.products(core)
@@ -158,7 +158,7 @@ class AttentionParser:
         )
 
     def value_site(self, layer: Layer) -> ValueSite:
-        """Return the projection of the branch's values; raises `DoesNotFitError` where no module makes these alone."""
+        """Return the projection of the branch's values; raises `DoesNotFitError` if no module computes only these."""
         product, core = self.value_product()
         module, paths = self.flow.call_of(product.node), [call.path for call in self.flow.program.calls]
         owner = module.parent
@@ -183,7 +183,7 @@ class AttentionParser:
         return ValueSite(owner.path, projection, len(places) // size, x[-1], blocks, start, width, tokens_first)
 
     def value_product(self) -> tuple[WeightProduct, Attention]:
-        """Return the one product of a module's own that makes the values, and an attention that reads them."""
+        """Return the product by which a module computes the values, and an attention that reads them."""
         if self.branch.role == "cross-attention":
             raise self.unfit("its values are those of another stream's tokens", in_any_form=True)
         if is_on_two_streams(self.branch, [self.stack], self.flow):
@@ -198,13 +198,13 @@ class AttentionParser:
         if product.node not in inside:
             raise self.unfit("its values are made outside of it: another layer's, or another stream's", in_any_form=True)
         if before := [other.parameter for other in nearest_products([product.source], self.flow) if other.node in inside]:
-            raise self.unfit(f"its values are made of a latent, a product with {', '.join(before)}", in_any_form=True)
+            raise self.unfit(f"its values are computed from a latent, a product with {', '.join(before)}", in_any_form=True)
         if product.batched or not self.is_alone(product):
             raise self.unfit(f"the weight {product.parameter} is applied by the code of {where} itself", NO_OWNER)
         return product, self.cores[0]
 
     def products(self, core: Attention) -> list[WeightProduct]:
-        """Return the products that make q, k and v, each once, in order, without keys and values that another layer has made."""
+        """Return the products that compute q, k and v, each once, in order, without an earlier layer's keys and values."""
         found: dict[fx.Node, WeightProduct] = {}
         operands = [core.query], [*core.keys], [core.value]
         for letter, made in zip(LETTERS, operands, strict=True):
@@ -224,7 +224,7 @@ class AttentionParser:
         return sorted(found.values(), key=lambda product: self.flow.position[product.node])
 
     def of_own_stream(self, nearest: list[WeightProduct]) -> list[WeightProduct]:
-        """Return which of several products with one weight reads the branch's own stream; note the others, of other streams."""
+        """Return the product, of several with one weight, that reads the branch's own stream; note the others."""
         if len(nearest) < 2 or len({product.parameter for product in nearest}) > 1:
             return nearest
         source = self.flow.node(self.branch.source)
@@ -235,20 +235,20 @@ class AttentionParser:
         return own
 
     def owner(self, products: list[WeightProduct]) -> Call:
-        """Return the innermost module call in which all the products, and the others, are made by modules inside it."""
+        """Return the innermost module call in which modules compute all the products, and the others."""
         owner = owner_of([product.node for product in (*products, *self.others)], self.flow)
         while owner.path and any(self.flow.call_of(product.node) is owner for product in products):
             if owner.parent is None or len(products) > 1:
                 break
-            owner = owner.parent  # one module makes them all: the owner is the module around it
+            owner = owner.parent  # one module computes them all: the owner is the module around it
         if not owner.path:
             raise self.unfit("its projections are applied in the model's own code, and no module owns them")
         return owner
 
     def reuses(self, product: WeightProduct, owner: Call) -> list[str]:
-        """Return the other products with the same weight by the same module inside `owner`, each as a reason.
+        """Return a reason for each other product with the same weight by the same module inside `owner`.
 
-        Raises `DoesNotFitError` where that module does more than the product, or where another module uses the weight.
+        Raises `DoesNotFitError` if that module computes more than the product, or another module uses the weight.
         """
         call, flow = self.flow.call_of(product.node), self.flow
         if call is owner or not self.is_alone(product):
@@ -269,13 +269,13 @@ class AttentionParser:
         return whys
 
     def is_alone(self, product: WeightProduct) -> bool:
-        """Return whether the module that makes the product does nothing else."""
+        """Return whether the product's module computes nothing else."""
         call, flow = self.flow.call_of(product.node), self.flow
         inside = [node for node in flow.nodes if node in flow.depends and call.encloses(flow.call_of(node))]
         return bool(call.path) and all(op(node) in LAYOUT | CAST | {"add"} or node is product.node for node in inside)
 
     def result(self, product: WeightProduct) -> fx.Node:
-        """Return what the projection's module returns."""
+        """Return the output of the projection's module."""
         call = self.flow.call_of(product.node)
         if list(call.outputs) != [None]:
             raise self.unfit(f"the module {call.path} does not return one tensor")
@@ -298,9 +298,9 @@ class AttentionParser:
         return SiteProjection(self.matrix(product), tuple(places), source.name, product.in_features)
 
     def input_stream(self, products: list[WeightProduct], owner: Call) -> InputStream:
-        """Return what the products multiply: an argument of `owner` that they all read.
+        """Return the operand of the products: an argument of `owner` that they all read.
 
-        Where there is none, what the first reads.
+        If there is none, the operand of the first product.
         """
         chains = [operand_chain(product, self.flow) for product in products]
         for key, node in owner.inputs.items():
@@ -314,7 +314,7 @@ class AttentionParser:
         return InputStream(chains[0][-1], None, why)
 
     def tokens_first(self, x: InputStream, source: InputStream, core: Attention) -> bool:
-        """Return whether x is (length, batch, width); raises `DoesNotFitError` where it is no sequence, or the source one token."""
+        """Return whether x is (length, batch, width); raises `DoesNotFitError` if x is no sequence, or the source one token."""
         size, source_size, query = shape(x.node) or (), shape(source.node) or (), shape(core.query) or ()
         tokens_first = len(size) == 3 and not is_batch_first(size, query)
         if len(size) != 3 or len(source_size) != 3 or (tokens_first and not is_batch_first((size[1], size[0], size[2]), query)):
@@ -326,7 +326,7 @@ class AttentionParser:
     def other_readers(self, x: fx.Node, owner: Call, products: list[WeightProduct]) -> tuple[StreamReader, ...]:
         """Return the modules inside `owner` that read x, besides its projections.
 
-        Raises `DoesNotFitError` where its own code does.
+        Raises `DoesNotFitError` if the owner's own code reads it.
         """
         flow = self.flow
         projecting = {product.node for product in products}
@@ -349,7 +349,7 @@ class AttentionParser:
         return tuple(readers)
 
     def reader(self, user: fx.Node, stream: fx.Node, owner: Call, products: list[WeightProduct]) -> StreamReader | None:
-        """Return the outermost module inside `owner` that takes the stream as an argument, contains `user` and projects nothing."""
+        """Return the outermost module inside `owner` that takes the stream as an argument and contains `user` and no projection."""
         found = None
         for call in self.flow.call_of(user).chain:
             if call is owner or any(call.encloses(self.flow.call_of(product.node)) for product in products):
@@ -360,7 +360,7 @@ class AttentionParser:
         return found if all(any(outer.path == owner.path for outer in call.chain) for call in calls) else None
 
     def output_product(self, core: Attention) -> WeightProduct:
-        """Return the first product that follows the core; raises `DoesNotFitError` where none can be replaced."""
+        """Return the first product after the core; raises `DoesNotFitError` if none can be replaced."""
         flow = self.flow
         after = [
             product
@@ -381,7 +381,7 @@ class AttentionParser:
         return product
 
     def output_keys(self, out: WeightProduct, owner: Call) -> list[Key]:
-        """Return where in its result `owner` returns the product with the output matrix, as it is or after dropout."""
+        """Return the keys at which `owner` returns the product with the output matrix, as it is or after dropout."""
         if not owner.encloses(self.flow.call_of(out.node)):
             return []
         result = product_result(out, self.flow, set(self.flow.nodes))
@@ -389,9 +389,9 @@ class AttentionParser:
 
 
 def blocks_of(places: list[int], columns: int) -> tuple[int, int, int]:
-    """Return how ascending `places` among so many columns lie: in how many equal blocks, from where on in each, and how many there.
+    """Return the layout of ascending `places` among so many columns: the number of equal blocks, the offset and the count in each.
 
-    That is 0 where they lie in no equal blocks.
+    The number is 0 if they are not in equal blocks.
     """
     runs = sum(index == 0 or place != places[index - 1] + 1 for index, place in enumerate(places))
     if not runs or columns % runs or len(places) % runs:
@@ -402,7 +402,7 @@ def blocks_of(places: list[int], columns: int) -> tuple[int, int, int]:
 
 
 def before_dropout(node: fx.Node, result: fx.Node) -> fx.Node:
-    """Return what `node` is after dropout and changes of layout, back to `result` at the earliest."""
+    """Return the tensor that `node` is a dropout or another layout of, back to `result` at the earliest."""
     while node is not result and op(node) in DROPOUT | LAYOUT | {"getitem"} and shape(node) == shape(result):
         node = node.all_input_nodes[0]
     return node
@@ -415,10 +415,10 @@ def is_batch_first(x: tuple[int, ...], query: tuple[int, ...]) -> bool:
     """
     if len(query) < 3:
         return False
-    return query[-2] == x[1] or (query[0] == x[0] and (len(query) > 4 or x[0] not in query[1:-1]))  # more than 4: in blocks
+    return query[-2] == x[1] or (query[0] == x[0] and (len(query) > 4 or x[0] not in query[1:-1]))  # more than 4 axes: blocks
 
 
 def head_count(projections: Iterable[SiteProjection], query: tuple[int, ...]) -> int:
-    """Return how many heads share the columns of the queries."""
+    """Return the number of heads that share the columns of the queries."""
     (columns,) = [len(places) for projection in projections for letter, places in projection.columns if "q" in letter]
     return columns // query[-1] if columns % query[-1] == 0 else query[-3]

@@ -1,4 +1,4 @@
-"""One attention of a model: its projections, its input streams, its output matrix and its mask.
+"""An attention of a model: its projections, its input streams, its output matrix and its mask.
 
     q, k, v = the columns of x W + b that become queries, keys and values         self-attention
     q of x; k, v of the other stream                                              cross-attention
@@ -6,8 +6,8 @@
 
 Positions, norms, masks and the cache lie between a projection and the core. They are the module's own code, and stay.
 
-Three modules may compute q, k and v, or one that lays them out by chunks, by heads or by groups. The numbers of the columns are run
-through the graph's own reshapes, transposes and selections, up to the operands of the attention's core.
+q, k and v may come from three modules, or from one that lays them out by chunks, by heads or by groups. To find out, the numbers of
+the columns are passed through the graph's own reshapes, transposes and selections, up to the operands of the attention's core.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call, Key
 
 LETTERS = ("q", "k", "v")
-REST = "g"  # columns of a projection that are read for something else: a gate on the attention's result
+REST = "g"  # columns of a projection with another use, such as a gate on the attention's result
 
 
 @dataclasses.dataclass(frozen=True)
 class SiteProjection:
-    """One module that multiplies by a weight, and which columns of its result are queries, keys and values.
+    """A module that multiplies by a weight, and the columns of its result by use.
 
-    A letter names one set of columns: "q", "k", "v"; "kv" for columns that are both keys and values; "g" for those that are none.
+    A letter names one set of columns: "q", "k", "v"; "kv" for columns that are both keys and values; "g" for all others.
     """
 
     matrix: Matrix
-    columns: tuple[tuple[str, tuple[int, ...]], ...]  # by letter, ascending; together they are all the columns
-    stream: str  # the node that is multiplied; projections of one stream name the same node
+    columns: tuple[tuple[str, tuple[int, ...]], ...]  # by letter, ascending; all columns
+    stream: str  # the operand's node; projections of one stream name the same node
     stream_width: int
 
     @property
@@ -51,7 +51,7 @@ class SiteProjection:
 
     @property
     def width(self) -> int:
-        """The number of its columns."""
+        """The number of columns."""
         return sum(len(places) for _, places in self.columns)
 
 
@@ -68,37 +68,37 @@ class MaskArgument:
     """The argument of an attention module that determines which keys a query may see."""
 
     key: Key
-    true_hides: bool  # whether True, in a mask of booleans, means hidden
+    true_hides: bool  # whether True in a boolean mask means hidden
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSite:
-    """One attention of a model whose projections can be replaced.
+    """An attention of a model whose projections can be replaced.
 
-    In self-attention all projections read the stream x. In cross-attention queries are projections of x, and keys and values are
+    In self-attention all projections read the stream x. In cross-attention, queries are projections of x, keys and values
     projections of the source, another stream.
     """
 
     name: str  # path of the module in whose call the projections are applied
     cross: bool
-    causal: bool  # whether its stack is: then it may decode with a cache
-    calls: int  # how often the module is called in one forward: more than once where depths share it
+    causal: bool  # whether its stack is causal, so that it may decode with a cache
+    calls: int  # calls in one forward: several if depths share the module
     heads: int
     width: int  # of x
-    stream_in: Key  # the argument that is x; None where no one argument is
-    source_in: Key  # the argument that is the source; None likewise
+    stream_in: Key  # the argument that is x; None if no single argument is
+    source_in: Key  # the argument that is the source; None if no single argument is
     projections: tuple[SiteProjection, ...]
-    out: Matrix | None  # the output matrix, which multiplies the core's result
+    out: Matrix | None  # the matrix that multiplies the core's result
     out_shape: tuple[int, int]  # its columns in and out
-    why_no_out: str  # why there is none that could be replaced
+    why_no_out: str  # why it cannot be replaced
     returns_out: bool  # whether the module returns the product with `out`, except for dropout
-    out_key: Key  # where in its result; meaningful only where `returns_out`
+    out_key: Key  # where `out`'s product is in the output; meaningful only if `returns_out`
     readers: tuple[StreamReader, ...] = ()
     why_separate: str = (
         ""  # why x cannot be replaced as an argument: the module's own code reads it, or projections read several streams
     )
     mask: MaskArgument | None = None
-    tokens_first: bool = False  # whether x is (length, batch, width) and not (batch, length, width)
+    tokens_first: bool = False  # whether x is (length, batch, width) instead of (batch, length, width)
 
     @property
     def widths(self) -> dict[str, int]:
@@ -118,23 +118,23 @@ class AttentionSite:
 
 @dataclasses.dataclass(frozen=True)
 class ValueSite:
-    """The projection of one attention whose result holds the values of the stream's tokens, and which of its columns those are.
+    """The projection of an attention whose result contains the values of the stream's tokens, and the columns of the values.
 
-    The columns lie in `blocks` of equal size: of each, the `width` from `start` on.
+    The columns lie in `blocks` of equal size: in each, `width` columns from `start` on.
     """
 
     name: str  # path of the module that calls the projection
-    projection: str  # path of that inside it
-    heads: int  # that the values are divided into: fewer than the queries' where those share them
-    features: int  # of x, which the projection multiplies
+    projection: str  # path of the projection inside it
+    heads: int  # of the values: fewer than the queries' if several share one
+    features: int  # of x, the projection's input
     blocks: int
     start: int
     width: int
-    tokens_first: bool  # whether x is (length, batch, features) and not (batch, length, features)
+    tokens_first: bool  # whether x is (length, batch, features) instead of (batch, length, features)
 
     @property
     def columns(self) -> int:
-        """The number of columns that are values."""
+        """The number of columns with values."""
         return self.blocks * self.width
 
 
@@ -153,11 +153,11 @@ MOVING = LAYOUT | CAST | SELECTION | {"getitem"}  # operations that only move el
 
 
 def column_letters(result: fx.Node, core: Attention, flow: Dataflow) -> list[str]:
-    """For each column of a projection's `result` the letters of the operands that it becomes, "" where nothing reads it."""
+    """Return, for each column of a projection's `result`, the letters of the operands that it becomes, "" if nothing reads it."""
     size = shape(result) or (0,)
     operands = dict(zip(LETTERS, (core.query, core.key, core.value), strict=True))
     with torch.device("cpu"):
-        numbers: dict[fx.Node, Any] = {result: torch.arange(size[-1]).expand(size)}  # of the columns, where each node has them
+        numbers: dict[fx.Node, Any] = {result: torch.arange(size[-1]).expand(size)}  # column numbers of the elements of each node
     reached: list[set[str]] = [set() for _ in range(size[-1])]
     for node in [result, *flow.nodes[flow.position[result] + 1 :]]:
         if node is not result:
@@ -179,7 +179,7 @@ def column_letters(result: fx.Node, core: Attention, flow: Dataflow) -> list[str
 
 
 def move(node: fx.Node, numbers: dict[fx.Node, Any]) -> Any:
-    """Return what a node that only moves elements makes of the column numbers of its argument."""
+    """Return the column numbers of a node that only moves elements, from those of its argument."""
     if op(node) in CAST:
         return numbers[node.args[0]]  # type: ignore[index]
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda part: numbers.get(part, part))
@@ -188,7 +188,7 @@ def move(node: fx.Node, numbers: dict[fx.Node, Any]) -> Any:
 
 
 def index_tensors(node: fx.Node, flow: Dataflow) -> dict[fx.Node, Tensor]:
-    """Return the tensors of indices by which a node moves elements; they depend on no input."""
+    """Return the index tensors by which a node moves elements; they depend on no input."""
     found = {}
     for part in node.all_input_nodes:
         if part is node.args[0]:
@@ -219,9 +219,9 @@ def is_in_core(node: fx.Node, core: Attention, flow: Dataflow) -> bool:
 
 
 def with_mask_arguments(sites: list[AttentionSite], anatomy: Findings) -> list[AttentionSite]:
-    """Return the sites, each with the argument by which its module receives a mask, where there is one.
+    """Return the sites, each with its module's mask argument if there is one.
 
-    A model that was captured without a mask may pass none to its attentions: it is captured again with one.
+    A model captured without a mask may pass none to its attentions: it is captured again with one.
     """
     masks = mask_arguments(sites, anatomy.flow)
     model, examples = anatomy.model, anatomy.program.examples
@@ -251,10 +251,10 @@ def mask_arguments(sites: list[AttentionSite], flow: Dataflow) -> dict[str, Mask
 
 
 def mask_key(call: Call, mask: fx.Node, streams: tuple[Key, Key], tokens_first: bool, flow: Dataflow) -> Key:
-    """Return the argument of a call from which `mask` is computed without any weight of the model: None where there is none.
+    """Return the argument of a call from which `mask` is computed without any weight of the model: None if there is none.
 
-    `streams` are its input stream, which may be (length, batch, width), and in cross-attention its source: they are no masks. Nor
-    are positions, which a mask may be computed from too; of several arguments it is the one that the others lead to.
+    The attention's `streams`, the input, which may be (length, batch, width), and in cross-attention the source, are no masks. Nor
+    are positions, which a mask may also be computed from; of several arguments it is the one that the others lead to.
     """
     weights = [node for node in flow.program.parameters if node in flow.position]
     stream = shape(call.inputs.get(streams[0]))
@@ -275,16 +275,17 @@ def mask_key(call: Call, mask: fx.Node, streams: tuple[Key, Key], tokens_first: 
 
 
 def numbers_tokens(node: fx.Node, flow: Dataflow) -> bool:
-    """Return whether the value holds the places of the tokens, one after the other."""
+    """Return whether the value contains the positions of the tokens, in order."""
     value = mask_value(node, flow) if len(shape(node) or ()) == 2 and not is_float(node) else None
     return value is not None and value.dtype != torch.bool and bool((value.diff(dim=-1) == 1).all()) and value.shape[-1] > 1
 
 
 def true_hides(node: fx.Node, cores: list[Attention], flow: Dataflow) -> bool:
-    """Return whether True, or a large negative number, means hidden in the mask at `node`, by what the attentions show.
+    """Return whether True, or a large negative number, means hidden in the mask at `node`, judging by the keys that the attentions
+    show.
 
-    Where that is unknown: whether without padding it is True for no token and itself, or not for the first token. Tokens further
-    right may be hidden all the same: some models fill a sequence up to a multiple of their window.
+    If that is unknown: whether without padding it is True for no token and itself, or not for the first token. Tokens further right
+    may still be hidden: some models pad a sequence to a multiple of their window.
     """
     with torch.device("cpu"):
         for core in cores:

@@ -1,4 +1,4 @@
-"""The branches of a residual stream: their roles, their projections, and the modules they are computed in."""
+"""The branches of a residual stream: their roles, their projections, and the modules that compute them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow
 
 
 def reads_own_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
-    """Return whether any keys are computed from the stream at `origin`, or are projections of what that normalizes or masks."""
+    """Return whether any keys are computed from the stream at `origin`, or are projections of its normalization or masking."""
     if any(flow.reaches(origin, key) for key in core.keys):
         return True
     above = set(flow.carried_chain(origin))
@@ -62,7 +62,7 @@ def reads_own_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
 
 
 def has_earlier_keys(core: Attention, origin: fx.Node, flow: Dataflow) -> bool:
-    """Return whether the keys come from an earlier layer, whose result the stream at `origin` is computed from as well."""
+    """Return whether the keys come from an earlier layer that the stream at `origin` also depends on."""
     return any(flow.reaches(product.node, origin) for product in nearest_products([core.key], flow))
 
 
@@ -78,7 +78,7 @@ def reads_other_positions(node: fx.Node, positions: set[int], flow: Dataflow) ->
     if name in ("slice", "select", "narrow", "index_select") and before:
         along = int(node.args[1]) if len(node.args) > 1 else 0  # type: ignore[arg-type]
         return before != size and along % len(before) != len(before) - 1 and before[along] in positions
-    if name in ("pad", "constant_pad_nd"):  # what is put before and left out behind shifts, and keeps the extent
+    if name in ("pad", "constant_pad_nd"):  # padding before and slicing off behind shifts and keeps the extent
         padded = [len(size) - 1 - place // 2 for place, count in enumerate(node.args[1]) if count]  # type: ignore[arg-type]
         return before is not None and any(dim != len(size) - 1 and before[dim] in positions for dim in padded)
     if name in ("transpose", "permute", "swapaxes", "movedim", "mT", "t") and before:
@@ -88,7 +88,7 @@ def reads_other_positions(node: fx.Node, positions: set[int], flow: Dataflow) ->
 
 
 def describe_projections(region: list[fx.Node], role: Role, cores: list[Attention], flow: Dataflow) -> tuple[Projection, ...]:
-    """Return the weight matrices of a branch and what each projects, in order of use."""
+    """Return the weight matrices of a branch and their roles, in order of use."""
     products = [found for node in region if (found := weight_product(node, flow)) is not None]
     if role == "cross-attention":  # keys and values come from outside the region
         products = [*key_value_products_outside(region, cores, flow), *products]
@@ -107,7 +107,7 @@ def describe_projections(region: list[fx.Node], role: Role, cores: list[Attentio
 
 
 def key_value_products_outside(region: list[fx.Node], cores: list[Attention], flow: Dataflow) -> list[WeightProduct]:
-    """Return the products that make the keys and values of a branch outside of it."""
+    """Return the products outside of a branch that compute its keys and values."""
     inside = set(region)
     found = []
     for core in cores:
@@ -119,7 +119,7 @@ def key_value_products_outside(region: list[fx.Node], cores: list[Attention], fl
 def attention_roles(
     products: list[WeightProduct], region: list[fx.Node], cores: list[Attention], flow: Dataflow
 ) -> dict[fx.Node, str]:
-    """q, k, v, several of these or out, by product node."""
+    """Return the role of each product node: q, k, v, several of these, or out."""
     inside = set(region)
     attentions = [core for core in cores if core.result in inside]
     uses: dict[fx.Node, str] = {}
@@ -134,7 +134,7 @@ def attention_roles(
 
 
 def ffn_roles(products: list[WeightProduct], region: list[fx.Node], flow: Dataflow) -> dict[fx.Node, str]:
-    """router, gate, up, gate_up or down, by product node."""
+    """Return the role of each product node: router, gate, up, gate_up or down."""
     if not products:
         return {}
     names: dict[fx.Node, str] = {}
@@ -157,12 +157,12 @@ def ffn_roles(products: list[WeightProduct], region: list[fx.Node], flow: Datafl
 
 
 def feeds_another_product(product: WeightProduct, later: list[WeightProduct]) -> bool:
-    """Return whether the product's result is itself multiplied by a weight (a router's only selects)."""
+    """Return whether a weight multiplies the product's result (a router's is only used for selection)."""
     return any(other.source is product.node for other in later)
 
 
 def gate_role(product: WeightProduct, flow: Dataflow) -> str:
-    """gate, up or gate_up for a matrix whose result meets a multiplication of two representations, up for any other."""
+    """Return gate, up or gate_up for a matrix whose result is multiplied by another representation, else up."""
     pending, activated, split = [(product.node, False)], False, False
     seen = set()
     while pending:
@@ -232,7 +232,7 @@ def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataf
     return table
 
 
-ON_TWO_STREAMS = "it reads the stream behind another branch, and is added to the stream before that one: these are two streams"
+ON_TWO_STREAMS = "it reads the stream after another branch, and is added to the stream before that branch: these are two streams"
 BEFORE_TWO_STREAMS = "apply passes that make two streams last"
 
 
@@ -250,7 +250,7 @@ BEFORE_THE_OUTER = "rewrite the feed-forwards before their layers are wrapped"
 
 
 def holds_sums(branch: Branch, flow: Dataflow) -> bool:
-    """Return whether the branch adds branches of its own to what it reads: a layer within a layer."""
+    """Return whether the branch adds branches of its own to its input: a layer within a layer."""
     region = set(flow.between(flow.node(branch.source), flow.node(branch.output)))
     sums = (residual_at(node, flow, {}) for node in region if is_addition(node, flow))
     return any(residual is not None and residual.base in region and region.issuperset(residual.branches) for residual in sums)
@@ -258,7 +258,7 @@ def holds_sums(branch: Branch, flow: Dataflow) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class InnerLayers:
-    """The layers within layers of one program: a layer that computes some of the tokens, say, is one branch of the stream."""
+    """Layers within layers of a program: a layer that computes some of the tokens, for example, is one branch of the stream."""
 
     flow: Dataflow
 
@@ -271,7 +271,7 @@ class InnerLayers:
         return find_attentions(self.flow)
 
     def inside(self, layer: Layer) -> Layer:
-        """Return the layer with the branches that its only branch adds to what it reads; the layer itself where that adds none."""
+        """Return the layer with the branches that its only branch adds to its input; the layer itself if there are none."""
         if layer.ffns or len(layer.branches) != 1 or not holds_sums(layer.branches[0], self.flow):
             return layer
         (around,) = layer.branches

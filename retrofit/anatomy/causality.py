@@ -1,4 +1,4 @@
-"""Causality, tested by running parts of the graph: the masks of an attention, and mixers without attention."""
+"""Causality, tested by running parts of the graph: the masks of attentions, and mixers without attention."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from retrofit.program.aten_ops import (
 )
 from retrofit.program.dataflow import Dataflow
 
-HIDDEN = -1e4  # an additive mask below this hides
+HIDDEN = -1e4  # an additive mask hides below this
 EMPTY: Mapping[fx.Node, torch.Tensor] = {}
-LARGEST_MASK_INPUT = 1 << 20  # elements of a parameter that a mask may be computed from
+LARGEST_MASK_INPUT = 1 << 20  # elements of the largest parameter that a mask is computed from
 
 
 def is_causal(core: Attention, stream: fx.Node, flow: Dataflow) -> bool:
@@ -40,11 +40,11 @@ def is_causal(core: Attention, stream: fx.Node, flow: Dataflow) -> bool:
     if core.causal_flag:
         return True
     own = keys_of_stream(core, stream, flow)
-    with torch.device("cpu"):  # also where the default device is another
+    with torch.device("cpu"):  # even if the default device is another
         values = [value for mask in core.masks if (value := unpadded_value(mask, flow)) is not None]
         among_others = [value[..., own] for value in values if own is not None and value.dim() >= 2 and value.shape[-1] >= own.stop]
         square = [value for value in among_others or values if value.dim() >= 2 and value.shape[-1] == value.shape[-2] > 1]
-        if not square:  # the keys that a query may see at all are laid out otherwise: what those of a mask are selected from
+        if not square:  # the keys come in another layout, from which the mask's are selected
             lengths = (shape(stream) or ())[:-1]
             whole = [condition for mask in core.masks for condition in conjuncts(mask, lambda node: is_square(node, lengths))]
             square = [value for condition in dict.fromkeys(whole) if (value := unpadded_value(condition, flow)) is not None]
@@ -59,7 +59,7 @@ def is_square(node: fx.Node, lengths: tuple[int, ...]) -> bool:
 
 
 def keys_of_stream(core: Attention, stream: fx.Node, flow: Dataflow) -> slice | None:
-    """Return which of the keys are computed from the stream, where others are joined to them in the dimension of the tokens."""
+    """Return the mask of keys computed from the stream, if others are joined to them along the tokens."""
     node = core.key
     while op(node) in CAST and isinstance(node.args[0], fx.Node):
         node = node.args[0]
@@ -76,14 +76,14 @@ def keys_of_stream(core: Attention, stream: fx.Node, flow: Dataflow) -> slice | 
 
 
 def unmasked_keys(mask: torch.Tensor) -> torch.Tensor:
-    """Return the keys that a mask leaves visible; a boolean mask that is false all along its diagonal marks the hidden ones."""
+    """Return the keys that a mask leaves visible; a boolean mask that is false along its diagonal marks the hidden ones."""
     if mask.dtype != torch.bool:
         return mask > HIDDEN
     return mask if mask.diagonal(dim1=-2, dim2=-1).any() else ~mask
 
 
 def zeros_for(node: fx.Node) -> Any:
-    """Zeros of the shape of `node`, for operations that read only its shape."""
+    """Return zeros of the shape of `node`, for operations that read only its shape."""
     example = node.meta["val"]
     if not isinstance(example, torch.Tensor):
         return extent(example)
@@ -94,7 +94,7 @@ def zeros_for(node: fx.Node) -> Any:
 
 
 def unpadded_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
-    """Return the value of a mask for inputs without padding: of ones, or of zeros where ones hide every key."""
+    """Return the value of a mask for inputs without padding: ones, or zeros if ones hide every key."""
     value = mask_value(mask, flow)
     if value is None or not value.is_floating_point() or bool((value > HIDDEN).any()):
         return value
@@ -102,9 +102,9 @@ def unpadded_value(mask: fx.Node, flow: Dataflow) -> torch.Tensor | None:
 
 
 def shown_keys(core: Attention, node: fx.Node, fill: int, flow: Dataflow) -> int | None:
-    """Return how many keys the attention shows, over all queries, where the mask at `node` is `fill` throughout.
+    """Return the number of keys the attention shows, over all queries, if the mask at `node` is `fill` throughout.
 
-    None where unknown.
+    None if unknown.
     """
     products = score_products(core.softmax, flow)[0] if core.softmax is not None else []
     mask = core.softmax.args[0] if core.softmax is not None else next(iter(core.masks), None)
@@ -121,12 +121,12 @@ def shown_keys(core: Attention, node: fx.Node, fill: int, flow: Dataflow) -> int
 def mask_value(
     mask: fx.Node, flow: Dataflow, given: Mapping[fx.Node, torch.Tensor] = EMPTY, inputs: int = 1
 ) -> torch.Tensor | None:
-    """Return the value of a mask for inputs that are `inputs` throughout, ones where nothing is padding; `given` values are known.
+    """Return the value of a mask if all inputs are `inputs`, ones for no padding; `given` values are known.
 
-    Parameters count as zeros. None where it depends on a large tensor. What lies above a product with a parameter is not run, so
-    that the value is the same for a model without values.
+    Parameters count as zeros. None if it depends on a large tensor. Ancestors of a product with a parameter are not run, so the
+    value is the same for a model without values.
     """
-    with torch.device("cpu"):  # also where the default device is another, as while a model is being loaded
+    with torch.device("cpu"):  # even if the default device is another, as while a model loads
         program = flow.program
         values: dict[fx.Node, Any] = dict(given)
         for node in nodes_above(mask, flow, lambda above, flow: above in given or is_zero_without_weights(above, flow)):
@@ -155,21 +155,21 @@ def mask_value(
                 return None
             try:
                 values[node] = computed(node, values)
-            except Exception:  # operations that do not run outside the graph
+            except Exception:  # operations that cannot run outside the graph
                 return None
         result = values.get(mask)
         return result if isinstance(result, torch.Tensor) else None
 
 
 def computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    """Return the result of the operation on the CPU, with zeros for operands that have no value; None where it only asserts."""
+    """Return the operation's result on the CPU, with zeros for unknown operands; None for an assertion."""
     arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda part: values[part] if part in values else zeros_for(part))
     args, kwargs = tree_map_only(torch.device, lambda device: torch.device("cpu"), arguments)
     return None if op(node).startswith("_assert") else node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def nodes_above(result: fx.Node, flow: Dataflow, ends_at: Callable[[fx.Node, Dataflow], bool]) -> list[fx.Node]:
-    """Return the backward slice of `result`, itself included, in order, up to the nodes at which the search ends."""
+    """Return the backward slice of `result`, including itself, in order, up to the nodes at which the search ends."""
     found: set[fx.Node] = set()
     pending = [result]
     while pending:
@@ -182,26 +182,26 @@ def nodes_above(result: fx.Node, flow: Dataflow, ends_at: Callable[[fx.Node, Dat
 
 
 def is_zero_without_weights(node: fx.Node, flow: Dataflow) -> bool:
-    """Return whether the value is a product with a parameter, or a row of one: zero where parameters are; its size is known."""
+    """Return whether the value is a product with a parameter, or a row of one: zero if parameters are, and its size is known."""
     name = op(node)
     if name not in PRODUCT | CONVOLUTION | {"embedding"} or name in ADDED_PRODUCT or not all(shape(node) or (0,)):
         return False
-    biased = name == "linear" or name in CONVOLUTION  # whose third operand is added
+    biased = name == "linear" or name in CONVOLUTION  # the third operand is added
     factors, added = node.all_input_nodes[: 2 if biased else None], node.all_input_nodes[2:] if biased else []
     return any(is_parameter(factor, flow) for factor in factors) and all(is_parameter(factor, flow) for factor in added)
 
 
 def is_parameter(node: fx.Node, flow: Dataflow) -> bool:
-    """Return whether the value is a parameter, in whatever layout and type."""
+    """Return whether the value is a parameter in any layout and dtype."""
     while op(node) in LAYOUT | CAST and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node in flow.program.parameters
 
 
 def chooses_keys(core: Attention, flow: Dataflow) -> fx.Node | None:
-    """Return the node that chooses by what tokens hold which keys a mask shows: a comparison or the largest of some scores.
+    """Return the node by which the tokens' contents choose the keys that a mask shows: a comparison or the largest of some scores.
 
-    A bias that depends on what tokens hold chooses nothing. None where only places and the inputs themselves decide.
+    A bias computed from the contents chooses nothing. None if only positions and the inputs themselves decide.
     """
     for mask in core.masks:
         for node in nodes_above(mask, flow, is_no_mask):
@@ -211,35 +211,35 @@ def chooses_keys(core: Attention, flow: Dataflow) -> fx.Node | None:
 
 
 def is_no_mask(node: fx.Node, flow: Dataflow) -> bool:
-    """Return whether the value is what tokens hold, or a size and no tensor."""
+    """Return whether the value consists of token contents, or is a size and no tensor."""
     return is_heavy(node) or shape(node) is None
 
 
 def is_computed_by_weights(node: fx.Node, flow: Dataflow) -> bool:
-    """Return whether the value is a float that was computed from the inputs by weights of the model."""
+    """Return whether the value is a float computed from the inputs with weights of the model."""
     weights = (weight for weight in flow.program.parameters if weight in flow.position)
     return is_float(node) and node in flow.depends and any(flow.reaches(weight, node) for weight in weights)
 
 
-CHANGED = 1e-3  # of the largest output: by less, rounding alone may move one
+CHANGED = 1e-3  # of the largest output; rounding alone may change one by less
 
 
 def reads_ahead(output: fx.Node, stream: fx.Node, flow: Dataflow) -> bool:
-    """Return whether earlier positions of `output` change with later ones of `stream`; False where that cannot be computed.
+    """Return whether earlier positions of `output` change with later ones of `stream`; False if that cannot be computed.
 
-    Weights, and what does not come from the stream, are random numbers, the same for both.
+    Weights and values from outside the stream are random numbers, the same for both.
     """
     if shape(output) != shape(stream):
         return False
     try:
         with torch.device("cpu"), torch.no_grad():
             return changes_earlier_ones(output, stream, flow)
-    except Exception:  # operations that do not run outside the graph
+    except Exception:  # operations that cannot run outside the graph
         return False
 
 
 def changes_earlier_ones(output: fx.Node, stream: fx.Node, flow: Dataflow) -> bool:
-    """Return the same, of operations that all run; of the last position and another."""
+    """Return the result of `reads_ahead` for operations that all run, from the last position and another."""
     size, draw = shape(stream) or (), torch.Generator().manual_seed(0)
 
     def random(node: fx.Node, scale: float = 1.0) -> Tensor:
@@ -261,22 +261,22 @@ def changes_earlier_ones(output: fx.Node, stream: fx.Node, flow: Dataflow) -> bo
 
 
 def token_dims(size: tuple[int, ...], flow: Dataflow) -> list[int]:
-    """Return the dimensions of a stream that may number tokens.
+    """Return the dimensions of a stream that may be the tokens'.
 
-    They are those as long as the integers that the model takes, if there are such.
+    Those as long as the model's integer inputs, if it has any.
     """
     lengths = {length for given in flow.program.inputs if not is_float(given) for length in (shape(given) or ())[1:]}
     return [dim for dim in range(len(size) - 1) if size[dim] in lengths] or list(range(len(size) - 1))
 
 
 def is_known(node: fx.Node, stream: fx.Node, flow: Dataflow) -> bool:
-    """Return whether the value is not computed here: the stream, what the graph is given, floats from elsewhere in the model."""
+    """Return whether the value is not computed here: the stream, an input of the graph, a float from elsewhere in the model."""
     elsewhere = is_float(node) and node in flow.depends and not flow.reaches(stream, node)
     return node is stream or node.op == "placeholder" or elsewhere
 
 
 def known_value(node: fx.Node, flow: Dataflow, random: Any) -> Any:
-    """Of a buffer or constant its value, of integers ones, of floats random numbers; a matrix is scaled by what it sums over."""
+    """Return the value of a buffer or constant, ones for integers, random floats; matrices are scaled by their fan-in."""
     program, example, size = flow.program, node.meta["val"], shape(node) or ()
     stored = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
     if not isinstance(example, Tensor):
@@ -289,7 +289,7 @@ def known_value(node: fx.Node, flow: Dataflow, random: Any) -> Any:
 
 
 def run(steps: list[fx.Node], values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """Return the values of these nodes, in order, of those that are known."""
+    """Return the values of these nodes, in order, given the known ones."""
     for node in steps:
         if node not in values:
             values[node] = computed(node, values)

@@ -1,7 +1,7 @@
 """Find the feed-forwards of a model: each ffn branch is parsed into matrices and an element-wise part between them.
 
-A branch whose hidden units meet in anything but element-wise operations is not of this form; its near miss gives the reason. The
-element-wise part becomes a graph module. A feed-forward is replaced at the module that owns all of it, or at the last of several.
+A branch with any other operation on its hidden units is not of this form; its near miss gives the reason. The element-wise part
+becomes a graph module. A feed-forward is replaced at the module that owns all of it, or at the last of several.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class ElementwiseFunction:
     module: fx.GraphModule
     ports: tuple[Port, ...]  # of its arguments, in order
     steps: tuple[Step, ...]
-    paths: tuple[tuple[str, str], ...]  # children of `module` that are modules of the model: name, path in the model
-    dropout: float  # the largest that the model's own code applies
+    paths: tuple[tuple[str, str], ...]  # children of `module` from the model: name, path in the model
+    dropout: float  # the highest rate that the model's own code applies
 
 
 class ElementwiseOutline:
-    """Builds the function of `ends`, which are results of matrices of the branch, that gives a later node with `columns` units.
+    """Builder of the function from `ends`, results of the branch's matrices, to a later node with `columns` units.
 
     Modules of the model that are called on the way (activations, dropouts) stay the live modules; operations of the model's own
     code become nodes, and its dropout a module.
@@ -61,10 +61,10 @@ class ElementwiseOutline:
         self.ports: dict[Port, fx.Node] = {}
         self.steps: list[Step] = []
         self.paths: dict[str, str] = {}
-        self.dropouts: dict[str, tuple[fx.Node, float]] = {}  # modules added for dropout in the model's own code: its node, its p
+        self.dropouts: dict[str, tuple[fx.Node, float]] = {}  # added for dropout in the model's own code: node, p
 
     def build(self, result: fx.Node) -> ElementwiseFunction:
-        """Return the function that computes `result`; raises `DoesNotFitError` where it is not element-wise."""
+        """Return the function that computes `result`; raises `DoesNotFitError` if it is not element-wise."""
         value = self.value(result)
         ports = sorted(self.ports, key=lambda port: (port.matrix, port.start))
         ordered = fx.Graph()  # the arguments in the order of the ports
@@ -102,7 +102,7 @@ class ElementwiseOutline:
             return self.value(source)
         if name == "glu":
             return self.emit_glu(node)
-        if is_number(node):  # on the CPU: such numbers combine with tensors on any device
+        if is_number(node):  # on the CPU, to combine with tensors on any device
             kwargs = {key: value for key, value in node.kwargs.items() if key not in ("device", "pin_memory")}
             return self.graph.call_function(node.target, node.args, kwargs)  # type: ignore[arg-type]
         if name not in ELEMENTWISE:
@@ -117,7 +117,7 @@ class ElementwiseOutline:
         return self.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
 
     def port(self, port: Port, node: fx.Node) -> fx.Node:
-        """Return the argument of the new graph for the columns of a port, which `node` holds."""
+        """Return the argument of the new graph for a port whose columns `node` holds."""
         if (shape(node) or (0,))[-1] != self.columns:
             raise no_feed_forward(self.branch, f"{(shape(node) or (0,))[-1]} columns enter where {self.columns} hidden units are")
         if port not in self.ports:
@@ -125,7 +125,7 @@ class ElementwiseOutline:
         return self.ports[port]
 
     def selected_columns(self, node: fx.Node) -> Port | None:
-        """Return the columns of a matrix's result that `node` selects, None where it selects none."""
+        """Return the columns of a matrix's result that `node` selects, None if it selects none."""
         name = op(node)
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         if source is None:
@@ -148,7 +148,7 @@ class ElementwiseOutline:
         return None
 
     def emit_glu(self, node: fx.Node) -> fx.Node:
-        """a · sigmoid(b) for the halves a and b of one matrix's result."""
+        """Return a · sigmoid(b) for the halves a and b of one matrix's result."""
         end = node.args[0]
         if end not in self.ends:
             raise no_feed_forward(self.branch, f"a gate follows other operations in {node.name}")
@@ -162,7 +162,7 @@ class ElementwiseOutline:
         return self.graph.call_function(torch.ops.aten.mul.Tensor, (halves[0], gate))
 
     def emit_dropout(self, node: fx.Node, source: fx.Node) -> fx.Node:
-        """Dropout of the model's own code becomes a module."""
+        """Return a dropout module's node for dropout in the model's own code."""
         p = float(node.args[1])  # type: ignore[arg-type]
         value = self.value(source)
         if not p:
@@ -173,7 +173,7 @@ class ElementwiseOutline:
         return self.graph.call_module(name, (value,))
 
     def elementwise_call(self, node: fx.Node) -> Call | None:
-        """Return the outermost call that returns `node` and is an element-wise function of one tensor; None where there is none."""
+        """Return the outermost call that returns `node` and is an element-wise function of one tensor; None if there is none."""
         outermost = None
         for call in self.flow.call_of(node).chain:
             entering = [part for part in call.inputs.values() if part in self.flow.depends]
@@ -191,7 +191,7 @@ class ElementwiseOutline:
         return outermost
 
     def is_shared_dropout(self, call: Call) -> bool:
-        """Return whether it is the dropout of a module that the model also calls elsewhere.
+        """Return whether the dropout is that of a module with other calls in the model.
 
         Such a dropout is left to the model's own code.
         """
@@ -200,7 +200,7 @@ class ElementwiseOutline:
         return shared and all(op(node) in DROPOUT for node in own)
 
     def is_elementwise(self, node: fx.Node) -> bool:
-        """Return whether a unit's result depends on no other unit, and on no weight of its own."""
+        """Return whether a unit's result depends on no other unit and on no weight."""
         single = all(part in self.flow.depends or (shape(part) or ()) in ((), (1,)) for part in node.all_input_nodes)
         kept = op(node) in LAYOUT and (shape(node) or (0,))[-1] == self.columns
         return (op(node) in ELEMENTWISE or kept or op(node) == "getitem") and single
@@ -224,7 +224,7 @@ def times_called(call: Call, flow: Dataflow) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The module at `path` takes x as `stream_in`, and applies `tail` to y; the modules `bypassed` run before it on the way."""
+    """The module at `path` takes x as `stream_in` and applies `tail` to y; the modules `bypassed` run before it."""
 
     stream_in: Key
     path: str
@@ -235,7 +235,7 @@ class Place:
 def place_in_owner(owner: Call, candidates: list[fx.Node], y: fx.Node, hidden: ElementwiseOutline) -> Place | None:
     """Return the place where one call takes x, one of `candidates`, and returns an element-wise function of y.
 
-    None if it does more.
+    None if it computes more.
     """
     flow = hidden.flow
     stream_in, x = next(((key, node) for key, node in owner.inputs.items() if node in candidates), (None, None))
@@ -260,7 +260,7 @@ def place_in_owner(owner: Call, candidates: list[fx.Node], y: fx.Node, hidden: E
 def place_over_modules(
     branch: Branch, into: list[WeightProduct], out: WeightProduct, steps: tuple[Step, ...], flow: Dataflow
 ) -> Place:
-    """Return the place of a feed-forward in several modules: the last one computes all of it, those before it return x."""
+    """Return the place of a feed-forward in several modules: the last one computes all of it, the others return x."""
     calls = [flow.call_of(product.node) for product in (*into, out)]
     if len(into) > 1:
         raise no_feed_forward(branch, "it is spread over several modules, and its gate is applied by code between them")
@@ -309,12 +309,12 @@ def enclosing_step(node: fx.Node, into: WeightProduct, out: WeightProduct, flow:
 
 
 def is_computed_by(node: fx.Node, paths: tuple[str, ...], flow: Dataflow) -> bool:
-    """Return whether a node is computed within a call of one of the modules at `paths`."""
+    """Return whether a call of one of the modules at `paths` computes the node."""
     return any(call.path in paths for call in flow.call_of(node).chain)
 
 
 def nodes_of(call: Call, flow: Dataflow) -> list[fx.Node]:
-    """Return the nodes that a call computes from its inputs; a tracer's assertions are none."""
+    """Return the nodes that a call computes from its inputs, without a tracer's assertions."""
     return [node for node in flow.computations if call.encloses(flow.call_of(node))]
 
 
@@ -322,7 +322,8 @@ REPLACED = "a feed-forward can be replaced once; use layers= to give depths to d
 
 
 def feed_forwards(anatomy: Findings, layers: Iterable[int] | None = None) -> tuple[list[FeedForward], list[NearMiss]]:
-    """Return the feed-forwards of a model by depth, one for each set of weights, and a near miss for each ffn branch that is none.
+    """Return the feed-forwards of a model by depth, one for each set of weights, and a near miss for every ffn branch of another
+    form.
 
     `layers` restricts them to those depths of each stack.
     """
@@ -347,7 +348,7 @@ def feed_forwards(anatomy: Findings, layers: Iterable[int] | None = None) -> tup
 
 
 def hidden_feed_forwards(layer: Layer, anatomy: Findings) -> Iterator[NearMiss]:
-    """Yield a near miss for each branch of a layer without feed-forwards that has one in it."""
+    """Yield a near miss for each branch that contains a feed-forward, of layers that have none."""
     for branch in () if layer.ffns else layer.branches:
         if is_on_two_streams(branch, anatomy.stacks, anatomy.flow):
             yield NearMiss(layer.name or branch.output, ON_TWO_STREAMS, BEFORE_TWO_STREAMS, code="two-streams")
@@ -356,7 +357,7 @@ def hidden_feed_forwards(layer: Layer, anatomy: Findings) -> Iterator[NearMiss]:
 
 
 def parse_feed_forward(branch: Branch, model: nn.Module, flow: Dataflow) -> FeedForward:
-    """Return the feed-forward that `branch` computes; raises `DoesNotFitError` with the reason where it is not of that form."""
+    """Return the feed-forward that `branch` computes; raises `DoesNotFitError` with the reason if it has another form."""
     if branch.role != "ffn":
         raise no_feed_forward(branch, "it is already a mixture of experts", REPLACED, in_any_form=True)
     if branch.name and isinstance(model.get_submodule(branch.name), FeedForwardBlock):
@@ -368,7 +369,7 @@ def parse_feed_forward(branch: Branch, model: nn.Module, flow: Dataflow) -> Feed
         raise no_feed_forward(branch, "its matrices do not all read the same tensor")
     width, units = out.out_features, out.in_features
     if into[0].in_features != width:
-        raise no_feed_forward(branch, f"it takes {into[0].in_features} columns in and gives {width}", in_any_form=True)
+        raise no_feed_forward(branch, f"it has {into[0].in_features} columns in and {width} out", in_any_form=True)
     inside = set(region)
     outline = ElementwiseOutline(branch, model, flow, [product_result(product, flow, inside) for product in into], units)
     hidden = outline.build(out.source)

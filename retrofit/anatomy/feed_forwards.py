@@ -1,4 +1,4 @@
-"""One feed-forward: its matrices, its element-wise part, the module to replace it at, and modules that replace it.
+"""A feed-forward: its matrices, its element-wise part, the module to replace, and modules that replace it.
 
     z_i = x W_i + b_i        one matrix (`up`), two (`gate` and `up`), or both in one (`gate_up`)
     h   = hidden(z_1, …)     unit by unit: activation, gating, dropout
@@ -40,26 +40,26 @@ class Port:
 
 @dataclasses.dataclass(frozen=True)
 class FeedForward:
-    """One feed-forward of a model, and the module to replace it at."""
+    """A feed-forward of a model and the module to replace."""
 
-    name: str  # path of the module that owns it: the innermost in whose call all of it happens
+    name: str  # path of the innermost module that owns it
     width: int  # d, of x and of y
     units: int  # d_ff
     into: tuple[Matrix, ...]
     ports: tuple[Port, ...]
-    hidden: fx.GraphModule  # the ports' values, each (…, units or some of them), to h
+    hidden: fx.GraphModule  # from the ports' values, each (…, some or all units), to h
     out: Matrix
     stream_in: Key  # the argument of the module at `path` that is x
-    tail: fx.GraphModule | None  # what the module at `path` does to y before it returns it
+    tail: fx.GraphModule | None  # what the module at `path` applies to y before returning it
     path: str  # the module to replace
-    bypassed: tuple[str, ...] = ()  # modules before it, to be replaced by the identity: they pass x through
+    bypassed: tuple[str, ...] = ()  # modules before it, to be replaced by the identity because they pass x through
     dropout: float = 0.0  # applied to h by the model's own code, and to x once the feed-forward is replaced
-    hidden_paths: tuple[tuple[str, str], ...] = ()  # children of `hidden` that are modules of the model: name, path in the model
-    tail_paths: tuple[tuple[str, str], ...] = ()  # the same of `tail`
+    hidden_paths: tuple[tuple[str, str], ...] = ()  # children of `hidden` from the model: name, path in the model
+    tail_paths: tuple[tuple[str, str], ...] = ()  # children of `tail` from the model
 
     @property
     def entry_path(self) -> str:
-        """The module that receives what the feed-forward does, and runs."""
+        """The module that receives the feed-forward's input when the model runs."""
         return self.bypassed[0] if self.bypassed else self.path
 
     @property
@@ -68,11 +68,11 @@ class FeedForward:
 
     @property
     def dropout_note(self) -> str:
-        """For a report: the effect of replacing a feed-forward whose hidden units the model's own code drops."""
-        return f"in training its layer drops {self.dropout:.0%} of what the feed-forward reads, no longer of its hidden units"
+        """The note in a report on dropout of hidden units in the model's own code."""
+        return f"in training, its layer's dropout of {self.dropout:.0%} moves from the hidden units to the feed-forward's input"
 
     def bound_to(self, model: nn.Module) -> FeedForward:
-        """Return the same feed-forward in `model`, a copy of the one it was found in: its graph modules call modules of `model`."""
+        """Return the feed-forward in `model`, a copy of the model it was found in: its graph modules call modules of `model`."""
         hidden = bind(self.hidden, self.hidden_paths, model)
         tail = None if self.tail is None else bind(self.tail, self.tail_paths, model)
         return dataclasses.replace(self, hidden=hidden, tail=tail)
@@ -86,13 +86,13 @@ def bind(function: fx.GraphModule, paths: tuple[tuple[str, str], ...], model: nn
 
 
 def no_feed_forward(branch: Branch, why: str, remedy: str = "", *, in_any_form: bool = False) -> DoesNotFitError:
-    """Return the error for a branch that is not of the form above."""
+    """Return the error for a branch that has another form than the above."""
     what = f"the branch {branch.name or branch.output} is not parsed as a feed-forward"
     return DoesNotFitError(what, why=why, remedy=remedy, in_any_form=in_any_form, code="not-parsed")
 
 
 class FeedForwardBlock(nn.Module):
-    """A module that replaces the feed-forward `site`, until then part of `old`; a subclass computes y in `compute`."""
+    """Module that replaces the feed-forward `site`, until then part of `old`; subclasses define `compute`."""
 
     def __init__(self, site: FeedForward, old: nn.Module) -> None:
         super().__init__()
@@ -106,12 +106,12 @@ class FeedForwardBlock(nn.Module):
         return y if self.tail is None else self.tail(y)
 
     def compute(self, x: Tensor) -> Tensor:
-        """y of x: (…, d) to (…, d)."""
+        """Return y: (…, d) to (…, d)."""
         raise NotImplementedError
 
 
 class RowMajor(Conv1D):
-    """y = h W + b with W stored (d_ff, d): the row of a hidden unit is contiguous, and the bias may be missing."""
+    """y = h W + b with W stored (d_ff, d), so that the row of a hidden unit is contiguous; the bias is optional."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         nn.Module.__init__(self)
@@ -124,9 +124,9 @@ class RowMajor(Conv1D):
 
 
 class PackableRows(nn.Linear):
-    """y = h W + b with W stored (d_ff, d), for quantizers that pack the weight of a linear layer in place: so they pack the rows.
+    """y = h W + b with W stored (d_ff, d) as the weight of a linear layer, which quantizers pack in place, row by row.
 
-    W is unpacked to be multiplied by; who needs a few rows reads these (`retrofit.inputs.packed_weights`).
+    W is unpacked for the product; single rows are read with `retrofit.inputs.packed_weights`.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
@@ -140,7 +140,7 @@ class PackableRows(nn.Linear):
 
 
 class GatheredFeedForward(nn.Module):
-    """A feed-forward whose matrices were applied by several modules, as one module of them: `up`, `hidden`, `down`."""
+    """A feed-forward whose matrices several modules applied, as one module: `up`, `hidden`, `down`."""
 
     def __init__(self, site: FeedForward, up: nn.Module, down: nn.Module) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class GatheredFeedForward(nn.Module):
 
 
 def linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
-    """Return an `nn.Linear` that holds these very parameters."""
+    """Return an `nn.Linear` with these parameters themselves."""
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     layer.weight = weight
     layer.bias = bias  # type: ignore[assignment]

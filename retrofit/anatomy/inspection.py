@@ -1,4 +1,4 @@
-"""`inspect`: the anatomy of a model, found in the data flow of its captured graph."""
+"""`inspect`: the anatomy of a model from the data flow of its captured graph."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from retrofit.program.program import Program
 def inspect(model: nn.Module, example_inputs: Any = None) -> Anatomy:
     """Return the anatomy of `model`: its stacks, layers, branches, embedding and head.
 
-    Raises `NoTransformerError` where it has none.
+    Raises `NoTransformerError` if it has none.
     """
     require_module(model)
     if offloaded_module(model) is not None or untrainable_tensor(model) is not None:
@@ -79,21 +79,21 @@ def read_anatomy(model: nn.Module, program: Program) -> Anatomy:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """One chain of residual additions, and the branches of each."""
+    """A chain of residual additions and the branches of each."""
 
     chain: list[Residual]
     branches: list[list[Branch]]
 
     @property
     def mixes(self) -> bool:
-        """Return whether a branch of it mixes tokens."""
+        """Return whether a branch of the stream mixes tokens."""
         return any(is_mixer(branch) for branches in self.branches for branch in branches)
 
 
 def without_pictures(
     streams: list[Stream], chains: list[list[Residual]], flow: Dataflow, model: nn.Module, notes: list[str]
 ) -> list[Stream]:
-    """Return the streams of tokens; raises `NoTransformerError` where all are of pictures, with the channels on the second axis."""
+    """Return the streams of tokens; raises `NoTransformerError` if all are image streams, with the channels on the second axis."""
     if not any(has_channels_second(residual, flow) for chain in chains for residual in chain):
         return streams
     pictures = [stream for stream in streams if all(has_channels_second(residual, flow) is not False for residual in stream.chain)]
@@ -111,9 +111,9 @@ def without_pictures(
 
 
 def has_channels_second(residual: Residual, flow: Dataflow) -> bool | None:
-    """Return whether the channels of the sum are on its second axis, as in convolutions.
+    """Return whether the sum's channels are on the second axis, as in convolutions.
 
-    None where they may be on the last as well.
+    None if they may be on the last as well.
     """
     size = shape(residual.add) or ()
     features = {product.out_features for product in nearest_products(list(residual.branches), flow)}

@@ -1,7 +1,7 @@
-"""The arguments of a layer besides its stream: the mask by which it learns of padding, and how its tokens are laid out.
+"""The arguments of a layer besides its stream: the mask that shows padding, and the layout of the tokens.
 
-A module inside a layer that mixes tokens by itself needs both. The call is the innermost one in which all the layer's branches are
-computed: inside wrappers that give the layer fewer tokens, or a wider stream.
+A module inside a layer that mixes tokens needs both. The call is the innermost one that computes all the layer's branches: inside
+wrappers that give the layer fewer tokens or a wider stream.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class LayerCall:
     path: str
     stream_in: Key  # the argument that is the stream
     size: tuple[int, ...]  # of the stream in the captured program
-    mask: MaskArgument | None  # None where no argument shows padding
+    mask: MaskArgument | None  # None if no argument shows padding
     tokens_first: bool  # whether the stream is (length, batch, width)
     times: int  # calls of this module in one forward
-    causal: bool  # whether its own attentions, of which it has some, hide later tokens from earlier ones
-    takes_more: bool  # whether its forward has a place for more than it was given, such as a cache
-    positions: Key = None  # the argument that numbers its tokens, (batch or 1, length); None where there is none
+    causal: bool  # whether its attentions, if any, hide later tokens
+    takes_more: bool  # whether its forward accepts further arguments, such as a cache
+    positions: Key = None  # the argument that numbers its tokens, (batch or 1, length); None if there is none
 
 
 class LayerCalls:
-    """The calls of a model's layers; captured with a mask, where the model takes one and its example inputs hold none."""
+    """The calls of a model's layers, captured with a mask if the model takes one, even if its example inputs have none."""
 
     def __init__(self, anatomy: Findings) -> None:
         self.anatomy, self.flow = anatomy, anatomy.flow
@@ -57,7 +57,7 @@ class LayerCalls:
         self.calls = {(call.path, call.index): call for call in self.masked.program.calls}
 
     def of_layer(self, layer: Layer) -> LayerCall:
-        """Return the call of a layer; raises `DoesNotFitError` where no module is one, or where padding is hidden from it."""
+        """Return the call of a layer; raises `DoesNotFitError` if it is no module, or padding is hidden from it."""
         return self.of_module(self.innermost(layer), layer)
 
     def of_module(self, call: Call, layer: Layer) -> LayerCall:
@@ -81,7 +81,7 @@ class LayerCalls:
         return LayerCall(call.path, key, size, mask, tokens_first, times, causal, takes_more, positions)
 
     def innermost(self, layer: Layer) -> Call:
-        """Return the innermost module call that computes all branches of the layer, of which at least one mixes tokens."""
+        """Return the innermost module call that computes all branches of the layer, at least one of which mixes tokens."""
         if not layer.name:
             raise unfit(layer, "no module owns it: its residual additions are in the model's own code")
         outer = next(call for call in self.flow.program.calls if (call.path, call.index) == (layer.name, layer.call))
@@ -93,7 +93,7 @@ class LayerCalls:
     def stream(self, call: Call, layer: Layer) -> tuple[Key, fx.Node]:
         """Return the argument of the call that is the stream.
 
-        The first that the layer's branches carry on, or are computed from.
+        The first that the layer's branches carry on or are computed from.
         """
         base, flow = self.anatomy.node(layer.branches[0].source), self.flow
         given = [(key, node) for key, node in call.inputs.items() if key is not None and is_float(node)]
@@ -106,7 +106,7 @@ class LayerCalls:
     def mask(self, layer: Layer, call: Call, stream: Key, cores: list[Attention], tokens_first: bool) -> MaskArgument | None:
         """Return the argument that shows the layer which tokens are padding.
 
-        Raises `DoesNotFitError` where padding is shown past it.
+        Raises `DoesNotFitError` if the layer receives no such argument but the model does.
         """
         flow = self.masked
         masks = [mask for core in cores for mask in core.masks]
@@ -128,7 +128,7 @@ class LayerCalls:
         return None
 
     def positions(self, call: Call, batch: int, length: int) -> Key:
-        """Return an argument (batch or 1, length) with a whole number for each token that an `arange` makes, not the contents."""
+        """Return an argument (batch or 1, length) of integers from an `arange`, not from the contents."""
         for key, node in call.inputs.items():
             if key is None or node in self.masked.depends or shape(node) not in ((1, length), (batch, length)):
                 continue
@@ -138,7 +138,7 @@ class LayerCalls:
         return None
 
     def token_mask(self, call: Call, tokens_first: bool) -> Key:
-        """Return an argument with a number or boolean for each token, of the inputs, that is neither a position nor an id."""
+        """Return an argument with a number or boolean for each token, from the inputs, that is neither a position nor an id."""
         flow = self.masked
         for key, node in call.inputs.items():
             size, streams = shape(node) or (), [shape(stream) or () for stream in call.inputs.values()]
@@ -156,7 +156,7 @@ class LayerCalls:
 def is_tokens_first(size: tuple[int, ...], cores: list[Attention]) -> bool:
     """Return whether a stream of this size is (length, batch, width).
 
-    By the keys that masks have columns for, else by the queries.
+    Judged by the keys that masks have columns for, else by the queries.
     """
     masks = [shape(mask) or () for core in cores for mask in core.masks]
     columns = {mask[-1] for mask in masks if len(mask) == 4} & {size[0], size[1]}

@@ -1,9 +1,9 @@
 """The modules that passes wrap: each runs one layer, or owns one branch.
 
-A module owns a branch if it computes all of it and nothing of another, and the sum with the stream is outside of it. The module in
-which a branch is computed (`Branch.name`) may hold more: the layer around it, or the sum. Norms, dropout and scaling at either end
-may lie outside the module that owns a branch; the products with its weights do not. Where code calls the modules of a branch one
-after the other, they become one module first.
+A module owns a branch if it computes all of it and no part of another, without the sum with the stream. The module in which a
+branch is computed (`Branch.name`) may contain more: the layer around it, or the sum. Norms, dropout and scaling at either end may
+lie outside the module that owns a branch; the products with its weights do not. Modules of a branch that code calls in sequence
+become one module first.
 """
 
 from __future__ import annotations
@@ -30,36 +30,36 @@ IN_CODE = "it is computed in the model's own code, and no module owns it"
 
 @dataclasses.dataclass(frozen=True)
 class BranchOwner:
-    """One call of a module that owns a branch: x goes in as `stream_in`, y comes out as `stream_out`."""
+    """A call of a module that owns a branch: it takes x as `stream_in` and returns y as `stream_out`."""
 
     call: Call
     stream_in: int | str
     stream_out: int | str | None
     x: fx.Node
     y: fx.Node
-    branches: tuple[Branch, ...]  # the branch, and those that it is the sum with
-    last: str = ""  # where the last product is in another module: its path; that reads y and nothing else
+    branches: tuple[Branch, ...]  # the branch and those in one sum with it
+    last: str = ""  # path of another module with the last product, which reads only y
 
 
 class BranchOwners:
-    """Finds these modules in one model."""
+    """Finder of branch owners in one model."""
 
     def __init__(self, anatomy: Findings) -> None:
         self.model, self.flow = anatomy.model, anatomy.flow
         self.sums: set[fx.Node] = set()
-        self.work: dict[fx.Node, Branch] = {}  # by heavy operation: the branch it is of
+        self.work: dict[fx.Node, Branch] = {}  # heavy operation → its branch
         self.layers: dict[Branch, Layer] = {}
         for layer in map(InnerLayers(self.flow).inside, anatomy.layers):
             for branch in layer.branches:
                 self.sums.add(self.flow.node(branch.add))
                 self.layers[branch] = layer
                 self.work.update(dict.fromkeys(filter(is_heavy, self.region(branch)), branch))
-        self.inside: dict[Call, list[fx.Node]] = {}  # by call: what it computes from the contents of the inputs
+        self.inside: dict[Call, list[fx.Node]] = {}  # call → nodes computed from the contents of the inputs
         for node in self.flow.computations:
             for call in self.flow.call_of(node).chain:
                 self.inside.setdefault(call, []).append(node)
         self.parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        self.calls: dict[str, list[Call]] = {}  # by path: those that return something
+        self.calls: dict[str, list[Call]] = {}  # path → calls that return something
         for call in self.flow.program.calls:
             if any(node in self.flow.position for node in call.outputs.values()):
                 self.calls.setdefault(call.path, []).append(call)
@@ -71,14 +71,14 @@ class BranchOwners:
     def owner(self, branch: Branch) -> BranchOwner:
         """Return the innermost call that owns `branch`, or one around it that only this layer calls or that reads a sequence.
 
-        Of nested calls that take and return the same tensors it is the outermost: the inner ones may be parts of a method. Raises
-        `DoesNotFitError` with what the innermost module that computes it all does besides, or does not.
+        Of nested calls with the same tensors in and out it is the outermost: the inner ones may be parts of a method. Raises
+        `DoesNotFitError` with the reason why the innermost call that computes all of it does not own it.
         """
         region, output = self.region(branch), self.flow.node(branch.output)
         return self.innermost(branch, region, output, [node for node in region if is_heavy(node)] or region)
 
     def owner_but_for_last_product(self, branch: Branch) -> BranchOwner:
-        """Return the call that owns all of `branch` but its last product, which another module computes of y alone."""
+        """Return the call that owns all of `branch` but its last product, which another module computes from y alone."""
         flow, region, output = self.flow, self.region(branch), self.flow.node(branch.output)
         ends = [product for product in nearest_products([output], flow) if product.node in set(region)]
         last = flow.call_of(ends[0].node) if len(ends) == 1 else flow.program.root
@@ -100,9 +100,9 @@ class BranchOwners:
         return dataclasses.replace(owner, last=last.path)
 
     def owner_of_sum(self, branch: Branch) -> BranchOwner:
-        """Return the call that owns a branch with all of its kind that is added to it: experts of all tokens, adapters.
+        """Return the call that owns a branch and the others of its kind in one sum: experts of all tokens, adapters.
 
-        Raises `DoesNotFitError` where nothing is, or no call owns them together.
+        Raises `DoesNotFitError` if there are no others, or no call owns them together.
         """
         flow, source, add = self.flow, self.flow.node(branch.source), self.flow.node(branch.add)
         added = [other for other in self.layers[branch].branches if (other.source, other.add) == (branch.source, branch.add)]
@@ -124,21 +124,21 @@ class BranchOwners:
         return dataclasses.replace(owner, branches=together)
 
     def last_module(self, branch: Branch) -> str:
-        """Return the path of a module that computes the last product of a branch and no other, "" where there is none."""
+        """Return the path of a module that computes a branch's last product and no other, "" if there is none."""
         output = self.flow.node(branch.output)
         ends = [product for product in nearest_products([output], self.flow) if product.node in set(self.region(branch))]
         call = self.flow.call_of(ends[0].node) if len(ends) == 1 else self.flow.program.root
         return call.path if sum(map(is_heavy, self.inside.get(call, []))) == 1 else ""
 
     def readers(self, node: fx.Node, work: list[fx.Node]) -> list[fx.Node]:
-        """Return what reads `node` outside the innermost call that computes all of `work`."""
+        """Return the users of `node` outside the innermost call that computes all of `work`."""
         around = owner_of(work, self.flow)
         return [user for user in self.flow.uses[node] if not around.encloses(self.flow.call_of(user))]
 
     def innermost(
         self, branch: Branch, region: list[fx.Node], output: fx.Node, work: list[fx.Node], others: tuple[str, ...] = ()
     ) -> BranchOwner:
-        """Return the call to choose among those that compute all of `work` and own what lies in `region`.
+        """Return the best of the calls that compute all of `work` and own the nodes of `region`.
 
         `others` have weights too.
         """
@@ -161,7 +161,7 @@ class BranchOwners:
         return [candidate for candidate in alone or found if candidate.x is chosen.x and candidate.y is chosen.y][-1]
 
     def as_owner(self, call: Call, branch: Branch, region: set[fx.Node], output: fx.Node, others: tuple[str, ...]) -> BranchOwner:
-        """`call` as the owner of a branch; raises `DoesNotFitError` where it does more or less."""
+        """Return `call` as the owner of a branch; raises `DoesNotFitError` if it computes more or less."""
         flow = self.flow
         if any(call.encloses(flow.call_of(node)) for node in self.sums):
             raise self.unfit(branch, f"{call.path}, in which it is computed, also adds it to the stream")
@@ -190,7 +190,7 @@ class BranchOwners:
         return BranchOwner(call, key, keys[0], x, ends[0], (branch,))
 
     def wrapper_with_part(self, path: str) -> str:
-        """Return the path of a wrapper that the module at `path` is a part of, and not of what it wraps; "" where there is none."""
+        """Return the path of a wrapper that added the module at `path`; "" if there is none."""
         module, steps = self.model, path.split(".")
         for count, step in enumerate(steps):
             if isinstance(module, Wrapper) and step in module._modules and step != "layer":
@@ -212,7 +212,7 @@ class BranchOwners:
         return all(any(around.path == layer.name for around in other.chain) for other in self.calls[call.path])
 
     def lays_out(self, outer: BranchOwner, inner: BranchOwner) -> bool:
-        """Return whether `outer` does no more around `inner` than lay tokens out in a sequence, and as they were."""
+        """Return whether `outer` only lays tokens out in a sequence around `inner`, and back."""
         flow = self.flow
         sequence = len(shape(outer.x) or ()) > len(shape(inner.x) or ())
         return sequence and outer.x in flow.carried_chain(inner.x) and inner.y in flow.carried_chain(outer.y)
@@ -227,7 +227,7 @@ NO_MODULE = "layers must be modules that take the stream and return it"
 
 
 class WithLastProduct(Wrapper):
-    """An attention that leaves its last product to another module, together with that: at `key` is what `last` makes of it."""
+    """An attention together with the module `last` of its last product, whose result is returned at `key`."""
 
     def __init__(self, layer: nn.Module, last: nn.Module, key: Key) -> None:
         super().__init__(layer)
@@ -239,19 +239,19 @@ class WithLastProduct(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class WrappedModule:
-    """A module that gets a wrapper, where its input and output are, and what it runs."""
+    """A module to be wrapped, the places of its input and output, and what it runs."""
 
     path: str
     stream_in: int | str
     stream_out: Key
-    gathered: FeedForward | None = dataclasses.field(default=None, compare=False)  # of several modules, made one at `path` first
-    last: str = dataclasses.field(default="", compare=False)  # path of a module that `path` takes in first: it reads nothing else
-    depths: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)  # of `sites`: stack and depth of each call
-    branches: tuple[Branch, ...] = dataclasses.field(default=(), compare=False)  # of `sites`: what the calls compute
+    gathered: FeedForward | None = dataclasses.field(default=None, compare=False)  # several modules, to be made one at `path` first
+    last: str = dataclasses.field(default="", compare=False)  # path of a module that is moved into `path` first
+    depths: tuple[tuple[int, int], ...] = dataclasses.field(default=(), compare=False)  # of each call, in results of `sites`
+    branches: tuple[Branch, ...] = dataclasses.field(default=(), compare=False)  # what the calls compute, in results of `sites`
 
     @property
     def bypassed(self) -> tuple[str, ...]:
-        """The modules that the one at `path` takes in: the identity is in their place."""
+        """The modules that move into the one at `path` and are replaced by the identity."""
         return (self.last,) if self.last else self.gathered.bypassed if self.gathered is not None else ()
 
     def install(self, edit: Edit, wrap: Callable[[nn.Module], nn.Module]) -> None:
@@ -269,9 +269,9 @@ class WrappedModule:
 
 
 class WrappedModules:
-    """Finds such modules in one model; `refuse` makes the error for a place where there is none.
+    """Finder of such modules in one model; `refuse` makes the error for a place without one.
 
-    `no_feed_forward` is the fix where a feed-forward is no module.
+    `no_feed_forward` is the fix for a feed-forward that is no module.
     """
 
     def __init__(self, anatomy: Findings, refuse: Refusal, no_feed_forward: str | Sequence[str]) -> None:
@@ -282,7 +282,7 @@ class WrappedModules:
     def stream_module(self, layer: Layer, stack: Stack) -> WrappedModule:
         """Return the outermost module that runs the layer and takes and returns its stream d wide.
 
-        Inside AltUp's, which are wider.
+        Inside AltUp's modules, which are wider.
         """
         if not layer.name:
             why = "no module owns the layer: its residual additions are in the model's own code"
@@ -307,9 +307,9 @@ class WrappedModules:
         return all(self.flow.reaches(part, node) for part in parts)
 
     def feed_forward(self, branch: Branch, width: int) -> WrappedModule:
-        """Return the module that is this FFN, or becomes it, from one d-wide tensor to another.
+        """Return the module that is this FFN, or is to become it, from one d-wide tensor to another.
 
-        Raises `DoesNotFitError` without one.
+        Raises `DoesNotFitError` if there is none.
         """
         try:
             owner = self.owners.owner(branch)
@@ -330,7 +330,7 @@ class WrappedModules:
         return WrappedModule(site.path, stream_in, None, site if site.bypassed else None)
 
     def branch(self, branch: Branch) -> WrappedModule:
-        """Return the module that owns a branch, or becomes it; raises `DoesNotFitError` where there is none."""
+        """Return the module that owns a branch, or is to become it; raises `DoesNotFitError` if there is none."""
         why: DoesNotFitError | None = None
         for owners in (self.owners.owner, self.owners.owner_of_sum):
             try:
@@ -367,7 +367,7 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
     within = InnerLayers(anatomy.flow)
     for number, stack in enumerate(anatomy.stacks):
         for depth, layer in enumerate(stack.layers):
-            ignored: list[NearMiss] = []  # of a depth that is not chosen
+            ignored: list[NearMiss] = []  # of depths that are not chosen
             misses = near_misses if chosen is None or depth in chosen else ignored
             owned: set[Branch] = set()
             for part, name in parts_of(within.inside(layer), kinds, anatomy, misses):
@@ -396,12 +396,12 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
 def parts_of(
     layer: Layer, kinds: tuple[str, ...], anatomy: Findings, near_misses: list[NearMiss]
 ) -> Iterator[tuple[Branch | None, str]]:
-    """Yield the branches of a layer that are of these kinds, None for the layer itself, and a name of each."""
+    """Yield the branches of a layer that are of these kinds, None for the layer itself, with their names."""
     if "layer" in kinds:
         yield None, layer.name or layer.exit
     if "ffn" in kinds:
         near_misses.extend(hidden_feed_forwards(layer, anatomy))
-    for branch in sorted(layer.branches, key=lambda branch: branch.role != "moe"):  # mixtures first: they may hold feed-forwards
+    for branch in sorted(layer.branches, key=lambda branch: branch.role != "moe"):  # mixtures first: they may contain feed-forwards
         name = branch.name or layer.name or branch.output
         if branch.role in kinds or ("attention" in kinds and branch in layer.attentions):
             if is_on_two_streams(branch, anatomy.stacks, anatomy.flow):

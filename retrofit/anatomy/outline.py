@@ -17,7 +17,7 @@ from retrofit.anatomy.parts import Findings, Layer, Part, Stack
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
-    """`times` repetitions of `body`, or of one layer where `body` is empty, from position `start` on."""
+    """`times` repetitions of `body`, or of one layer if `body` is empty, from position `start` on."""
 
     start: int
     times: int
@@ -25,12 +25,12 @@ class Fold:
 
     @property
     def period(self) -> int:
-        """Return how many layers one repetition holds."""
+        """Return the number of layers in one repetition."""
         return sum(fold.span for fold in self.body) if self.body else 1
 
     @property
     def span(self) -> int:
-        """Return how many layers the fold covers."""
+        """Return the number of layers that the fold covers."""
         return self.times * self.period
 
 
@@ -40,7 +40,7 @@ def fold_layers(layers: Sequence[Layer]) -> tuple[Fold, ...]:
 
 
 def fold_sequence(items: Sequence[Hashable]) -> tuple[Fold, ...]:
-    """Return the folds that write `items` down with the fewest rows, then with the fewest folds."""
+    """Return the folds that describe `items` with the fewest rows, then with the fewest folds."""
     letters = {item: letter for letter, item in enumerate(dict.fromkeys(items))}
     return shortest(tuple(letters[item] for item in items))
 
@@ -60,7 +60,7 @@ def shortest(word: tuple[int, ...]) -> tuple[Fold, ...]:
 
 
 def folds_at(word: tuple[int, ...], start: int) -> Iterator[Fold]:
-    """Yield every fold that can begin at `start`: one layer, or a group that is repeated and is no repetition itself."""
+    """Yield every fold that can begin at `start`: one layer, or a repeated group that is not itself a repetition."""
     yield Fold(start, 1)
     for period in range(1, (len(word) - start) // 2 + 1):
         unit = word[start : start + period]
@@ -74,7 +74,7 @@ def folds_at(word: tuple[int, ...], start: int) -> Iterator[Fold]:
 
 
 def is_primitive(word: tuple[int, ...]) -> bool:
-    """Return whether no shorter word, repeated, gives this one."""
+    """Return whether the word is not a repetition of a shorter one."""
     return not any(len(word) % period == 0 and word == word[:period] * (len(word) // period) for period in range(1, len(word)))
 
 
@@ -83,12 +83,12 @@ def shifted(fold: Fold, by: int) -> Fold:
 
 
 def height(fold: Fold) -> int:
-    """Return how many rows a fold takes: one for each layer that is written down."""
+    """Return the number of rows of a fold: one for each layer that is written."""
     return sum(height(inner) for inner in fold.body) if fold.body else 1
 
 
 def size(fold: Fold) -> int:
-    """Return how many folds a fold holds, itself included."""
+    """Return the number of folds in a fold, including itself."""
     return 1 + sum(size(inner) for inner in fold.body)
 
 
@@ -103,7 +103,7 @@ def leaves(folds: Sequence[Fold], offsets: Sequence[int] = (0,)) -> Iterator[tup
 
 
 def structure(layer: Layer) -> Hashable:
-    """Return what is equal in two layers that one description fits: roles, shapes, counts, and names up to their numbers."""
+    """Return the properties that layers of one description share: roles, shapes, counts, and names up to their numbers."""
     branches = tuple(
         (
             branch.role,
@@ -125,7 +125,7 @@ def numberless(name: str) -> str:
 
 
 def common_name(names: Sequence[str]) -> str:
-    """One name for all of `names`: `*` for each part they differ in, first and last where they are of different depth."""
+    """Return one name for all of `names`: `*` for each part that differs, first and last if their depths differ."""
     parts = [name.split(".") for name in dict.fromkeys(names)]
     if len({len(part) for part in parts}) > 1:
         return f"{names[0]} … {names[-1]}"
@@ -133,7 +133,7 @@ def common_name(names: Sequence[str]) -> str:
 
 
 def relative(name: str, owner: str) -> str:
-    """`name` relative to the module `owner`, as in `.mlp`; unchanged where `owner` does not contain it."""
+    """Return `name` relative to the module `owner`, as in `.mlp`; unchanged if `owner` does not contain it."""
     return name[len(owner) :] if owner and name.startswith(owner + ".") else name
 
 
@@ -142,9 +142,9 @@ class Piece:
     """A module, or a weight of several modules, before or after the layers."""
 
     names: tuple[str, ...]
-    kind: str  # the module's class, "" where it is not one module
-    part: Part | None  # the embedding or the head it is
-    parameters: int | None  # those that no piece before it counts, None where they cannot be determined
+    kind: str  # the module's class, "" if it is not one module
+    part: Part | None  # the embedding or the head, if it is one
+    parameters: int | None  # those that no earlier piece counts, None if unknown
     nodes: tuple[str, ...]  # graph nodes of its look-ups or products
 
     @property
@@ -183,7 +183,7 @@ def surroundings(anatomy: Findings) -> Surroundings:
 
 
 def part_piece(anatomy: Findings, parts: Sequence[Part], counted: set[int | str]) -> Piece:
-    """One weight under all the names it is used by, with the small parameters of its module (a bias)."""
+    """Return one weight with all its names and the small parameters of its module (a bias)."""
     part = parts[0]
     homes = tuple(dict.fromkeys(anatomy.flow.call_of(anatomy.node(part.node)).path or part.name for part in parts))
     owner = lookup(anatomy.model, homes[0], "get_submodule") if len(homes) == 1 else None
@@ -204,7 +204,7 @@ def module_piece(anatomy: Findings, name: str, counted: set[int | str]) -> Piece
 
 
 def stack_size(anatomy: Findings, stack: Stack, counted: set[int | str]) -> int:
-    """Return how many parameters the layers of a stack have, those that several of them use counted once."""
+    """Return the number of parameters in the layers of a stack, shared ones counted once."""
     total = 0
     for layer in stack.layers:
         module = lookup(anatomy.model, layer.name, "get_submodule")
@@ -220,7 +220,7 @@ def stack_size(anatomy: Findings, stack: Stack, counted: set[int | str]) -> int:
 
 
 def lookup(model: Any, name: str, getter: str) -> Any:
-    """Return the submodule or parameter of that name, None where there is none."""
+    """Return the submodule or parameter of that name, None if there is none."""
     try:
         return getattr(model, getter)(name) if name else None
     except AttributeError:
@@ -228,7 +228,7 @@ def lookup(model: Any, name: str, getter: str) -> Any:
 
 
 def count(parameters: Iterable[Any], counted: set[int | str]) -> int:
-    """Return the number of elements of the parameters not yet in `counted`, which they are added to."""
+    """Return the number of elements of the parameters not yet in `counted`, and add them to it."""
     total = 0
     for parameter in parameters:
         if id(parameter) not in counted:
@@ -238,7 +238,7 @@ def count(parameters: Iterable[Any], counted: set[int | str]) -> int:
 
 
 def count_named(anatomy: Findings, sizes: Mapping[str, int], counted: set[int | str]) -> int:
-    """Return the same for parameters by their names in the graph, which the model may not have."""
+    """Return the count of parameters by their names in the graph, which the model may lack."""
     total = 0
     for name, size in sizes.items():
         parameter = lookup(anatomy.model, name, "get_parameter")

@@ -1,4 +1,4 @@
-"""The parts of a transformer, what was found of them in one model, and the places that a pass rewrites or leaves alone."""
+"""The parts of a transformer, the findings in one model, and the places that a pass rewrites or leaves alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class NoStream(enum.Enum):
-    """The type of `Layer.stream_in` and `Layer.stream_out` if no argument, or no output, of the layer is the stream."""
+    """Type of `Layer.stream_in` and `Layer.stream_out` if no argument, or no output, of the layer is the stream."""
 
     NO_STREAM = "no stream"
 
@@ -32,9 +32,9 @@ Role = Literal["self-attention", "cross-attention", "ffn", "moe", "other mixer"]
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """One weight matrix inside a branch and what it projects."""
+    """A weight matrix of a branch and its role."""
 
-    name: str  # the parameter's name, "" where the weight is computed
+    name: str  # the parameter's name, "" if the weight is computed
     role: str  # q, k, v, qkv, out, gate, up, gate_up, down, router, projection
     in_features: int
     out_features: int
@@ -42,13 +42,13 @@ class Projection:
 
 @dataclasses.dataclass(frozen=True)
 class Branch:
-    """One residual branch: what is added to the stream, by whom."""
+    """A residual branch: the function that is added to the stream, and its module."""
 
     role: Role
-    name: str  # path of the innermost module that computes it, and perhaps more: `Anatomy.sites` has those that own it
+    name: str  # path of the innermost module that computes it, and perhaps more: see `Anatomy.sites` for owners
     projections: tuple[Projection, ...]
     parameters: int  # elements, shared ones counted once
-    source: str  # graph node the branch leaves the stream at
+    source: str  # graph node where the branch leaves the stream
     output: str  # graph node that is added back
     add: str  # graph node of the residual addition
     heads: int | None = None
@@ -57,20 +57,20 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """One layer of a stack: a module call that takes the stream as an argument and returns it."""
+    """A layer of a stack: a module call that takes the stream as an argument and returns it."""
 
-    name: str  # module path; "" where no module owns the layer
+    name: str  # module path; "" if no module owns the layer
     call: int  # which call of that module this is (0 unless the module is shared across depth)
     branches: tuple[Branch, ...]
     norms: tuple[str, ...]  # paths (or nodes) of the normalisations
     parameters: int
     stream_in: int | str | NoStream  # position or keyword of the argument that is the stream
-    stream_out: int | str | NoStream | None  # index or key of the stream in what is returned, None: the returned value itself
+    stream_out: int | str | NoStream | None  # index or key of the stream in the output, None: the output itself
     entry: str  # graph node of the stream at entry
     exit: str  # graph node of the stream at exit
 
     def stream_places(self) -> tuple[int | str, int | str | None]:
-        """`stream_in` and `stream_out` of a layer that a wrapper can be put around; raises `DoesNotFitError` for any other."""
+        """Return `stream_in` and `stream_out` of a layer that can be wrapped; raises `DoesNotFitError` for any other."""
         if self.name and not isinstance(self.stream_in, NoStream) and not isinstance(self.stream_out, NoStream):
             return self.stream_in, self.stream_out
         raise DoesNotFitError(
@@ -94,7 +94,7 @@ class Layer:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """One residual stream and the layers it runs through."""
+    """A residual stream and its layers."""
 
     kind: Literal["encoder", "decoder"]  # decoder: its self-attention is causal, or it reads another stack
     name: str  # path of the module whose code runs the layers
@@ -109,7 +109,7 @@ class Stack:
 class Part:
     """A module outside the stacks: an embedding, a head."""
 
-    name: str  # module path; the parameter's name where no module owns it
+    name: str  # module path; the parameter's name if no module owns it
     parameter: str  # name of the weight
     shape: tuple[int, ...]
     node: str  # graph node of the look-up or the product
@@ -118,7 +118,7 @@ class Part:
         return self.name
 
 
-WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it through comparisons only"  # of what is not trained
+WITHOUT_GRADIENT = "no gradient reaches it: the outputs depend on it through comparisons only"  # for parts without training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,12 +126,12 @@ class Findings:
     """The parts found in a model, their places, and the parts not found."""
 
     stacks: tuple[Stack, ...]
-    embedding: Part | None  # token embedding; None where the model takes no ids
+    embedding: Part | None  # token embedding; None if the model takes no ids
     embeddings: tuple[Part, ...]  # every table looked up by token ids
-    head: Part | None  # product that makes the per-token logits
+    head: Part | None  # product that computes the per-token logits
     stem: tuple[str, ...]  # modules between the inputs and the first layers
     tail: tuple[str, ...]  # modules between the last layers and the outputs
-    tied: tuple[tuple[str, ...], ...]  # names that are one parameter
+    tied: tuple[tuple[str, ...], ...]  # names of one parameter each
     parameters: int
     notes: tuple[str, ...]  # what could not be placed, and why
     flow: Dataflow  # of its program
@@ -139,12 +139,12 @@ class Findings:
 
     @property
     def program(self) -> Program:
-        """The captured program it was found in."""
+        """The captured program that was analysed."""
         return self.flow.program
 
     @functools.cached_property
     def graph(self) -> networkx.DiGraph:
-        """The data flow it was found in as a `networkx` graph: nodes by name, with operation, shape and module path."""
+        """The data flow as a `networkx` graph: nodes by name, with operation, shape and module path."""
         return self.flow.graph()
 
     def node(self, name: str) -> fx.Node:
@@ -152,16 +152,16 @@ class Findings:
         return self.flow.node(name)
 
     def is_trained(self, layer: Layer) -> bool:
-        """Return whether what the layer returns gets a gradient from an output of the model."""
+        """Return whether the layer's output gets a gradient from an output of the model."""
         return self.node(layer.exit) in self.flow.trained
 
     @property
     def width(self) -> int:
-        """The stream's width, d_model, of the last stack: the one that makes the outputs."""
+        """The stream's width, d_model, of the last stack, which computes the outputs."""
         return self.stacks[-1].width
 
     def deepest(self, kind: str = "all") -> int:
-        """Return the number of layers of the deepest stack, of those of a kind where one is named; 0 where there is none."""
+        """Return the number of layers of the deepest stack, of the given kind if any; 0 if there is none."""
         return max((len(stack.layers) for stack in self.stacks if kind in ("all", stack.kind)), default=0)
 
     @property
@@ -171,7 +171,7 @@ class Findings:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One place that a pass rewrites: the path of the module there and what happens to it."""
+    """A place that a pass rewrites: the module's path and the change."""
 
     name: str
     what: str
@@ -179,25 +179,25 @@ class Site:
 
 @dataclasses.dataclass(frozen=True)
 class NearMiss:
-    """One place that a pass leaves alone, and why."""
+    """A place that a pass leaves alone, and the reason."""
 
-    name: str  # module path; "" where it is the model as a whole
+    name: str  # module path; "" for the model as a whole
     why: str
-    remedies: str | Sequence[str] = ()  # one, or several of which each is enough; afterwards a tuple
-    in_any_form: bool = False  # whether it would be left alone in the model's graph too: for what is computed there, or an option
-    code: str = ""  # the kind of reason, as of an error
+    remedies: str | Sequence[str] = ()  # alternatives, each sufficient; a tuple after construction
+    in_any_form: bool = False  # holds for the model's graph too: the reason is in the computation, or an option
+    code: str = ""  # the kind of reason, like an error's
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remedies", listed(self.remedies))
 
     @staticmethod
     def not_selected(stack: Stack, stacks: str) -> NearMiss:
-        """Return the near miss of a stack that the option `stacks` leaves out."""
+        """Return the near miss of a stack that the option `stacks` excludes."""
         return NearMiss(stack.name, f"it is the {stack.kind}, and stacks={stacks}", in_any_form=True, code="not-selected")
 
     @property
     def remedy(self) -> str:
-        """The remedies as one text; "" where there is none."""
+        """The remedies as one text; "" if there are none."""
         return joined(listed(self.remedies))
 
 

@@ -28,11 +28,11 @@ class Residual:
     previous: Residual | None = None
 
 
-Latest = dict[fx.Node, Residual | None]  # the last residual addition that a node carries
+Latest = dict[fx.Node, Residual | None]  # node → the last residual addition that it carries
 
 
 def is_addition(node: fx.Node, flow: Dataflow) -> bool:
-    """Return a sum of two floating tensors that both depend on the inputs and have the sum's shape."""
+    """Return whether the node is a sum of two floating tensors that both depend on the inputs and have its shape."""
     if op(node) not in ADDITIONS or not is_float(node):
         return False
     parts = [part for part in node.args if isinstance(part, fx.Node) and part in flow.depends]
@@ -41,7 +41,7 @@ def is_addition(node: fx.Node, flow: Dataflow) -> bool:
 
 
 def addends(node: fx.Node, flow: Dataflow, latest: Latest) -> list[fx.Node]:
-    """Return the terms of the sum `node`, those of inner sums that nothing else reads included; a residual addition is one term."""
+    """Return the terms of the sum `node`, including those of inner sums with no other user; a residual addition is one term."""
     leaves: list[fx.Node] = []
     for part in node.args:
         if not isinstance(part, fx.Node) or part not in flow.depends:
@@ -57,7 +57,7 @@ def addends(node: fx.Node, flow: Dataflow, latest: Latest) -> list[fx.Node]:
 
 
 def is_light(node: fx.Node) -> bool:
-    """Return whether the operation only casts, lays out, drops or scales by a constant what it reads."""
+    """Return whether the operation only casts, lays out, drops or scales its operand by a constant."""
     return op(node) in LAYOUT | CAST | DROPOUT or (op(node) in ("mul", "div") and len(node.all_input_nodes) == 1)
 
 
@@ -76,7 +76,7 @@ def ends_residual(node: fx.Node, latest: Latest) -> bool:
 
 
 def larger_sum(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
-    """Return the sum that alone reads the sum `node`, and its term that is `node`; None where there is no such sum."""
+    """Return the sum that is the only user of the sum `node`, and its term that is `node`; None if there is no such sum."""
     while len(flow.uses[node]) == 1:
         (user,) = flow.uses[node]
         if is_addition(user, flow):
@@ -90,7 +90,7 @@ def larger_sum(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
 def ends_before(larger: tuple[fx.Node, fx.Node] | None, found: Residual, flow: Dataflow, latest: Latest) -> bool:
     """Return whether `found` ends before the sum around it.
 
-    There is none, or that blends the stream with earlier places of itself.
+    There is no such sum, or it blends the stream with earlier values of itself.
     """
     if larger is None:
         return True
@@ -102,7 +102,7 @@ def ends_before(larger: tuple[fx.Node, fx.Node] | None, found: Residual, flow: D
 
 
 def is_earlier(place: fx.Node, found: Residual, flow: Dataflow, latest: Latest) -> bool:
-    """Return whether `place` is the stream of `found` before that addition, be it behind an addition before it."""
+    """Return whether `place` is the stream of `found` before that addition, possibly before earlier additions."""
     residual: Residual | None = found
     while residual is not None:
         if place in stream_above(residual.base, flow, latest):
@@ -112,13 +112,13 @@ def is_earlier(place: fx.Node, found: Residual, flow: Dataflow, latest: Latest) 
 
 
 def is_stream_after(base: fx.Node, term: fx.Node, flow: Dataflow, latest: Latest) -> bool:
-    """Return whether `term` is the stream itself at a later place than `base`: a sum of the two blends them and adds no branch."""
+    """Return whether `term` is the stream at a later place than `base`: a sum of the two blends them and adds no branch."""
     residual = latest.get(term)
     return residual is not None and is_earlier(base, residual, flow, latest)
 
 
 def stream_above(node: fx.Node, flow: Dataflow, latest: Latest) -> set[fx.Node]:
-    """`node` and what it carries, up to the residual additions before it; all that a sum blends which is no residual addition."""
+    """Return the ancestors that `node` carries, itself included, down to the last residual additions; through other sums too."""
     found: set[fx.Node] = set()
     pending = [node]
     while pending:
@@ -132,11 +132,11 @@ def stream_above(node: fx.Node, flow: Dataflow, latest: Latest) -> set[fx.Node]:
 
 
 def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | None:
-    """Return the residual addition that ends in `node`, None where no term of the sum is another's heavy ancestor."""
+    """Return the residual addition that ends in `node`, None if no term of the sum is another's heavy ancestor."""
     terms = addends(node, flow, latest)
     found: list[tuple[fx.Node, list[fx.Node]]] = []
     for trunk in terms:
-        before: list[fx.Node] = []  # the branches of a base that casts the next one in vain
+        before: list[fx.Node] = []  # of a base with a redundant cast of the next one
         for base in flow.carried_chain(trunk):
             branches = [term for term in terms if term is not trunk and flow.reaches_through_heavy_op(base, term)]
             if any(is_stream_after(base, term, flow, latest) for term in branches):
@@ -156,16 +156,15 @@ def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | Non
 
 
 def residual_chains(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
-    """Return every residual stream as its additions in order, outermost streams only.
-
-    And for every node the last addition it carries.
+    """Return every residual stream as its additions in order, outermost streams only, and the last addition that each node
+    carries.
     """
     chains, latest = every_chain(flow)
     return outermost_chains(chains, flow), latest
 
 
 def every_chain(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
-    """Return the same with the streams that run inside branches of others."""
+    """Return every residual stream, including those inside branches of others, and the last addition that each node carries."""
     residuals: dict[fx.Node, Residual] = {}
     latest: Latest = {}
     for node in flow.nodes:
@@ -190,7 +189,7 @@ def has_same_width(part: fx.Node, node: fx.Node) -> bool:
 
 
 def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Residual]]:
-    """Disjoint chains of residual additions, longest first; of two that leave one base, the one around the other first."""
+    """Return disjoint chains of residual additions, longest first; of two that leave one base, the outer one first."""
     taken: set[Residual] = set()
     chains = []
     length: dict[Residual, int] = {}
@@ -231,12 +230,12 @@ def runs_inside(inner: list[Residual], outer: list[Residual], flow: Dataflow) ->
 
 
 def read_each_other(stream: list[Residual], other: list[Residual], flow: Dataflow) -> bool:
-    """Return whether two streams run side by side, each read in the branches of the other: neither is within the other."""
+    """Return whether two streams run side by side, each read in the branches of the other, so that neither is inside the other."""
     return len(stream) > 1 and len(other) > 1 and runs_inside(stream, other, flow) and runs_inside(other, stream, flow)
 
 
 def outermost_chains(chains: list[list[Residual]], flow: Dataflow) -> list[list[Residual]]:
-    """Return the chains that run inside no other; one addition around a longer chain does not count as a stream of its own."""
+    """Return the chains that run inside no other; one addition around a longer chain is not a stream of its own."""
     streams = []
     for chain in chains:
         enclosing = [

@@ -1,4 +1,4 @@
-"""The layers of a residual stream and the stack they make; token tables, head, stem and tail around the stacks."""
+"""The layers of a residual stream and their stack; token tables, head, stem and tail around the stacks."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LOG_SOFTMAX = frozenset(("log_softmax", "_log_softmax"))
 
 
 def find_head(flow: Dataflow) -> Part | None:
-    """Return the product with a weight that makes the output named `logits`, else the first output.
+    """Return the product with a weight that computes the output named `logits`, else the first output.
 
-    The output may be the logits, or what a softmax makes of them.
+    The output may be the logits or a softmax of them.
     """
     floats = {name: node for name, node in flow.program.outputs.items() if is_float(node)}
     node = floats.get("logits", next(iter(floats.values()), None))
@@ -40,7 +40,7 @@ def find_head(flow: Dataflow) -> Part | None:
 
 
 def head_part(product: WeightProduct, flow: Dataflow) -> Part:
-    """Return the head, from the product that it is."""
+    """Return the head of a product with a weight."""
     weight = next(node for node, name in flow.program.parameters.items() if name == product.parameter)
     owner = flow.call_of(product.node).path
     return Part(owner or product.parameter.rpartition(".")[0], product.parameter, shape(weight) or (), product.node.name)
@@ -101,7 +101,7 @@ def modules_outside(flow: Dataflow, stacks: tuple[Stack, ...], before: bool) -> 
 
 
 def tied_parameter_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Groups of parameter names that are one parameter."""
+    """Return the groups of names of shared parameters."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -110,7 +110,7 @@ def tied_parameter_names(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 @dataclasses.dataclass
 class LayerGroup:
-    """The residual additions of one layer and the call that makes them, None where they are in the stack's own code."""
+    """The residual additions of a layer and the call that computes them, None if they are in the stack's own code."""
 
     call: Call | None
     residuals: list[Residual]
@@ -151,7 +151,7 @@ def layer_groups(
 
 
 def group_by_call(call: Call, residuals: list[Residual], flow: Dataflow) -> list[LayerGroup]:
-    """Return the residual additions, in order, by the call within `call` that contains them, and the end of some branch of them."""
+    """Return the residual additions, in order, by the call within `call` that contains them and the end of a branch."""
     groups: list[LayerGroup] = []
     placed = [(call_inside(call, residual, flow), residual) for residual in residuals]
     layers = {found for found, residual in placed if found is not None and not only_adds(found, residual, flow)}
@@ -171,18 +171,19 @@ def call_inside(call: Call, residual: Residual, flow: Dataflow) -> Call | None:
 
 
 def only_adds(call: Call, residual: Residual, flow: Dataflow) -> bool:
-    """Return whether the call adds branches to the stream that all end before it, in products outside of it."""
+    """Return whether the call only adds branches to the stream, whose last products are outside of it."""
     nearest = [product.node for product in nearest_products(list(residual.branches), flow)]
     products = [node for node in nearest if flow.reaches(residual.base, node)]
     return bool(products) and not any(call.encloses(flow.call_of(node)) for node in products)
 
 
 def group_by_number(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:
-    """Layers without modules of their own, by the numbers in the names of their weights; none where the names have no such numbers.
+    """Return layers without modules of their own, by the numbers in the names of their weights; none if the names have no such
+    numbers.
 
-    The first component in which the names differ, `….{number}.…`, is the layer's number. Where more than two thirds of the names
-    agree in that component, it is the first in which those differ, and the other additions are in no layer. Weights that several
-    additions share are not considered.
+    The first component in which the names differ, `….{number}.…`, is the layer's number. If more than two thirds of the names agree
+    in that component, it is the first in which those differ, and the other additions are in no layer. Weights that several
+    additions share are ignored.
     """
     roles = [branch.role for residual in residuals for branch in table[residual]]
     paths = dict(zip(residuals, weight_path_prefixes([table[residual] for residual in residuals]), strict=True))
@@ -209,21 +210,21 @@ def group_by_number(residuals: list[Residual], table: dict[Residual, list[Branch
 
 
 def weight_path_prefixes(branches: list[list[Branch]]) -> list[list[str]]:
-    """For each addition the common prefix of the paths of the weights that it alone uses; empty where it has none."""
+    """Return, for each addition, the common prefix of the paths of the weights that only it uses; empty if it has none."""
     weights = [[item.name for branch in of_layer for item in branch.projections if item.name] for of_layer in branches]
     uses = Counter(name for names in weights for name in set(names))
     return [common_prefix([name.split(".")[:-1] for name in names if uses[name] == 1]) for names in weights]
 
 
 def common_prefix(paths: list[list[str]]) -> list[str]:
-    """Return the components that all of the paths begin with."""
+    """Return the components that all paths begin with."""
     shortest = min(paths, key=len, default=[])
     differing = (at for at, part in enumerate(shortest) if any(path[at] != part for path in paths))
     return shortest[: next(differing, len(shortest))]
 
 
 def group_by_cycle(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:
-    """Layers without modules of their own: a new one begins at every self-attention or other mixer."""
+    """Return layers without modules of their own: each self-attention or other mixer begins a layer."""
     layers: list[list[Residual]] = []
     for residual in residuals:
         begins = any(branch.role in ("self-attention", "other mixer") for branch in table[residual])
@@ -236,7 +237,7 @@ def group_by_cycle(residuals: list[Residual], table: dict[Residual, list[Branch]
 def describe_stack(
     chain: list[Residual], table: list[list[Branch]], cores: list[Attention], flow: Dataflow, latest: Latest, notes: list[str]
 ) -> Stack:
-    """Return the stack that a stream runs through; `table` holds the branches of each addition of the chain."""
+    """Return the stack of a stream; `table` holds the branches of each addition of the chain."""
     by_residual = dict(zip(chain, table, strict=True))
     call, groups = layer_groups(chain, by_residual, flow, notes)
     layers = tuple(describe_layer(group, by_residual, flow, latest) for group in groups)
@@ -297,7 +298,7 @@ def stream_input(call: Call, residuals: list[Residual], flow: Dataflow) -> tuple
             return key, node
     size = shape(base)
     previous = residuals[0].previous
-    for key, node in arguments:  # a layer whose own code first blends the stream with something else
+    for key, node in arguments:  # a layer's own code may first blend the stream with another tensor
         if shape(node) == size and flow.reaches(node, base) and (previous is None or flow.reaches(previous.add, node)):
             return key, node
     return NO_STREAM, base

@@ -1,4 +1,4 @@
-"""Products with weights: which parameter is multiplied, how it is stored, and where its bias and its result are."""
+"""Products with weights: the parameter, its storage, its bias and the result."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from retrofit.program.dataflow import Dataflow
 
 @dataclasses.dataclass(frozen=True)
 class WeightProduct:
-    """One product of a representation with a weight."""
+    """A product of a representation with a weight."""
 
     node: fx.Node
     source: fx.Node
     parameter: str
     in_features: int
     out_features: int
-    batched: bool  # the weight has a leading dimension of its own, one matrix an expert
+    batched: bool  # whether the weight has a leading dimension, one matrix an expert
 
 
 def weight_product(node: fx.Node, flow: Dataflow) -> WeightProduct | None:
-    """`node` as a product with a weight, None where it is none."""
+    """Return `node` as a product with a weight, None if it is none."""
     if not is_heavy(node) or op(node) in ATTENTION:
         return None
     sources = [part for part in node.all_input_nodes if part in flow.depends]
@@ -60,7 +60,7 @@ def weight_product(node: fx.Node, flow: Dataflow) -> WeightProduct | None:
 
 
 def nearest_products(starts: list[fx.Node], flow: Dataflow) -> list[WeightProduct]:
-    """Return the products with weights that the nodes are computed from with no other such product in between."""
+    """Return the products with weights that the nodes are computed from without another such product in between."""
     pending, seen, found = list(dict.fromkeys(starts)), set(starts), []
     while pending:
         node = pending.pop()
@@ -77,17 +77,17 @@ def nearest_products(starts: list[fx.Node], flow: Dataflow) -> list[WeightProduc
 
 @dataclasses.dataclass(frozen=True)
 class Matrix:
-    """A weight that a product multiplies by, with its bias: whose it is and how it is stored."""
+    """A weight in a product, with its bias, owner and storage."""
 
     module: str  # path of the module that multiplies by it
     role: str  # gate, up, gate_up, down
     weight: str  # parameter names
     bias: str | None
-    out_first: bool  # stored (out, in), as nn.Linear does, and not (in, out)
+    out_first: bool  # stored (out, in), as in nn.Linear, instead of (in, out)
 
 
 def layout_source(node: fx.Node, flow: Dataflow) -> fx.Node | None:
-    """Return the tensor that `node` only casts or lays out anew, its last dimension kept; None where it computes more."""
+    """Return the tensor that `node` only casts or lays out, with the same last dimension; None if it computes more."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     before, after = shape(source), shape(node)
     same = op(node) in LAYOUT | CAST and before and after and before[-1] == after[-1]
@@ -95,7 +95,7 @@ def layout_source(node: fx.Node, flow: Dataflow) -> fx.Node | None:
 
 
 def operand_chain(product: WeightProduct, flow: Dataflow) -> list[fx.Node]:
-    """Return the tensor that the product reads, then the tensors that it is a cast or another layout of, back to the first."""
+    """Return the product's operand, then the tensors that it is a cast or another layout of, back to the first."""
     chain = [product.source]
     while (before := layout_source(chain[-1], flow)) is not None:
         chain.append(before)
@@ -103,7 +103,7 @@ def operand_chain(product: WeightProduct, flow: Dataflow) -> list[fx.Node]:
 
 
 def bias_add(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
-    """Return the node that adds a bias to a product's result, and the bias; None where there is none."""
+    """Return the node that adds a bias to a product's result, and the bias; None if there is none."""
     users = flow.uses[node]
     if len(users) != 1 or op(users[0]) != "add":
         return None
@@ -115,7 +115,7 @@ def bias_add(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
 
 
 def product_result(product: WeightProduct, flow: Dataflow, inside: set[fx.Node]) -> fx.Node:
-    """Return the node that holds the product's result with its bias, in the layout that the nodes `inside` continue with."""
+    """Return the node of the product's result with its bias, in the layout that the nodes `inside` read."""
     node = product.node
     while True:
         if (added := bias_add(node, flow)) is not None:
@@ -129,7 +129,7 @@ def product_result(product: WeightProduct, flow: Dataflow, inside: set[fx.Node])
 
 
 def matrix_of(product: WeightProduct, flow: Dataflow, inside: set[fx.Node], role: str = "") -> Matrix:
-    """Return the weight and bias of a product; raises `DoesNotFitError` where the weight is not a parameter as it is stored."""
+    """Return the weight and bias of a product; raises `DoesNotFitError` if the weight is not a stored parameter."""
     names = flow.program.parameters
     weight = next(node for node, name in names.items() if name == product.parameter)
     out_first = op(product.node) == "linear"
@@ -165,11 +165,11 @@ def unreadable(product: WeightProduct, how: str) -> DoesNotFitError:
 
 
 def weight_and_bias(matrix: Matrix, model: nn.Module) -> tuple[nn.Parameter, nn.Parameter | None]:
-    """Return the parameters of `matrix` in `model`, as they are stored; the bias is None where there is none."""
+    """Return the stored parameters of `matrix` in `model`; the bias is None if there is none."""
     return model.get_parameter(matrix.weight), None if matrix.bias is None else model.get_parameter(matrix.bias)
 
 
 def weight_out_first(matrix: Matrix, model: nn.Module) -> Tensor:
-    """Return the weight laid out (out, in), whichever way it is stored."""
+    """Return the weight laid out (out, in), however it is stored."""
     weight = model.get_parameter(matrix.weight).detach()
     return weight if matrix.out_first else weight.t()

@@ -1,1 +1,1 @@
-"""The checks: each measures the dense model and the rewritten one, and judges the second by the first."""
+"""The checks: each measures the dense model and the rewritten one, and compares the two."""

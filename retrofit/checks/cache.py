@@ -1,4 +1,4 @@
-"""The cache check: decoding on the cache gives what the full forward gives, step by step and in `generate`."""
+"""The cache check: decoding with the cache gives the outputs of the full forward, step by step and in `generate`."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from retrofit.numerics.agreement import Arithmetic, Comparison
 from retrofit.numerics.distances import TOLERANCE, distance, scale_of, tolerance_of
 
 Result = TypeVar("Result")
-STEPS = 2  # tokens decoded one at a time; one where a sequence is padded
+STEPS = 2  # tokens decoded one at a time, or one token where a sequence is padded
 PLAIN, PADDED, REORDERED = "steps", "left-padded steps", "reordered steps"
 PROMPT, NEW_TOKENS = 6, 3
-FEWEST_TOKENS = 2  # of which one is computed on the cache
+FEWEST_TOKENS = 2  # at least one of them is computed with the cache
 BEAMS = {"greedy": 1, "beam": 2}
 GENERATED = "generate with and without its cache"
 PREREQUISITES = {"greedy": (PLAIN, GENERATED), "beam": (PLAIN, REORDERED, GENERATED)}  # where the dense model has to agree
@@ -46,23 +46,23 @@ PREREQUISITES = {"greedy": (PLAIN, GENERATED), "beam": (PLAIN, REORDERED, GENERA
 
 @dataclasses.dataclass(frozen=True)
 class Generated:
-    """The tokens that `generate` decodes with its cache, and the difference from decoding without."""
+    """The tokens that `generate` decodes with its cache, and the difference from decoding without it."""
 
     tokens: torch.Tensor
-    difference: str | None = None  # "" where there is none; None where it was not tried without
-    logits: Comparison | None = None  # of greedy decoding with the cache, against those without
+    difference: str | None = None  # "" if there is none; None if decoding without the cache was not tried
+    logits: Comparison | None = None  # greedy decoding with the cache against decoding without it
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheMeasurement:
-    """Decoding on a cache against decoding without."""
+    """Decoding with a cache compared with decoding without it."""
 
-    steps: dict[str, Comparison | Raised | None]  # by way; None where the model keeps no cache
-    generated: dict[str, Generated | Raised]  # greedy, beam; empty where the model does not generate
+    steps: dict[str, Comparison | Raised | None]  # by way; None if the model keeps no cache
+    generated: dict[str, Generated | Raised]  # greedy, beam; empty if the model does not generate
 
 
 def measure_cache(subject: Subject, before: CacheMeasurement | None = None, context: Context | None = None) -> CacheMeasurement:
-    """Return every way to decode that the dense model has too; of a large model without beams, whose steps are reordered too."""
+    """Return the measurement of every way to decode that the dense model has too; of a large model without beam search."""
     model, inputs = subject.model, subject.inputs
     ways = [way for way in ways_to_step(model, inputs) if before is None or isinstance(before.steps.get(way), Comparison)]
     if before is not None:
@@ -76,27 +76,27 @@ def measure_cache(subject: Subject, before: CacheMeasurement | None = None, cont
 
 
 def step(subject: Subject, way: str) -> Comparison | None:
-    """Return how far steps lie from one forward; None where the model keeps no cache."""
+    """Return the distance of steps from one forward; None if the model keeps no cache."""
     return first_to_run(lambda batch: compare_stepping(subject.arithmetic, batch, way), step_batches(subject, way))
 
 
 def step_batches(subject: Subject, way: str) -> list[StepBatch]:
-    """Return the batches to decode in that way: of a large model the batch that its checks share, then one of its own."""
+    """Return the batches to decode in that way; for a large model, the batch that its checks share comes first."""
     padded = subject.shared_padding("left")
     shared = [shared_steps(padded, way)] if padded is not None else []
     return shared if shared and way == PADDED else [*shared, step_batch(subject.model, subject.inputs, way)]
 
 
 def first_to_run(action: Callable[[StepBatch], Result], batches: Sequence[StepBatch]) -> Result:
-    """Return what the action gives for the first of the batches for which it does not raise, or for the last."""
+    """Return the action's result for the first batch that raises nothing, or for the last one."""
     for batch in batches[:-1]:
-        with contextlib.suppress(Exception):  # what the model's own code raises
+        with contextlib.suppress(Exception):  # the model's own code may raise anything
             return action(batch)
     return action(batches[-1])
 
 
 def generate(subject: Subject, name: str, before: CacheMeasurement | None, context: Context | None) -> Generated:
-    """Return what `generate` decodes on its cache, and without: of a dense model greedily only, of others where tokens differ."""
+    """Return the tokens of `generate` with the cache, compared with decoding without it: greedily for a dense model."""
     count = FEWEST_TOKENS if subject.is_large else NEW_TOKENS
     with subject.arithmetic.computing():
         cached = decode(subject.model, subject.inputs, BEAMS[name], count, use_cache=True)
@@ -118,7 +118,7 @@ def judge_cache(now: CacheMeasurement, before: CacheMeasurement | None, context:
 
 
 def judge_steps(way: str, now: Comparison | Raised | None, before: CacheMeasurement | None, context: Context) -> Finding:
-    """Judge whether decoding step by step gives what one forward gives."""
+    """Judge whether decoding step by step gives the outputs of one forward."""
     if isinstance(now, Raised):
         return failed("", now.error)
     dense = before.steps.get(way) if before is not None else None
@@ -133,9 +133,9 @@ def judge_steps(way: str, now: Comparison | Raised | None, before: CacheMeasurem
 
 
 def judge_generated(name: str, now: Generated | Raised, before: CacheMeasurement | None, context: Context) -> Finding:
-    """Judge the tokens: an exact rewrite generates the dense model's, others the same with and without the cache, but for ties.
+    """Judge the tokens: an exact rewrite generates the dense model's; others the same with and without the cache, except for ties.
 
-    A failing of the dense model's own cache excuses one of the rewritten model's.
+    A failure of the dense model's own cache excuses one of the rewritten model's.
     """
     if isinstance(now, Generated) and now.difference is None:
         return passed("the dense model's")
@@ -148,7 +148,7 @@ def judge_generated(name: str, now: Generated | Raised, before: CacheMeasurement
 
 
 def own_failing(dense: CacheMeasurement, name: str, reads_ahead: bool) -> str:
-    """Return why a cache of the dense model itself does not give what there is without it; "" where it does."""
+    """Return why the dense model's own cache changes its outputs; "" if it does not."""
     greedy = dense.generated.get("greedy")
     comparisons = {**dense.steps, GENERATED: greedy.logits if isinstance(greedy, Generated) else None}
     for way in PREREQUISITES[name]:
@@ -164,14 +164,14 @@ def own_failing(dense: CacheMeasurement, name: str, reads_ahead: bool) -> str:
 def ways_to_step(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
     """Return the ways to decode step by step: plainly, with rows that change places as in a beam search, and padded on the left.
 
-    The last only where a model without a second side takes a mask.
+    The last way needs a decoder-only model with a mask.
     """
     pads = takes_padding(model, inputs) and not has_two_sides(inputs)
     return (PLAIN, PADDED, REORDERED) if pads else (PLAIN, REORDERED)
 
 
 def keeps_cache(model: nn.Module, inputs: Inputs, name: str) -> bool:
-    """Return whether the model decodes on a cache along that input."""
+    """Return whether the model decodes with a cache along that input."""
     if is_decoder_side(name) != has_two_sides(inputs):
         return False
     try:
@@ -181,21 +181,21 @@ def keeps_cache(model: nn.Module, inputs: Inputs, name: str) -> bool:
 
 
 class NoCache(Exception):
-    """The model keeps no cache, or none that can be decoded on in this way."""
+    """The model keeps no cache, or none that can be used in this way."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBatch:
-    """A batch to decode step by step: its inputs in one forward, and what one of the ways is about."""
+    """A batch to decode step by step: its inputs in one forward, and the positions that a way compares."""
 
     whole: dict[str, Any]
-    real: torch.Tensor | None = None  # positions (rows, length): no padding; None where all are meant
-    rows: tuple[int, ...] = ()  # those of `whole` that are decoded, where not all are
+    real: torch.Tensor | None = None  # positions (rows, length) without padding; None for all
+    rows: tuple[int, ...] = ()  # rows of `whole` to decode, if not all
     reorders: bool = True  # whether its rows change places before the last token
 
     @property
     def decoded(self) -> dict[str, Any]:
-        """The inputs of the rows that are decoded."""
+        """The inputs of the rows to decode."""
         count = next((len(value) for value in self.whole.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
         return {key: self.rows_of(value) if has_rows(value, count) else value for key, value in self.whole.items()}
 
@@ -204,7 +204,7 @@ class StepBatch:
 
     @property
     def key(self) -> Hashable:
-        """Return what tells its steps from those of other batches."""
+        """Return the key under which batches with the same steps share them."""
         return "steps", self.rows, self.reorders
 
 
@@ -236,14 +236,14 @@ def compare_stepping(arithmetic: Arithmetic, batch: StepBatch, way: str) -> Comp
 
 @dataclasses.dataclass(frozen=True)
 class Stepped:
-    """The logits of a sequence without its last tokens, then of each of these, all on one cache."""
+    """The logits of a sequence without its last tokens, then of each of these tokens, with one cache."""
 
     logits: tuple[torch.Tensor, ...]
     reordered: bool  # whether the rows changed places before the last token, as the cache did
 
 
 def places_of(way: str, stepped: Stepped, real: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-    """Return the positions that the way is about, a mask (batch, length): no padding; the last token where rows changed places."""
+    """Return the mask (batch, length) of positions that the way compares: no padding; the last token if rows changed places."""
     places = real.clone() if real is not None else torch.ones_like(ids, dtype=torch.bool)
     if stepped.reordered:
         last = torch.arange(ids.shape[1], device=ids.device) == ids.shape[1] - 1
@@ -252,21 +252,21 @@ def places_of(way: str, stepped: Stepped, real: torch.Tensor | None, ids: torch.
 
 
 def shared_steps(padded: Padded, way: str) -> StepBatch:
-    """Return two rows of a batch that checks share, one padded on the left and one not, decoded together for all the ways."""
+    """Return two rows of the batch that checks share, one padded on the left and one not, to decode for all ways at once."""
     real = padded.batch["attention_mask"][list(padded.stepped)].bool()
     real[1 if way == PADDED else 0] = False
     return StepBatch(padded.batch, real, padded.stepped)
 
 
 def step_batch(model: nn.Module, inputs: Inputs, way: str) -> StepBatch:
-    """Return a batch of its own to decode step by step in that way."""
+    """Return a batch to decode step by step in that way."""
     if way == PADDED:
         long = pad_inputs(model, inputs, "left").batch
         return StepBatch(without_cache(model, long), long["attention_mask"].bool(), reorders=False)
     whole = resized_like(model, inputs, 2, seed=17)
     for key, value in whole.items():
         if is_token_ids(value):
-            whole[key] = torch.stack([value[0], value[0].roll(1)])  # rows that differ at every position: a mix-up shows
+            whole[key] = torch.stack([value[0], value[0].roll(1)])  # rows that differ at every position, to expose a mix-up
     name = ids_name(inputs)
     if name is not None and not has_two_sides(inputs) and accepts(model, "attention_mask"):
         whole.setdefault("attention_mask", torch.ones_like(whole[name], dtype=torch.long))
@@ -274,14 +274,14 @@ def step_batch(model: nn.Module, inputs: Inputs, way: str) -> StepBatch:
 
 
 def without_cache(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """Return the inputs for a forward that keeps no cache, where the model can be asked for one."""
+    """Return the inputs for a forward without a cache, if the model has an argument for it."""
     return {**inputs, "use_cache": False} if "use_cache" in inputs or accepts(model, "use_cache") else dict(inputs)
 
 
 def step_through(model: nn.Module, whole: Inputs, name: str, reorders: bool) -> Stepped | None:
-    """Return the sequence decoded step by step; None where the model returns no cache.
+    """Return the logits of the sequence decoded step by step; None if the model returns no cache.
 
-    Where it `reorders`, the rows and the cache are in reverse order for the last token, if the cache can be reordered.
+    If the batch `reorders`, rows and cache are reversed for the last token, provided that the cache can be reordered.
     """
     total, rows = whole[name].shape[1], len(whole[name])
     pieces: list[torch.Tensor] = []
@@ -310,7 +310,7 @@ def has_rows(value: Any, rows: int) -> bool:
 def section(inputs: Inputs, name: str, start: int, stop: int) -> dict[str, Any]:
     """Return the inputs for tokens `start` to `stop` of the argument `name`; masks reach back to the first token.
 
-    What tokens stand for, images say, goes with the first ones alone: later the cache has it.
+    Inputs that tokens stand for, such as images, go with the first section only: later the cache holds them.
     """
     side, length = is_decoder_side(name), inputs[name].shape[1]
     known = start > 0 and bool(placeholders(inputs, name).any())
@@ -322,7 +322,7 @@ def section(inputs: Inputs, name: str, start: int, stop: int) -> dict[str, Any]:
 
 
 def locate_stepping(model: nn.Module, batch: StepBatch, way: str, limit: float) -> Divergence:
-    """Return the first module that returns something else when decoding goes step by step."""
+    """Return the first module with another output in step-by-step decoding."""
     whole = batch.decoded
     with record_activations(model) as full:
         outputs = logits_of(run(model, whole))
@@ -345,7 +345,7 @@ def locate_stepping(model: nn.Module, batch: StepBatch, way: str, limit: float) 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """An output of `generate`: the tokens, the logits they were chosen from, the beams' scores."""
+    """An output of `generate`: the tokens, the logits they were chosen from, and the beams' scores."""
 
     tokens: torch.Tensor
     logits: tuple[torch.Tensor, ...]
@@ -354,7 +354,7 @@ class Decoded:
 
 @torch.no_grad()
 def decode(model: nn.Module, inputs: Inputs, beams: int, count: int, use_cache: bool) -> Decoded:
-    """Return a few tokens generated without sampling."""
+    """Return a few tokens, generated without sampling."""
     name = ids_name(inputs)
     assert name is not None
     held = placeholders(inputs, name).nonzero().flatten().tolist()
@@ -379,9 +379,9 @@ def decode(model: nn.Module, inputs: Inputs, beams: int, count: int, use_cache: 
 
 
 def compare_decoding(arithmetic: Arithmetic, inputs: Inputs, beams: int, count: int, cached: Decoded) -> tuple[str, Comparison]:
-    """Return where decoding without a cache differs from `cached`, "" where it does not, and how far their logits or scores lie.
+    """Return the difference of decoding without a cache from `cached`, "" if there is none, and the distance of logits or scores.
 
-    Tokens that differ, or logits that lie apart, are settled in float64, where both are decoded again.
+    Different tokens or distant logits are decided in float64, where both are decoded again.
     """
     last: list[Decoded] = []
 
@@ -400,7 +400,7 @@ def compare_decoding(arithmetic: Arithmetic, inputs: Inputs, beams: int, count: 
 
 
 def comparable(cached: Decoded, plain: Decoded) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the logits that tokens were chosen from, as far as the same were chosen; of beams the scores."""
+    """Return the logits that tokens were chosen from, up to the first different choice; of beams the scores."""
     if cached.scores is not None and plain.scores is not None:
         return cached.scores, plain.scores
     steps = len(plain.logits)
@@ -410,7 +410,7 @@ def comparable(cached: Decoded, plain: Decoded) -> tuple[torch.Tensor, torch.Ten
 
 
 def difference(cached: Decoded, plain: Decoded) -> str:
-    """Return where two decodings chose differently although one choice was clearly better; "" where they agree."""
+    """Return where two decodings differ although one choice was clearly better; "" if they agree."""
     rows = set(range(len(plain.tokens)))
     for step, logits in enumerate(plain.logits):
         place = step - len(plain.logits)
@@ -420,12 +420,12 @@ def difference(cached: Decoded, plain: Decoded) -> str:
             if margin > tolerance_of(logits):
                 taken = f"takes token {int(ours[row])} at step {step} with the cache and {int(theirs[row])} without"
                 return f"row {row} {taken}, {margin:.1e} apart"
-            rows.discard(row)  # a tie: what follows it may differ
+            rows.discard(row)  # a tie: later tokens may differ
     return ""
 
 
 def difference_of_beams(cached: Decoded, plain: Decoded) -> str:
-    """Return how the best beams differ by more than rounding would let their scores differ; "" where they do not."""
+    """Return how the best beams differ, if rounding cannot explain their scores; "" if it can."""
     if torch.equal(cached.tokens, plain.tokens):
         return ""
     assert cached.scores is not None and plain.scores is not None

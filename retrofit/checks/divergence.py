@@ -1,4 +1,4 @@
-"""The divergence of two runs of a model: recorded activations, and the first module, in call order, with another output."""
+"""The divergence of two runs of a model: recorded activations, and the first module, in call order, whose output differs."""
 
 from __future__ import annotations
 
@@ -21,27 +21,26 @@ from retrofit.surgery.edit import Fate
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """The first module that returns something else, and the last before it that does not."""
+    """The first module whose output differs, and the last one before it whose output does not."""
 
-    path: str  # "" where every module returns what it did
+    path: str  # "" if all outputs agree
     what: str
     before: str
 
     def describe(self, place: Callable[[str], str]) -> str:
-        """Return the divergence in words; `place` adds to a module's name the site it lies in."""
+        """Return the divergence as text; `place` adds the site to a module's name."""
         if not self.path and not self.before:
             return "no module of the dense model can be matched, so the difference cannot be located"
         if not self.path:
-            return f"every module returns the same, {place(self.before)} the last; the difference arises after or between them"
+            return f"the outputs of all modules agree, up to {place(self.before)}; the difference arises after or between them"
         found = f"{place(self.path)} is the first module that {self.what}"
         return f"{found}; {place(self.before)} before it does not" if self.before else found
 
 
 def first_divergence(now: Activations, before: Activations, tolerance: float, names: Mapping[str, str] | None = None) -> Divergence:
-    """Return the first module of `before` that returns something else in `now`.
+    """Return the first module of `before` whose output differs in `now`.
 
-    `names` are the modules' names in `now`. A module that is called more often than before diverges when no call returns what it
-    did.
+    `names` are the modules' names in `now`. A module with more calls than before diverges if no call returns the earlier output.
     """
     last = ""
     for path, values in before.items():
@@ -56,7 +55,7 @@ def first_divergence(now: Activations, before: Activations, tolerance: float, na
 
 
 def gap_between(now: list[torch.Tensor], before: list[torch.Tensor]) -> float:
-    """Return how far apart the calls of a module are: one by one where there are as many, else from the nearest."""
+    """Return the distance between two lists of outputs: in pairs if there are as many, else from the nearest."""
     if len(now) == len(before):
         return max(map(distance, now, before), default=0.0)
     return max((min((distance(value, other) for value in now), default=float("inf")) for other in before), default=0.0)
@@ -74,17 +73,17 @@ def unchanged_modules(fates: Mapping[str, Fate], paths: Iterable[str]) -> dict[s
 # ── Activations ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Activations = dict[str, list[torch.Tensor]]  # module → the output of each of its calls; modules in the order of their first call
+Activations = dict[str, list[torch.Tensor]]  # module → outputs of its calls; modules in the order of their first call
 
 
 @contextlib.contextmanager
 def record_activations(
     model: nn.Module, keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.cpu, also: Collection[str] = ()
 ) -> Iterator[Activations]:
-    """Within this context the output of every module with parameters of its own is recorded, as `keep` reduces it.
+    """Record the output of every module with parameters of its own within this context, reduced by `keep`.
 
-    So is that of the modules at the paths in `also`. A nested tensor (torch's encoder makes one of a padded input) is recorded
-    with zeros in place of its padding.
+    Modules at the paths in `also` are recorded too. A nested tensor (torch's encoder makes one of a padded input) is recorded with
+    zeros in place of its padding.
     """
     activations: Activations = {}
 
@@ -104,14 +103,14 @@ def record_activations(
 
 
 def activations_of(model: nn.Module, inputs: Inputs) -> Activations:
-    """Return the activations of a forward on these inputs."""
+    """Return the activations of a forward with these inputs."""
     with record_activations(model) as activations:
         run(model, inputs)
     return activations
 
 
 def at_positions(activations: Activations, positions: torch.Tensor) -> Activations:
-    """Return the activations at some positions, a mask (batch, length), of the modules that work on positions."""
+    """Return the activations at a mask of positions, (batch, length), of the modules whose outputs have positions."""
     mask = positions.cpu()
     found = {path: [value[mask] for value in values if value.shape[:2] == mask.shape] for path, values in activations.items()}
     return {path: values for path, values in found.items() if values}
@@ -123,9 +122,10 @@ def at_positions(activations: Activations, positions: torch.Tensor) -> Activatio
 def judge_comparison(
     now: Comparison, before: Comparison | None, context: Context, locate: Callable[[float], Divergence]
 ) -> Finding:
-    """Judge that the two ways agree; where the dense model's do not, an exact rewrite must give what that gave, others are excused.
+    """Judge whether the two ways agree. If the dense model's do not, an exact rewrite has to reproduce its outputs; others are
+    excused.
 
-    `locate` finds the module where they diverge by more than a limit; it is called in the arithmetic that decided.
+    `locate` returns the module where they diverge by more than a limit; it is called in the arithmetic that decided.
     """
     if now.agrees:
         return passed(now.measured)

@@ -1,4 +1,4 @@
-"""The function check: an exact rewrite computes what the dense model did; how far an approximate one moved is measured."""
+"""The function check: an exact rewrite computes the dense model's function; the deviation of an approximate one is measured."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from retrofit.numerics.agreement import EXPLAINED, Comparison
 from retrofit.numerics.distances import TOLERANCE, distance, kl_divergence
 
 SAMPLE = 64  # elements of an activation
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # this model's logits, the dense model's
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # logits of this model and of the dense one
 
 
 @dataclasses.dataclass(frozen=True)
 class WideMeasurement:
     """The outputs of a model in float64."""
 
-    logits: tuple[torch.Tensor | None, ...]  # for inputs of each shape; None where they were not computed
-    rounding: float = 0.0  # how far those in its own arithmetic are from these
-    activations: Activations = dataclasses.field(default_factory=dict)  # a sample of what each module returned
+    logits: tuple[torch.Tensor | None, ...]  # for inputs of each shape; None if they were not computed
+    rounding: float = 0.0  # distance of the logits in the model's own dtype from these
+    activations: Activations = dataclasses.field(default_factory=dict)  # a sample of each module's outputs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class FunctionMeasurement:
     """The outputs of a model."""
 
     logits: tuple[torch.Tensor, ...]  # for inputs of each shape
-    in_float64: WideMeasurement | Callable[[], WideMeasurement]  # of a large dense model computed when it is asked for
-    noise: Comparison | None = None  # of two runs on the same inputs; of a dense model nobody asks for it
+    in_float64: WideMeasurement | Callable[[], WideMeasurement]  # computed on demand for a large dense model
+    noise: Comparison | None = None  # between two runs on the same inputs, of rewritten models only
 
     @property
     def wide(self) -> WideMeasurement:
@@ -46,10 +46,11 @@ class FunctionMeasurement:
 def measure_function(
     subject: Subject, before: FunctionMeasurement | None = None, context: Context | None = None
 ) -> FunctionMeasurement:
-    """Return the logits for inputs of every shape; for the first alone where there is no dense model to compare the others with.
+    """Return the logits for inputs of every shape; only for the first without a dense model to compare with.
 
-    Those of a dense model are computed in float64 too: for every shape, of a large model for the smallest. Of a rewritten model
-    they are where it is exact and float32 sees a difference; so are those of a large dense model that stays at hand.
+    A dense model's logits are computed in float64 too: for every shape, or for the smallest of a large model. A rewritten model's
+    are computed in float64 if it is exact and float32 shows a difference; so are those of a large dense model that is still
+    available.
     """
     alone = context is not None and before is None
     logits = tuple(subject.run(shape).logits for shape in range(1 if alone else len(subject.shapes)))
@@ -67,7 +68,7 @@ def measure_function(
 
 
 def measure_later(subject: Subject, shapes: int) -> WideMeasurement:
-    """Return what a dense model computes in float64, now that it is needed."""
+    """Return a dense model's outputs in float64, computed on demand."""
     with preserve_state(subject.model):
         return measure_in_float64(subject, shapes)
 
@@ -87,14 +88,14 @@ def differ(ours: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def needs_wide(subject: Subject, shape: int, before: WideMeasurement | None) -> bool:
-    """Return whether the logits of that shape are needed in float64: of a rewritten model where the dense model has them."""
+    """Return whether the logits of that shape are needed in float64: for a rewritten model, if the dense model has them."""
     if before is not None:
         return before.logits[shape] is not None
     return subject.arithmetic.dtype != torch.float64 and (not subject.is_large or shape == subject.cheapest)
 
 
 def measure_wide(subject: Subject) -> Activations:
-    """Return a sample of what each module returned in float64 for the cheapest inputs; nothing where its code refuses that."""
+    """Return a sample of each module's output in float64 for the cheapest inputs; empty if its code does not run in float64."""
     with record_activations(subject.model, lambda value: sample(value, SAMPLE)) as activations:
         computed = subject.wide(subject.cheapest)
     return activations if computed is not None else {}
@@ -176,6 +177,6 @@ def judge_approximate(pairs: Pairs, note: str) -> Finding:
     """Report how far the outputs moved; an approximate rewrite fails where they contain NaN or Inf."""
     if any(ours.shape != theirs.shape or bool((~ours.isfinite() & theirs.isfinite()).any()) for ours, theirs in pairs):
         return failed("", "some outputs are NaN or Inf or have another shape, unlike the dense model's")
-    divergence = float(torch.cat([kl_divergence(*pair).flatten() for pair in pairs]).mean())  # nats a prediction
+    divergence = float(torch.cat([kl_divergence(*pair).flatten() for pair in pairs]).mean())  # nats per prediction
     agreement = float(torch.cat([(ours.argmax(-1) == theirs.argmax(-1)).flatten() for ours, theirs in pairs]).float().mean())
     return passed(f"KL {divergence:.2e} nats, top-1 agreement {agreement:.1%}", note)

@@ -1,8 +1,8 @@
 """The gradients check: every trainable parameter gets a finite, non-zero gradient; an exact rewrite has the dense model's loss.
 
-Gradients of large weights are computed a slice at a time. Within `SlicedGradients` a product with a large weight and a look-up in
-one are made by functions whose backward shows slices of the weight's gradient and gives the weight none. Where no element can be
-infinite, the first slice that is not zero is the last. Anything else that reads a large weight gives it a whole gradient.
+Gradients of large weights are computed one slice at a time. Within `SlicedGradients`, products with a large weight and look-ups in
+one use functions whose backward passes on slices of the weight's gradient, and returns none. If no element can be infinite, it
+stops at the first slice that is not zero. Any other use of a large weight gives it a whole gradient.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from retrofit.numerics.distances import TOLERANCE
 from retrofit.passbase.replaying import recipe
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 
-IGNORED = -100  # a label that does not count, for every loss of transformers
-NUDGE = 1e-2  # how far a parameter moves to simulate a training step
-BATCHES = ((True, 23, 1), (True, 29, 1), (False, 31, 1))  # training mode, seed, times the rows: one may reach what others leave out
-FIRST = ((True, 19, 0),)  # for a large model: one row, before all of these
-LOSS_APART = 1e-4  # of the loss, in float32: what its own arithmetic may round
-MORE = ((True, 37, 8), (False, 43, 8), (True, 47, 8))  # for a rewritten model, whose layers may see fewer tokens of each
+IGNORED = -100  # label without a loss, in all of transformers
+NUDGE = 1e-2  # how far a parameter moves, to simulate a training step
+BATCHES = ((True, 23, 1), (True, 29, 1), (False, 31, 1))  # training mode, seed, factor of the rows: each may reach other parameters
+FIRST = ((True, 19, 0),)  # for a large model, first: one row
+LOSS_APART = 1e-4  # rounding of the loss in float32, relative
+MORE = ((True, 37, 8), (False, 43, 8), (True, 47, 8))  # for a rewritten model, whose layers may see fewer tokens of each row
 
 
 @dataclasses.dataclass(frozen=True)
 class GradientsMeasurement:
-    """The gradients of the trainable parameters, and the loss they are of."""
+    """The gradients of the trainable parameters, and the loss."""
 
     trainable: int
-    zero: frozenset[str]  # those that received zeros, or nothing
-    broken: frozenset[str]  # those that received NaN or Inf
+    zero: frozenset[str]  # parameters whose gradient is zero or missing
+    broken: frozenset[str]  # parameters with NaN or Inf
     own_loss: bool
-    loss_error: str = ""  # why it was not the model's own
-    names: frozenset[str] = frozenset()  # of all parameters, each of their names
-    frozen: frozenset[str] = frozenset()  # of those that do not train
-    never: frozenset[str] = frozenset()  # those that may wait for others to move and receive nothing when these have
-    evaluated: tuple[float, torch.Tensor] | None = None  # the model's own loss of the inputs in evaluation mode, and its logits
+    loss_error: str = ""  # why it was not the model's own loss
+    names: frozenset[str] = frozenset()  # of all parameters, under each of their names
+    frozen: frozenset[str] = frozenset()  # parameters without training
+    never: frozenset[str] = frozenset()  # late parameters without a gradient even after the others have moved
+    evaluated: tuple[float, torch.Tensor] | None = None  # the model's own loss in evaluation mode, and its logits
 
 
 def measure_gradients(
     subject: Subject, before: GradientsMeasurement | None = None, context: Context | None = None
 ) -> GradientsMeasurement | None:
-    """Return the gradients of a few batches: of a dense model for frozen parameters too, of others until none is missing.
+    """Return the gradients of a few batches: for a dense model of frozen parameters too, for others until none is missing.
 
-    None where the dense model cannot be trained on such inputs.
+    None if the dense model cannot be trained on such inputs.
     """
     names = frozenset(subject.parameters)
     frozen = frozenset(name for name, parameter in subject.parameters.items() if not parameter.requires_grad)
@@ -81,7 +81,7 @@ def measure_gradients(
 
 
 def judge_gradients(now: GradientsMeasurement | None, before: GradientsMeasurement | None, context: Context) -> Finding:
-    """Excuse what the dense model did not train; parameters that wait for others to move must follow when these have."""
+    """Excuse parameters that the dense model did not train; late ones must have a gradient once the others have moved."""
     if now is None:
         return skipped("the dense model cannot be trained on such inputs")
     unreached, late = unreached_parameters(context), late_parameters(context)
@@ -111,7 +111,7 @@ def judge_gradients(now: GradientsMeasurement | None, before: GradientsMeasureme
 
 
 def evaluated_loss(subject: Subject) -> tuple[float, torch.Tensor] | None:
-    """Return the model's own loss of the inputs in evaluation mode, and its logits; None without one, and for a large model."""
+    """Return the model's own loss and logits in evaluation mode; None without a loss of its own, and for a large model."""
     logits = subject.run().logits
     if subject.is_large:
         return None
@@ -122,13 +122,13 @@ def evaluated_loss(subject: Subject) -> tuple[float, torch.Tensor] | None:
 
 
 def other_loss(now: GradientsMeasurement, before: GradientsMeasurement | None, context: Context) -> str:
-    """Return how the loss of an exact rewrite differs from the dense model's by more than its logits explain; "" if it does not."""
+    """Return how an exact rewrite's loss differs from the dense model's by more than its logits explain; "" if it does not."""
     if before is None or now.evaluated is None or before.evaluated is None:
         return ""
     (ours, logits), (theirs, dense) = now.evaluated, before.evaluated
     if logits.shape != dense.shape:
         return ""
-    gap = float((logits - dense).abs().max())  # by twice as much can a cross-entropy move
+    gap = float((logits - dense).abs().max())  # a cross-entropy moves by at most twice as much
     limit = max(LOSS_APART, TOLERANCE.get(context.subject.arithmetic.stored, 0.0)) * max(1.0, abs(theirs)) + 4 * gap
     return "" if not abs(ours - theirs) > limit else f"the model's own loss is {ours:.6g}, the dense model's {theirs:.6g}"
 
@@ -137,9 +137,9 @@ def other_loss(now: GradientsMeasurement, before: GradientsMeasurement | None, c
 
 
 def late_parameters(context: Context) -> frozenset[str]:
-    """Return the parameters whose gradient is zero until others have moved: rewrites announce them by name or the end of it.
+    """Return the parameters whose gradient is zero until others have moved, announced by the rewrites by name or suffix.
 
-    Any may be one of them where passes rewrote the model and their account is lost, as in an exported program.
+    Any parameter may be one if passes rewrote the model and their journal is lost, as in an exported program.
     """
     if account_is_lost(context):
         return frozenset(name for name, _ in context.subject.model.named_parameters())
@@ -147,7 +147,7 @@ def late_parameters(context: Context) -> frozenset[str]:
 
 
 def unreached_parameters(context: Context) -> frozenset[str]:
-    """Return the new parameters that decide nothing with the options given, and so have a gradient of zero always."""
+    """Return the new parameters that have no effect with the given options, and therefore always a gradient of zero."""
     return parameters_ending_in(context, [name for rewrite in context.rewrites or () for name in rewrite.unreached])
 
 
@@ -158,12 +158,12 @@ def parameters_ending_in(context: Context, ends: Collection[str]) -> frozenset[s
 
 
 def account_is_lost(context: Context) -> bool:
-    """Return whether passes rewrote the model and nothing says what they did there."""
+    """Return whether passes rewrote the model without a journal of their changes."""
     return context.rewrites is None and recipe(context.subject.model) is not None
 
 
 def newly_frozen(now: GradientsMeasurement, before: GradientsMeasurement | None, context: Context) -> list[str]:
-    """Return the parameters that do not train though the dense ones did: dense ones that did themselves, and new ones."""
+    """Return the frozen parameters that trained in the dense model, and frozen new ones unless the dense model was frozen."""
     if before is None:
         return []
     trained = before.names - before.frozen
@@ -173,7 +173,7 @@ def newly_frozen(now: GradientsMeasurement, before: GradientsMeasurement | None,
 
 
 def may_be_zero(before: GradientsMeasurement | None, context: Context) -> frozenset[str]:
-    """Return the parameters that need receive nothing: none did in the dense model; without one, no output depends on them."""
+    """Return the parameters that need no gradient: those without one in the dense model, or those no output depends on."""
     if before is not None:
         return current_names(before.zero, context) | new_among_idle(before, context.new_parameters)
     subject = context.subject
@@ -182,7 +182,7 @@ def may_be_zero(before: GradientsMeasurement | None, context: Context) -> frozen
 
 
 def new_among_idle(before: GradientsMeasurement, new_parameters: Collection[str]) -> frozenset[str]:
-    """Return the new parameters whose nearest enclosing module with dense parameters received no gradient in the dense model."""
+    """Return the new parameters whose nearest enclosing module with dense parameters had no gradient in the dense model."""
     reached: dict[str, bool] = {}  # by part
     for name in before.names:
         for part in enclosing_modules(name):
@@ -192,7 +192,7 @@ def new_among_idle(before: GradientsMeasurement, new_parameters: Collection[str]
 
 
 def enclosing_modules(name: str) -> list[str]:
-    """Return the modules that a parameter is in, by path, from the inside out."""
+    """Return the modules around a parameter, by path, from the inside out."""
     path = name.split(".")
     return [".".join(path[:count]) for count in range(len(path) - 1, 0, -1)]
 
@@ -220,16 +220,16 @@ def collect_gradients(
     expected: Collection[str] = (),
     batches: Collection[tuple[bool, int, int]] = BATCHES,
 ) -> GradientsMeasurement:
-    """Return what each trainable parameter receives from a backward pass, and from more where it is left out of one.
+    """Return the gradient of each trainable parameter in a backward pass, and in further ones if it is missing.
 
-    No more is tried once the parameters without gradient are all among `expected`. No gradient is kept.
+    Stops once the parameters without a gradient are all among `expected`. No gradient is kept.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     received: dict[str, bool] = {}
     own, error = False, ""
     plain = without_history(model)
     for training, seed, times in batches:
-        forget_history(plain)  # of the batch before, whose graph is gone
+        forget_history(plain)  # of the previous batch, whose graph is gone
         model.train(training)
         rows = times * (shape[0] if shape else extent_of(inputs)[0]) or 1
         size = torch.Size((rows, *shape[1:])) if shape else shape
@@ -246,7 +246,7 @@ def collect_gradients(
 
 @contextlib.contextmanager
 def unfreeze(model: nn.Module) -> Iterator[None]:
-    """Within this context frozen parameters are trainable too."""
+    """Make frozen parameters trainable within this context."""
     frozen = [parameter for parameter in model.parameters() if parameter.is_floating_point() and not parameter.requires_grad]
     try:
         for parameter in frozen:
@@ -259,10 +259,10 @@ def unfreeze(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def record_gradients(trainable: dict[str, nn.Parameter], received: dict[str, bool]) -> Iterator[None]:
-    """Within this context `received` gets the names of non-zero gradients, and whether they are finite; no gradient is kept."""
+    """Record the names of non-zero gradients, and whether they are finite, in `received` within this context; keep no gradient."""
 
     def saw(name: str, values: torch.Tensor) -> None:
-        low, high = map(float, values.aminmax()) if values.numel() else (0.0, 0.0)  # not a number where one of them is not
+        low, high = map(float, values.aminmax()) if values.numel() else (0.0, 0.0)  # NaN if any element is
         finite = math.isfinite(low) and math.isfinite(high)
         if not finite or low or high:
             received[name] = received.get(name, True) and finite
@@ -270,7 +270,7 @@ def record_gradients(trainable: dict[str, nn.Parameter], received: dict[str, boo
     def recorder(name: str) -> Any:
         def hook(parameter: torch.Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:  # it was not seen in slices
+            if gradient is not None:  # otherwise it was seen in slices
                 saw(name, gradient.coalesce().values() if gradient.is_sparse else gradient)
 
         return hook
@@ -288,7 +288,7 @@ def record_gradients(trainable: dict[str, nn.Parameter], received: dict[str, boo
 
 
 def loss_of(model: nn.Module, inputs: Inputs, shape: torch.Size, seed: int) -> tuple[torch.Tensor, bool, str]:
-    """Return the model's own loss on random labels, else the cross-entropy of its outputs; whether it was its own, and why not."""
+    """Return the model's own loss on random labels, else the cross-entropy of its outputs; whether it is its own, and why not."""
     generator = torch.Generator().manual_seed(seed)
     error = "it takes no labels"
     if accepts(model, "labels") and len(shape) > 1 and shape[-1] > 1:
@@ -296,7 +296,7 @@ def loss_of(model: nn.Module, inputs: Inputs, shape: torch.Size, seed: int) -> t
         try:
             loss = own_loss(model, inputs, labels)
             if loss is not None and labels.dim() == 2 and not bool(loss.isfinite()):
-                fewer = labels.clone()  # no alignment of so many labels with as many frames need exist
+                fewer = labels.clone()  # some alignment of labels with frames has to exist
                 fewer[:, (labels.shape[1] - 1) // 2 :] = IGNORED
                 shorter = own_loss(model, inputs, fewer)
                 loss = shorter if shorter is not None and bool(shorter.isfinite()) else loss
@@ -305,25 +305,25 @@ def loss_of(model: nn.Module, inputs: Inputs, shape: torch.Size, seed: int) -> t
             error = "it returned none"
         except (RuntimeError, ValueError, TypeError, IndexError, AttributeError, KeyError) as problem:
             error = f"{type(problem).__name__}: {problem}"
-    with auxiliary_losses():  # they are no part of this loss
+    with auxiliary_losses():  # not part of this loss
         outputs = list(named_outputs(model(**inputs)).values())
     wide = [value.flatten(0, -2) for value in outputs if value.dim() >= 2]
-    rows = wide or [value.reshape(-1, 1) for value in outputs]  # of a model that returns a number for each row, or its loss
+    rows = wide or [value.reshape(-1, 1) for value in outputs]  # a model may return one number per row, or its loss
     losses = [cross_entropy(value.float(), generator) for value in rows]
     return torch.stack(losses).sum(), False, error
 
 
 def own_loss(model: nn.Module, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor | None:
-    """Return the loss that the model returns for these labels; None where it returns none."""
+    """Return the model's loss for these labels; None if it returns none."""
     record_arguments({"labels": labels})
-    with auxiliary_losses():  # the model adds them to the loss that it returns
+    with auxiliary_losses():  # the model adds them to its loss
         answer = model(**{**inputs, "labels": labels})
     loss = answer["loss"] if isinstance(answer, dict) else getattr(answer, "loss", None)
     return loss.reshape(()) if isinstance(loss, torch.Tensor) and loss.numel() == 1 else None
 
 
 def cross_entropy(rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return the cross-entropy of the rows with random classes; a mean square where there is one class only."""
+    """Return the cross-entropy of the rows with random classes; a mean square if there is only one class."""
     if rows.shape[-1] == 1:
         return (rows - 1).square().mean()
     classes = torch.randint(rows.shape[-1], rows.shape[:-1], generator=generator).to(rows.device)
@@ -332,13 +332,13 @@ def cross_entropy(rows: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 
 @contextlib.contextmanager
 def nudge(model: nn.Module, names: Collection[str]) -> Iterator[None]:
-    """Within this context the named parameters have moved a little; afterwards they are what they were, bit for bit."""
+    """Move the named parameters a little within this context, and restore them bit for bit."""
     chosen = [parameter for name, parameter in model.named_parameters() if name in names and parameter.is_floating_point()]
     before = [parameter.detach().clone() for parameter in chosen]
     try:
         for parameter in chosen:
             noise = torch.randn_like(parameter)
-            steps = torch.where(noise < 0, noise - 1, noise + 1)  # none is lost in rounding, of 16 bits either
+            steps = torch.where(noise < 0, noise - 1, noise + 1)  # far enough for 16-bit rounding
             parameter.detach().add_(NUDGE * parameter.detach().abs().clamp_min(1) * steps)
         yield
     finally:
@@ -349,15 +349,16 @@ def nudge(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 # ── Slices ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-LARGE = 1 << 22  # elements of a weight whose gradient is not held whole
-SLICE = 1 << 19  # elements of a gradient that are computed at a time: they stay in a processor's cache
+LARGE = 1 << 22  # elements of a weight whose gradient is computed in slices
+SLICE = 1 << 19  # elements of a slice, which stays in the processor's cache
 Saw = Callable[[Tensor], None]  # takes a part of a gradient
 
 
 class SlicedGradients(TorchFunctionMode):
-    """Within this context a large parameter gets no gradient: `saw` gets its name and slices of it, which say what the whole would.
+    """Give large parameters no gradient within this context; `saw` is called with their name and slices that decide about the
+    whole.
 
-    That is, whether it is zero and whether it is finite.
+    They tell whether it is zero and whether it is finite.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], saw: Callable[[str, Tensor], None]) -> None:
@@ -376,13 +377,13 @@ class SlicedGradients(TorchFunctionMode):
 
 
 def is_sliced(parameter: nn.Parameter) -> bool:
-    """Return whether a parameter's gradient is computed in slices: it is a large matrix, and no hook reads the gradient."""
+    """Return whether a parameter's gradient is computed in slices: it is a large matrix, and no hook reads its gradient."""
     hooks = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     return parameter.dim() == 2 and parameter.numel() >= LARGE and parameter.device.type == "cpu" and not hooks
 
 
 def arguments_of(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | None:
-    """Return x, weight, bias and whether x·W is meant, of a product; ids, weight, padding id, of a look-up; else None."""
+    """Return x, weight, bias and whether x·W is meant, for a product; ids, weight, padding id, for a look-up; else None."""
     if function is nn.functional.linear:
         given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
         return given["input"], given["weight"], given.get("bias"), False
@@ -397,7 +398,7 @@ def arguments_of(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | Non
 
 
 class Product(torch.autograd.Function):
-    """x·Wᵀ + b, or `by_rows` x·W + b."""
+    """x·Wᵀ + b, or x·W + b if `by_rows`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by_rows: bool, saw: Saw) -> Tensor:
@@ -441,13 +442,13 @@ class LookUp(torch.autograd.Function):
 
 
 def is_bounded(outs: Tensor, ins: Tensor) -> bool:
-    """Return whether no element of outsᵀ·ins, nor any part of its sum, can be infinite or NaN."""
+    """Return whether no element of outsᵀ·ins, nor any partial sum, can be infinite or NaN."""
     largest = outs.abs().amax(-1).double() * ins.abs().amax(-1).double()  # of each token's products
-    return bool(largest.sum() < torch.finfo(outs.dtype).max / 2)  # not where it is no number
+    return bool(largest.sum() < torch.finfo(outs.dtype).max / 2)  # False for NaN
 
 
 def slices(outs: Tensor, ins: Tensor) -> Iterator[Tensor]:
-    """Yield outsᵀ·ins, some of its rows at a time."""
+    """Yield outsᵀ·ins, some rows at a time."""
     step = max(1, SLICE // ins.shape[1])
     for start in range(0, outs.shape[1], step):
         yield outs[:, start : start + step].t() @ ins

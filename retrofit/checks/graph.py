@@ -1,16 +1,15 @@
-"""The graph and cost checks: what the captured graph computes, returns and costs.
+"""The graph and cost checks: the operations, outputs and cost of the captured graph.
 
-Graph: captured again, the model is the dense one where no rewrite was announced, and its outputs have the same layout at other
-batch sizes and lengths too. Code that branches on values may take another branch where other values come.
+Graph: captured again, the model equals the dense one outside of the announced rewrites, and its outputs have the same layout at
+other batch sizes and lengths. Code that branches on values may take another branch for other values.
 
-A module is whole where all of its parameters are kept, or moved together. Of each call of such a module the operations form a
-graph: what is computed from what, by which operation, with which real constants. Sizes are left out, for a layer may run on fewer
-tokens, and so is how often a module is called, for it may be run block by block. So is what changes no value, only how it lies in
-memory (`contiguous`, or whether a reshape is a view), which the strides of what comes in decide, and to which floating-point type
-values are cast, which the type of what comes in decides. Two calls agree where their graphs have one Weisfeiler-Lehman hash:
-isomorphic graphs do, and others hardly ever.
+A module is whole if all of its parameters are kept, or moved together. The operations of each call of such a module form a graph:
+operations, operands and real constants. Sizes are left out, because a layer may run on fewer tokens, and so is the number of calls,
+because a module may run block by block. Operations that only change the layout in memory (`contiguous`, or whether a reshape is a
+view) are left out because they follow the strides of the inputs; casts between floating-point types because they follow the inputs'
+dtype. Two calls agree if their graphs have the same Weisfeiler-Lehman hash: isomorphic graphs do, and others hardly ever.
 
-Cost: parameters and FLOPs counted on the graph are what the rewrites claim, and an exact one leaves out no work.
+Cost: parameters and FLOPs of the graph are those that the rewrites claim, and an exact rewrite omits no work.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ Layouts = dict[str, Layout]
 
 @dataclasses.dataclass(frozen=True)
 class GraphMeasurement:
-    """A captured graph and the layouts of what the model returns."""
+    """A captured graph and the layouts of the model's outputs."""
 
-    capture_error: str  # why there is no graph; "" where there is one
+    capture_error: str  # why there is no graph; "" if there is one
     nodes: int
     branches: bool  # whether the code branches on the values of tensors
     hashes: GraphHashes  # of the calls of its modules
@@ -53,7 +52,7 @@ class GraphMeasurement:
 
 
 def measure_graph(subject: Subject, before: GraphMeasurement | None = None, context: Context | None = None) -> GraphMeasurement:
-    """Return the graph and the layouts; modules are hashed where there is another model to compare them with."""
+    """Return the graph and the layouts; modules are hashed if there is another model to compare them with."""
     program = attempt(lambda: subject.program)
     runs = [attempt(subject.run, shape) for shape in range(len(subject.shapes))]
     layouts = tuple(ran if isinstance(ran, Raised) else ran.layouts for ran in runs)
@@ -86,7 +85,7 @@ def judge_graph(now: GraphMeasurement, before: GraphMeasurement | None, context:
         ]
         if wrong:
             return failed(nodes, f"on {describe(inputs)}, {'; '.join(wrong)}")
-    other_branches = now.branches and not context.exact  # other values, and so perhaps other branches
+    other_branches = now.branches and not context.exact  # other values may take other branches
     if before is not None and context.rewrites is not None and not other_branches:
         changed = changed_modules(before.hashes, now.hashes, context.fates, context.rewrites, opened_modules(context.subject.model))
         if changed:
@@ -95,15 +94,15 @@ def judge_graph(now: GraphMeasurement, before: GraphMeasurement | None, context:
 
 
 def layouts_for(now: GraphMeasurement, first_inputs: Inputs, inputs: Inputs, at: int) -> Layouts | Raised:
-    """Return the layouts, (batch, length or not, …), that follow for `inputs`, shape number `at`, from those for the first inputs.
+    """Return the layouts, (batch, length or not, …), for `inputs`, shape number `at`, derived from those for the first inputs.
 
-    An extent that was the batch may be it again, as in similarities of all rows with all: which it is shows what came.
+    A size that was the batch's may be the batch's again, as in similarities of all rows: the actual layout decides.
     """
     first, came = now.layouts[0], now.layouts[at]
     if isinstance(first, Raised):
         return first
     if adds_arguments(inputs, first_inputs):
-        return {}  # what an image adds to the tokens nobody says
+        return {}  # unknown how many tokens an image adds
     pairs = [(value, inputs[name]) for name, value in first_inputs.items() if is_per_token(value)]
     lengths = {value.shape[1]: other.shape[1] for value, other in pairs}
     before, rows = extent_of(first_inputs)[0], extent_of(inputs)[0]
@@ -128,8 +127,8 @@ def format_or_missing(layout: Layout | None) -> str:
 
 
 IN_MEMORY = frozenset("contiguous clone alias detach lift_fresh lift_fresh_copy expand expand_as".split())
-SAME = {"view": "reshape", "_unsafe_view": "reshape", "chunk": "split"}  # one operation: strides or the capture decide which
-ROUNDS = 4  # of the hash: the radius of the neighbourhood of an operation
+SAME = {"view": "reshape", "_unsafe_view": "reshape", "chunk": "split"}  # aliases of one operation: strides or the capture choose
+ROUNDS = 4  # of the hash: radius of an operation's neighbourhood
 GraphHashes = dict[str, frozenset[str]]  # module path → the hashes of its calls
 
 
@@ -151,7 +150,7 @@ def hash_modules(program: Program) -> GraphHashes:
 def made_of_weights(program: Program) -> set[fx.Node]:
     """Return the nodes that depend on parameters and not on the inputs.
 
-    What depends on neither, a table of positions or a causal mask, may come from the inputs where a layer runs on some tokens only.
+    Nodes that depend on neither, a position table or a causal mask, may come from the inputs if a layer runs on some tokens only.
     """
     inputs: set[fx.Node] = set()
     weights: set[fx.Node] = set()
@@ -163,7 +162,7 @@ def made_of_weights(program: Program) -> set[fx.Node]:
 
 
 def hash_nodes(nodes: list[fx.Node], weights: set[fx.Node]) -> str:
-    """Return the hash of the graph of some nodes and their inputs; names and sizes do not count."""
+    """Return the hash of the graph of some nodes and their inputs, without names and sizes."""
     graph = networkx.DiGraph()
     own = set(nodes)
     for node in nodes:
@@ -178,20 +177,20 @@ def hash_nodes(nodes: list[fx.Node], weights: set[fx.Node]) -> str:
                 graph.add_node(source, label="weight" if part in weights else "input")
             graph.add_edge(source, node)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # networkx warns that its other versions hash differently
+        warnings.simplefilter("ignore", UserWarning)  # networkx warns that other versions of it hash differently
         digest: str = networkx.weisfeiler_lehman_graph_hash(graph, node_attr="label", iterations=ROUNDS)
     return digest
 
 
 def value_of(node: fx.Node) -> fx.Node:
-    """Return the node that computed the values which this one only lays out in memory."""
+    """Return the node that computed the values which this node only lays out in memory."""
     while keeps_values(node) and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node
 
 
 def keeps_values(node: fx.Node) -> bool:
-    """Return whether the operation only lays out its values, or casts them between floating-point types."""
+    """Return whether the operation only lays out its values or casts them between floating-point types."""
     if op(node) in CAST and node.all_input_nodes:
         before, after = (source.meta.get("val") for source in (node.all_input_nodes[0], node))
         if isinstance(before, Tensor) and isinstance(after, Tensor):
@@ -218,9 +217,9 @@ def changed_modules(
     rewrites: Iterable[Rewrite],
     opened: Collection[str] = frozenset(),
 ) -> list[str]:
-    """Return the modules, by their path now, that are whole and in no approximate site, and no longer compute what they did.
+    """Return the modules, by present path, that are whole, outside approximate sites, and compute something else than before.
 
-    Of those that are `opened` only the parts are compared.
+    For modules in `opened` only the parts are compared.
     """
     approximate = [f"{site.name}." if site.name else "" for rewrite in rewrites if not rewrite.exact for site in rewrite.sites]
     changed = []
@@ -232,9 +231,9 @@ def changed_modules(
 
 
 def whole_modules(paths: Iterable[str], fates: Mapping[str, Fate], opened: Collection[str] = frozenset()) -> dict[str, str]:
-    """Return the largest whole modules among the dense ones at `paths`: their path in the dense model → their path now."""
+    """Return the largest whole modules among the dense ones at `paths`: their dense path → their present path."""
     places: dict[str, set[str | None]] = {}
-    names = Counter(fate.name for fate in fates.values())  # a weight with several names does not say which module it is in now
+    names = Counter(fate.name for fate in fates.values())  # a weight with several names does not identify its module
     for name, fate in fates.items():
         path = name.rpartition(".")[0]
         while path:
@@ -272,9 +271,9 @@ def judge_cost(now: Cost, before: Cost | None, context: Context) -> Finding:
 
 
 def newly_read(now: Cost, before: Cost, context: Context) -> int:
-    """Return how many elements of dense parameters are newly read, less those no longer read, where the model chose other experts.
+    """Return the elements of dense parameters that are newly read, less those no longer read, if the model chose other experts.
 
-    Where the dense graph leaves no parameter of a shape unread, nothing is chosen, and each has to be read on.
+    If the dense graph leaves no parameter of a shape unread, nothing is chosen, and each has to be read again.
     """
     parameters = context.subject.parameters
     kept = {name: parameters[fate.name] for name, fate in context.fates.items() if fate.kind in ("kept", "moved")}
@@ -293,7 +292,7 @@ def unread_parameters(context: Context) -> str:
 
 
 def omitted_work(now: Cost, before: Cost, context: Context) -> list[str]:
-    """Return the dense modules that do less than they did."""
+    """Return the dense modules that do less work than before."""
     names = unchanged_modules(context.fates, before.by_module)
     modules = dict(context.subject.model.named_modules(remove_duplicate=False))
     did, does = Counter[object](), Counter[object]()
@@ -312,6 +311,6 @@ def omitted_work(now: Cost, before: Cost, context: Context) -> list[str]:
 
 
 def weights_key(module: nn.Module | None) -> object:
-    """Return what is counted as one: modules on the same weights, under whichever of their names the work was found."""
+    """Return the key of modules that are counted as one: those with the same weights, under any of their names."""
     weights = tuple(id(parameter) for parameter in module.parameters()) if module is not None else ()
     return weights or id(module)

@@ -1,9 +1,9 @@
-"""The causality and padding checks: what an output must not depend on.
+"""The causality and padding checks: inputs that must not change an output.
 
 Causality: changing later tokens never changes an earlier output of a causal model, nor one of another row. Parameters that a pass
-adds often begin at zero, and then nothing leaks through them yet: these are checked again with noise in place of the zeros.
+adds often begin at zero, so that nothing leaks through them yet: these are checked again with noise in place of the zeros.
 
-Padding: a padded sequence gives what it gives alone, padded left and right.
+Padding: a sequence padded on the left or right has the outputs of the sequence alone.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from retrofit.inputs.probes import (
 from retrofit.numerics.agreement import Comparison
 from retrofit.numerics.distances import scale_of
 
-NOISE = 0.1  # in place of what begins at zero
-BIDIRECTIONAL = 0.9  # of the earlier outputs, the share that moves when a model reads both ways
+NOISE = 0.1  # replaces parameters that begin at zero
+BIDIRECTIONAL = 0.9  # share of earlier outputs that moves in a bidirectional model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,34 +44,34 @@ class Leak:
     """The change of earlier outputs when later tokens change."""
 
     moves: Comparison  # of the earlier outputs
-    share: float  # of the earlier outputs, how many moved
+    share: float  # share of the earlier outputs that moved
     where: str  # one of them
-    mixes: str = ""  # where an output of a row moved in which no token changed
+    mixes: str = ""  # an output that moved in a row without changed tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class CausalityMeasurement:
-    """The leaks by input, and the inputs along which a model decodes on a cache although it seems to read both ways."""
+    """The leaks by input, and the inputs along which a seemingly bidirectional model decodes with a cache."""
 
     leaks: dict[str, Leak]
-    cached: frozenset[str] = frozenset()  # tried only where there is no dense model, which says better what is meant
-    moved: dict[str, Leak] = dataclasses.field(default_factory=dict)  # with noise in place of what begins at zero
+    cached: frozenset[str] = frozenset()  # tried only without a dense model, which is the better evidence
+    moved: dict[str, Leak] = dataclasses.field(default_factory=dict)  # with noise in place of parameters that begin at zero
 
     @property
     def causal(self) -> frozenset[str]:
-        """The inputs of which a later token never changed an earlier output."""
+        """The inputs whose later tokens never changed an earlier output."""
         return frozenset(name for name, leak in self.leaks.items() if leak.share == 0.0)
 
     @property
     def reads_ahead(self) -> bool:
-        """Return whether later tokens change earlier outputs, whichever the input."""
+        """Return whether later tokens of any input change earlier outputs."""
         return bool(self.leaks) and not self.causal
 
 
 def measure_causality(
     subject: Subject, before: CausalityMeasurement | None = None, context: Context | None = None
 ) -> CausalityMeasurement | None:
-    """Return the leaks; None where the dense model does not run on other tokens."""
+    """Return the leaks; None if the dense model does not run on other tokens."""
     if context is not None and context.has_reference and before is None:
         return None
     leaks = find_leaks(subject)
@@ -110,7 +110,7 @@ def judge_causality(now: CausalityMeasurement | None, before: CausalityMeasureme
 
 
 def why_none(subject: Subject) -> str:
-    """Return why no input was found whose tokens the outputs belong to."""
+    """Return why there is no input with one output a token."""
     outputs = subject.run().logits
     if outputs.dim() == 3 and not any(map(is_floating, subject.inputs.values())):
         for name, value in subject.inputs.items():
@@ -121,7 +121,7 @@ def why_none(subject: Subject) -> str:
 
 
 def hidden_leak(now: CausalityMeasurement, before: CausalityMeasurement | None, causal: list[str]) -> str:
-    """Return a leak between rows that the dense model has not, or one of the `causal` inputs through zeros; "" without one."""
+    """Return a leak between rows that the dense model has not, or one of `causal` inputs through zeros; "" if there is none."""
     for leaks, words in ((now.leaks, ""), (now.moved, "once what begins at zero has moved, ")):
         for name, leak in leaks.items():
             if leak.mixes and before is not None and name in before.leaks and not before.leaks[name].mixes:
@@ -132,14 +132,14 @@ def hidden_leak(now: CausalityMeasurement, before: CausalityMeasurement | None, 
 
 
 def must_be_causal(name: str, leak: Leak, now: CausalityMeasurement, before: CausalityMeasurement | None) -> bool:
-    """Return whether the dense model is causal in that input; without one, whether this one is meant to be."""
+    """Return whether the dense model is causal in that input; without a dense model, whether this one is meant to be."""
     if before is not None:
         return name in before.causal
     return leak.share < BIDIRECTIONAL or name in now.cached
 
 
 def find_leaks(subject: Subject) -> dict[str, Leak]:
-    """Return what changing later tokens did to earlier outputs, for each input of token ids with one output a token."""
+    """Return the changes of earlier outputs when later tokens change, for each input of token ids with one output a token."""
     outputs = subject.run().logits
     if outputs.dim() != 3 or outputs.shape[1] < 2:
         return {}
@@ -148,7 +148,7 @@ def find_leaks(subject: Subject) -> dict[str, Leak]:
 
 
 def leaks_with_noise(subject: Subject, context: Context) -> dict[str, Leak]:
-    """Return the leaks with noise in place of the new parameters that are zero; nothing where there are none."""
+    """Return the leaks with noise in place of new parameters that are zero; empty if there are none."""
     new = context.new_parameters.values()
     zero = [value for value in new if value.is_floating_point() and not is_packed_tensor(value) and not bool(value.any())]
     if not zero:
@@ -159,7 +159,7 @@ def leaks_with_noise(subject: Subject, context: Context) -> dict[str, Leak]:
 
 @contextlib.contextmanager
 def replace_by_noise(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-    """Within this context these parameters, which are zero, are noise."""
+    """Replace these zero parameters by noise within this context."""
     generator = torch.Generator().manual_seed(17)
     with torch.no_grad():
         for parameter in parameters:
@@ -173,20 +173,20 @@ def replace_by_noise(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
 
 
 def leak_of(subject: Subject, name: str) -> Leak:
-    """Return what moved in a batch; where that may come from other rows, as in experts of limited capacity, in each row alone."""
+    """Return the leak in a batch; if it may come from other rows, as with experts of limited capacity, in each row alone."""
     futures = with_changed_futures(subject, name)
     leak = leak_between(subject, name, by_batches(subject, name, batch_size(subject, name)), *futures)
     if not leak.share or (leak.share >= BIDIRECTIONAL and not leak.mixes):
         return leak
     try:
         alone = leak_between(subject, name, by_batches(subject, name, 1), *futures)
-    except Exception:  # code that takes no single row
+    except Exception:  # code that accepts no single row
         return leak
     return dataclasses.replace(alone, mixes=leak.mixes or ("" if alone.share else leak.where))
 
 
 def batch_size(subject: Subject, name: str) -> int:
-    """Return how many rows the model takes at once, where it runs on batches of one size alone; else 0."""
+    """Return the number of rows the model takes at once, if it runs on one batch size only; else 0."""
     sizes = {len(inputs[name]) for inputs in subject.shapes}
     return sizes.pop() if len(sizes) == 1 else 0
 
@@ -233,9 +233,9 @@ def leak_between(
         return Leak(moves, 0.0, "")
     distances = (moves.outputs - moves.others).abs().amax(-1).nan_to_num(float("inf")) / scale_of(moves.others)  # (rows, length)
     leaking, early = distances > moves.limit, early.cpu()
-    if not bool(leaking.any()):  # what moved is NaN or Inf
+    if not bool(leaking.any()):  # NaN or Inf moved
         return Leak(moves, 1.0, f"changing {name} changed which of the earlier outputs are NaN")
-    same = early.all(1)  # rows in which nothing changed
+    same = early.all(1)  # rows without a change
     mixed = leaking[same].nonzero().tolist()
     mixes = f"changing {name} in other rows moved the output at position {mixed[0][1]}" if mixed else ""
     leaking, early = leaking[~same], early[~same]
@@ -247,9 +247,9 @@ def leak_between(
 
 
 def with_changed_futures(subject: Subject, name: str) -> tuple[dict[str, Any], dict[str, Any], torch.Tensor]:
-    """Return sequences, the same with their later tokens changed, each from another position on, and which positions are earlier.
+    """Return sequences, the same with later tokens changed, each from another position on, and the mask of earlier positions.
 
-    In the last row nothing changes. Those of a large model are of its second shape, which it has been run on anyway, without one.
+    Nothing changes in the last row. For a large model they have its second shape, on which it has been run anyway, without one.
     """
     model, inputs = subject.model, subject.inputs
     base = subject.shapes[1] if subject.is_large and len(subject.shapes) > 1 else {}
@@ -260,18 +260,18 @@ def with_changed_futures(subject: Subject, name: str) -> tuple[dict[str, Any], d
     ids, length = base[name], base[name].shape[1]
     early = torch.arange(length, device=ids.device) < torch.tensor(places, device=ids.device)[:, None]  # (rows, length)
     pool = ordinary_ids(model, inputs, name).to(ids)
-    others = pool[((pool == ids[..., None]).int().argmax(-1) + 1) % len(pool)]  # for each id the next one
+    others = pool[((pool == ids[..., None]).int().argmax(-1) + 1) % len(pool)]  # the next id for each id
     return base, {**base, name: torch.where(early | placeholders(base, name), ids, others)}, early
 
 
 def places_to_change(ids: torch.Tensor) -> list[int]:
-    """Return the positions from which on tokens are changed, each in a row of its own."""
+    """Return the positions from which on tokens are changed, one a row."""
     length = ids.shape[1]
     return sorted({1, length // 2, length - 1} - {0})
 
 
 def locate_leak(subject: Subject, name: str, limit: float) -> Divergence:
-    """Return the first module whose earlier outputs move by more than that when later tokens change."""
+    """Return the first module whose earlier outputs move by more than the limit when later tokens change."""
     model = subject.model
     base, changed, early = with_changed_futures(subject, name)
     divergence = Divergence("", "", "")
@@ -291,16 +291,16 @@ SIDES = ("left", "right")
 
 @dataclasses.dataclass(frozen=True)
 class PaddingMeasurement:
-    """For each side a padded sequence against the same alone; no side where the model takes no padding."""
+    """For each side a padded sequence compared with the same sequence alone; empty if the model takes no padding."""
 
     sides: dict[str, Comparison | Raised]
-    contents: Comparison | Raised | None = None  # left padding of two kinds, where it shifts positions and the sequences differ
+    contents: Comparison | Raised | None = None  # two contents of left padding, if it shifts positions and sequences differ
 
 
 def measure_padding(
     subject: Subject, before: PaddingMeasurement | None = None, context: Context | None = None
 ) -> PaddingMeasurement:
-    """Return how padding acts on the sides on which the dense model can be padded."""
+    """Return the effect of padding on the sides on which the dense model can be padded."""
     sides = [side for side in SIDES if before is None or isinstance(before.sides.get(side), Comparison)]
     if not takes_padding(subject.model, subject.inputs):
         return PaddingMeasurement({})
@@ -337,7 +337,7 @@ def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | 
 
 
 def is_numbered(subject: Subject) -> bool:
-    """Return whether the model receives the positions of padded tokens; of two sides it never does."""
+    """Return whether the model receives the positions of padded tokens; an encoder-decoder never does."""
     return "position_ids" in subject.padded("left").batch
 
 
@@ -366,7 +366,7 @@ def compare_contents(subject: Subject) -> Comparison:
 
 
 def refill_padding(padded: Padded) -> dict[str, Any]:
-    """Return the batch with tokens of the sequences themselves where there was padding."""
+    """Return the batch with tokens of the sequences themselves in place of the padding."""
     name = ids_name(padded.batch)
     assert name is not None
     ids = padded.batch[name]
@@ -387,7 +387,7 @@ def locate_contents(model: nn.Module, padded: Padded, limit: float) -> Divergenc
 
 
 def row_of(values: torch.Tensor, padded: Padded) -> torch.Tensor:
-    """Return the padded sequence's row, or the only one, as a batch of one."""
+    """Return the padded sequence's row, or the only one, as a batch."""
     return values[padded.row : padded.row + 1] if len(values) > 1 else values
 
 

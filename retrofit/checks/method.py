@@ -1,9 +1,9 @@
-"""The method check: what a pass installed computes what its method says, held against an independent reference.
+"""The method check: a pass's modules compute the method's formulas, compared with an independent reference.
 
-Every pass may bring a reference (`Pass.reference`): for each of its modules the formula in plain loops in float64. The calls of
-these modules are recorded in forwards of the rewritten model (many tokens, one token, step by step on a cache), and each is made
-again by the module and by the reference: evaluating, training with the same random draws, and backward. Then comes what lies
-between the modules (which block, which ids, whose loss) and, where the model has just been rewritten, what they begin with.
+A pass may bring a reference (`Pass.reference`): for each of its modules the formula as plain loops in float64. The calls of these
+modules are recorded in forwards of the rewritten model (many tokens, one token, step by step with a cache), and repeated by the
+module and by the reference: in evaluation, in training with the same random draws, and backward. Then the connections between the
+modules are compared (which block, which ids, whose loss) and, if the model has just been rewritten, their initial values.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from retrofit.passbase.replaying import recipe, rewrites
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import Wrapper
 
-ELEMENTS = 40_000_000  # parameters of sites that are computed again; of larger models some sites, evenly spaced
+ELEMENTS = 40_000_000  # parameters of compared sites; of larger models some sites, evenly spaced
 NAMED = 3  # problems that the report names
-PROBES = 24  # random rows that its projections are tried on
-ROWS = 2  # of what each dense module receives and returns
+PROBES = 24  # random rows to try its projections on
+ROWS = 2  # kept rows of each dense module's input and output
 ADAPTED = "its adapters are not part of the formula; merge them (retrofit.merge_adapters), then verify"
 NO_REFERENCE = "no MethodReference for its modules"
 Groups = Mapping[str, list[tuple[Way, list[RecordedCall]]]]  # site → its calls in each way
-FEATURES, SMALL = 4, 64  # input features of which rows of a dense matrix are kept; all, of a matrix with so few
+FEATURES, SMALL = 4, 64  # input features for which rows of a dense matrix are kept; all of a matrix with so few
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +53,19 @@ class DenseMeasurement:
     """Recorded calls of a dense model's modules, and the ways in which the model runs."""
 
     modules: DenseModules = dataclasses.field(default_factory=DenseModules)
-    ways: frozenset[str] = frozenset()  # in which it runs, in words
-    sites: frozenset[tuple[str, str]] = frozenset()  # what earlier passes put there, which may be trained: pass, path
+    ways: frozenset[str] = frozenset()  # in which it runs, as text
+    sites: frozenset[tuple[str, str]] = frozenset()  # of earlier passes, possibly trained: pass, path
 
 
 @dataclasses.dataclass(frozen=True)
 class MethodMeasurement:
-    """The comparisons made, and the disagreements."""
+    """The comparisons and the disagreements."""
 
     compared: int = 0  # sites
     sites: int = 0
     calls: int = 0
     gap: float = 0.0
-    problems: tuple[tuple[str, str], ...] = ()  # path, what is wrong
+    problems: tuple[tuple[str, str], ...] = ()  # path, disagreement
     unknown: tuple[str, ...] = ()  # passes without a reference
     missing: tuple[tuple[str, str], ...] = ()  # what was not compared, and why
 
@@ -73,7 +73,7 @@ class MethodMeasurement:
 def measure_method(
     subject: Subject, before: DenseMeasurement | None = None, context: Context | None = None
 ) -> DenseMeasurement | MethodMeasurement:
-    """Return what a dense model's modules compute; of one under verification how far its sites are from their formulas."""
+    """Return the outputs of a dense model's modules, or the distances of a rewritten model's sites from their formulas."""
     if context is None:
         calls = subject.seen("method", functools.partial(watch_method, subject))
         return DenseMeasurement(dense_modules(subject.model, calls), dense_ways(subject), earlier_sites(subject))
@@ -104,7 +104,7 @@ def judge_method(now: MethodMeasurement, before: Any, context: Context) -> Findi
 
 
 def not_compared(now: MethodMeasurement) -> list[str]:
-    """Return what was not compared, a line for each reason."""
+    """Return the omissions, one line for each reason."""
     by_reason: dict[str, list[str]] = {}
     for what, why in now.missing:
         by_reason.setdefault(why, []).append(what)
@@ -125,7 +125,7 @@ def describe(now: MethodMeasurement) -> str:
 
 @contextlib.contextmanager
 def dense_calls(model: nn.Module) -> Iterator[dict[str, tuple[Tensor, Tensor]]]:
-    """Within this context, keep the last rows of what each module with parameters receives and returns, where both are floats."""
+    """Keep the last rows of the inputs and outputs of each module with parameters within this context, if both are floats."""
     found: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -146,7 +146,7 @@ def has_parameters(module: nn.Module) -> bool:
 
 @torch.no_grad()
 def dense_modules(model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]) -> DenseModules:
-    """Return what is kept of a dense model's modules; what a plain projection makes of a one gives rows of its matrix."""
+    """Return the recorded rows of a dense model's modules, and rows of the matrices of plain projections."""
     probes: dict[str, tuple[Tensor, Tensor]] = {}
     products: dict[str, tuple[Tensor, Tensor]] = {}
     matrix_rows: dict[str, tuple[list[int], Tensor]] = {}
@@ -159,7 +159,7 @@ def dense_modules(model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]) 
         rows = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(2)).to(x)
         features = list(range(width)) if width <= SMALL else [index * (width - 1) // (FEATURES - 1) for index in range(FEATURES)]
         ones = nn.functional.one_hot(torch.tensor(features), width)
-        with contextlib.suppress(Exception):  # one that takes more than this
+        with contextlib.suppress(Exception):  # a module may need more arguments
             parts = (rows, 2 * rows, x, ones.to(x))
             made = module(torch.cat([*parts, 0 * rows[:1]]))  # in one call: each reads the matrix
             if isinstance(made, Tensor) and made.shape == (sum(map(len, parts)) + 1, y.shape[-1]):
@@ -171,14 +171,14 @@ def dense_modules(model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]) 
 
 
 def dense_ways(subject: Subject) -> frozenset[str]:
-    """Return the words of the ways in which a dense model runs; none of a large one, whose every forward reads all its weights."""
+    """Return the names of the ways in which a dense model runs; none for a large one, whose every forward reads all its weights."""
     if subject.is_large:
         return frozenset()
     return frozenset(way.words for way, _ in SiteWays(subject.model, {}, subject.inputs, subject.run().logits).calls())
 
 
 def earlier_sites(subject: Subject) -> frozenset[tuple[str, str]]:
-    """Return the sites of the passes that the model before the rewrite has been through."""
+    """Return the sites of the passes that had rewritten the model before."""
     sites = SiteComparison(subject, None, Context(subject, has_reference=False)).sites
     return frozenset((applied.name, dense_path(subject.model, site.path)) for site in sites for applied in site.options)
 
@@ -188,7 +188,7 @@ def earlier_sites(subject: Subject) -> frozenset[tuple[str, str]]:
 
 @dataclasses.dataclass
 class InstalledSite:
-    """A module that some pass installed, its reference, and the passes that may have installed it."""
+    """A module that a pass installed, its reference, and the passes that may have installed it."""
 
     path: str
     module: nn.Module
@@ -209,7 +209,7 @@ class InstalledSite:
 
 
 class SiteComparison:
-    """A rewritten model held against the references of its passes."""
+    """Comparison of a rewritten model with the references of its passes."""
 
     def __init__(self, subject: Subject, before: DenseMeasurement | None, context: Context) -> None:
         self.subject, self.model, self.context = subject, subject.model, context
@@ -218,7 +218,7 @@ class SiteComparison:
         self.with_reference = {applied.name: applied for applied in self.passes if applied.reference is not None}
         self.sites = self.find_sites()
         self.problems: list[tuple[str, str]] = []
-        self.missing: list[tuple[str, str]] = []  # what was not compared, and why
+        self.missing: list[tuple[str, str]] = []  # omissions and their reasons
         self.calls, self.gap = 0, 0.0
         self.uncached: set[str] = set()
 
@@ -250,7 +250,7 @@ class SiteComparison:
         )
 
     def find_sites(self) -> list[InstalledSite]:
-        """Return the modules that have a reference, each once."""
+        """Return the modules with a reference, each once."""
         found: list[InstalledSite] = []
         for path, module in self.model.named_modules():
             for name, applied in self.with_reference.items():
@@ -260,7 +260,7 @@ class SiteComparison:
         return found
 
     def chosen_sites(self) -> list[InstalledSite]:
-        """Return all sites, or of a large model as many as there is room for, the first and the last of each class among them."""
+        """Return all sites, or for a large model as many as fit, including the first and last of each class."""
         total = sum(site.elements for site in self.sites)
         if total <= ELEMENTS:
             return self.sites
@@ -273,7 +273,7 @@ class SiteComparison:
         return list({id(site): site for site in chosen}.values())
 
     def calls_inside(self, site: InstalledSite, way: Way, groups: Groups) -> list[RecordedCall]:
-        """Return the site's calls, with the model's inputs as they are inside the modules around it that run on fewer tokens."""
+        """Return the site's calls, with the model's inputs as they are inside enclosing modules that run on fewer tokens."""
         calls = next((calls for recorded_way, calls in groups.get(site.path, []) if recorded_way is way), [])
         for outer in self.sites:
             if outer.reference.inside is None or not site.path.startswith(f"{outer.path}."):
@@ -317,13 +317,13 @@ class SiteComparison:
                 self.gap = max(self.gap, found.gap)
 
     def modes(self, site: InstalledSite, way: Way) -> list[Mode]:
-        """Return the modes in which the site's calls are made again."""
+        """Return the modes in which the site's calls are repeated."""
         evaluating = Mode("in evaluation mode")
         if way.words:
             trains = way.trains and site.reference.trainings
             return [evaluating, Mode("in training mode", True, True, 3)] if trains else [evaluating]
         same = [other for other in self.sites if other.reference is site.reference]
-        count = -(-site.reference.trainings // len(same))  # each of them has its own random numbers
+        count = -(-site.reference.trainings // len(same))  # each repetition has its own random numbers
         first = 1 + count * next(number for number, other in enumerate(same) if other is site)
         trainings = [Mode("in training mode", True, True, seed) for seed in range(first, first + count)]
         return [evaluating, Mode("in evaluation mode with gradients", gradients=True), *trainings]
@@ -365,20 +365,20 @@ class SiteComparison:
         self.missing += [(f"{path} was not compared with the dense module at its start", why) for path, why in observed.missing]
 
     def training_loss(self) -> float | None:
-        """Return the model's own loss in training mode, None where it has none."""
+        """Return the model's own loss in training mode, None if it has none."""
         with self.in_training():
             loss, own, _ = loss_of(self.model, self.subject.inputs, self.subject.run().logits.shape, 71)
         return float(loss.detach()) if own else None
 
     def recorded_losses(self) -> float:
-        """Return the sum of the auxiliary losses that are recorded in training mode."""
+        """Return the sum of the auxiliary losses recorded in training mode."""
         with self.in_training(), auxiliary_losses() as losses:
             self.model(**self.subject.inputs)
         return float(sum(float(loss.detach()) for loss in losses))
 
     @contextlib.contextmanager
     def in_training(self) -> Iterator[None]:
-        """Within this context the model trains, on the same random numbers each time."""
+        """Put the model into training mode within this context, with the same random numbers each time."""
         self.subject.run()
         self.model.train()
         torch.manual_seed(71)
@@ -392,7 +392,7 @@ class SiteComparison:
 def replay_or_stop(
     site: InstalledSite, applied: Any, calls: Sequence[RecordedCall], parameters: PerturbedParameters, mode: Mode
 ) -> ReplayResult:
-    """Return what `replay` does, or the error that stopped it: code that does not run in float64, or by itself."""
+    """Return the result of `replay`, or the error that stopped it: code that does not run in float64, or on its own."""
     try:
         return replay(site.module, site.reference, applied, calls, parameters, mode)
     except Exception as error:
@@ -400,7 +400,7 @@ def replay_or_stop(
 
 
 def site_call(site: InstalledSite, call: RecordedCall, before: tuple[SiteCall, ...]) -> SiteCall:
-    """Return a recorded call as its reference sees it, its given children left out."""
+    """Return a recorded call as the reference sees it, without the given children."""
     return SiteCall(site.module, site.options[-1], call.args, call.kwargs, call.inputs, {}, before=before, cached=call.had_cache)
 
 
@@ -409,7 +409,7 @@ def references_of(sites: Sequence[InstalledSite]) -> dict[str, ModuleReference]:
 
 
 def dense_path(model: nn.Module, path: str) -> str:
-    """Return the path without the steps from a module that wraps another to that."""
+    """Return the path without the steps from a wrapper to the module that it wraps."""
     module, steps = model, []
     for step in path.split("."):
         if not (isinstance(module, Wrapper) and step == "layer"):
@@ -419,7 +419,7 @@ def dense_path(model: nn.Module, path: str) -> str:
 
 
 def passes_of(model: nn.Module, context: Context) -> tuple[Any, ...]:
-    """Return the passes that the model was rewritten with, in order."""
+    """Return the passes that rewrote the model, in order."""
     accounts = rewrites(model) or context.rewrites
     if accounts is not None:
         return tuple(parse_spec(account.spec) for account in accounts)

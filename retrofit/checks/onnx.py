@@ -1,7 +1,7 @@
-"""The onnx check: exported to ONNX and run by ONNX Runtime, the model gives what it gives in torch, on inputs of other shapes.
+"""The onnx check: exported to ONNX and run by ONNX Runtime, the model gives torch's outputs, for inputs of other shapes too.
 
-It costs more than the other checks together (a trace with dynamic shapes, a translation, a cleaning for each file), so it runs only
-where it is named: `verify(model, checks=["onnx"])`, `retrofit verify --onnx`.
+It costs more than all other checks together (a trace with dynamic shapes, a translation, an optimization of each file), so it runs
+only if it is named: `verify(model, checks=["onnx"])`, `retrofit verify --onnx`.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ UNPACKING = {  # operators of packed weights
 
 @dataclasses.dataclass(frozen=True)
 class OnnxMeasurement:
-    """The distance of exported files from the model; without files if it cannot be exported."""
+    """The distance of exported files from the model; no files if it cannot be exported."""
 
     files: int = 0
-    measured: str = ""  # of the file that lies farthest from torch
+    measured: str = ""  # of the file with the largest distance from torch
     cached: bool = False
     why_no_cache: str = ""
     what_failed: str = ""
     why: str = ""
-    unsupported: str = ""  # why nothing can be compared here
+    unsupported: str = ""  # why no comparison is possible here
 
 
 def measure_onnx(subject: Subject, before: OnnxMeasurement | None = None, context: Context | None = None) -> OnnxMeasurement:
@@ -59,7 +59,7 @@ def measure_onnx(subject: Subject, before: OnnxMeasurement | None = None, contex
 
 
 def judge_onnx(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Context) -> Finding:
-    """Judge that a rewritten model can be exported where the dense model can, and with its cache where that can."""
+    """Judge whether a rewritten model can be exported if the dense model can, and with its cache if the dense one has it."""
     if now.unsupported:
         return skipped(now.unsupported)
     if not now.what_failed:
@@ -80,12 +80,12 @@ def judge_onnx(now: OnnxMeasurement, before: OnnxMeasurement | None, context: Co
 
 
 def dense_keeps_cache(context: Context) -> bool:
-    """Return whether the dense model, where it is at hand, is exported with its cache."""
+    """Return whether the dense model, if available, is exported with its cache."""
     return context.dense is not None and plan_export(context.dense, context.subject.inputs, "auto").cached
 
 
 def why_unsupported(model: nn.Module) -> str:
-    """Return why nothing can be compared here; "" where it can."""
+    """Return why no comparison is possible here; "" if one is."""
     if missing := missing_packages("onnxscript", "onnxruntime"):
         return f"{missing[0]} is not installed: pip install 'retrofit-transformers[onnx]'"
     dtype = dtype_of(model)
@@ -96,7 +96,7 @@ def why_unsupported(model: nn.Module) -> str:
 
 
 def check_file(path: Path, subject: Subject) -> Finding:
-    """Judge whether the ONNX file, whoever wrote it, computes what the model does, or the part of it with the file's inputs."""
+    """Judge whether the ONNX file, from any exporter, computes the model, or the part of it with the file's inputs."""
     if why := why_unsupported(subject.model):
         return skipped(why)
     running = OnnxSession(path)
@@ -130,7 +130,7 @@ def packed_products(path: Path) -> list[str]:
 
 
 def part_like(running: OnnxSession, subject: Subject) -> ExportPart:
-    """Return the part of the model with the file's inputs and states; raises `RetrofitError` where it has none."""
+    """Return the part of the model with the file's inputs and states; raises `RetrofitError` if it has none."""
     found = []
     for mode in ("auto", "none"):
         for part in plan_export(subject.model, subject.inputs, mode).parts:  # type: ignore[arg-type]

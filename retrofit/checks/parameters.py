@@ -1,8 +1,8 @@
-"""The parameters check: every dense parameter is where its fate says, as it was; the new ones number what the formulas say.
+"""The parameters check: every dense parameter is where its fate says, unchanged; the number of new ones follows the formulas.
 
 A dense parameter is recognised by its fingerprint (shape, dtype, checksum, a sample), which is kept instead of its values. Without
-an account of the edits it is found by its name and its fingerprint. Weights with NaN or Inf are refused: nothing that is computed
-from them could be checked.
+a journal of the edits it is found by its name and its fingerprint. Weights with NaN or Inf are refused: no other check could use
+their results.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from retrofit.surgery.edit import Fate
 
 @dataclasses.dataclass(frozen=True)
 class ParametersMeasurement:
-    """The dense parameters by their dense names, as the model holds them, and the size of all its parameters."""
+    """The fingerprints of the dense parameters by dense name, and the size of all parameters."""
 
     prints: dict[str, Fingerprint]
     elements: int
-    fitted: frozenset[str] = frozenset()  # those whose values were fitted to data
+    fitted: frozenset[str] = frozenset()  # those with values fitted to data
 
 
 def measure_parameters(
     subject: Subject, before: ParametersMeasurement | None = None, context: Context | None = None
 ) -> ParametersMeasurement:
-    """Return the fingerprint of every dense parameter: in a rewritten model of what is where its fate says."""
+    """Return the fingerprint of every dense parameter; in a rewritten model, of the tensor that its fate names."""
     elements = sum(parameter.numel() for parameter in subject.model.parameters())
     if before is None or context is None:
         return ParametersMeasurement(fingerprints(subject.model) if context is None else {}, elements)
@@ -49,12 +49,12 @@ def measure_parameters(
 
 
 def is_fitted(subject: Subject, fate: Fate) -> bool:
-    """Return whether the model says that the values of a dense parameter were fitted to data."""
+    """Return whether the model's journal says that a dense parameter was fitted to data."""
     return fate.layout is not None and bool(fate.layout.fitted) and bool(subject.model.get_buffer(fate.layout.fitted))
 
 
 def fingerprint_at(subject: Subject, fate: Fate, storage: int) -> Fingerprint:
-    """Return the fingerprint of the dense parameter that lies where `fate` says."""
+    """Return the fingerprint of the dense parameter at the place that `fate` says."""
     value: nn.Parameter = subject.parameters[fate.name]
     if fate.kind == "widened":
         return Fingerprint.of(value[fate.index], storage, fate.scale)
@@ -86,14 +86,14 @@ def judge_parameters(now: ParametersMeasurement, before: ParametersMeasurement |
 
 
 def what_is_wrong(name: str, now: Fingerprint | None, before: Fingerprint, context: Context, fitted: bool = False) -> str:
-    """Return what is wrong with the fate of a dense parameter, "" where nothing is."""
+    """Return the error in the fate of a dense parameter, "" if there is none."""
     fate = context.fates.get(name)
     if fate is None:
         return "no edit accounts for it"
     if fate.kind == "dropped":
         return f"an exact rewrite dropped it: {fate.why}" if context.exact else "" if fate.why else "dropped without a reason"
     if now is None:
-        return f"it should be {fate.name or 'unnamed'} now, and there is no such parameter"
+        return f"it should be {fate.name or 'unnamed'} now, but there is no such parameter"
     site = context.site_of(fate.name)
     if fitted and context.exact:
         return f"an exact rewrite fitted it to data{site}"
@@ -109,7 +109,7 @@ def what_is_wrong(name: str, now: Fingerprint | None, before: Fingerprint, conte
 
 
 def untied(now: ParametersMeasurement, before: ParametersMeasurement) -> list[list[str]]:
-    """Return the groups of names that were one parameter and are several."""
+    """Return the groups of names of formerly shared parameters that are several now."""
     groups: dict[int, list[str]] = {}
     for name, fingerprint in before.prints.items():
         if name in now.prints:
@@ -123,7 +123,7 @@ def formulas(context: Context) -> str:
 
 
 def unannounced(context: Context) -> str:
-    """Return the new parameters that lie in no rewritten site, else all the new ones."""
+    """Return the new parameters outside of rewritten sites, else all new ones."""
     outside = [name for name in context.new_parameters if not context.site_of(name)]
     return f"in no rewritten site: {first_few(outside)}" if outside else f"new are {first_few(context.new_parameters) or 'none'}"
 
@@ -138,16 +138,16 @@ SAMPLE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """A hash of a tensor that holds a parameter, or a multiple of one."""
+    """A fingerprint of a tensor that holds a parameter, or a multiple of one."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    checksum: int | None  # of the values divided by the scale; None where that would round them
-    sample: torch.Tensor  # some of its elements, at fixed places, in float64
+    checksum: int | None  # of the values divided by the scale; None if that would round them
+    sample: torch.Tensor  # some elements, at fixed places, in float64
     trainable: bool
-    storage: int  # names of one tensor have one storage
+    storage: int  # the same for all names of one tensor
     scale: float = 1.0
-    finite: bool = True  # no element is NaN or infinite, where all were read
+    finite: bool = True  # no element is NaN or infinite, if all were read
 
     @staticmethod
     def of(value: torch.Tensor, storage: int = 0, scale: float = 1.0) -> Fingerprint:
@@ -160,7 +160,7 @@ class Fingerprint:
         return math.prod(self.shape)
 
     def matches(self, now: Fingerprint) -> bool:
-        """Return whether `now` holds this parameter times its scale: bit for bit for a power of two, else by the sample."""
+        """Return whether `now` holds this parameter times its scale: bit for bit for a power of two, else judged by the sample."""
         if now.shape != self.shape:
             return False
         if now.dtype == self.dtype and now.checksum is not None:
@@ -170,7 +170,7 @@ class Fingerprint:
 
 
 def chunks(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Return the elements in order, a bounded number at a time, on the CPU."""
+    """Return the elements in order, in chunks, on the CPU."""
     rows = value.detach().unsqueeze(0) if value.dim() == 0 else value.detach()
     step = max(1, ROWS // max(1, math.prod(rows.shape[1:])))
     for start in range(0, rows.shape[0], step):
@@ -178,16 +178,16 @@ def chunks(value: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def checksum(value: torch.Tensor, scale: float = 1.0) -> int:
-    """Return a checksum of the bytes of `value / scale` in their order, read a bounded number at a time.
+    """Return a checksum of the bytes of `value / scale` in their order, read in chunks.
 
-    It is the CRC-32 of sums: of the bytes as words of eight in rows of a fixed width, each row's and each column's sum, modulo 2⁶⁴.
-    A change that keeps all of these touches at least two rows and two columns. Sums are read as fast as memory is; a CRC is not.
+    It is the CRC-32 of sums: the sums of each row and column, modulo 2⁶⁴, of the bytes as 8-byte words in rows of a fixed width. A
+    change that preserves all of these affects at least two rows and two columns. Sums run at memory speed; a CRC does not.
     """
     return read(value, scale)[0]
 
 
 def read(value: torch.Tensor, scale: float = 1.0) -> tuple[int, bool]:
-    """Return the `checksum` of `value / scale`, and whether every element is finite, from one reading."""
+    """Return the `checksum` of `value / scale`, and whether every element is finite, in one reading."""
     total, finite = 0, True
     for chunk in chunks(value):
         finite = finite and is_finite(chunk)
@@ -200,12 +200,12 @@ def read(value: torch.Tensor, scale: float = 1.0) -> tuple[int, bool]:
 
 
 def is_finite(chunk: torch.Tensor) -> bool:
-    """Return whether no element is NaN or infinite: their sum is not, or, where that is too large, the extremes."""
+    """Return whether no element is NaN or infinite, judged by their sum or, if it overflows, by the extremes."""
     if not chunk.is_floating_point() or not chunk.numel():
         return True
     if chunk.itemsize >= 2 and bool(chunk.sum(dtype=torch.promote_types(chunk.dtype, torch.float32)).isfinite()):
         return True
-    least, most = (chunk.float() if chunk.itemsize < 2 else chunk).aminmax()  # eight bits are for storage
+    least, most = (chunk.float() if chunk.itemsize < 2 else chunk).aminmax()  # eight-bit floats have no arithmetic
     return bool(least.isfinite() & most.isfinite())
 
 
@@ -223,7 +223,7 @@ def sample(value: torch.Tensor, most: int = SAMPLE) -> torch.Tensor:
 
 
 def fingerprints(model: nn.Module) -> dict[str, Fingerprint]:
-    """Return a fingerprint of every parameter by each of its names; shared ones are read once."""
+    """Return a fingerprint of every parameter under each of its names; shared ones are read once."""
     prints: dict[int, Fingerprint] = {}
     by_name: dict[str, Fingerprint] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -241,17 +241,17 @@ def count_elements(prints: Iterable[Fingerprint]) -> int:
 # ── Matching without an account ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-BLOCKS = 64  # a larger parameter of more blocks than this is not searched
-ALIKE = 0.5  # of a sample, the share that must be unchanged for a block to be the parameter
+BLOCKS = 64  # blocks of the largest parameter that is searched
+ALIKE = 0.5  # share of a sample that identifies a parameter in a block
 
 
 def match_parameters(dense: Mapping[str, Fingerprint], model: nn.Module) -> dict[str, Fate]:
-    """Return the fate of each dense parameter: kept, moved under a longer name or any, a block of a larger one, or dropped."""
+    """Return the fate of each dense parameter: kept, moved under a longer or any name, a block of a larger one, or dropped."""
     now = dict(model.named_parameters(remove_duplicate=False))
     by_content: dict[tuple[int | None, tuple[int, ...]], str] = {}
     for name, parameter in now.items():
         by_content[checksum(parameter), tuple(parameter.shape)] = name
-    recorded = {  # by the names of the first dense model, whose modules may be wrapped in this one
+    recorded = {  # by the names of the first dense model, whose modules may be wrapped here
         name if name in dense else next(iter(longer_names(name, dense)), name): fate
         for name, fate in provenance_of(model).rearranged.items()
     }
@@ -275,24 +275,24 @@ def match_parameters(dense: Mapping[str, Fingerprint], model: nn.Module) -> dict
 
 
 def own_longer_names(name: str, now: Mapping[str, nn.Parameter], dense: Mapping[str, Fingerprint]) -> list[str]:
-    """Return the longer names that no other dense parameter fits better: `attention.output` also reads as a longer `output`."""
+    """Return the longer names that fit no other dense parameter better: `attention.output` also reads as a longer `output`."""
     rivals = [other.split(".") for other in longer_names(name, dense) if other != name and dense[other].shape == dense[name].shape]
     return [other for other in longer_names(name, now) if not any(is_within(rival, other.split(".")) for rival in rivals)]
 
 
 def longer_names(name: str, now: Iterable[str]) -> list[str]:
-    """Return the names that are `name` with more components in between, the shortest first."""
+    """Return the names that are `name` with more components in between, shortest first."""
     return sorted((other for other in now if is_within(name.split("."), other.split("."))), key=len)
 
 
 def is_within(parts: list[str], others: list[str]) -> bool:
-    """Return whether `others` holds all of `parts` in order: `h.0.mlp` is within `h.0.layer.mlp`."""
+    """Return whether `others` contains all of `parts` in order: `h.0.mlp` is within `h.0.layer.mlp`."""
     rest = iter(others)
     return all(part in rest for part in parts)
 
 
 def find_block(name: str, dense: Fingerprint, now: Mapping[str, nn.Parameter]) -> Fate | None:
-    """Return the larger parameter with the dense one as a block, up to a scale; of its name, most elements are enough."""
+    """Return the larger parameter with the dense one as a block, up to a scale; under its own name, most elements suffice."""
     namesakes = longer_names(name, now)
     for candidate in [*namesakes, *(other for other in now if other not in namesakes)]:
         scored = [(compare_sample(now[candidate][index], dense), index) for index in blocks(now[candidate], dense.shape)]
@@ -303,7 +303,7 @@ def find_block(name: str, dense: Fingerprint, now: Mapping[str, nn.Parameter]) -
 
 
 def blocks(value: torch.Tensor, shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:
-    """Yield the blocks of that shape that a larger tensor divides into, but a rest at its end; none where there are too many."""
+    """Yield the blocks of that shape in a larger tensor, without a remainder at its end; none if there are too many."""
     if value.dim() != len(shape) or any(part == 0 or extent < part for extent, part in zip(value.shape, shape, strict=True)):
         return
     if value.shape == shape or value.numel() // torch.Size(shape).numel() > BLOCKS:
@@ -324,7 +324,7 @@ def compare_sample(value: torch.Tensor, dense: Fingerprint) -> tuple[float, floa
 
 
 def snap_scale(scale: float) -> float:
-    """Return the scale; n or 1/n where it is that within rounding."""
+    """Return the scale, rounded to n or 1/n if it is that close."""
     for exact in (float(round(scale)), 1 / round(1 / scale) if scale and abs(scale) <= 1 else 0.0):
         if exact and abs(scale / exact - 1) < 1e-4:
             return exact
@@ -335,7 +335,7 @@ def snap_scale(scale: float) -> float:
 
 
 def require_finite(model: nn.Module, measured: ParametersMeasurement | None = None) -> None:
-    """Raise `RetrofitError` that names a weight of the model which holds NaN or Inf; what was `measured` is not read again."""
+    """Raise `RetrofitError` if a weight contains NaN or Inf; weights that were `measured` are not read again."""
     if measured is not None:
         wrong = [name for name, fingerprint in measured.prints.items() if not fingerprint.finite]
     else:
@@ -346,7 +346,7 @@ def require_finite(model: nn.Module, measured: ParametersMeasurement | None = No
 
 
 def require_finite_weight(name: str, weight: Tensor) -> None:
-    """Raise `RetrofitError` where a value of the weight is NaN or infinite."""
+    """Raise `RetrofitError` if a value of the weight is NaN or infinite."""
     if not all(map(is_finite, chunks(weight))):
         raise not_finite(name, weight)
 

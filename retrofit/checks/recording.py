@@ -1,7 +1,7 @@
-"""The calls of the modules that passes installed, recorded in forwards of the model: arguments, results, and those of children.
+"""The calls of the modules that passes installed, recorded in forwards of the model: arguments, results, and calls of children.
 
-The model runs on a few tokens, on many, padded, and on a cache. A way that cannot be recorded is reported with its reason, unless
-no model of the kind has it: one that keeps no cache, or takes no mask.
+The model runs on a few tokens, on many, padded, and with a cache. A way that cannot be recorded is reported with its reason, unless
+the kind of model excludes it: no cache, or no mask.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from retrofit.inputs.module_calls import CallRecorder, RecordedCall, tensors_in
 from retrofit.inputs.probes import Inputs, accepts, extent_of, is_per_token, output_ids_name, resized, run
 from retrofit.passbase.method_reference import ModuleReference
 
-MOST = 2  # calls of a module that are kept of one forward: one that several depths share has many
+MOST = 2  # calls of a module that are kept per forward; a module shared across depth has many
 
 
 def recorder_of(model: nn.Module, references: Mapping[str, ModuleReference], most: int = MOST) -> CallRecorder:
-    """Return a recorder of the calls of the sites at the paths of `references`, with those of their given children."""
+    """Return a recorder for the calls of the sites at the paths of `references` and of their given children."""
     return CallRecorder(model, {path: reference.given for path, reference in references.items()}, most=most, first=True)
 
 
 def same_calls(*both: Sequence[RecordedCall]) -> bool:
-    """Return whether the tensors that two lists of calls received and returned are the same bits."""
+    """Return whether inputs and outputs of two lists of calls are bitwise equal."""
     ours, theirs = (tensors_in([(call.args, call.kwargs, call.output) for call in calls]) for calls in both)
     return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
 
@@ -38,7 +38,7 @@ def same_calls(*both: Sequence[RecordedCall]) -> bool:
 # ── Ways to run the model ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-STEPS = 5  # tokens decoded one at a time: of a few in a row some are anchors and some are not
+STEPS = 5  # tokens decoded one at a time: among a few in a row, some are anchors and some are not
 CHUNKS = (2, 3)  # tokens decoded at a time
 Calls = dict[str, list[RecordedCall]]
 References = Mapping[str, ModuleReference]
@@ -46,18 +46,18 @@ References = Mapping[str, ModuleReference]
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """A way to run the model: the words for it, the calls of each site; those on a cache follow each other."""
+    """A way to run the model: its name, and the calls of each site; calls with a cache follow each other."""
 
     words: str
     record: Callable[[], Calls]
     on_cache: bool = False
-    trains: bool = False  # whether its calls are also made again in training mode
-    spared: bool = False  # whether a large model is not run so
-    matters: bool = True  # whether any site has a call to compare then
+    trains: bool = False  # whether its calls are repeated in training mode too
+    spared: bool = False  # whether a large model skips it
+    matters: bool = True  # whether any site then has a call to compare
 
 
 class SiteWays:
-    """The ways in which the calls of some sites of a model are recorded, but for the plain one."""
+    """The ways in which the calls of some sites are recorded, besides the plain one."""
 
     def __init__(self, model: nn.Module, references: References, inputs: Inputs, logits: Tensor, *, is_large: bool = False) -> None:
         """Prepare the ways; of a large model, whose every forward reads all its weights, without padding and chunks.
@@ -66,9 +66,9 @@ class SiteWays:
         """
         self.is_large = is_large
         self.model, self.references, self.inputs, self.logits = model, references, inputs, logits
-        self.missing: list[tuple[str, str]] = []  # what was not recorded, and why
-        self.raised: dict[str, str] = {}  # by the words of a way: the error that the model's own code raised
-        self.uncached: set[str] = set()  # sites that received no cache though the model decoded on one
+        self.missing: list[tuple[str, str]] = []  # omissions and their reasons
+        self.raised: dict[str, str] = {}  # name of a way → error of the model's own code
+        self.uncached: set[str] = set()  # sites without a cache although the model decoded with one
 
     def ways(self) -> Iterator[Way]:
         """Yield the ways that the inputs and the sites allow."""
@@ -105,7 +105,7 @@ class SiteWays:
             )
 
     def calls(self) -> Iterator[tuple[Way, Calls]]:
-        """Return what was recorded in each way; what stopped one is kept in `missing`."""
+        """Return the calls recorded in each way; reasons for omissions are kept in `missing`."""
         for way in self.ways():
             if self.is_large and way.spared:
                 if way.matters:
@@ -113,21 +113,21 @@ class SiteWays:
                 continue
             try:
                 found = way.record()
-            except Exception as error:  # what a model's own code raises; the other checks say so where it should run
+            except Exception as error:  # the model's own code may raise anything; other checks report it
                 self.missing.append((f"no module was compared{way.words}", first_line(error)))
-                if not isinstance(error, RetrofitError):  # that would be a refusal
+                if not isinstance(error, RetrofitError):  # a refusal otherwise
                     self.raised[way.words] = first_line(error)
                 continue
             yield way, {path: calls if way.on_cache else calls[:1] for path, calls in found.items() if calls}
 
     def references_where(self, matter: Callable[[ModuleReference], bool]) -> References:
-        """Return the references that matter, and those of modules that run others on fewer tokens; nothing where none matters."""
+        """Return the references that matter, with those of modules that run others on fewer tokens; none if none matters."""
         if not any(map(matter, self.references.values())):
             return {}
         return {path: reference for path, reference in self.references.items() if matter(reference) or reference.inside is not None}
 
     def record(self, inputs: Inputs, references: References | None = None) -> Calls:
-        """Return the calls of the sites, or of those with these references, in a forward on these inputs."""
+        """Return the calls of the sites, or of those with these references, in a forward with these inputs."""
         recorder = recorder_of(self.model, self.references if references is None else references)
         recorder.inputs = inputs
         with recorder.recording() as calls:
@@ -135,13 +135,13 @@ class SiteWays:
         return calls
 
     def padded(self) -> Calls:
-        """Return the calls with padded sequences; for a module that is not shown the padding, those with no token masked."""
+        """Return the calls with padded sequences; for a module that is not shown the padding, those without masked tokens."""
         inputs = pad_both_sides(self.model, self.inputs)
         masked, unmasked = (self.record(given) for given in (inputs, without_mask(inputs)))
         return {path: unmasked[path] if same_calls(calls, unmasked[path]) else calls for path, calls in masked.items()}
 
     def on_cache(self, words: str, kind: str, lengths: tuple[int, ...]) -> Calls:
-        """Return the calls of a batch whose last tokens are decoded so many at a time; none where the model keeps no cache."""
+        """Return the calls of a batch whose last tokens are decoded so many at a time; none if the model keeps no cache."""
         whole = step_batch(self.model, self.inputs, kind).whole
         name = output_ids_name(whole, self.logits)
         if name is None:
@@ -162,9 +162,10 @@ class SiteWays:
         return {path: found for path, found in calls.items() if self.is_decoding(path, found, count, words)}
 
     def is_decoding(self, path: str, calls: list[RecordedCall], count: int, words: str) -> bool:
-        """Return whether these are the calls of one sequence on one cache; one whose inputs do not grow (an encoder) has none.
+        """Return whether these are the calls of one sequence with one cache; a module whose inputs do not grow (an encoder) has
+        none.
 
-        Inside a strided layer there are fewer: a step without an anchor does not call it.
+        A module inside a strided layer has fewer calls: a step without an anchor does not call it.
         """
         strided = any(reference.inside is not None and path.startswith(f"{outer}.") for outer, reference in self.references.items())
         if (len(calls) == count or (strided and 0 < len(calls) < count)) and all(call.had_cache for call in calls):

@@ -1,9 +1,9 @@
-"""One recorded call made again, by the module and by its reference, in float64: outputs, auxiliary losses and gradients compared.
+"""A recorded call, repeated in float64 by the module and by its reference: outputs, auxiliary losses and gradients are compared.
 
-The module's own code runs with parameters that have moved from their start (where much of a method is invisible: a table of zeros,
-a coefficient of one), with the recorded arguments, and with its given children answering as they did in the model's forward.
-Nothing in the model is changed: the parameters are copies, in place of the module's for the time of the call. The module computes
-on its own device, the reference on the CPU: plain loops would wait for another device at every step.
+The module's own code runs with perturbed parameters (their initial values, a table of zeros or a coefficient of one, hide much of a
+method), with the recorded arguments, and with its given children returning their recorded outputs. The model is not changed: the
+parameters are copies that replace the module's during the call. The module computes on its own device, the reference on the CPU,
+where plain loops do not wait for another device.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from retrofit.passbase.method_reference import (
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import with_item
 
-LIMIT = 1e-7  # relative to the largest value: both sides are computed in float64
-SPREAD, LEAST = 0.5, 0.1  # how far parameters move: in parts of their own spread; those that are all zero
-NEGLIGIBLE = 1e-6  # of the largest gradient: one that is smaller everywhere is measured by that
-LARGE = 1 << 22  # elements of a table of which only the rows in use are copied
+LIMIT = 1e-7  # relative to the largest value; both sides are computed in float64
+SPREAD, LEAST = 0.5, 0.1  # perturbation: relative to a parameter's spread; for parameters of zeros
+NEGLIGIBLE = 1e-6  # of the largest gradient, by which smaller ones are measured
+LARGE = 1 << 22  # elements of a table from which on only the rows in use are copied
 TALL = 4096  # rows of such a table
 EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")  # its first arguments
-BLOCK = 65521  # random numbers that are drawn for one tensor; a prime, so that no two rows of a matrix are equal
+BLOCK = 65521  # random numbers drawn for a tensor; a prime, so that no two rows of a matrix are equal
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplayResult:
-    """The distance of a module from its reference, and what is wrong ("" if nothing); `stopped` where neither is known."""
+    """The distance of a module from its reference, and the problem ("" if none); `stopped` if neither is known."""
 
     gap: float = 0.0
     problem: str = ""
@@ -73,15 +73,15 @@ class Mode:
 
 @dataclasses.dataclass
 class PerturbedParameters:
-    """Copies of a module's own parameters and buffers in float64, moved a little; of large tables the rows in use alone."""
+    """Float64 copies of a module's own parameters and buffers, perturbed; of large tables only the rows in use."""
 
     leaves: dict[str, Tensor]  # by name
-    places: list[tuple[dict[str, Any], str, Any, str]]  # registry, name in it, what was there, name of the leaf
-    tables: dict[str, RowsInUse]  # those that are large, by name
+    places: list[tuple[dict[str, Any], str, Any, str]]  # registry, name in it, former value, name of the leaf
+    tables: dict[str, RowsInUse]  # large tables, by name
 
     @staticmethod
     def of(module: nn.Module, reference: ModuleReference, calls: Sequence[RecordedCall]) -> PerturbedParameters:
-        """Return those of a module for these calls; its given children and functions keep theirs."""
+        """Return the copies for a module and these calls; its given children and functions keep their own."""
         generator = torch.Generator().manual_seed(5)
         leaves: dict[str, Tensor] = {}
         places: list[tuple[dict[str, Any], str, Any, str]] = []
@@ -107,7 +107,7 @@ class PerturbedParameters:
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within this context the module's parameters and buffers are these."""
+        """Install the copies as the module's parameters and buffers within this context."""
         try:
             for registry, name, _, leaf in self.places:
                 registry[name] = self.leaves[leaf]
@@ -119,7 +119,7 @@ class PerturbedParameters:
 
     @contextlib.contextmanager
     def on_the_cpu(self, module: nn.Module, reference: ModuleReference) -> Iterator[None]:
-        """Within this context, what the module and its functions hold is there; gradients go on to where it was."""
+        """Move what the module and its functions hold to the CPU within this context; gradients flow back to the originals."""
         registries = [
             registry for _, part in own_modules(module, reference.given) for registry in (part._parameters, part._buffers)
         ]
@@ -134,13 +134,13 @@ class PerturbedParameters:
 
     @property
     def trainable(self) -> dict[str, Tensor]:
-        """Those that receive a gradient, by name."""
+        """The copies that receive a gradient, by name."""
         return {name: leaf for name, leaf in self.leaves.items() if leaf.requires_grad}
 
     def gradients(self, value: Tensor, others: Sequence[Tensor]) -> list[Tensor | None]:
         """Return the gradient of a number with respect to each trainable parameter, then to each of `others`.
 
-        Of a large table it is that of the rows in use; None: the number does not depend on it.
+        For a large table it covers the rows in use. None if the number does not depend on it.
         """
         leaves = self.trainable
         tables = {place: self.tables[name] for place, name in enumerate(leaves) if name in self.tables}
@@ -152,7 +152,7 @@ class PerturbedParameters:
 
 @dataclasses.dataclass(frozen=True)
 class RowsInUse:
-    """The rows of a large table that are looked up, as a tensor of their own: the gradient of a look-up is one of these alone."""
+    """The rows of a large table that are looked up, as a separate tensor with its own gradient."""
 
     table: Tensor
     rows: Tensor  # in ascending order
@@ -164,7 +164,7 @@ class RowsInUse:
         return RowsInUse(table, rows, table.detach()[rows].requires_grad_(table.requires_grad))
 
     def places(self, index: Any) -> Any:
-        """Return where the rows of an integer index are among those in use; None where it is no such index, or another row's."""
+        """Return the places of an integer index among the rows in use; None if it is no such index, or has other rows."""
         if isinstance(index, Tensor) and index.dtype == torch.long:
             found = torch.searchsorted(self.rows, index.to(self.rows.device)).clamp_max(len(self.rows) - 1)
             return found if torch.equal(self.rows[found], index.to(self.rows.device)) else None
@@ -174,7 +174,7 @@ class RowsInUse:
         return None
 
     def gradient(self, whole: Tensor | None, looked_up: Tensor | None) -> Tensor | None:
-        """Return the gradient of the rows in use from the table's, dense or sparse, and that of what was looked up."""
+        """Return the gradient of the rows in use from the dense or sparse gradients of the table and of the looked-up rows."""
         if whole is None:
             return looked_up
         part = (whole.coalesce() if whole.is_sparse else whole).index_select(0, self.rows).to_dense()
@@ -182,7 +182,7 @@ class RowsInUse:
 
 
 class LookUps(TorchFunctionMode):
-    """Within this context rows of large tables are looked up among those in use; anything else reads the table itself."""
+    """Redirect look-ups in large tables to the rows in use within this context; other operations read the table itself."""
 
     def __init__(self, tables: Iterable[RowsInUse]) -> None:
         super().__init__()
@@ -203,14 +203,14 @@ class LookUps(TorchFunctionMode):
 
 
 def own_modules(module: nn.Module, given: Sequence[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Return the module and those inside it, except its given children and what is inside them."""
+    """Return the module and the modules inside it, without its given children and their contents."""
     for path, part in module.named_modules(remove_duplicate=False):
         if path.partition(".")[0] not in given or not path:
             yield path, part
 
 
 def perturbed(value: Tensor, rows: Tensor | None, generator: torch.Generator) -> Tensor:
-    """Return a float64 copy, to which noise of a part of its own spread is added; zero but for `rows` where they are named."""
+    """Return a float64 copy with noise relative to its spread; zero outside of `rows` if they are given."""
     source = value if rows is None else value[rows]
     noise = repeated_noise(source.shape, generator).to(value.device)
     size = float(source.double().square().mean().sqrt()) if source.numel() else 0.0
@@ -222,14 +222,14 @@ def perturbed(value: Tensor, rows: Tensor | None, generator: torch.Generator) ->
 
 
 def repeated_noise(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Return standard normal numbers, which repeat in a large tensor: there drawing all would take longer than all the rest."""
+    """Return standard normal numbers, repeated in a large tensor, because drawing all would dominate the time."""
     count = shape.numel()
     block = torch.randn(min(count, BLOCK), generator=generator, dtype=torch.float64)
     return block.repeat(-(-count // max(1, len(block))))[:count].view(shape)
 
 
 def used_integers(calls: Sequence[RecordedCall]) -> Tensor:
-    """Return the integers among the arguments of some calls, each once: rows of a table that may be read."""
+    """Return the distinct integers among the arguments of some calls: rows of a table that may be read."""
     tensors = tensors_in([(call.args, call.kwargs) for call in calls])
     found = [torch.zeros(1, dtype=torch.long), *(tensor.cpu().flatten() for tensor in tensors if tensor.dtype == torch.long)]
     unique = torch.cat(found).unique()
@@ -240,9 +240,9 @@ def used_integers(calls: Sequence[RecordedCall]) -> Tensor:
 
 
 class GivenChild(nn.Module):
-    """In place of a given child: answers as it did in the model's forward, and holds its arguments against the reference's.
+    """Replacement of a given child: returns its recorded outputs, and compares its arguments with the reference's.
 
-    Before the reference has run it only answers.
+    Until the reference has run it only returns outputs.
     """
 
     def __init__(self, child: nn.Module, name: str, results: Sequence[Any]) -> None:
@@ -278,7 +278,7 @@ class GivenChild(nn.Module):
 
 
 def compare_argument(name: str, place: Place, expected: Expected, args: Any, kwargs: Any) -> Tensor:
-    """Return what is read of the argument at a place; raises `Deviation` unless it is what is expected there."""
+    """Return the parts of the argument at a place that are read; raises `Deviation` if it is not the expected one."""
     position, keyword = place
     missing = keyword not in kwargs and (position is None or position >= len(args))
     if missing:
@@ -291,7 +291,7 @@ def compare_argument(name: str, place: Place, expected: Expected, args: Any, kwa
 
 
 def compare_others(name: str, expected: Expected, call: SiteCall, args: Any, kwargs: Any) -> None:
-    """Raise `Deviation` where another argument is not the expected one or, without one, what the module itself was given."""
+    """Raise `Deviation` if another argument is not the expected one or, without one, the module's own."""
     if expected.others is None:
         return
     given = {**dict(enumerate(call.args)), **call.kwargs, **expected.others}
@@ -306,13 +306,13 @@ def compare_others(name: str, expected: Expected, call: SiteCall, args: Any, kwa
 
 
 def first_difference(value: Any, other: Any) -> str:
-    """Return how the first two tensors inside differ that do, "" where none do."""
+    """Return the first difference among the tensors inside, "" if there is none."""
     pairs = zip(tensors_in(value), tensors_in(other), strict=False)
     return next((problem for pair in pairs if (problem := difference(*pair))), "")
 
 
 def difference(ours: Any, other: Any) -> str:
-    """Return how two tensors differ by more than rounding, "" where they do not."""
+    """Return how two tensors differ by more than rounding, "" if they do not."""
     if not isinstance(ours, Tensor) or not isinstance(other, Tensor):
         return "" if ours is other else f"it is {type(ours).__name__}"
     if ours.dim() == other.dim() and all(size in (1, own) for own, size in zip(ours.shape, other.shape, strict=True)):
@@ -324,7 +324,7 @@ def difference(ours: Any, other: Any) -> str:
 
 
 class RandomDraws(TorchDispatchMode):
-    """Within this context the random numbers that are drawn are kept."""
+    """Keep the random numbers that are drawn within this context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ def replay(
     parameters: PerturbedParameters,
     mode: Mode,
 ) -> ReplayResult:
-    """Return how far the module and its reference lie apart in calls that follow each other on one cache, or in a single one."""
+    """Return the distance between module and reference over calls that follow each other with one cache, or over a single call."""
     caches: dict[int, Any] = {}
     before: tuple[SiteCall, ...] = ()
     found = ReplayResult()
@@ -369,10 +369,10 @@ def replay(
 
 @contextlib.contextmanager
 def set_mode(module: nn.Module, reference: ModuleReference, training: bool) -> Iterator[None]:
-    """Within this context the module is in that mode; the model's own functions inside it (an activation, a dropout) evaluate."""
+    """Set the module's mode within this context; the model's own functions inside it (an activation, a dropout) evaluate."""
     before = {part: part.training for part in module.modules()}
     try:
-        with Widened():  # some measure their weights then
+        with Widened():  # some functions measure their weights in this mode
             module.train(training)
         for name in reference.functions:
             child = module._modules.get(name)
@@ -385,7 +385,7 @@ def set_mode(module: nn.Module, reference: ModuleReference, training: bool) -> I
 
 
 class Replay:
-    """One recorded call, made again by the module and by its reference."""
+    """A recorded call, repeated by the module and by its reference."""
 
     def __init__(
         self,
@@ -423,13 +423,13 @@ class Replay:
         self.args = tuple(map(leaf, call.args))
         self.kwargs = {name: leaf(value) for name, value in call.kwargs.items()}
         self.results = {name: [map_tensors(child.output, widen) for child in made] for name, made in call.children.items()}
-        with torch.enable_grad():  # gradients go on from the CPU to the arguments
+        with torch.enable_grad():  # gradients flow from the CPU back to the arguments
             args, kwargs, inputs, results = map_tensors((self.args, self.kwargs, call.inputs, self.results), self.on_the_cpu)
         staying = self.on_the_cpu(call.staying)
         self.site = SiteCall(module, options, args, kwargs, inputs, results, (), before, cached, staying)
 
     def on_the_cpu(self, value: Any) -> Any:
-        """Return a tensor there, always the same for the same one."""
+        """Return the tensor's copy on the CPU, always the same one."""
         return self.copies.setdefault(id(value), value.cpu()) if isinstance(value, Tensor) else value
 
     def run(self, gradients: bool, seed: int) -> ReplayResult:
@@ -437,7 +437,7 @@ class Replay:
         drawn = self.module_draws(seed) if self.site.training else []
         self.site.draws = list(drawn)
         with torch.set_grad_enabled(gradients):
-            widened = Widened() if self.reference.functions else contextlib.nullcontext()  # the formula is in float64 by itself
+            widened = Widened() if self.reference.functions else contextlib.nullcontext()  # other formulas are in float64 already
             with self.parameters.on_the_cpu(self.module, self.reference), widened:
                 expected = self.reference.compute(self.site)
             if self.site.draws:
@@ -452,7 +452,7 @@ class Replay:
         return max(found, self.compare_gradients(value, losses, expected, seed), key=lambda each: each.gap)
 
     def module_draws(self, seed: int) -> list[Draw]:
-        """Return the random numbers that the module draws; its caches stay as they are."""
+        """Return the random numbers that the module draws, without changing its caches."""
         args, kwargs = map_tensors((self.args, self.kwargs), lambda leaf: copy.deepcopy(leaf) if isinstance(leaf, Cache) else leaf)
         torch.manual_seed(seed)
         with torch.no_grad(), self.children(False), Widened(), RandomDraws() as drawn:
@@ -471,7 +471,7 @@ class Replay:
 
     @contextlib.contextmanager
     def children(self, compares: bool) -> Iterator[dict[str, GivenChild]]:
-        """Within this context the given children answer as they did in the model's forward."""
+        """Let the given children return their recorded outputs within this context."""
         registry, stubs = self.module._modules, {}
         originals = {name: child for name in self.reference.given if (child := registry.get(name)) is not None}
         for name, child in originals.items():
@@ -501,7 +501,7 @@ class Replay:
 
     @staticmethod
     def first_place(value: Tensor, expected: Tensor) -> str:
-        """Return where the outputs first differ, in words."""
+        """Return where the outputs first differ, as text."""
         if value.dim() < 2:
             return ""
         rows = (value - expected).detach().abs().flatten(0, -2).amax(-1)
@@ -509,7 +509,7 @@ class Replay:
         return f", first at token {int(wrong[0])} of {len(rows)}, at {len(wrong)} in all" if len(wrong) else ""
 
     def zero_at_padding(self, gradient: Tensor, leaf: Tensor) -> Tensor:
-        """Return the gradient of a leaf, zero at padding of an argument that the model has set to zero: none goes on there."""
+        """Return the gradient of a leaf, zero at padding that the model has set to zero in an argument."""
         hidden = self.site.irrelevant
         if hidden is None or leaf.shape[:-1] != hidden.shape or not any(leaf is argument for argument in self.inputs):
             return gradient
@@ -546,14 +546,14 @@ class Replay:
 
 
 def gradients_of(value: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradient of a number with respect to each tensor, None where it does not depend on it."""
+    """Return the gradient of a number with respect to each tensor, None if it does not depend on it."""
     if not value.requires_grad:
         return [None] * len(wanted)
     return list(torch.autograd.grad(value, list(wanted), allow_unused=True))
 
 
 def output_of(returned: Any, module: nn.Module, reference: ModuleReference) -> Tensor:
-    """Return the output in what a module returned."""
+    """Return the output tensor among a module's outputs."""
     if isinstance(returned, Tensor):
         return returned
     key = getattr(module, reference.key) if reference.key else None

@@ -1,4 +1,4 @@
-"""The finding of a check (a status, what was measured, and why) and the report of all of them."""
+"""The finding of a check (a status, the measurement, and the reason) and the report of all checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A status, what was measured, and what is to blame or why there was nothing to check."""
+    """A status, the measurement, and the cause of a failure or the reason for skipping."""
 
     status: Status
     measured: str = ""
@@ -35,13 +35,13 @@ def skipped(why: str, measured: str = "") -> Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Raised:
-    """The error that stopped a measurement, in words."""
+    """The error that stopped a measurement, as text."""
 
     error: str
 
 
 def attempt(action: Callable[..., Result], *arguments: Any) -> Result | Raised:
-    """Return what the action returns, or what it raised: whatever a model's own code raises is a result of measuring it."""
+    """Return the action's result, or the error it raised: errors of a model's own code are results of measuring it."""
     try:
         return action(*arguments)
     except Exception as error:
@@ -49,7 +49,7 @@ def attempt(action: Callable[..., Result], *arguments: Any) -> Result | Raised:
 
 
 def merge(findings: Mapping[str, Finding]) -> Finding:
-    """Return one finding out of several by name; it failed where one of them failed, and was skipped where all were."""
+    """Return one finding for several, by name: failed if one of them failed, skipped if all were."""
     statuses = {finding.status for finding in findings.values()}
     status: Status = "failed" if "failed" in statuses else "passed" if "passed" in statuses else "skipped"
     measured = [f"{name} {finding.measured}" for name, finding in findings.items() if finding.measured]
@@ -79,10 +79,10 @@ class CheckResult:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The results of all checks of a model, and what it was given in them."""
+    """The results of all checks of a model, and its inputs in them."""
 
     checks: tuple[CheckResult, ...]
-    inputs: tuple[str, ...] = ()  # the example inputs, in words, and those with optional arguments that these leave out
+    inputs: tuple[str, ...] = ()  # the example inputs as text, and those with further optional arguments
     never_given: tuple[str, ...] = ()  # optional tensors of the model's forward that no check gave it
 
     @property
@@ -99,7 +99,7 @@ class Report:
 
     @property
     def coverage(self) -> str:
-        """The inputs and what they leave out, in a line; "" where no model was run."""
+        """The inputs and the arguments they leave out, in one line; "" if no model was run."""
         given = " and on ".join(self.inputs)
         return f"{given}; never given: {', '.join(self.never_given)}" if self.never_given else given
 

@@ -1,6 +1,6 @@
 """The round-trip check: saved and loaded, the model gives the same bits.
 
-Of large weights a sample is written: what the file says of them and where they come back is what is checked, not the disk.
+Of large weights only a sample is written: the check is of the file's records and the places they are loaded to, not of the disk.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Trip:
     """A model written to disk and read again."""
 
     medium: str = ""
-    gap: float | None = None  # between the outputs; None where they are the same bits
+    gap: float | None = None  # between the outputs; None if they are bitwise equal
     lost: tuple[str, ...] = ()  # parameters that came back with other bits
-    culprit: str = ""  # what is not as it was saved
-    restored: tuple[str, ...] = ()  # unsaved buffers of the dense model with which the outputs are the same bits
-    note: str = ""  # why it was this medium
+    culprit: str = ""  # saved state that came back changed
+    restored: tuple[str, ...] = ()  # unsaved buffers of the dense model that restore the outputs
+    note: str = ""  # why this medium was chosen
     omitted: str = ""  # why there was no trip
 
 
@@ -57,16 +57,16 @@ class Trip:
 class RoundTripMeasurement:
     """The state of a model that no file holds, and the model read back from a file; a dense model is not written."""
 
-    loose: tuple[str, ...]  # tensors that are plain attributes, and not saved
+    loose: tuple[str, ...]  # tensors in plain attributes, which are not saved
     unsaved: frozenset[str]  # buffers that are not saved
     trip: Trip | None = None
-    program: Program | None = None  # of the model, where it is dense and was captured
+    program: Program | None = None  # of a captured dense model
 
 
 def measure_round_trip(
     subject: Subject, before: RoundTripMeasurement | None = None, context: Context | None = None
 ) -> RoundTripMeasurement:
-    """Return what no file holds; with a context, take the trip through a file too."""
+    """Return the state that no file holds and, given a context, the result of saving and loading."""
     loose, unsaved = tuple(loose_tensors(subject.model)), frozenset(unsaved_buffers(subject.model))
     if context is None:
         return RoundTripMeasurement(loose, unsaved, program=None if stored_recipe(subject.model) else subject.captured)
@@ -164,7 +164,7 @@ def use_same_attention(model: nn.Module, loaded: nn.Module) -> None:
 
 
 def runs_to_repeat(subject: Subject) -> list[tuple[dict[str, Any], Run]]:
-    """Return inputs and what the model returned for them, for two shapes if it runs on both; of a large model the cheapest."""
+    """Return inputs and outputs of the model, for two shapes if it runs on both, for a large model the cheapest."""
     if subject.is_large:
         return [(subject.shapes[subject.cheapest], subject.run(subject.cheapest))]
     shapes = [0, *(shape for shape in range(1, len(subject.shapes))[:1] if not isinstance(attempt(subject.run, shape), Raised))]
@@ -172,13 +172,13 @@ def runs_to_repeat(subject: Subject) -> list[tuple[dict[str, Any], Run]]:
 
 
 def logits_loaded(subject: Subject, loaded: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """Return what the loaded model returns, in the arithmetic that the saved one is measured in."""
+    """Return the loaded model's outputs in the arithmetic of the saved one's measurement."""
     with subject.arithmetic.computing():
         return logits_of(run(loaded, inputs)).cpu()
 
 
 def save_in_shards(model: nn.Module, path: Path) -> None:
-    """Write the model to `path`, a directory's weights in many small files: each is mapped and released by itself."""
+    """Write the model to `path`, a directory's weights in many small files that are mapped and released one by one."""
     if path.suffix:
         save(model, path)
     else:
@@ -217,19 +217,19 @@ def restore_buffers(subject: Subject, loaded: nn.Module, before: RoundTripMeasur
 
 
 def loose_tensors(model: nn.Module) -> list[str]:
-    """Return the names of the tensors that modules hold as plain attributes, which no state dict has."""
+    """Return the names of the tensors in plain attributes of modules, which no state dict contains."""
     modules = [(f"{path}." if path else "", vars(module)) for path, module in model.named_modules()]
     return [f"{prefix}{key}" for prefix, held in modules for key, value in held.items() if isinstance(value, torch.Tensor)]
 
 
 def unsaved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that are not part of the state dict, which a model sets itself when it is built."""
+    """Return the buffers outside of the state dict, which a model sets when it is built."""
     saved = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name not in saved}
 
 
 def find_culprit(context: Context, loaded: nn.Module) -> str:
-    """Return what is not as it was saved, where the parameters are."""
+    """Return the state, other than parameters, that came back changed."""
     model = context.subject.model
     own = model.state_dict()
     changed = [name for name, value in loaded.state_dict().items() if name not in own or not same_bits(own[name], value)]
@@ -238,11 +238,11 @@ def find_culprit(context: Context, loaded: nn.Module) -> str:
     theirs = dict(loaded.named_modules())
     modules = [(path, module) for path, module in model.named_modules() if not is_transformers(module)]
     settings = [f"{path}.{key}" for path, module in modules for key in differing_values(module, theirs.get(path))]
-    return f"all saved tensors match; not saved: {first_few(map(context.place, settings)) or 'something that it computes with'}"
+    return f"all saved tensors match; not saved: {first_few(map(context.place, settings)) or 'a value that it computes with'}"
 
 
 def differing_values(module: nn.Module, other: nn.Module | None) -> list[str]:
-    """Return the numbers, words, tensors and buffers of a module that another lacks, or has otherwise."""
+    """Return the numbers, strings, tensors and buffers of a module that another lacks or has with other values."""
     ours, theirs = plain_values(module), plain_values(other) if other is not None else {}
     return [key for key, value in ours.items() if key not in theirs or not is_same(value, theirs[key])]
 
@@ -262,12 +262,12 @@ def is_same(ours: object, theirs: object) -> bool:
 
 
 def save_weights(subject: Subject, path: Path) -> Trip:
-    """Return how the model computes with its own weights, read back from a file."""
+    """Return the trip of a model's weights alone through a file."""
     torch.save(subject.model.state_dict(), path)
     state = torch.load(path, weights_only=True, mmap=True, map_location=device_of(subject.model))
     trainable = {name for name, parameter in subject.parameters.items() if parameter.requires_grad}
     for name in trainable & set(state):
-        state[name].requires_grad_()  # torch multiplies differently by weights that do not train
+        state[name].requires_grad_()  # torch multiplies differently by frozen weights
     state = {name: state[name] for name in unique_names(subject.model, state)}
     with torch.no_grad():
         # the state has every name of a tied weight
@@ -280,7 +280,7 @@ def save_weights(subject: Subject, path: Path) -> Trip:
 
 
 def unique_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Return one name for each weight of each module: a module registered in several layers has its weights once."""
+    """Return one name for each weight of each module, once for a module registered in several layers."""
     found: dict[tuple[int, str], str] = {}
     for name in names:
         path, _, leaf = name.rpartition(".")

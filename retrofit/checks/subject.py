@@ -1,4 +1,4 @@
-"""A model to measure: its inputs, plain and padded, its runs, each made once for all checks, and how it was rewritten."""
+"""A model to measure: its inputs, plain and padded, its runs, each made once for all checks, and its rewrites."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ class Run:
 
 @dataclasses.dataclass
 class Subject:
-    """A model and the inputs it is measured on; checks that need the same forward share it."""
+    """A model and the inputs for measuring it; checks that need the same forward share it."""
 
     model: nn.Module
-    shapes: tuple[dict[str, Any], ...]  # the inputs; of the same kinds for other batches and lengths; with optional arguments
-    captured: Program | None = None  # where the model has been captured already
+    shapes: tuple[dict[str, Any], ...]  # the inputs; other batches and lengths of the same kinds; with optional arguments
+    captured: Program | None = None  # if the model has been captured already
     runs: dict[int, Run] = dataclasses.field(default_factory=dict)
-    is_large: bool | None = None  # as its dense model is; None: as it is itself
+    is_large: bool | None = None  # as its dense model; None: as the model itself
     watches: dict[str, Watch] = dataclasses.field(default_factory=dict)  # of the first forward on the inputs, by check
     watched: dict[str, Any] = dataclasses.field(default_factory=dict)  # what these saw
     wide_runs: dict[int, torch.Tensor | None] = dataclasses.field(default_factory=dict)
-    later: Subject | None = None  # of a dense model: a copy that stays dense, for what may not be needed
+    later: Subject | None = None  # for a dense model: a copy that stays dense, for measurements on demand
 
     def __post_init__(self) -> None:
         if self.is_large is None:
@@ -83,7 +83,7 @@ class Subject:
         return self.shapes[0]
 
     def run(self, shape: int = 0) -> Run:
-        """Return what the model returns for the inputs of that shape; raises what the model's own code raises."""
+        """Return the run for the inputs of that shape; raises any error of the model's own code."""
         if shape not in self.runs:
             found = self.run_watched() if shape == 0 and self.watches else Run.of(self.arithmetic, self.shapes[shape])
             self.runs[shape] = found
@@ -91,18 +91,18 @@ class Subject:
         return self.runs[shape]
 
     def run_watched(self) -> Run:
-        """Return the run on the inputs, watched where that does not disturb it."""
+        """Return the run on the inputs, watched if that does not disturb it."""
         try:
             with contextlib.ExitStack() as watching:
                 found = {name: watching.enter_context(watch()) for name, watch in self.watches.items()}
-                ran = Run.of(self.arithmetic, self.inputs, watching)  # which ends the watching
-        except Exception:  # of who watches, or of the model, which then raises it again
+                ran = Run.of(self.arithmetic, self.inputs, watching)  # ends the watching
+        except Exception:  # of a watcher, or of the model, which then raises it again
             return Run.of(self.arithmetic, self.inputs)
         self.watched |= found
         return ran
 
     def seen(self, name: str, watch: Watch) -> Any:
-        """Return what that check sees of a forward on the inputs: of the first one where it was watched."""
+        """Return a check's observation of a forward on the inputs: the first one if it was watched."""
         if name not in self.watched:
             with watch() as found:
                 run(self.model, self.inputs)
@@ -110,7 +110,7 @@ class Subject:
         return self.watched[name]
 
     def wide(self, shape: int = 0) -> torch.Tensor | None:
-        """Return the logits for the inputs of that shape in float64; None where the model's code refuses it."""
+        """Return the logits for the inputs of that shape in float64; None if the model's code refuses it."""
         if shape == self.cheapest:
             return self.arithmetic.wide_outputs
         if shape not in self.wide_runs:
@@ -119,7 +119,7 @@ class Subject:
 
     @functools.cached_property
     def arithmetic(self) -> Arithmetic:
-        """Return how the model is measured, and on the cheapest inputs how far it rounds."""
+        """Return the arithmetic for measuring the model, and its rounding on the cheapest inputs."""
         found = Arithmetic(self.model, self.shapes[self.cheapest], lambda: self.run(self.cheapest).logits)
         for shape, ran in self.runs.items():
             found.remember(self.shapes[shape], ran.logits.to(device_of(self.model)))
@@ -127,15 +127,15 @@ class Subject:
 
     @property
     def cheapest(self) -> int:
-        """The shape for what costs most: the first, of a large model the smallest."""
+        """The shape for the most expensive measurements: the first, or the smallest of a large model."""
         return min(range(len(self.shapes)), key=lambda shape: size_of(self.shapes[shape])) if self.is_large else 0
 
     def padded(self, side: str) -> Padded:
-        """Return a sequence padded on that side in a batch, and alone; of a large model in the batch that its checks share."""
+        """Return a sequence padded on that side in a batch, and alone; for a large model in the batch that its checks share."""
         return self.shared_padding(side) or pad_inputs(self.model, self.inputs, side)
 
     def shared_padding(self, side: str) -> Padded | None:
-        """Return a sequence of the second shape, padded in a batch for both sides and for steps; None in a small model."""
+        """Return a sequence of the second shape, padded in a batch for both sides and for steps; None for a small model."""
         if not self.is_large or len(self.shapes) < 2:
             return None
         return share_padding(self.model, self.inputs, self.shapes[1], side)
@@ -151,12 +151,12 @@ class Subject:
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by each of their names."""
+        """The parameters under each of their names."""
         return dict(self.model.named_parameters(remove_duplicate=False))
 
 
 def size_of(inputs: Inputs) -> int:
-    """Return how many numbers the inputs hold."""
+    """Return the number of elements of the inputs."""
     return sum(value.numel() for value in inputs.values() if isinstance(value, torch.Tensor))
 
 
@@ -170,33 +170,33 @@ def other_shapes(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], ...]
 # ── Padding ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-PADS = 3  # padding tokens put before or after a sequence
+PADS = 3  # padding tokens before or after a sequence
 
 
 @dataclasses.dataclass(frozen=True)
 class Padded:
-    """A sequence alone, and padded in a batch."""
+    """A sequence alone and padded in a batch."""
 
     alone: dict[str, Any]
     batch: dict[str, Any]
-    kept: slice  # where the outputs for it are in the batch
-    row: int = 0  # in which row it is, in both
-    stepped: tuple[int, ...] = ()  # of a batch that checks share: this row, and one that is not padded
+    kept: slice  # place of its outputs in the batch
+    row: int = 0  # its row in both
+    stepped: tuple[int, ...] = ()  # in a shared batch: this row and one without padding
 
 
 def takes_padding(model: nn.Module, inputs: Inputs) -> bool:
-    """Return whether the model has token ids to pad and takes an attention mask that says so."""
+    """Return whether the model takes token ids to pad and an attention mask."""
     name = ids_name(inputs)
     return name is not None and inputs[name].shape[1] > PADS + 1 and accepts(model, "attention_mask")
 
 
 def without_mask(padded: Inputs) -> dict[str, Any]:
-    """Return padded inputs with a mask by which no token is padding."""
+    """Return padded inputs with a mask without padding."""
     return {**padded, "attention_mask": torch.ones_like(padded["attention_mask"])}
 
 
 def without_padding(outputs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    """Return the outputs, zero for tokens that a mask among the inputs says are padding: nobody reads what is computed there."""
+    """Return the outputs, zero at the padding of a mask among the inputs, where nobody reads them."""
     for mask in (value for name, value in inputs.items() if name.endswith("attention_mask") and is_per_token(value)):
         if outputs.dim() == 3 and mask.shape == outputs.shape[:2]:
             outputs = outputs.masked_fill(~mask.bool().to(outputs.device).unsqueeze(-1), 0.0)
@@ -206,7 +206,7 @@ def without_padding(outputs: torch.Tensor, inputs: Inputs) -> torch.Tensor:
 def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> Padded:
     """Return a sequence alone, and the same sequence padded in a batch with a longer one.
 
-    Padding on the left comes with the positions that `generate` derives from the mask, where the model takes positions.
+    Padding on the left comes with the positions that `generate` derives from the mask, if the model takes positions.
     """
     long = resized_like(model, inputs, 2, seed=13)
     name = ids_name(inputs)
@@ -227,14 +227,14 @@ def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> Padded:
 
 
 def with_room(batch: Inputs, name: str, mask: torch.Tensor) -> Inputs:
-    """Return the batch, its tokens rotated until none that stands for another input is padding by the mask, if they can be."""
+    """Return the batch, its tokens rotated so that the mask's padding hides none that stand for another input, if possible."""
     padding = (mask == 0).any(0)
     turns = (rotate_tokens(batch, places) for places in (0, PADS, -PADS))
     return next((turn for turn in turns if not bool((placeholders(turn, name) & padding).any())), batch)
 
 
 def rotate_tokens(inputs: Inputs, places: int) -> dict[str, Any]:
-    """Return the inputs with their tokens that many places on, the last ones first."""
+    """Return the inputs with their tokens rotated by so many places, the last ones first."""
     moved = {key for key, value in inputs.items() if is_per_token(value) and not is_numbering(value)}
     return {key: value.roll(places, 1) if key in moved else value for key, value in inputs.items()}
 
@@ -242,7 +242,7 @@ def rotate_tokens(inputs: Inputs, places: int) -> dict[str, Any]:
 def share_padding(model: nn.Module, inputs: Inputs, alone: Inputs, side: str) -> Padded | None:
     """Return the first of the sequences `alone` padded left, the second right, in a batch with the first of the longer `inputs`.
 
-    None where they cannot be: they are not `PADS` tokens shorter, those of an encoder and a decoder, or have padding of their own.
+    None if that is impossible: they are not `PADS` tokens shorter, belong to an encoder and a decoder, or are padded already.
     """
     name = ids_name(inputs)
     if name is None or not takes_padding(model, inputs) or has_two_sides(inputs):
@@ -270,7 +270,7 @@ def share_padding(model: nn.Module, inputs: Inputs, alone: Inputs, side: str) ->
 def with_padding(model: nn.Module, batch: Inputs, name: str, mask: torch.Tensor, numbered: bool) -> dict[str, Any]:
     """Return the batch with that mask and padding where it is zero.
 
-    If `numbered`, also with the positions that `generate` derives from the mask, where the model takes positions.
+    If `numbered`, with the positions that `generate` derives from the mask, provided that the model takes positions.
     """
     padded = {**batch, "attention_mask": mask, name: batch[name].masked_fill(mask == 0, filler_id(model))}
     if numbered and not has_two_sides(batch) and accepts(model, "position_ids"):
@@ -296,32 +296,32 @@ def pad_both_sides(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class Context:
-    """The context of a check: the model under verification, and all but the check's own measurements."""
+    """The context of a check: the model under verification and everything but the check's own measurements."""
 
     subject: Subject
     has_reference: bool  # whether there is a dense model to compare with
-    rewrites: tuple[Rewrite, ...] | None = None  # None where their account is lost
+    rewrites: tuple[Rewrite, ...] | None = None  # None if their journal is lost
     fates: dict[str, Fate] = dataclasses.field(default_factory=dict)  # of the dense parameters; empty without a reference
-    exact: bool = True  # whether the model is to compute the dense function
-    reads_ahead: bool = False  # whether later tokens change earlier outputs of the dense model, for every input of it
-    dense: nn.Module | None = None  # the dense model itself, where it is at hand
-    fresh: bool = False  # whether it has just been rewritten, so that nothing has moved from its start
+    exact: bool = True  # whether the model should compute the dense function
+    reads_ahead: bool = False  # whether later tokens of every input change earlier outputs of the dense model
+    dense: nn.Module | None = None  # the dense model itself, if available
+    fresh: bool = False  # whether it has just been rewritten, with all parameters at their initial values
     calibration: Calibration | None = None  # the data that passes were fitted on
-    dense_parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of one just rewritten: the old values
+    dense_parameters: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of the dense model, if just rewritten
 
     @functools.cached_property
     def new_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that no dense parameter became; shared ones once."""
+        """The parameters that hold no dense parameter; shared ones once."""
         parameters = self.subject.parameters
         old = {id(parameters[fate.name]) for fate in self.fates.values() if fate.name in parameters}
         return {name: parameter for name, parameter in self.subject.model.named_parameters() if id(parameter) not in old}
 
     @property
     def exact_limit(self) -> float:
-        """Return how far the outputs of an exact rewrite may lie from the dense model's in float64.
+        """Return the largest distance of an exact rewrite's outputs from the dense model's in float64.
 
-        A weight that holds a multiple of a dense one is rounded in its own dtype, but for powers of two; also for the
-        fractions among these where the numbers of float16 end.
+        A weight that holds a multiple of a dense one is rounded in its own dtype, except for powers of two, and for these too below
+        the range of float16.
         """
         precision = torch.finfo(self.subject.arithmetic.stored)
         scales = {fate.scale for fate in self.fates.values()}
@@ -333,15 +333,15 @@ class Context:
 
     @property
     def claimed(self) -> int:
-        """Return how many new elements the rewrites claim."""
+        """Return the number of new elements that the rewrites claim."""
         return sum(rewrite.new_parameters - rewrite.superseded for rewrite in self.rewrites or ())
 
     def site_of(self, name: str) -> str:
-        """Return the innermost rewritten site that a module or parameter lies in, for a message; "" where it lies in none."""
+        """Return the innermost rewritten site around a module or parameter, for a message; "" if there is none."""
         sites = [site for rewrite in self.rewrites or () for site in rewrite.sites if f"{name}.".startswith(f"{site.name}.")]
         site = max(sites, key=lambda site: len(site.name), default=None)
         return f" (in {site.name}: {site.what})" if site is not None else ""
 
     def place(self, name: str) -> str:
-        """Return a name with the site it lies in."""
+        """Return a name with its site."""
         return name + self.site_of(name)

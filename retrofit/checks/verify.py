@@ -1,4 +1,4 @@
-"""`verify`: the checks by name, what they measure on a dense model, and the report on a rewritten one.
+"""`verify`: the checks by name, their measurements of a dense model, and the report on a rewritten one.
 
 A check that raises has failed; none depends on another's result.
 """
@@ -61,12 +61,12 @@ from retrofit.surgery.row_tables import unwarned
 
 @dataclasses.dataclass
 class Check:
-    """One way to find a defect in a rewritten model.
+    """A check for one kind of defect in a rewritten model.
 
-    `measure(subject, before, context)` measures a model: the dense one, where there is neither `before` nor `context`, and the one
-    under verification, where `before` is what it measured on the dense model. It returns a small frozen dataclass, or None where
-    there is nothing to measure. `judge(now, before, context)` compares the two and runs the model only to locate the cause of a
-    failure. `watch(subject, context)` records the first forward on the inputs, which spares one.
+    `measure(subject, before, context)` measures a model: the dense one if `before` and `context` are missing, else the one under
+    verification, with the dense model's measurement as `before`. It returns a small frozen dataclass, or None if there is nothing
+    to measure. `judge(now, before, context)` compares the two and runs the model only to locate the cause of a failure.
+    `watch(subject, context)` records the first forward on the inputs, which saves one.
     """
 
     measure: Callable[..., Any]
@@ -86,13 +86,13 @@ CHECKS = {
     "round trip": Check(measure_round_trip, judge_round_trip),
     "cost": Check(measure_cost, judge_cost),
 }
-ON_REQUEST = {"onnx": Check(measure_onnx, judge_onnx)}  # each costs more than all the others together
-QUICK = ("graph", "function", "round trip")  # what a rewrite that went wrong fails first
+ON_REQUEST = {"onnx": Check(measure_onnx, judge_onnx)}  # more expensive than all the others together
+QUICK = ("graph", "function", "round trip")  # the checks that a faulty rewrite fails first
 SETS = {"all": tuple(CHECKS), "quick": QUICK}
 
 
 def named_checks(checks: str | Collection[str]) -> tuple[str, ...]:
-    """Return the names of a set of checks, of one check or of several; raise `RetrofitError` for one that does not exist."""
+    """Return the names of a set of checks, of one check or of several; raise `RetrofitError` for an unknown name."""
     names = SETS.get(checks, (checks,)) if isinstance(checks, str) else tuple(checks)
     for name in names:
         if name not in CHECKS and name not in ON_REQUEST:
@@ -102,7 +102,7 @@ def named_checks(checks: str | Collection[str]) -> tuple[str, ...]:
 
 
 def watches(subject: Subject, context: Context | None = None, names: Collection[str] = tuple(CHECKS)) -> dict[str, Watch]:
-    """Return what each of the named checks records of the first forward on the inputs."""
+    """Return the watches of the named checks for the first forward on the inputs."""
     watching = {name: check.watch for name, check in CHECKS.items() if name in names and check.watch is not None}
     return {name: functools.partial(watch, subject, context) for name, watch in watching.items()}
 
@@ -112,12 +112,12 @@ def watches(subject: Subject, context: Context | None = None, names: Collection[
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """The measurements of a dense model, a few megabytes; its weights are not kept."""
+    """The measurements of a dense model, a few megabytes, without its weights."""
 
-    shapes: tuple[dict[str, Any], ...]  # the inputs it was measured on, those of other shapes, those with optional arguments
+    shapes: tuple[dict[str, Any], ...]  # the inputs of the measurements, those of other shapes, those with optional arguments
     is_large: bool | None = None
-    recipe: tuple[str, ...] = ()  # the passes that had rewritten it already
-    # By check; None where it was not made, or where the model cannot do what is measured.
+    recipe: tuple[str, ...] = ()  # the passes that had rewritten it before
+    # By check; None if it was not made, or the model cannot do it.
     graph: GraphMeasurement | None = None
     parameters: ParametersMeasurement | None = None
     function: FunctionMeasurement | None = None
@@ -139,11 +139,11 @@ class Reference:
         optional: bool | None = None,
         keep_dense: bool = False,
     ) -> Reference:
-        """Return what the named checks measure on `model` now; `program` spares the capture.
+        """Return the named checks' measurements of `model` in its present state; `program` saves the capture.
 
-        With `optional`, if None where the example inputs are derived, also on inputs with the images, films and sound that the
-        model reads beside its text. With `keep_dense` the tensors of a large model are kept by the result: what few rewrites need
-        is measured on them when it is needed. Raises `RetrofitError` where the model does not run on the example inputs.
+        With `optional`, or with None and derived example inputs, inputs with images, videos and sound are measured too if the model
+        reads them beside its text. With `keep_dense` the result keeps a large model's tensors, for measurements that few rewrites
+        need. Raises `RetrofitError` if the model does not run on the example inputs.
         """
         inputs = distinct_lengths(model, named_inputs(model, example_inputs))
         more = with_optional(model, inputs) if (example_inputs is None if optional is None else optional) else ()
@@ -156,7 +156,7 @@ class Reference:
                 found = attempt(CHECKS[name].measure, subject)
             if subject.is_large:
                 release_freed_memory()
-            if not isinstance(found, Raised):  # else the rewritten model need not do it either
+            if not isinstance(found, Raised):  # otherwise the rewritten model need not do it either
                 measurements[field_of(name)] = found
         passes = tuple(applied.spec() for applied in recipe(model) or ())
         return Reference(subject.shapes, subject.is_large, passes, **measurements)
@@ -167,16 +167,16 @@ class Reference:
 
     @property
     def optional(self) -> tuple[dict[str, Any], ...]:
-        """The inputs with arguments that the first leave out."""
+        """The inputs with arguments that the first ones leave out."""
         return tuple(inputs for inputs in self.shapes if adds_arguments(inputs, self.inputs))
 
     def measured_by(self, check: str) -> Any:
-        """Return what that check measured; None where it could not, and for a check that runs on request only."""
+        """Return that check's measurement; None if it could not be made, and for a check that runs on request only."""
         return getattr(self, field_of(check), None)
 
 
 def field_of(check: str) -> str:
-    """Return the field of `Reference` with what that check measured."""
+    """Return the field of `Reference` for a check."""
     return check.replace(" ", "_")
 
 
@@ -187,7 +187,7 @@ def runnable_subject(
     checks: Collection[str] = tuple(CHECKS),
     optional: Sequence[dict[str, Any]] = (),
 ) -> Subject:
-    """Return the model with the shapes of inputs that it runs on; raise `RetrofitError` where it does not run on the first."""
+    """Return the model with the shapes of inputs that it runs on; raise `RetrofitError` if it does not run on the first."""
     subject = Subject(model, (inputs, *other_shapes(model, inputs), *optional), program)
     subject.watches = watches(subject, names=checks)
     with preserve_state(model):
@@ -219,12 +219,11 @@ def verify(
     *,
     checks: str | Collection[str] = "all",
 ) -> Report:
-    """Return the report of the checks on `model`; `reference` is the model it was rewritten from, or what was measured on that.
+    """Return the report of the checks on `model`; `reference` is the dense model, or its measurements.
 
-    Without a reference the model is held to its own promises only; a measured one brings its own example inputs. The model is left
-    as it was. `checks` are names, `"all"` or `"quick"` (graph, function and round trip); the check `onnx` runs only where it is
-    named. Raises `RetrofitError` for a model on the meta device, for one whose inputs cannot be derived and for a check that does
-    not exist.
+    Without a reference the model is compared with its own promises only; a measured one brings its own example inputs. The model is
+    left unchanged. `checks` are names, `"all"` or `"quick"` (graph, function and round trip); the check `onnx` runs only if it is
+    named. Raises `RetrofitError` for a model on the meta device, for one whose inputs cannot be derived and for an unknown check.
     """
     require_module(model)
     require_no_prompt(model)
@@ -239,11 +238,11 @@ def verify(
         require_values(reference, "verified", LOAD_FIRST)
         inputs = named_inputs(model, example_inputs)
         dense = reference if recipe(reference) else as_dense_graph_of(model, reference, inputs)
-        measured = {*checks, "parameters"}  # by which dense parameters are found again
+        measured = {*checks, "parameters"}  # to find dense parameters again
         reference = Reference.of(dense, inputs, checks=measured, optional=example_inputs is None)
     accounts, passes = rewrites(model), recipe(model) or ()
     if reference is not None and tuple(applied.spec() for applied in passes[: len(reference.recipe)]) == reference.recipe:
-        passes = passes[len(reference.recipe) :]  # only what was done since is held against it
+        passes = passes[len(reference.recipe) :]  # only later passes are judged
         accounts = None if accounts is None else accounts[len(reference.recipe) :]
     exact = all(rewrite.exact for rewrite in (accounts if accounts is not None else passes))
     if reference is None:
@@ -265,7 +264,7 @@ def verify(
 
 @serialized
 def verify_onnx(path: str | Path, model: nn.Module, example_inputs: Any = None) -> Report:
-    """Return the report of the check `onnx` on an ONNX file: whether it computes what `model`, or a part of it, does."""
+    """Return the report of the check `onnx` on an ONNX file: whether it computes `model` or a part of it."""
     require_module(model)
     require_values(model, "verified", LOAD_FIRST)
     subject = Subject(model, (named_inputs(model, example_inputs),))
@@ -284,10 +283,10 @@ def check_rewrite(
     calibration: Calibration | None = None,
     dense_parameters: Mapping[str, nn.Parameter] | None = None,
 ) -> Report:
-    """Return the report of the checks on a model just rewritten, its dense parameters being where `fates` says.
+    """Return the report of the checks on a model that has just been rewritten, with its dense parameters where `fates` says.
 
-    `calibration` is what its passes were fitted on, `dense_parameters` are those of the dense model by its names.
-    A `program` captured since the rewriting spares a capture.
+    `calibration` is the data its passes were fitted on, `dense_parameters` are those of the dense model by its names. A `program`
+    captured since the rewriting saves a capture.
     """
     require_values(model, "verified", LOAD_FIRST)
     checks = named_checks(checks)
@@ -299,7 +298,7 @@ def check_rewrite(
 
 
 def admits(model: nn.Module, inputs: dict[str, Any]) -> bool:
-    """Return whether the model takes inputs of these sizes: not where it is a graph in which one of them is fixed."""
+    """Return whether the model takes inputs of these sizes; a graph may have fixed one of them."""
     if not isinstance(model, fx.GraphModule):
         return True
     try:
@@ -307,13 +306,13 @@ def admits(model: nn.Module, inputs: dict[str, Any]) -> bool:
             run(model, inputs)
     except DoesNotFitError:
         return False
-    except Exception:  # a failure of the checks
+    except Exception:  # a failure for the checks to report
         return True
     return True
 
 
 def compared_subject(model: nn.Module, reference: Reference, program: Program | None = None) -> Subject:
-    """Return the model with the inputs that the dense model was measured on."""
+    """Return the model with the inputs of the dense model's measurements."""
     return Subject(model, tuple(named_inputs(model, inputs) for inputs in reference.shapes), program, is_large=reference.is_large)
 
 
@@ -338,7 +337,7 @@ def run_checks(context: Context, reference: Reference | None, checks: Collection
 
 
 def run_timed(name: str, model: nn.Module, check: Callable[[], Finding]) -> CheckResult:
-    """Return the result of one check on an undisturbed model; one that raises has failed with what it raised."""
+    """Return the result of one check on an unchanged model; an error is a failure."""
     start = time.perf_counter()
     with preserve_state(model):
         found = attempt(check)
