@@ -1,16 +1,20 @@
 """Of a test marked `first(n)`, the first n parameter sets run with `make test`, the others with `make long`.
 
 Garbage is collected seldom, and only among what the tests of a file made: looking through torch, transformers and their caches took
-more than a sixth of the time. No test of hypothesis fails for the time that it takes.
+more than a sixth of the time. No test of hypothesis fails for the time that it takes. Equal models of transformers share a captured
+program in tests of what is done with it, but for long ones.
 """
 
 import gc
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from support.command_server import CommandServer
+
+SHARING = {"storage"}  # folders whose tests are of what is done with a captured program
 
 gc.set_threshold(50_000, 20, 50)
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -48,6 +52,14 @@ def forget_what_is_there() -> None:
     """Keep the objects of imports and caches from being looked through by later collections: each run of a Trainer has several."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    from support import shared_programs
+
+    folder = item.path.relative_to(Path(__file__).parent).parts[0]
+    shared_programs.share(folder in SHARING and item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="session")

@@ -65,7 +65,7 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
     try:
         with preserve_modes(model):
             model.train(training)
-            exported, calls, branches = export_with_fallbacks(model, each_its_own(example_inputs), dynamic)
+            program = captured(model, each_its_own(example_inputs), dynamic)
     except Exception as error:  # whatever the model's own code raises
         raise CaptureError(
             f"{type(model).__name__} could not be captured as a graph",
@@ -73,7 +73,13 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
             remedy="pass example_inputs= that its forward accepts; code that branches on the values of tensors cannot be captured",
             code="not-captured",
         ) from error
-    return dataclasses.replace(read_program(exported, calls), branches=branches, examples=dict(example_inputs))
+    return dataclasses.replace(program, examples=dict(example_inputs))
+
+
+def captured(model: nn.Module, inputs: dict[str, Any], dynamic: bool) -> Program:
+    """Return the program of the model in its mode, without its examples; raises what the model's own code does."""
+    exported, calls, branches = export_with_fallbacks(model, inputs, dynamic)
+    return dataclasses.replace(read_program(exported, calls), branches=branches)
 
 
 def each_its_own(inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -408,15 +408,20 @@ def test_a_part_that_transformers_does_not_find_in_the_whole_is_refused(name: st
     assert len(loaded(tmp_path / "part", name)[1]) == new
 
 
-@pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "altup(k=2, embedding=recycled)", "shared-moe(groups=0)"])
+POOLER = {"pooler.dense.bias", "pooler.dense.weight"}
+ENDS = [
+    ("vision_model", "BlipVisionModel", set()),
+    ("text_decoder", "BlipTextModel", POOLER),
+    ("text_decoder.bert", "BlipTextLMHeadModel", None),
+    ("text_decoder.bert", "BlipTextModel", POOLER),
+]
+OTHERS = ("altup(k=2, embedding=recycled)", "shared-moe(groups=0)")
+
+
+@pytest.mark.first(len(ENDS) + len(OTHERS))  # every part, and every pass
 @pytest.mark.parametrize(
-    ("place", "name", "new"),
-    [
-        ("vision_model", "BlipVisionModel", set()),
-        ("text_decoder", "BlipTextModel", {"pooler.dense.bias", "pooler.dense.weight"}),
-        ("text_decoder.bert", "BlipTextModel", {"pooler.dense.bias", "pooler.dense.weight"}),
-        ("text_decoder.bert", "BlipTextLMHeadModel", None),
-    ],
+    ("place", "name", "new", "spec"),
+    [(*end, "memory(lookup=softmax)") for end in ENDS] + [(*end, spec) for end in reversed(ENDS) for spec in OTHERS],
 )
 def test_a_part_saved_by_itself_gets_the_ends_of_another_class(
     place: str, name: str, new: set[str] | None, spec: str, tmp_path: Path
