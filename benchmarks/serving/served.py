@@ -7,7 +7,8 @@
 
 Every parameter is moved away from where the pass put it. Prompts of unlike lengths, some with a common beginning, are continued
 greedily: by `generate` in transformers, each alone, and by vLLM at once, and in chunks of 24 tokens with a cache so small that
-sequences are preempted; then again, with known prefixes, and with two samples for each prompt. A row says how far a log-probability
+sequences are preempted; then again, with known prefixes, and with two samples for each prompt; and, of the first family, with a
+LoRA adapter, which is in the weights of what transformers computes. A row says how far a log-probability
 of a prompt's token or of a new one is off, and how many greedy continuations are other ones. A family is first tried dense, in
 vLLM's Transformers backend alone: what that does not run is no fault of ours, and its row is wrong only if a number is off.
 """
@@ -20,6 +21,7 @@ import copy
 import csv
 import dataclasses
 import gc
+import json
 import math
 import os
 import statistics
@@ -102,11 +104,12 @@ class Setting:
     again: bool  # whether the prompts come twice, the second time with known prefixes, and then with two samples for each
 
 
+AT_ONCE = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 512, "enforce_eager": False}
+RANK = 4  # of an adapter
 SETTINGS = (
-    Setting(
-        "at once", {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 512}, again=False
-    ),
-    Setting("in chunks", {"enable_prefix_caching": True, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 12}, True),
+    Setting("at once", AT_ONCE, again=False),
+    Setting("in chunks", {"enable_prefix_caching": True, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 12}, again=True),
+    Setting("LoRA", {**AT_ONCE, "enable_lora": True, "max_lora_rank": 8}, again=False),  # of the first family
 )
 
 
@@ -155,6 +158,27 @@ def written(model: Any, spec: str, folder: Path, noise: float) -> Any:
     return model.eval()
 
 
+def write_adapter(model: Any, folder: Path) -> None:
+    """Write a LoRA adapter of the linear layers of transformers' own modules, as PEFT does, and add it to their weights."""
+    import safetensors.torch
+    import torch
+
+    torch.manual_seed(3)
+    tensors = {}
+    for path, module in model.base_model.named_modules():
+        for name, child in module.named_children() if type(module).__module__.startswith("transformers.") else ():
+            if type(child) is torch.nn.Linear:
+                a, b = torch.randn(RANK, child.in_features) / child.in_features**0.5, 0.1 * torch.randn(child.out_features, RANK)
+                child.weight.data += b @ a
+                place = f"base_model.model.{model.base_model_prefix}.{path}.{name}"
+                tensors |= {f"{place}.lora_A.weight": a, f"{place}.lora_B.weight": b}
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "bias": "none", "task_type": "CAUSAL_LM"}
+    folder.mkdir()
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({name.split(".")[-3] for name in tensors})
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": targets}))
+
+
 def log_probabilities(model: Any, ids: list[int]) -> Any:
     """Return those of transformers after every token: (tokens, vocabulary)."""
     import torch
@@ -181,7 +205,7 @@ def engine(folder: Path, options: dict[str, Any]) -> Iterator[Any]:
     Base._decorate_for_torch_compile = lambda self: None  # of classes with which this process computes what is expected
     made = None
     try:
-        made = LLM(str(folder), skip_tokenizer_init=True, disable_log_stats=False, **BASE, **options)
+        made = LLM(str(folder), skip_tokenizer_init=True, disable_log_stats=False, **{**BASE, **options})
         yield made
     finally:
         del made
@@ -214,8 +238,10 @@ class Found:
 def compare(folder: Path, model: Any, expected: list[list[int]], setting: Setting) -> Found:
     """Return how far vLLM is from transformers."""
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     found = Found()
+    adapter = LoRARequest("adapter", 1, str(folder / "adapter")) if setting.options.get("enable_lora") else None
     common: dict[str, Any] = {"max_tokens": NEW, "logprobs": 1, "ignore_eos": True, "detokenize": False}
     asked = [SamplingParams(temperature=0, prompt_logprobs=1, **common)]  # for which a prompt is computed, known or not
     if setting.again:
@@ -223,7 +249,7 @@ def compare(folder: Path, model: Any, expected: list[list[int]], setting: Settin
     requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts()]
     with engine(folder, setting.options) as llm:
         for sampling in asked:
-            results = llm.generate(requests, sampling, use_tqdm=False)
+            results = llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)
             for prompt, following, result in zip(prompts(), expected, results, strict=True):
                 found.known += result.num_cached_tokens or 0
                 for output in result.outputs:
@@ -307,6 +333,9 @@ def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str
         expected = continuations(model)
         for setting in SETTINGS:
             if setting.name in settings:
+                if setting.options.get("enable_lora"):
+                    write_adapter(model, Path(place, "adapter"))
+                    expected = continuations(model)
                 if spec == DENSE:
                     setting = dataclasses.replace(setting, options={**setting.options, "model_impl": "transformers"})
                 try:
@@ -376,7 +405,8 @@ def main() -> int:
     rows, wrong = read_table(arguments.output) if arguments.output is not None else {}, 0
     for family, spec in rows_of(arguments.only, arguments.passes, arguments.everything):
         known = rows.get((family, spec), {})
-        settings = [name for name in arguments.settings if name not in known and "not made" not in known]
+        wanted = SETTINGS if family == arguments.only[0] else SETTINGS[:2]
+        settings = [one.name for one in wanted if one.name in arguments.settings and not {one.name, "not made"} & known.keys()]
         if not settings:
             continue
         row = row_of(family, spec, settings, arguments.fault)

@@ -117,9 +117,10 @@ class SlotHistory(TokenHistory):
         return self.last()
 
     @property
-    def begins(self) -> Tensor | None:
-        places = self.cache.places
-        return None if places is None else places.begins
+    def begins(self) -> Tensor:
+        """Return which tokens begin: without places each, as no state is known."""
+        places, cache = self.cache.places, self.cache
+        return torch.ones(cache.tokens, dtype=torch.bool, device=cache.device) if places is None else places.begins
 
     @property
     def rounds(self) -> int:

@@ -24,6 +24,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, is_forward_context_available, set_forward_context
+from vllm.lora.layers.utils import LoRAMapping
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.model_executor.models.transformers import vllm_attention_forward
@@ -151,11 +152,15 @@ class OnlyStates(BaseModelOutputWithPast):
 class ReturnedStates(nn.Module):
     """In place of a base model, and of any module in it: returns the states that it is called with."""
 
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.replaced = frozenset(name for module in base.modules() for name, _ in module.named_children())
+
     def forward(self, *arguments: Any, inputs_embeds: Tensor, **keywords: Any) -> OnlyStates:
         return OnlyStates(last_hidden_state=inputs_embeds)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(name) if name.startswith("_") else self
+        return self if name in self.__dict__.get("replaced", ()) else super().__getattr__(name)
 
 
 def built_skeleton(config: Any) -> Any:
@@ -190,7 +195,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 class KeptLinear(nn.Module):
-    """A linear layer that vLLM neither fuses with others nor replaces."""
+    """A linear layer while vLLM builds: it neither fuses it with others nor replaces it."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -199,20 +204,34 @@ class KeptLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def keep_from_fusions(model: nn.Module) -> None:
-    """Have vLLM fuse no projection that a pass has replaced or wrapped, nor one that it puts another module around in a call.
+def keep_from_fusions(model: nn.Module) -> list[nn.Module]:
+    """Have vLLM replace no linear layer whose weight a pass may read, and fuse none that it puts another module around in a call.
 
-    vLLM fuses by the class of the module that calls the projections, and the names of its children: each module of transformers
-    that has other children than transformers' and torch's gets a class of its own.
+    Return these layers, whose class is another one until vLLM has built: on a CPU vLLM's own lose their weights. It fuses by the
+    class of the module that calls the projections, and the names of its children: each module of transformers that has other
+    children than transformers' and torch's gets a class of its own.
     """
+    kept: list[nn.Module] = []
     for module in list(model.modules()):
+        parts: Iterable[nn.Module] = () if is_stock(module) else held_modules(module)
         if isinstance(module, Wrapper) and module.opens_layer:
-            for part in module.layer.modules():
-                if type(part) is nn.Linear:
-                    part.__class__ = KeptLinear  # type: ignore[assignment]
+            parts = module.layer.modules()
+        for part in parts:
+            if type(part) is nn.Linear:
+                part.__class__ = KeptLinear  # type: ignore[assignment]
+                kept.append(part)
         kind = type(module)
         if is_stock(module) and not all(map(is_stock, module.children())):
             module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+    return kept
+
+
+def held_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of a module, and those in containers that it holds."""
+    for child in module.children():
+        yield child
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+            yield from held_modules(child)
 
 
 def is_stock(module: nn.Module) -> bool:
@@ -251,15 +270,17 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         whole.config._attn_implementation = VLLM_ATTN_IMPL
         base, own = whole.base_model, whole.base_model_prefix
         ties = [[served_name(name, own) for name in names] for names in tied_names(whole)]
-        keep_from_fusions(base)
+        kept = keep_from_fusions(base)
         self.__dict__["known"] = {name for name, _ in persistent_tensors(whole)}
         self.__dict__["ignored"] = tuple(base._keys_to_ignore_on_load_unexpected or ())
         base._keys_to_ignore_on_load_unexpected = None  # one that is found in a name of the model's own would drop it
         self.__dict__["skeleton"] = base
         super(VllmModelForTextGeneration, self).__init__(vllm_config=vllm_config, prefix=prefix)
         del self.__dict__["skeleton"]
+        for layer in kept:
+            layer.__class__ = nn.Linear
         whole.config._attn_implementation = ATTENTION  # vLLM looks for its own only while it builds
-        setattr(whole, own, ReturnedStates())
+        setattr(whole, own, ReturnedStates(base))
         self.head = whole
         self.init_parameters(self.head)
         self.ties = self.tie(ties)
@@ -303,6 +324,8 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
     def run_once(self) -> None:
         """Run the model on two tokens: its layers say which states they keep."""
         tokens = torch.zeros(2, dtype=torch.long, device=self.device_config.device)
+        if (adapters := getattr(self, "lora_manager", None)) is not None:
+            adapters.set_adapter_mapping(LoRAMapping((0, 0), (0, 0), is_prefill=True))  # none
         with set_forward_context(None, self.vllm_config, num_tokens=2, skip_compiled=True), torch.inference_mode():
             self(tokens, torch.arange(2, device=tokens.device))
 
