@@ -28,6 +28,7 @@ from retrofit.sdk.modules import (
     histories_of,
     is_growing,
     split_path,
+    staying_tokens,
     tensor_argument,
     unpadded_tokens,
     visible_keys,
@@ -124,17 +125,17 @@ class RecurrentLayer(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layer = child_modules(self)["layer"]
         container, key = find_argument(self.stream_in, list(args), kwargs)
-        first, second = container[key].shape[:2]
-        batch, tokens = (second, first) if self.tokens_first else (first, second)
+        x = container[key]
         checkpointed = bool(self.training and getattr(layer, "gradient_checkpointing", False))
         cache: Any = None if checkpointed else cache_among(args, kwargs)
         if self.training and torch.compiler.is_dynamo_compiling() and not isinstance(cache, (CacheWithHistories, type(None))):
             cache.lacks_states = True
             cache = None
+        mask = tensor_argument(self.mask, list(args), kwargs)
         given = {
-            "real": self.unpadded(tensor_argument(self.mask, list(args), kwargs), batch, tokens, cache),
+            "real": self.unpadded(x.transpose(0, 1) if self.tokens_first else x, mask, cache),
             "cache": cache,
-            "sizes": (first, second),
+            "sizes": tuple(x.shape[:2]),
             "layer": self.name,
         }
         if not torch.compiler.is_dynamo_compiling():
@@ -147,10 +148,23 @@ class RecurrentLayer(Wrapper):
             feed_forward.given = None
         return output
 
-    def unpadded(self, mask: Tensor | None, batch: int, tokens: int, cache: Any) -> Tensor | None:
-        """Return which tokens are no padding, (batch or 1, tokens); None where nothing shows it."""
-        visible = None if mask is None else visible_keys(mask, tokens, self.true_hides)
-        return None if visible is None else unpadded_tokens(visible, tokens, is_growing(cache))
+    def unpadded(self, x: Tensor, mask: Tensor | None, cache: Any) -> Tensor | None:
+        """Return which tokens of x are no padding, (batch or 1, tokens); None where nothing shows it."""
+        if cache is not None and (staying := staying_tokens(cache)) is not None:
+            return staying
+        is_fixed = cache is not None and not is_growing(cache)
+        passed = self.count(x, cache) if is_fixed and self.mask is not None else None
+        visible = None if mask is None else visible_keys(mask, x.shape[1], self.true_hides)
+        return None if visible is None else unpadded_tokens(visible, x.shape[1], is_growing(cache), passed)
+
+    def count(self, x: Tensor, cache: Cache) -> Tensor:
+        """Return the number of tokens before x, (batch, 1); the cache counts those of x from here on."""
+        histories, name = histories_of(cache), f"{self.name}.passed"
+        if name not in histories:
+            histories[name] = TokenHistory.in_cache(cache, 1, torch.zeros(x.shape[:2], dtype=torch.long, device=x.device))
+        passed = histories[name].last()
+        histories[name].push(passed + torch.arange(1, x.shape[1] + 1, device=x.device))
+        return passed
 
 
 def feed_forward_at(layer: nn.Module, path: str) -> RecurrentFeedForward:

@@ -89,12 +89,12 @@ class GrowingAnchorLayer(AnchorLayer):
         for name in [name for name, history in self.histories.items() if getattr(history, "follows_from_keys", False)]:
             del self.histories[name]  # keys change places when holes are closed
         self.real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
-        columns = (torch.arange(self.stored, device=device) + self.dropped) * self.k
-        self.columns = columns.expand(batch, -1)
-        self.valid = torch.ones_like(self.columns, dtype=torch.bool)
-        if self.corrections is not None:
+        columns = (torch.arange(self.dropped + self.stored, device=device) * self.k).expand(batch, -1)
+        valid = torch.ones_like(columns, dtype=torch.bool)
+        self.columns, self.valid = columns[:, self.dropped :], valid[:, self.dropped :]
+        if self.corrections is not None:  # also of anchors that have left the window
             last = self.corrections.shape[1]
-            self.ragged = RaggedAnchors(self.columns[:, -last:], self.valid[:, -last:], (self.corrections,))
+            self.ragged = RaggedAnchors(columns[:, -last:], valid[:, -last:], (self.corrections,))
             self.corrections = None
 
     def make_room(self, new: Anchors, key_extents: Callable[[], list[int]]) -> None:

@@ -388,15 +388,23 @@ def query_positions(visible: Tensor, tokens: int, growing: bool) -> Tensor:
         behind = seen.flip(-1).to(torch.uint8).argmax(-1)  # keys behind the last that it sees
         last = torch.where(seen.any(-1), keys - 1 - behind, -keys)
         if not visible.stride(1):  # one row for all queries: keys up to the last one's
-            return positions + (last[-1] - (tokens - 1))
-        return positions + (last - positions).amax()
+            return positions + (last[-1] - (tokens - 1)).clamp(min=0)
+        return positions + (last - positions).amax().clamp(min=0)
     return positions
 
 
-def unpadded_tokens(visible: Tensor, tokens: int, growing: bool) -> Tensor:
-    """Return which queries are no padding, (batch or 1, tokens): those that may see themselves. `growing` as above."""
-    own = query_positions(visible, tokens, growing).clamp(min=0).view(1, -1, 1)
-    return visible.gather(-1, own.expand(visible.shape[0], -1, -1)).squeeze(-1)
+def unpadded_tokens(visible: Tensor, tokens: int, growing: bool, passed: Tensor | None = None) -> Tensor:
+    """Return which queries are no padding, (batch or 1, tokens): those that may see themselves. `growing` as above.
+
+    `passed`, (batch, 1), are the tokens before the first query where they were counted: where all queries are hidden, the mask of a
+    cache of fixed length does not show it.
+    """
+    if passed is None:
+        own = query_positions(visible, tokens, growing).unsqueeze(0)
+    else:  # the keys may be those of a window, which ends with the last query once it is full
+        own = passed.clamp(max=visible.shape[-1] - tokens).clamp(min=0) + torch.arange(tokens, device=visible.device)
+        visible = visible.expand(len(own), -1, -1)
+    return visible.gather(-1, own.unsqueeze(-1).expand(visible.shape[0], -1, -1)).squeeze(-1)
 
 
 def lookback_gates(visible: Tensor | None, tokens: int, past: int, growing: bool) -> Tensor | None:

@@ -39,24 +39,29 @@ def check_wrong_guesses(model: Any, prompt: Tensor) -> None:
     assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **how), model.generate(prompt, **how))
 
 
-@torch.no_grad()
 def check_hidden_ends(model: Any, tokens: Tensor, *splits: tuple[int, ...]) -> None:
     """Chunks whose last token is hidden in every row, on caches that grow and of fixed length: the others are as in one forward."""
     for lengths in splits:
-        mask, ends = torch.ones_like(tokens), torch.tensor(lengths).cumsum(0)
-        mask[:, ends[:-1] - 1] = 0
-        given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-        whole = zoo.logits(model(input_ids=tokens, use_cache=False, **given))
-        for cache in (
-            transformers.DynamicCache(config=model.config),
-            transformers.StaticCache(config=model.config, max_cache_len=int(ends[-1]) + 5),
-        ):
-            parts = []
-            for length, end in zip(lengths, ends.tolist(), strict=True):
-                part = {
-                    "input_ids": tokens[:, end - length : end],
-                    "position_ids": given["position_ids"][:, end - length : end],
-                    "attention_mask": mask[:, :end],
-                }
-                parts.append(zoo.logits(model(past_key_values=cache, **part)))
-            torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], rtol=1e-4, atol=1e-4)
+        mask = torch.ones_like(tokens)
+        mask[:, torch.tensor(lengths).cumsum(0)[:-1] - 1] = 0
+        check_mask(model, tokens, mask, lengths)
+
+
+@torch.no_grad()
+def check_mask(model: Any, tokens: Tensor, mask: Tensor, lengths: tuple[int, ...]) -> None:
+    """Chunks of these lengths under a mask, on caches that grow and of fixed length: visible tokens are as in one forward."""
+    given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+    whole, ends = zoo.logits(model(input_ids=tokens, use_cache=False, **given)), torch.tensor(lengths).cumsum(0).tolist()
+    for cache in (
+        transformers.DynamicCache(config=model.config),
+        transformers.StaticCache(config=model.config, max_cache_len=ends[-1] + 5),
+    ):
+        parts = []
+        for length, end in zip(lengths, ends, strict=True):
+            part = {
+                "input_ids": tokens[:, end - length : end],
+                "position_ids": given["position_ids"][:, end - length : end],
+                "attention_mask": mask[:, :end],
+            }
+            parts.append(zoo.logits(model(past_key_values=cache, **part)))
+        torch.testing.assert_close(torch.cat(parts, 1)[mask.bool()], whole[mask.bool()], rtol=1e-4, atol=1e-4)

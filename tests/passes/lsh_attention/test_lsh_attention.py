@@ -75,6 +75,9 @@ def test_the_plan_says_whether_the_examples_are_within_a_chunk() -> None:
 def test_a_cache_goes_on_in_steps_and_in_chunks(name: str) -> None:
     cached_decoding.check_steps(rewritten(name), ids(), (1,) * 21, (9, 1, 2, 8, 1))
     cached_decoding.check_hidden_ends(rewritten(name), ids(), (9, 8, 4), (9, 3, 1, 8))
+    hidden = torch.ones_like(ids())
+    hidden[:, :2] = 0
+    cached_decoding.check_mask(rewritten(name), ids(), hidden, (2, 19))
 
 
 @pytest.mark.parametrize("how", cached_decoding.HOW, ids=str)

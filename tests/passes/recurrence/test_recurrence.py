@@ -161,7 +161,10 @@ def test_step_0_is_the_dense_function_and_the_parameters_are_the_formulas(name: 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_state_in_the_cache_goes_on_in_steps_and_in_chunks(name: str) -> None:
     cached_decoding.check_steps(trained(name), ids(2, 12), (1,) * 12, (5, 1, 3, 1, 2))
-    cached_decoding.check_hidden_ends(trained(name), ids(2, 12), (5, 4, 3))
+    cached_decoding.check_hidden_ends(trained(name), ids(2, 12), (5, 4, 3), (4, 1, 1, 3, 1, 2))
+    hidden = torch.ones(2, 12, dtype=torch.long)
+    hidden[:, 4:7] = hidden[0, 8] = hidden[1, 10] = 0
+    cached_decoding.check_mask(trained(name), ids(2, 12), hidden, (4, 3, 1, 1, 3))  # a chunk that no row sees
 
 
 @pytest.mark.parametrize("how", cached_decoding.HOW, ids=str)

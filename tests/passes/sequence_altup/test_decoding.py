@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import tiny_models, zoo
+from support import cached_decoding, tiny_models, zoo
 from support.retrofitted import moved
 from torch import Tensor
 from transformers import DynamicCache, MistralConfig, MistralForCausalLM, StaticCache
@@ -178,6 +178,15 @@ def windowed() -> Any:
     config = MistralConfig(vocab_size=tiny_models.VOCABULARY, sliding_window=WINDOW, initializer_range=0.3, **sizes)
     model = tiny_models.built(config, MistralForCausalLM)
     return moved(retrofit.apply(model, SequenceAltUp(k=2, layers="all"), verify=False))
+
+
+@pytest.mark.parametrize("hidden", [slice(5, 6), slice(7, 9)], ids=str)
+def test_tokens_hidden_behind_a_full_window_leave_the_last_correction(hidden: slice) -> None:
+    """From them on rows count their anchors by themselves, some of which have left the window."""
+    tokens = torch.randint(3, tiny_models.VOCABULARY, (2, 13), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(tokens)
+    mask[:, hidden] = 0
+    cached_decoding.check_mask(windowed(), tokens, mask, (5, 1, 1, 2, 1, 3))
 
 
 COUNTS = st.integers(1, 9).flatmap(lambda new: st.tuples(st.just(new), st.integers(0, new)))  # computed, and removed of these
