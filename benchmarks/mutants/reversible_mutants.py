@@ -258,7 +258,7 @@ MUTANTS = [
     ),
     whole(
         "two streams never end: no mean is taken",
-        "links += [*chain[:-1], dataclasses.replace(chain[-1], closes=True)]",
+        "links += [*chain[:-1], finder.last_of(chain, stack)]",
         "links += chain",
         trials=TWO_STREAMS,
     ),

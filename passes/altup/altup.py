@@ -49,6 +49,7 @@ from retrofit.sdk import (
     option,
     selected_depths,
 )
+from retrofit.sdk.anatomy import reader_of
 from retrofit.sdk.data import left_out
 from retrofit.sdk.program import shape
 
@@ -150,7 +151,11 @@ class AltUp(Pass[AltUpPlan]):
                 for stack in stacks
                 for layer in self.layer_plans(stack, deepest, widening, bool(look_ups[stack.entry]), wide_ends[stack.entry])
             ),
-            readers=dict(filter(None, (reader_of(stack, anatomy) for stack in stacks))),
+            readers={
+                stack.layers[-1].name: reader[0]
+                for stack in stacks
+                if not is_shared(stack) and (reader := reader_of(stack.layers, [anatomy.node(stack.exit)], anatomy.program))
+            },
             runs=tuple(
                 (stack.name, tuple(layer.name for layer in stack.layers))
                 for stack in stacks
@@ -413,14 +418,6 @@ def arguments_meeting_stream(anatomy: Anatomy) -> tuple[str, ...]:
     inside = tuple(f"{layer.name}." for layer in anatomy.layers if layer.name)
     idle = any(id(parameter) not in used and not name.startswith(inside) for name, parameter in model.named_parameters())
     return left_out(model, program.examples) if idle else ()
-
-
-def reader_of(stack: Stack, anatomy: Anatomy) -> tuple[str, str] | None:
-    """Return the last layer's path and that of the first module called with the stream after it; None where there is none."""
-    layers, end = {layer.name for layer in stack.layers}, anatomy.node(stack.exit)
-    readers = (call.path for call in anatomy.program.calls if end in call.inputs.values())
-    reader = next((path for path in readers if not any(f"{path}.".startswith(f"{name}.") for name in layers)), None)
-    return None if reader is None or is_shared(stack) else (stack.layers[-1].name, reader)
 
 
 def is_shared(stack: Stack) -> bool:

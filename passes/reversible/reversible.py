@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import torch
@@ -28,7 +28,7 @@ from torch import fx, nn
 
 from retrofit.passes.reversible import reference as method_reference
 from retrofit.passes.reversible.reversible_layer import ReversibleLayer, written_arguments
-from retrofit.passes.reversible.two_streams import SecondStream, TwoStreamLayer
+from retrofit.passes.reversible.two_streams import SecondStream, StreamsEnd, TwoStreamLayer
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
@@ -42,11 +42,12 @@ from retrofit.sdk import (
     Recovery,
     Site,
     Stack,
+    argument_place,
     collect_near_miss,
     option,
     selected_depths,
 )
-from retrofit.sdk.anatomy import WITHOUT_GRADIENT, modules_around
+from retrofit.sdk.anatomy import WITHOUT_GRADIENT, modules_around, reader_of
 from retrofit.sdk.program import CAST, LIKE, Call, Dataflow, is_float, op, shape
 
 MOST_BITS = 16  # as much as the stream in half precision, which checkpointing keeps whole
@@ -170,7 +171,7 @@ class Reversible(Pass[ReversiblePlan]):
                     chains[-1].append(found)
                 previous = layer if found else None
             for chain in chains:
-                links += [*chain[:-1], dataclasses.replace(chain[-1], closes=True)]
+                links += [*chain[:-1], finder.last_of(chain, stack)]
             if chains:
                 swaps = sum(len(link.sums) for chain in chains for link in chain)
                 layers = sum(map(len, chains))
@@ -185,6 +186,9 @@ class Reversible(Pass[ReversiblePlan]):
             into, out = link.stream_in, link.stream_out
             wrapped = TwoStreamLayer(layer, link.width, link.sums, link.parts, stream_in=into, stream_out=out, closes=link.closes)
             edit.replace_module(link.path, wrapped)
+            if link.reader is not None:
+                end = StreamsEnd(link.path, link.width, argument_place(edit.model.get_submodule(link.reader[0]), link.reader[1]))
+                edit.add_handle(edit.model.get_submodule(link.reader[0]).register_forward_pre_hook(end.require, with_kwargs=True))
         for step in plan.steps:
             layer = edit.model.get_submodule(step.path)
             into, out = step.stream_in, step.stream_out
@@ -220,6 +224,13 @@ class StepFinder:
         parts = parts_of(call, branches, layer, self.anatomy)
         sums = tuple(map(len, branches.sums))
         return SwapSite(layer.name, stack.name, key_in, key_out, stack.width, sums, parts)
+
+    def last_of(self, chain: Sequence[SwapSite], stack: Stack) -> SwapSite:
+        """Return the last link of a chain, as the one that closes it."""
+        layers = [layer for layer in stack.layers if any(layer.name == link.path for link in chain)]
+        found = reader_of(layers, same_as(self.anatomy.node(layers[-1].exit), self.flow), self.anatomy.program)
+        reader = None if found is None or found[1] is None else (found[0], found[1])
+        return dataclasses.replace(chain[-1], closes=True, reader=reader)
 
     def leads_to(self, layer: Layer, following: Layer) -> bool:
         """Return whether what a layer returns goes to the following one, and nowhere else."""
@@ -330,6 +341,7 @@ class SwapSite:
     sums: tuple[int, ...]  # of each branch, in how many sums it is added to the stream
     parts: tuple[str, ...]  # modules inside of which each lies in one branch, by their paths in the layer
     closes: bool = False  # whether the streams end with it
+    reader: tuple[str, int | str] | None = None  # then the module that is called with their mean, and by which argument
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from retrofit.passes.reversible.reversible_layer import (
     used_up,
 )
 from retrofit.sdk import ArgumentPlace, DoesNotFitError, Wrapper, argument_place, find_argument, with_item
-from retrofit.sdk.modules import child_modules, is_exporting, record_auxiliary_loss
+from retrofit.sdk.modules import child_modules, is_exporting, record_auxiliary_loss, tensor_argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,6 +309,30 @@ class TwoStreamLayer(Wrapper):
 
     def extra_repr(self) -> str:
         return f"{len(self.swaps.sums)} swaps"
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamsEnd:
+    """The end of two streams: `last` is the layer that returns their mean, `place` where the module after it takes that."""
+
+    guards: ClassVar[tuple[str, ...]] = ("require",)
+
+    last: str
+    width: int
+    place: ArgumentPlace
+
+    def require(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise `DoesNotFitError` where `module` is called with both streams: the last layer was skipped."""
+        x = tensor_argument(self.place, list(args), kwargs)
+        if x is not None and x.shape[-1] == 2 * self.width:
+            raise DoesNotFitError(
+                f"the last layer on two streams was skipped: {self.last}",
+                by="reversible",
+                why="it returns their mean",
+                remedy="run all layers (no assistant_early_exit, the original num_hidden_layers), or drop them before the rewrite",
+                code="layers-skipped",
+                site=self.last,
+            )
 
 
 @dataclasses.dataclass(frozen=True)

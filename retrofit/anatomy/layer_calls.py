@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Collection
 
 import torch
 from torch import Tensor, fx, nn
@@ -24,7 +25,17 @@ from retrofit.inputs.example_inputs import forward_parameters
 from retrofit.program.aten_ops import SCAN, is_float, op, shape
 from retrofit.program.capture import capture, missing_masks
 from retrofit.program.dataflow import Dataflow, backward_slice
-from retrofit.program.program import Call, Key
+from retrofit.program.program import Call, Key, Program
+
+
+def reader_of(layers: Collection[Layer], ends: Collection[fx.Node], program: Program) -> tuple[str, Key] | None:
+    """Return the first module outside these layers that is called with one of the nodes, and by which argument.
+
+    None where there is none.
+    """
+    inside = tuple(f"{layer.name}." for layer in layers)
+    readers = ((call.path, key) for call in program.calls for key, node in call.inputs.items() if node in ends)
+    return next(((path, key) for path, key in readers if not f"{path}.".startswith(inside)), None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,6 +40,7 @@ from retrofit.anatomy.stacks import is_token_id as is_token_id
 from retrofit.anatomy.module_sites import WrappedModules as WrappedModules
 from retrofit.anatomy.layer_calls import LayerCall as LayerCall
 from retrofit.anatomy.layer_calls import LayerCalls as LayerCalls
+from retrofit.anatomy.layer_calls import reader_of as reader_of
 from retrofit.anatomy.branches import InnerLayers as InnerLayers
 from retrofit.anatomy.parts import NO_STREAM as NO_STREAM
 from retrofit.surgery.wrappers import modules_around as modules_around

@@ -168,6 +168,23 @@ def test_layers_that_were_skipped_moved_or_repeated_are_missed(spec, change, nam
         assert outcomes == {number: f"{path}.{number}" for number in range(4)} | ({3: "same"} if last else {})
 
 
+@some
+@pytest.mark.parametrize("change", [hooked, replaced_forward, deleted])
+def test_two_streams_without_a_layer_are_those_of_a_smaller_model_or_refused(change):
+    make, path = MODELS["llama"]
+    for number in range(4):
+        smaller, model = make(), rewritten(make(), "reversible(scheme=terraformer)")
+        deleted(smaller.get_submodule(path), number)
+        change(model.get_submodule(path), number)
+        for changed in (smaller, model):
+            changed.config.num_hidden_layers, changed.config.use_cache = len(changed.get_submodule(path)), False
+        if number < 3:
+            assert gap(model, rewritten(smaller, "reversible(scheme=terraformer)")) < 1e-4
+        else:
+            with refused(DoesNotFitError, f"{path}.3", code="layers-skipped"):
+                model(IDS)
+
+
 def test_a_stack_whose_first_layers_are_compiled_runs():
     dense, model = llama(), rewritten(llama(), "altup(k=2)")
     for layers in (model.model.layers[:1], model.model.layers[:3]):
