@@ -5,10 +5,11 @@
 
 Each mutant is put into a copy of the sources; the pass is applied from there to tiny models, with every check, up to the first
 report. The sources as they are must come through the trials with a report without one. Of a mutant that no check reports the test
-that it names is run on that copy. Results are kept in a JSON file as they come, each under a hash of
-the mutant and of its pass: a later run makes anew what has changed. `--again` makes anew all that `--only` selects, as after a
-change of a check; `--passed` selects those that no check reported. Without `--only` the page is written, also where `--minutes`
-ended it: it says of which passes some mutants have no result yet, or one of earlier sources.
+that it names is run on that copy. Results are kept in a JSON file as they come, each with a hash of the mutant and one of the
+sources of its pass; where that file is gone, a run goes on from the page. A later run makes mutants that are new or changed; with
+`--sources` also those whose pass has changed, and with `--again` all that `--only` selects, as after a change of a check;
+`--passed` selects those that no check reported. Without `--only` the page is written, also where `--minutes` ended it: it says of
+which passes some mutants have no result yet, or one of earlier sources.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 import activation_sparsity_mutants
 import altup_mutants
@@ -35,7 +37,7 @@ import sparse_loss_mutants
 import sparse_qkv_mutants
 from mutant import Mutant
 from observing import Row, key_of, observe
-from sweeping import assessed, cell, line, parser_of, write_page, write_whole
+from sweeping import assessed, cell, cells_of, line, parser_of, read_page, write_page, write_whole
 
 TABLES = (
     activation_sparsity_mutants,
@@ -53,6 +55,7 @@ TABLES = (
 )
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for table in TABLES for mutant in table.MUTANTS)
 CONTROL = "control"
+REFUSED, NOTHING = "refused", "—"  # what came of a control
 ALARM, LIMIT = 240, 7200.0  # seconds: of the forked process on its processor, and by the clock of the one that forks it
 ORDER = (
     *("activation-sparsity", "altup", "lsh-attention", "memory", "merge-cross-attention", "recurrence", "reversible", "sum"),
@@ -66,22 +69,24 @@ def main() -> int:
     require_sound(MUTANTS)
     results = Results(options)
     if results.make(mutant_keys()):
-        results.make(control_keys(results))
+        results.make(control_keys(results.known(mutant_keys())), sources=True)
     known, latest = results.known(mutant_keys()), results.latest(mutant_keys())
-    controls, all_controls = results.known(control_keys(results)), len(control_keys(results))
+    trials = control_keys(latest)
+    controls = results.known(trials)
     alarms = {task: row for task, row in controls.items() if row["by"] and not is_right_refusal(task, row, known)}
     for task, row in alarms.items():
         print(f"without a fault, {name_of(task)} is reported by {row['by']}: {row['why']}")
     rows = [(mutant, latest[mutant.method, mutant.wrong]) for mutant in ordered() if (mutant.method, mutant.wrong) in latest]
     print(f"{len(known)} of {len(MUTANTS)} mutants have a result for the sources as they are, {len(rows)} have one; {score(rows)}")
     if not alarms and not options.only:
-        write_page(options.output, page(rows, controls, all_controls, latest.keys() - known.keys()))
+        write_page(options.output, page(rows, controls, len(trials), latest.keys() - known.keys()))
     return bool(alarms)
 
 
 def parse() -> argparse.Namespace:
     parser = parser_of(__doc__, "mutants")
     parser.add_argument("--passed", action="store_true", help="only mutants that no check reported")
+    parser.add_argument("--sources", action="store_true", help="also those whose pass has changed since")
     return parser.parse_args()
 
 
@@ -99,18 +104,20 @@ def require_sound(mutants: Iterable[Mutant]) -> None:
 
 
 class Results:
-    """What came of each task, and the hash of what it depends on, kept in a file."""
+    """What came of each task, and the hashes of what it depends on, kept in a file."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
-        self.rows: dict[str, Row] = json.loads(options.results.read_text()) if options.results.exists() else {}
+        self.rows: dict[str, Row] = {}
+        if options.results.exists():
+            self.rows = json.loads(options.results.read_text())
+        elif options.output.exists():
+            self.rows = results_of(options.output)
 
-    def make(self, keys: Mapping[Task, str]) -> bool:
-        """The selected tasks that have no result yet are done; False where there was no time for all."""
-        options = self.options
-        selected = [task for task in keys if re.search(options.only, name_of(task)) and not (options.passed and self.by(task))]
-        waiting = [task for task in selected if options.again or self.rows.get(name_of(task), {}).get("key") != keys[task]]
-        started = time.monotonic()
+    def make(self, keys: Mapping[Task, str], sources: bool = False) -> bool:
+        """The selected tasks that have no result yet, or with `sources` none of these, are done; False where there was no time."""
+        options, started = self.options, time.monotonic()
+        waiting = self.waiting(keys, sources)
         for count, (task, found) in enumerate(assessed(waiting, options.jobs, LIMIT, find, failed), start=1):
             self.rows[name_of(task)] = {**found, "key": keys[task]}
             write_whole(options.results, json.dumps(self.rows, indent=1, ensure_ascii=False))
@@ -119,6 +126,16 @@ class Results:
             if time.monotonic() - started > 60 * options.minutes:
                 return False
         return True
+
+    def waiting(self, keys: Mapping[Task, str], sources: bool = False) -> list[Task]:
+        """The selected tasks without a result of theirs, or with `sources` without one of the sources as they are."""
+        options, found = self.options, list[Task]()
+        for task, key in keys.items():
+            if re.search(options.only, name_of(task)) and not (options.passed and self.by(task)):
+                own, known = key.partition("-")[0], str(self.rows.get(name_of(task), {}).get("key", ""))
+                is_known = known == key if sources or options.sources else known.partition("-")[0] == own
+                found += [task] * (options.again or not is_known)
+        return found
 
     def by(self, task: Task) -> str:
         """The check that reported a task when it was last tried, "" where none did."""
@@ -152,11 +169,19 @@ def mutant_keys() -> dict[Task, str]:
     }
 
 
-def control_keys(results: Results) -> dict[Task, str]:
-    """The trials in which something was reported, without a fault: only where these pass does a report say something."""
-    trials = {(mutant.method, str(trial)) for mutant in MUTANTS for trial in mutant.trials}
-    reported = {(task[0], row["trial"]) for task, row in results.latest(mutant_keys()).items() if row["by"]}
-    return {(method, f"{CONTROL} {trial}"): key_of(method, trial) for method, trial in sorted(reported & trials)}
+def control_keys(results: Mapping[Task, Row]) -> dict[Task, str]:
+    """The trials in which something was reported, without a fault: only where these pass does a report say something.
+
+    Where a page does not say in which trial, it is one of the mutant's.
+    """
+    reported = {task: row["trial"] for task, row in results.items() if row["by"]}
+    trials = {
+        (mutant.method, str(trial))
+        for mutant in MUTANTS
+        for trial in mutant.trials
+        if reported.get((mutant.method, mutant.wrong)) in ("", str(trial))
+    }
+    return {(method, f"{CONTROL} {trial}"): key_of(method, trial) for method, trial in sorted(trials)}
 
 
 def name_of(task: Task) -> str:
@@ -214,10 +239,25 @@ def page(rows: Sequence[tuple[Mutant, Row]], controls: Mapping[Task, Row], all_c
         of_pass = [(mutant, row) for mutant, row in rows if mutant.method == method]
         lines.append(line([f"`{method}`", *map(str, counts(of_pass))]))
     lines.append(line(["all", *map(str, counts(rows))]))
-    lines += ["", line(["pass", "what is wrong", "reported by", "it says"]), line(["---"] * 4)]
-    for mutant, row in rows:
-        lines.append(line([f"`{mutant.method}`", cell(mutant.wrong), verdict(mutant, row), cell(row["why"])]))
+    lines += ["", line(["pass", "what is wrong", "reported by", "it says", "trial", "key"]), line(["---"] * 6)]
+    named = [((mutant.method, mutant.wrong), verdict(mutant, row), row) for mutant, row in rows]
+    named += [(task, REFUSED if row["by"] else NOTHING, row) for task, row in controls.items()]
+    for (method, wrong), found, row in named:
+        lines.append(line([f"`{method}`", cell(wrong), found, cell(row["why"]), cell(row["trial"]), row["key"]]))
     return "\n".join([*lines, ""])
+
+
+def results_of(path: Path) -> dict[str, Row]:
+    """Results by name, as the page shows them."""
+    found: dict[str, Row] = {}
+    for text in read_page(path).splitlines():
+        method, *values = cells_of(text) if text.startswith("| `") else [""]
+        if len(values) == len(("what is wrong", "reported by", "it says", "trial", "key")):
+            wrong, reported, why, trial, key = values
+            by = "" if reported.startswith(("passed", "equivalent: ", NOTHING)) else "apply" if reported == REFUSED else reported
+            row = {"by": by, "why": why, "trial": trial, "key": key, "refused": reported == REFUSED}
+            found[f"{method.strip('`')}: {wrong}"] = row | {"test": reported.endswith("fails")}
+    return found
 
 
 def by_pass(tasks: Iterable[Task]) -> str:

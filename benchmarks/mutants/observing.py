@@ -39,11 +39,11 @@ Row = dict[str, Any]
 
 
 def key_of(method: str, *what: object) -> str:
-    """A hash of a mutant and its trials, and of the sources of the pass, apart from the references."""
-    digest = hashlib.sha256(repr(what).encode())
+    """A hash of a mutant and its trials, and one of the sources of the pass, apart from the references."""
+    digest = hashlib.sha256()
     for file in sources_of(method):
         digest.update(f"{file.relative_to(ROOT)} {sha256(file)}".encode())
-    return digest.hexdigest()[:16]
+    return f"{hashlib.sha256(repr(what).encode()).hexdigest()[:8]}-{digest.hexdigest()[:8]}"
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ from pathlib import Path
 
 import pytest
 from mutant import ROOT, Mutant, on
-from mutants_table import MUTANTS, ORDER, page, score, verdict
+from mutants_table import CONTROL, MUTANTS, ORDER, Results, mutant_keys, ordered, page, score, verdict
+from sweeping import write_page
 
 from retrofit.passbase.protocol import pass_names
 
@@ -65,13 +67,33 @@ def test_the_score_counts_faults_only() -> None:
 
 def test_the_page_says_what_has_not_run_and_what_is_of_earlier_sources() -> None:
     first, second = [mutant for mutant in MUTANTS if mutant.method == "sum"][:2]
-    row = {"by": "method", "why": "3.0", "trial": str(first.trials[0])}
+    row = {"by": "method", "why": "3.0", "trial": str(first.trials[0]), "key": "1-2"}
     text = page([(first, row), (second, row)], {}, 1, [("sum", second.wrong)])
     others = sum(mutant.method == "sum" for mutant in MUTANTS) - 2
     assert f"`sum` ({others})" in text and "`altup` (45)" not in text.partition("Of earlier sources")[2]
     assert "Of earlier sources, and not made again since, are the results of `sum` (1)." in text
-    assert "through 0 of the 1 trials" in text and f"| `sum` | {first.wrong} | method | 3.0 |" in text
+    assert "through 0 of the 1 trials" in text and f"| `sum` | {first.wrong} | method | 3.0 | {first.trials[0]} | 1-2 |" in text
     assert "Not run yet" not in page([(mutant, row) for mutant in MUTANTS], {}, 1, [])
+
+
+def test_a_run_goes_on_from_its_page_with_what_is_new_or_changed(tmp_path: Path) -> None:
+    keys = {task: key for task, key in mutant_keys().items() if task[0] == "sum"}
+    (first, second, third), trial = [mutant for mutant in ordered() if mutant.method == "sum"][:3], "gpt2 sum"
+    rows = [
+        (first, {"by": "method", "why": "3.0 | 4.0", "trial": trial, "key": keys["sum", first.wrong]}),
+        (second, {"by": "", "why": "", "trial": "", "test": True, "key": keys["sum", second.wrong].partition("-")[0] + "-earlier"}),
+        (third, {"by": "", "why": "", "trial": "", "key": "changed-" + keys["sum", third.wrong].partition("-")[2]}),
+    ]
+    refused = {"by": "apply", "why": "it does not fit", "trial": trial, "refused": True, "key": "0-0"}
+    control = {("sum", f"{CONTROL} {trial}"): refused}
+    for path in (tmp_path / "page.json", tmp_path / "page.md"):
+        write_page(path, page(rows, control, 1, []))
+        selected = {"only": "", "passed": False, "again": False, "sources": False}
+        results = Results(argparse.Namespace(results=tmp_path / "none", output=path, **selected))
+        known = {"sum: " + mutant.wrong: row for mutant, row in rows} | {f"sum: {CONTROL} {trial}": refused}
+        assert {name: {field: results.rows[name][field] for field in row} for name, row in known.items()} == known
+        assert set(keys) - set(results.waiting(keys)) == {("sum", first.wrong), ("sum", second.wrong)}
+        assert set(keys) - set(results.waiting(keys, sources=True)) == {("sum", first.wrong)}
 
 
 @pytest.mark.long
