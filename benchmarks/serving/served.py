@@ -263,12 +263,21 @@ def compare(folder: Path, model: Any, expected: list[list[int]], setting: Settin
     return found
 
 
-def write_speeds(directory: str, specs: Iterable[str], rounds: int) -> None:
-    """Print the tokens a second of eight greedy continuations at once: the median of rounds, in which each model has its turn."""
+def speed(folder: Path, options: dict[str, Any]) -> float:
+    """Return the tokens a second of eight greedy continuations at once."""
     from vllm import SamplingParams
 
     asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     requests: Any = [{"prompt_token_ids": prompt} for prompt in (*prompts(), *prompts()[:2])]
+    with engine(folder, {"enable_prefix_caching": False, **options}) as llm:
+        llm.generate(requests, asked, use_tqdm=False)  # shapes that are new to it
+        begin = time.perf_counter()
+        llm.generate(requests, asked, use_tqdm=False)
+        return len(requests) * NEW / (time.perf_counter() - begin)
+
+
+def write_speeds(directory: str, specs: Iterable[str], rounds: int) -> None:
+    """Print for each model the median of rounds, in which each has its turn."""
     found: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as place:
         models: dict[str, tuple[Path, dict[str, Any]]] = {
@@ -280,11 +289,7 @@ def write_speeds(directory: str, specs: Iterable[str], rounds: int) -> None:
             written(dense(directory), spec, models[spec][0], 0)
         for _ in range(rounds):
             for name, (folder, options) in models.items():
-                with engine(folder, {"enable_prefix_caching": False, **options}) as llm:
-                    llm.generate(requests, asked, use_tqdm=False)  # shapes that are new to it
-                    begin = time.perf_counter()
-                    llm.generate(requests, asked, use_tqdm=False)
-                    found.setdefault(name, []).append(len(requests) * NEW / (time.perf_counter() - begin))
+                found.setdefault(name, []).append(speed(folder, options))
     first = statistics.median(next(iter(found.values())))
     for name, speeds in found.items():
         middle = statistics.median(speeds)
@@ -336,6 +341,9 @@ def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str
                 if setting.options.get("enable_lora"):
                     write_adapter(model, Path(place, "adapter"))
                     expected = continuations(model)
+                if getattr(model.config, "sliding_window", None) and "num_gpu_blocks_override" in setting.options:
+                    blocks = setting.options["num_gpu_blocks_override"] * 3 // 2  # two kinds of layers, each with blocks of its own
+                    setting = dataclasses.replace(setting, options={**setting.options, "num_gpu_blocks_override": blocks})
                 if spec == DENSE:
                     setting = dataclasses.replace(setting, options={**setting.options, "model_impl": "transformers"})
                 try:

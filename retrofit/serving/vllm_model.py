@@ -204,22 +204,22 @@ class KeptLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def keep_from_fusions(model: nn.Module) -> list[nn.Module]:
+def keep_from_fusions(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Have vLLM replace no linear layer whose weight a pass may read, and fuse none that it puts another module around in a call.
 
-    Return these layers, whose class is another one until vLLM has built: on a CPU vLLM's own lose their weights. It fuses by the
-    class of the module that calls the projections, and the names of its children: each module of transformers that has other
+    Return these layers and their classes, to be theirs again when vLLM has built: on a CPU its own lose their weights. It fuses by
+    the class of the module that calls the projections, and the names of its children: each module of transformers that has other
     children than transformers' and torch's gets a class of its own.
     """
-    kept: list[nn.Module] = []
+    kept: list[tuple[nn.Module, type[nn.Module]]] = []
     for module in list(model.modules()):
         parts: Iterable[nn.Module] = () if is_stock(module) else held_modules(module)
         if isinstance(module, Wrapper) and module.opens_layer:
             parts = module.layer.modules()
         for part in parts:
-            if type(part) is nn.Linear:
+            if isinstance(part, nn.Linear):
+                kept.append((part, type(part)))
                 part.__class__ = KeptLinear  # type: ignore[assignment]
-                kept.append(part)
         kind = type(module)
         if is_stock(module) and not all(map(is_stock, module.children())):
             module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
@@ -277,8 +277,8 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         self.__dict__["skeleton"] = base
         super(VllmModelForTextGeneration, self).__init__(vllm_config=vllm_config, prefix=prefix)
         del self.__dict__["skeleton"]
-        for layer in kept:
-            layer.__class__ = nn.Linear
+        for layer, kind in kept:
+            layer.__class__ = kind
         whole.config._attn_implementation = ATTENTION  # vLLM looks for its own only while it builds
         setattr(whole, own, ReturnedStates(base))
         self.head = whole
