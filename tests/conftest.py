@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.command_server import CommandServer
 
-SHARING = {"storage"}  # folders whose tests are of what is done with a captured program
+SHARING = {"passbase", "storage"}  # folders whose tests are of what is done with a captured program
 
 gc.set_threshold(50_000, 20, 50)
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -23,7 +23,7 @@ from retrofit.passbase.running import WeightSizes
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward
 from retrofit.rewriting import apply_reported, rewrites
 
-LSH = "lsh-attention(rounds=2, buckets=4, chunk=4)"
+LSH = "lsh-attention(rounds=1, buckets=4, chunk=4)"
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 
 
@@ -36,10 +36,11 @@ def small_llama() -> nn.Module:
 @pytest.mark.parametrize("together", [True, False], ids=["in one call", "one after the other"])
 def test_sites_are_named_as_they_are_once_later_passes_have_wrapped_them(later: str, together: bool) -> None:
     model = small_llama()
-    reference = Reference.of(model)
+    checks = ["graph", "method"]  # these know sites by their names
+    reference = Reference.of(model, checks=checks)
     for passes in ((LSH, later),) if together else ((LSH,), (later,)):
         retrofit.apply(model, *passes, verify=False)
-    assert retrofit.verify(model, reference, checks=["graph", "method"]).ok, "these checks know sites by their names"
+    assert retrofit.verify(model, reference, checks=checks).ok
     first, _ = rewrites(model) or ()
     alone = small_llama()
     retrofit.apply(alone, LSH, verify=False)
@@ -60,7 +61,7 @@ def test_a_recurrence_goes_around_a_mixture_that_lays_out_tokens_in_one_dimensio
 def test_a_layer_is_found_to_take_a_mask_behind_hashes_that_show_keys_too() -> None:
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(**SIZES))
-    apply_reported(model, LSH, "recurrence(rank=2)", count_flops=False)  # verified where sequences are padded, too
+    retrofit.apply(model, LSH, "recurrence(rank=2)", checks=["function", "padding"])
     layer = model.bert.encoder.layer[0]
     assert layer.mask is not None, "the recurrence learns of padding by it"
 
@@ -87,7 +88,7 @@ def test_gradients_of_padding_that_a_model_sets_to_zero_are_nobodys() -> None:
     """Causal XLM's attention masks no padding: its tokens are multiplied by the mask, before and after."""
     torch.manual_seed(0)
     model = XLMWithLMHeadModel(XLMConfig(vocab_size=64, emb_dim=32, n_layers=2, n_heads=2, causal=True, n_langs=1))
-    apply_reported(model, "sparse-qkv", count_flops=False)
+    retrofit.apply(model, "sparse-qkv", checks=["padding", "gradients"])
 
 
 Build = Any
