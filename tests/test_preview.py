@@ -300,4 +300,4 @@ def test_the_stages_are_reported() -> None:
 def test_an_option_without_effect_is_noted_by_plan_and_by_apply(build: Callable[[], nn.Module], spec: str, said: str) -> None:
     model = build()
     assert said in retrofit.plan_of(model, spec).passes[0].plan.notes
-    assert said in apply_reported(model, spec, verify=False).rewrites[0].notes
+    assert said in apply_reported(model, spec, verify=False, count_flops=False).rewrites[0].notes

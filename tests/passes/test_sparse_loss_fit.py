@@ -108,7 +108,7 @@ def test_a_model_is_nearer_where_it_was_calibrated_and_the_same_every_time() -> 
     for _ in range(2):
         model = zoo.build(entry)
         ids = zoo.inputs(entry, model, batch=16, length=16)["input_ids"]
-        one = apply_reported(model, SparseLoss(modules=4), calibration=ids, verify=False).rewrites[0]
+        one = apply_reported(model, SparseLoss(modules=4), calibration=ids, verify=False, count_flops=False).rewrites[0]
         heads.append(model.get_submodule("lm_head").product.d.detach())
         before, after = (float(part) for part in one.notes[-1].split(": ")[1].split(" → "))
         assert after < before

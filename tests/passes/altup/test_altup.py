@@ -185,7 +185,9 @@ def test_a_tower_that_reads_two_texts_is_rewritten_by_itself() -> None:
 def test_one_stack_of_two() -> None:
     model, inputs, others = build("seq2seq/bart")
     expected = logits(model, others)
-    (rewrite,) = apply_reported(model, AltUp(embedding="recycled", stacks="encoder"), example_inputs=inputs, verify=False).rewrites
+    (rewrite,) = apply_reported(
+        model, AltUp(embedding="recycled", stacks="encoder"), example_inputs=inputs, verify=False, count_flops=False
+    ).rewrites
     assert distance(logits(model, others), expected) <= 1e-5
     assert all("encoder" in site.name for site in rewrite.sites) and rewrite.skipped[0].name
     shared, shared_inputs, _ = build("seq2seq/t5")

@@ -117,7 +117,7 @@ def test_gates_are_those_of_the_mixture(k: int, renormalize: bool) -> None:
     """Against `MixtureOfExperts.route` of a rewritten model."""
     entry = zoo.entry("causal/llama")
     model = zoo.build(entry)
-    apply_reported(model, SharedMoE(groups=1, experts=3, k=k, renormalize=renormalize), verify=False)
+    apply_reported(model, SharedMoE(groups=1, experts=3, k=k, renormalize=renormalize), verify=False, count_flops=False)
     block = next(module for module in model.modules() if isinstance(module, MoEBlock))
     x = torch.randn(5, block.width, generator=torch.Generator().manual_seed(0))
     gates, selected = block.moe.eval().route(x)
@@ -141,7 +141,7 @@ def test_the_recipe_keeps_the_layers_that_were_chosen() -> None:
     entry = zoo.entry("causal/llama")
     model = zoo.build(entry)
     ids = zoo.inputs(entry, model, batch=16, length=24)["input_ids"]
-    one = apply_reported(model, SharedMoE(groups=2, experts=2, k=1), calibration=ids, verify=False).rewrites[0]
+    one = apply_reported(model, SharedMoE(groups=2, experts=2, k=1), calibration=ids, verify=False, count_flops=False).rewrites[0]
     assert "sources=" in one.spec and "sources=spread" not in one.spec
     fitted = [note.values for note in one.notes if note.kind == "relative error on tokens held out"]
     assert len(fitted) == len(model.model.layers)
@@ -160,5 +160,5 @@ def test_the_recipe_keeps_the_layers_that_were_chosen() -> None:
 )
 def test_sources_that_are_not_there_are_refused(options: dict[str, object], error: type[RetrofitError]) -> None:
     with pytest.raises(error) as refused:
-        apply_reported(zoo.build(zoo.entry("causal/llama")), SharedMoE(**options), verify=False)
+        apply_reported(zoo.build(zoo.entry("causal/llama")), SharedMoE(**options), verify=False, count_flops=False)
     assert refused.value.option == "sources"

@@ -36,7 +36,7 @@ def test_verification_passes(identity: str, spec: SharedMoE) -> None:
 def test_relative_positions_that_all_layers_share_stay_where_they_are() -> None:
     model, inputs = build("seq2seq/t5", num_layers=2, num_decoder_layers=2)
     bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
-    one = apply_reported(model, SharedMoE(share_attention=True), verify=False).rewrites[0]
+    one = apply_reported(model, SharedMoE(share_attention=True), verify=False, count_flops=False).rewrites[0]
     assert not one.skipped
     first, second = (block.layer[0].SelfAttention for block in model.encoder.block)
     assert first.relative_attention_bias.weight is bias

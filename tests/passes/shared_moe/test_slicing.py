@@ -48,7 +48,7 @@ def test_slices_compute_the_dense_function_with_as_many_active_units(identity: s
     expected, before = logits(model, inputs), sum(parameter.numel() for parameter in model.parameters())
     units = {path: module.units for path, module in blocks(build(identity, SharedMoE(groups=0))[0]).items()}
     data = next(iter(zoo.inputs(zoo.entry(identity), model).values())) if calibrated and "image" not in identity else None
-    one = apply_reported(model, SLICED, calibration=data, example_inputs=inputs, verify=False).rewrites[0]
+    one = apply_reported(model, SLICED, calibration=data, example_inputs=inputs, verify=False, count_flops=False).rewrites[0]
     found = logits(model, inputs)
     assert SLICED.exact and one.exact
     assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
@@ -143,7 +143,7 @@ def test_copies_come_apart_and_the_router_moves_in_training() -> None:
 def test_reinitialisation_leaves_the_first_expert_of_each_slice(reinit: float) -> None:
     dense, _ = build("causal/gpt2")
     old = dense.transformer.h[0].mlp.c_fc.weight.detach().clone()
-    one = apply_reported(dense, SharedMoE(groups=0, slices=2, reinit=reinit), verify=False).rewrites[0]
+    one = apply_reported(dense, SharedMoE(groups=0, slices=2, reinit=reinit), verify=False, count_flops=False).rewrites[0]
     assert not one.exact
     moe = blocks(dense)["transformer.h.0.mlp"].moe
     for s, e in ((0, 0), (1, 0), (0, 3), (1, 2)):
@@ -288,7 +288,7 @@ def test_a_hidden_function_with_numbers_for_each_unit_is_not_divided() -> None:
 
     torch.manual_seed(0)
     model = Model(8, Scaled(), Plain(8, 24, "gelu", True)).eval()
-    (one,) = apply_reported(model, SLICED, example_inputs={"ids": IDS}, verify=False).rewrites
+    (one,) = apply_reported(model, SLICED, example_inputs={"ids": IDS}, verify=False, count_flops=False).rewrites
     assert [site.name for site in one.sites] == ["layers.1.f"]
     assert [miss.name for miss in one.skipped] == ["layers.0.f"]
 
