@@ -97,8 +97,11 @@ def serve() -> None:
     from retrofit import cli, rewriting
     from retrofit.checks import verify
     from retrofit.storage import checkpoint
+    from support import tiny_models
 
     assert all((torch, transformers, rewriting, verify, checkpoint))
+    torch.set_num_threads(1)  # forks of a process with more may wait for ever
+    rewriting.apply(tiny_models.llama(), "sum", verify=False)  # a second that each fork would take at its first capture
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         pipes = [os.pipe(), os.pipe()]  # as wide as what a command says here; a file would be limited too
