@@ -179,7 +179,7 @@ def test_calibration_text_puts_the_load_into_the_report() -> None:
 def test_dropout_in_the_models_code_is_not_applied_twice() -> None:
     model, _ = build("seq2seq/bart", None, activation_dropout=0.4, dropout=0.0, attention_dropout=0.0)
     one = apply_reported(model, SharedMoE(groups=0), verify=False, count_flops=False).rewrites[0]
-    assert len(one.notes) == len(blocks(model)) and all("drops 40% of what the feed-forward reads" in note for note in one.notes)
+    assert len(one.notes) == len(blocks(model)) and all("40%" in note for note in one.notes)
     hidden = next(iter(blocks(model).values())).hidden
     z = torch.randn(50, 16)
     assert torch.equal(hidden.train()(z), hidden.eval()(z))
