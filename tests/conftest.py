@@ -8,13 +8,12 @@ program in tests of what is done with it, but for long ones.
 import gc
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 from support.command_server import CommandServer
 
-SHARING = {"passbase", "storage"}  # folders whose tests are of what is done with a captured program
+SHARING = {"passbase", "shared_moe", "storage"}  # folders whose tests are of what is done with a captured program
 
 gc.set_threshold(50_000, 20, 50)
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -58,8 +57,7 @@ def forget_what_is_there() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     from support import shared_programs
 
-    folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    shared_programs.share(folder in SHARING and item.get_closest_marker("long") is None)
+    shared_programs.share(item.path.parent.name in SHARING and item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="session")
