@@ -342,7 +342,7 @@ def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str
                     write_adapter(model, Path(place, "adapter"))
                     expected = continuations(model)
                 if getattr(model.config, "sliding_window", None) and "num_gpu_blocks_override" in setting.options:
-                    blocks = setting.options["num_gpu_blocks_override"] * 3 // 2  # two kinds of layers, each with blocks of its own
+                    blocks = 2 * setting.options["num_gpu_blocks_override"]  # two kinds of layers, each with blocks of its own
                     setting = dataclasses.replace(setting, options={**setting.options, "num_gpu_blocks_override": blocks})
                 if spec == DENSE:
                     setting = dataclasses.replace(setting, options={**setting.options, "model_impl": "transformers"})
