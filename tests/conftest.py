@@ -13,7 +13,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.command_server import CommandServer
 
-SHARING = {"passbase", "shared_moe", "storage"}  # folders whose tests are of what is done with a captured program
+SHARING = {
+    "activation_sparsity",
+    "passbase",
+    "shared_moe",
+    "storage",
+}  # folders whose tests are of what is done with a captured program
 
 gc.set_threshold(50_000, 20, 50)
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
