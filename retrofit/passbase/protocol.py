@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from retrofit.anatomy.parts import NearMiss, Site
-from retrofit.errors import DoesNotFitError, SpecError, first_few
+from retrofit.errors import CheckpointError, DoesNotFitError, SpecError, first_few
 from retrofit.files.memory import in_gigabytes, memory_of
 from retrofit.passbase.options import check_option, format_value, require_options
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from retrofit.anatomy.anatomy import Anatomy
-    from retrofit.passbase.recipe_storage import AppliedTo
     from retrofit.surgery.edit import Edit
 
 
@@ -50,6 +49,62 @@ class Plan:
 
 
 SomePlan = TypeVar("SomePlan", bound=Plan)
+
+
+Names = tuple[str, ...]
+Stacks = tuple[tuple[str, int, int, int | None], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AppliedTo:
+    """A description of the model that a pass was applied to."""
+
+    sites: Names = ()  # module paths at that time
+    ties: tuple[Names, ...] = ()  # the names of every parameter that had several
+    stacks: Stacks = ()  # kind, layers, width, heads
+
+    @classmethod
+    def from_dict(cls, data: Any) -> AppliedTo:
+        """Return the record from plain data; raise `CheckpointError` where it is not as `to_dict` writes it."""
+        try:
+            stacks = tuple((str(kind), int(layers), int(width), heads) for kind, layers, width, heads in data["stacks"])
+            return cls(tuple(map(str, data["sites"])), tuple(tuple(map(str, names)) for names in data["ties"]), stacks)
+        except (TypeError, KeyError, ValueError) as error:
+            raise CheckpointError(
+                "the recorded model of the recipe is malformed",
+                why=f"{type(error).__name__}: {error}",
+                remedy="save the model again with retrofit.save",
+                code="unreadable",
+            ) from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record as plain data."""
+        return {"sites": list(self.sites), "ties": list(map(list, self.ties)), "stacks": list(map(list, self.stacks))}
+
+    def require_same(self, other: AppliedTo, spec: str) -> None:
+        """Raise `CheckpointError` where the sites or stacks of `other`, found on replaying `spec`, are not these."""
+        if self.stacks != other.stacks:
+            why = f"its stacks are {described(other.stacks)}; the recipe was applied to {described(self.stacks)}"
+        elif sorted(self.sites) != sorted(other.sites):
+            missing = [name for name in self.sites if name not in other.sites]
+            more = [name for name in other.sites if name not in self.sites]
+            why = "; ".join(
+                f"{what}: {first_few(names)}"
+                for what, names in (("no longer rewritten", missing), ("not rewritten before", more))
+                if names
+            )
+        else:
+            return
+        raise CheckpointError(
+            f"the model is not the one that {spec} was applied to",
+            why=why,
+            remedy="load it with the class, config and retrofit version it was saved with",
+            code="other-model",
+        )
+
+
+def described(stacks: Stacks) -> str:
+    return ", ".join(f"{kind} of {layers} layers, {width} wide, {heads or 'no'} heads" for kind, layers, width, heads in stacks)
 
 
 @dataclasses.dataclass(frozen=True)

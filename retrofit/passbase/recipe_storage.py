@@ -1,7 +1,7 @@
 """The recipe kept with a live model and in its config, and what it was applied to.
 
-The record of what it was applied to is plain data: what each pass found (its sites by name, which parameters were one, the sizes of
-the stacks) and, of a transformers model, the dense config. A recipe replayed on something else is refused where that matters.
+The record of what it was applied to is plain data: what each pass found (`AppliedTo`) and, of a transformers model, the dense
+config. A recipe replayed on something else is refused where that matters.
 
     {"config": {…}, "passes": [{"sites": ["layers.0", …], "ties": [["a.weight", "b.weight"]], "stacks": [["decoder", 4, 64, 8]]}]}
 """
@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from retrofit.errors import CheckpointError, first_few
+from retrofit.errors import CheckpointError
+from retrofit.passbase.protocol import AppliedTo, Rewrite
 from retrofit.provenance import provenance_of, record_provenance
 from retrofit.surgery.dequantization import (
     METHOD,
@@ -44,8 +44,6 @@ from retrofit.surgery.transformers_bookkeeping import (
 if TYPE_CHECKING:
     from torch import nn
 
-    from retrofit.anatomy.anatomy import Anatomy
-    from retrofit.passbase.protocol import Rewrite
     from retrofit.program.program import Program
 
 
@@ -231,73 +229,6 @@ def refuse_bundle(config: Mapping[str, Any], what: str) -> None:
             remedy="use the directory that it was bundled from",
             code="bundle",
         )
-
-
-Names = tuple[str, ...]
-Stacks = tuple[tuple[str, int, int, int | None], ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class AppliedTo:
-    """A description of the model that a pass was applied to."""
-
-    sites: Names = ()  # module paths at that time
-    ties: tuple[Names, ...] = ()  # the names of every parameter that had several
-    stacks: Stacks = ()  # kind, layers, width, heads
-
-    @classmethod
-    def found(cls, anatomy: Anatomy, sites: Sequence[str], ties: Sequence[Sequence[str]]) -> AppliedTo:
-        """Return the record of a pass that rewrote `sites` of what `anatomy` was read from."""
-        stacks = tuple((stack.kind, len(stack.layers), stack.width, heads_of(stack)) for stack in anatomy.stacks)
-        return cls(tuple(sites), tuple(map(tuple, ties)), stacks)
-
-    @classmethod
-    def from_dict(cls, data: Any) -> AppliedTo:
-        """Return the record from plain data; raise `CheckpointError` where it is not as `to_dict` writes it."""
-        try:
-            stacks = tuple((str(kind), int(layers), int(width), heads) for kind, layers, width, heads in data["stacks"])
-            return cls(tuple(map(str, data["sites"])), tuple(tuple(map(str, names)) for names in data["ties"]), stacks)
-        except (TypeError, KeyError, ValueError) as error:
-            raise CheckpointError(
-                "the recorded model of the recipe is malformed",
-                why=f"{type(error).__name__}: {error}",
-                remedy="save the model again with retrofit.save",
-                code="unreadable",
-            ) from error
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record as plain data."""
-        return {"sites": list(self.sites), "ties": list(map(list, self.ties)), "stacks": list(map(list, self.stacks))}
-
-    def require_same(self, other: AppliedTo, spec: str) -> None:
-        """Raise `CheckpointError` where the sites or stacks of `other`, found on replaying `spec`, are not these."""
-        if self.stacks != other.stacks:
-            why = f"its stacks are {described(other.stacks)}; the recipe was applied to {described(self.stacks)}"
-        elif sorted(self.sites) != sorted(other.sites):
-            missing = [name for name in self.sites if name not in other.sites]
-            more = [name for name in other.sites if name not in self.sites]
-            why = "; ".join(
-                f"{what}: {first_few(names)}"
-                for what, names in (("no longer rewritten", missing), ("not rewritten before", more))
-                if names
-            )
-        else:
-            return
-        raise CheckpointError(
-            f"the model is not the one that {spec} was applied to",
-            why=why,
-            remedy="load it with the class, config and retrofit version it was saved with",
-            code="other-model",
-        )
-
-
-def heads_of(stack: Any) -> int | None:
-    """Return the number of heads of the stack's first attention, None where it has none."""
-    return next((branch.heads for layer in stack.layers for branch in layer.attentions), None)
-
-
-def described(stacks: Stacks) -> str:
-    return ", ".join(f"{kind} of {layers} layers, {width} wide, {heads or 'no'} heads" for kind, layers, width, heads in stacks)
 
 
 def passes_of(record: Mapping[str, Any] | None) -> tuple[AppliedTo, ...]:

@@ -14,8 +14,7 @@ from retrofit.anatomy.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.errors import DoesNotFitError, first_few
 from retrofit.passbase.options import depth_ranges, format_value
-from retrofit.passbase.protocol import AnyPass, Plan, Recipe, Rewrite
-from retrofit.passbase.recipe_storage import AppliedTo
+from retrofit.passbase.protocol import AnyPass, AppliedTo, Plan, Recipe, Rewrite
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
 from retrofit.progress import Progress, reported_to
@@ -34,7 +33,7 @@ def run_passes(
     program: Program | None = None,
     anatomy: Anatomy | None = None,
 ) -> tuple[tuple[Rewrite, ...], int]:
-    """Return each pass rewrites the result of the one before it; returns their accounts and the FLOPs before the first.
+    """Let each pass rewrite the result of the one before it; return their accounts and the FLOPs before the first.
 
     `program` is the model's, where it is captured already, and `anatomy` what was read in it.
     """
@@ -61,9 +60,18 @@ def run_passes(
         rewrites = list(with_current_names(rewrites, names, modules, edit))
         gone = {key: size for key, size in before.items() if key not in after and key not in edit.replaced}
         superseded = sum(gone.values()) - (dropped_elements(edit) - lost)
-        found = AppliedTo.found(anatomy, [site.name for site in account.sites], shared_names(iter(names.items())))
+        found = applied_to(anatomy, account, shared_names(iter(names.items())))
         rewrites.append(dataclasses.replace(account, superseded=superseded, applied_to=found, added=new_names(edit, before)))
     return tuple(rewrites), dense_flops
+
+
+def applied_to(anatomy: Anatomy, account: Rewrite, ties: Iterable[Iterable[str]]) -> AppliedTo:
+    """Return what the pass of `account` was applied to, a model of this anatomy."""
+    stacks = []
+    for stack in anatomy.stacks:
+        heads = next((branch.heads for layer in stack.layers for branch in layer.attentions), None)  # of its first attention
+        stacks.append((stack.kind, len(stack.layers), stack.width, heads))
+    return AppliedTo(tuple(site.name for site in account.sites), tuple(map(tuple, ties)), tuple(stacks))
 
 
 def new_names(edit: Edit, before: Mapping[int, int]) -> tuple[str, ...]:

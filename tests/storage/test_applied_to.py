@@ -15,7 +15,8 @@ from torch import nn
 import retrofit
 from retrofit.errors import CheckpointError, DoesNotFitError
 from retrofit.passbase import recipe_storage
-from retrofit.passbase.recipe_storage import AppliedTo, tie_as
+from retrofit.passbase.protocol import AppliedTo
+from retrofit.passbase.recipe_storage import tie_as
 from retrofit.provenance import provenance_of
 
 IDS = torch.arange(3, 19)[None]
