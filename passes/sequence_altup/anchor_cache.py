@@ -1,18 +1,18 @@
 """A strided layer's part of the model's cache: keys and values of its anchors, the last correction, recurrent states.
 
-`AnchorKeys` replaces a layer of the cache and reports to the model the number of all tokens. `AnchorLayer` is the interface that a
-strided layer uses. Of its two kinds `growing_anchors` has the one for decoding with the model's own code, which appends anchors;
-`PlacedAnchorLayer` is the one for exported programs, which take and return what is stored as tensors:
+`AnchorKeys` replaces a layer of the cache and reports the number of all tokens to the model. `AnchorLayer` is the interface for
+strided layers. It has two kinds: `growing_anchors` has the one for decoding with the model's own code, which appends anchors;
+`PlacedAnchorLayer` is for exported programs, whose inputs and outputs are the stored tensors:
 
     key, value   (batch, heads, ⌈tokens/k⌉, head width)   of the anchors, at the index of their number in their row
     correction   (batch, 1, d)                            of the last anchor; zeros before the first
     real         (batch, 1, tokens)                       which tokens so far were no padding
 
-These sizes follow from the number of tokens, so that a program can be traced with them. A row with fewer anchors has unused entries
-behind its own, which no query may see. In a step of no anchor, which the sizes do not tell, the layer changes nothing: its
-results are chosen by whether there is one (`torch.where`), so that an exported file need not compute what it does not choose.
+These sizes follow from the number of tokens, so a program can be traced with them. A row with fewer anchors has unused entries
+after its own, which no query may see. In a step without an anchor, which the sizes do not show, the layer changes nothing: its
+results are selected by whether there is one (`torch.where`), so an exported file need not compute the others.
 
-Recurrent states must not advance for rows that are not at an anchor: they are copied before the layer runs and restored after it.
+Recurrent states must not advance for rows without an anchor: they are copied before the layer runs and restored after it.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from retrofit.sdk.modules import CacheWithHistories, TokenHistory, forget_histor
 
 
 class AnchorKeys(CacheLayerMixin):
-    """It replaces a layer of the cache, of which `counter` is a copy that counts every token, storing one number for each.
+    """Replacement of a layer of the cache; `counter` is a copy of that layer that counts every token, storing one number for each.
 
-    The attention inside the strided layer reads and writes keys and values of anchors. Lengths and mask sizes, which the model
-    reads, come from `counter`.
+    The attention inside the strided layer reads and writes keys and values of anchors. The model reads lengths and mask sizes from
+    `counter`.
     """
 
     supports_early_init = False
@@ -60,8 +60,8 @@ class AnchorKeys(CacheLayerMixin):
         """Store nothing."""
         self.keys = self.values = None  # (batch, heads, anchors, head width)
         self.indexed: Tensor | None = None  # (batch, anchors, width)
-        self.room = 0  # how many entries attention is given, of which the last may be unused; 0: those that are stored
-        self.rooms: dict[str, Tensor] = {}  # the tensors of that size, of which keys and values are then the first part
+        self.room = 0  # entries that attention receives, of which the last may be unused; 0: those that are stored
+        self.rooms: dict[str, Tensor] = {}  # tensors of that size, whose first part keys and values then are
         self.is_initialized = False
 
     def replace(self, layer: Any) -> None:
@@ -85,7 +85,7 @@ class AnchorKeys(CacheLayerMixin):
             token = self.keys.new_zeros(1, 1, length, 1)
             self.counter.update(token, token)
 
-    # What the attention inside calls.
+    # Called by the attention inside.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -97,7 +97,7 @@ class AnchorKeys(CacheLayerMixin):
         return self.append("keys", key_states), self.append("values", value_states)
 
     def append(self, name: str, new: Tensor) -> Tensor:
-        """Return all entries, the new ones last, and behind them what is unused of `room`."""
+        """Return all entries, the new ones last, followed by the unused part of `room`."""
         stored = getattr(self, name)
         if not self.room:
             whole = new if stored is None else torch.cat([stored, new], 2)
@@ -115,11 +115,11 @@ class AnchorKeys(CacheLayerMixin):
         setattr(self, name, room[:, :, :end])
         return room
 
-    # What the model calls.
+    # Called by the model.
 
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
-        """As the replaced layer: the model leaves masks out where a cache says that it grows."""
+        """The value of the replaced layer: for a growing cache the model leaves masks out."""
         return self.counter is not None and self.counter.is_compileable
 
     @property
@@ -157,7 +157,7 @@ def is_front(part: Tensor, whole: Tensor) -> bool:
 
 
 class SecondaryAnchorKeys(AnchorKeys):
-    """Keys and values of a strided layer's second and later attention; the anchor layer of the first reorders and crops them."""
+    """Keys and values of a strided layer's second or later attention, reordered and cropped by the anchor layer of the first."""
 
     def replace(self, layer: Any) -> None:
         if isinstance(layer, LinearAttentionLayer) or hasattr(layer, "update_indexer"):
@@ -170,27 +170,27 @@ class SecondaryAnchorKeys(AnchorKeys):
         super().replace(layer)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Leave this to the anchor layer."""
+        """Do nothing: the anchor layer reorders the keys."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Leave this to the anchor layer."""
+        """Do nothing: the anchor layer selects the rows."""
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Leave this to the anchor layer."""
+        """Do nothing: the anchor layer repeats the rows."""
 
 
 class AnchorLayer(AnchorKeys):
-    """The cache's layer of a strided layer's first attention: it also stores the correction of the last anchor.
+    """The layer of the cache for a strided layer's first attention; it also stores the correction of the last anchor.
 
-    A strided layer that keeps no keys (a recurrent one, a feed-forward) has its own with the token histories of the cache.
+    A strided layer without keys (a recurrent one, a feed-forward) has its anchor layer among the cache's token histories.
     """
 
-    common = frozenset({"real"})  # of what a program carries: the same for every strided layer of a model
-    is_settled = False  # whether the cache itself calls this layer, and keeps nothing else for what is inside the strided layer
+    common = frozenset({"real"})  # carried by a program: the same for every strided layer of a model
+    is_settled = False  # whether the cache itself calls this layer, with nothing else stored for modules inside the strided layer
 
     def __init__(self, name: str, k: int) -> None:
         self.k = k
-        self.secondary: list[SecondaryAnchorKeys] = []  # where the strided layer has several attentions, those of the others
+        self.secondary: list[SecondaryAnchorKeys] = []  # of the strided layer's further attentions
         self.histories: dict[str, TokenHistory] = {}  # of anchors, by the names of the modules inside that need them
         super().__init__(name)
 
@@ -198,12 +198,12 @@ class AnchorLayer(AnchorKeys):
         super().forget()
         forget_histories(self.histories)
         self.tokens = 0  # columns so far, padding included
-        self.mask: MaskArgument | None = None  # by which argument the layer received its last mask
-        self.template: Any = None  # how the layer's output can be rebuilt without running the layer
+        self.mask: MaskArgument | None = None  # the argument with the layer's last mask
+        self.template: Any = None  # rebuilds the layer's output without running the layer
         self.recurrent: tuple[tuple[str, int | str, int | str], ...] | None = None  # the cache's states that the layer advances
 
     def replacement_for(self, layer: Any) -> AnchorKeys:
-        """Return what replaces `layer`, which an attention inside is about to write to: this layer, or a new secondary one."""
+        """Return the replacement of `layer`, which an attention inside is about to write to: this layer, or a new secondary one."""
         own: AnchorKeys = self if self.counter is None else self.secondary_keys()
         own.replace(layer)
         if isinstance(own, SecondaryAnchorKeys):
@@ -223,7 +223,7 @@ class AnchorLayer(AnchorKeys):
 
     @property
     def start(self) -> int | Tensor:
-        """The column of the next token: a number, or a tensor () where the cache counts on the device."""
+        """The column of the next token: a number, or a tensor () if the cache counts on the device."""
         return self.tokens
 
     @property
@@ -237,7 +237,7 @@ class AnchorLayer(AnchorKeys):
 
     @abc.abstractmethod
     def anchors(self, length: int, real: Tensor | None, batch: int) -> Anchors:
-        """Return the anchors among the next `length` tokens, of which `real` (1 or batch, length) are no padding; None: all."""
+        """Return the anchors among the next `length` tokens; `real` (1 or batch, length): no padding; None: all are real."""
 
     def make_room(self, new: Anchors, key_extents: Callable[[], list[int]]) -> None:
         """Make room for the `new` anchors, under masks by so many keys."""
@@ -248,11 +248,11 @@ class AnchorLayer(AnchorKeys):
 
     @abc.abstractmethod
     def sees_all(self, new: Anchors) -> bool:
-        """Return whether the `new` anchors need no mask: they may see every stored entry, and of one another those before them."""
+        """Return whether the `new` anchors need no mask: they see all stored entries, and among themselves those before them."""
 
     @abc.abstractmethod
     def visible(self, new: CountedAnchors) -> Tensor:
-        """Return which keys, stored and new, each of the `new` anchors may see: (batch, 1, anchors, keys)."""
+        """Return the keys, stored and new, that each of the `new` anchors may see: (batch, 1, anchors, keys)."""
 
     def settled(self, y: Tensor, between: Callable[[], Tensor]) -> Tensor:
         """Return the stream after the layer: `y`, or its value `between` anchors where values decide if a new token is one."""
@@ -264,15 +264,15 @@ class AnchorLayer(AnchorKeys):
 
     @abc.abstractmethod
     def carried(self) -> dict[str, Tensor]:
-        """Return what is stored, as tensors by name, for a program that takes and returns them."""
+        """Return the stored tensors by name, for a program with them as inputs and outputs."""
 
     @abc.abstractmethod
     def carrying(self, states: dict[str, Tensor]) -> AnchorLayer:
-        """Return a layer like this one that holds these states; nothing where there are none."""
+        """Return a layer like this one with these states; None if there are none."""
 
 
 class PlacedAnchorLayer(AnchorLayer):
-    """A strided layer's keys and values, each anchor at the index of its number in its row. It lives for one call of a program."""
+    """The keys and values of a strided layer during one call of a program, each anchor at the index of its number in its row."""
 
     def __init__(self, name: str, k: int, states: dict[str, Tensor], mask: MaskArgument | None = None) -> None:
         super().__init__(name, k)
@@ -294,8 +294,8 @@ class PlacedAnchorLayer(AnchorLayer):
         return {"key": keys, "value": values, "correction": self.last, "real": self.real[:, None]}
 
     def chosen(self, now: Tensor, before: Tensor | None) -> Tensor:
-        """Return the keys or values with those of the new anchors; without any, those of `before` and room for later ones."""
-        if self.any is None:  # no step has been taken
+        """Return the keys or values with the new anchors; without any, those of `before` and room for later ones."""
+        if self.any is None:  # before the first step
             return now
         (batch, count), (_, heads, _, width) = self.every.index.shape, now.shape
         room = now.new_zeros(batch, heads, count - (0 if before is None else before.shape[2]), width)
@@ -360,7 +360,7 @@ class PlacedAnchorLayer(AnchorLayer):
         return self.keys, self.values
 
     def insert(self, stored: Tensor | None, new: Tensor) -> Tensor:
-        """Return the stored anchors and the new ones, each at the index of its number: (batch, heads, anchors, width)."""
+        """Return the stored and the new anchors, each at the index of its number: (batch, heads, anchors, width)."""
         batch, heads, _, width = new.shape
         count = self.every.count
         room = new.new_zeros(batch, heads, count + 1 - (0 if stored is None else stored.shape[2]), width)
@@ -372,7 +372,7 @@ class PlacedAnchorLayer(AnchorLayer):
 
 
 class AnchorCacheView(Cache):
-    """A cache in which `anchor_layer` takes over the layer that is written to; never instantiated directly, see `view_of`."""
+    """A cache in which `anchor_layer` replaces the layer that is written to; instances come from `view_of` only."""
 
     anchor_layer: AnchorLayer
 
@@ -398,7 +398,7 @@ VIEWS: dict[type[Cache], type[Cache]] = {}
 
 
 def view_class(kind: type[Cache]) -> type[Cache]:
-    """Return the views of caches of class `kind`; made once, but for each trace of compiled code that is the first to need it."""
+    """Return the class of views of caches of class `kind`, made once, and again for each compiled trace that needs it first."""
     known = VIEWS.get(kind)
     if known is None:
         bases = (kind,) if issubclass(kind, CacheWithHistories) else (CacheWithHistories, kind)
@@ -410,9 +410,9 @@ def view_class(kind: type[Cache]) -> type[Cache]:
 
 
 def view_of(cache: Cache, layer: AnchorLayer, staying: Tensor | None = None) -> Cache:
-    """Return `cache`, with which it shares its layers, as a view in which self-attention keeps its keys and values in `layer`.
+    """Return a view of `cache`, sharing its layers, in which self-attention keeps its keys and values in `layer`.
 
-    So do modules their histories: they are of anchors, of which `staying` (batch, anchors) fill no row that has fewer.
+    Modules keep their histories in it too: of anchors, of which `staying` (batch, anchors) are no fillers of shorter rows.
     """
     view: Any = object.__new__(view_class(type(cache)))
     view.__dict__.update(cache.__dict__)
@@ -425,12 +425,12 @@ def view_of(cache: Cache, layer: AnchorLayer, staying: Tensor | None = None) -> 
 
 
 def self_attention(cache: Cache) -> Cache:
-    """Return the cache of self-attention, which of an encoder-decoder's cache is one of two."""
+    """Return the cache of self-attention, one of two in an encoder-decoder's cache."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
 def find_anchor_layer(cache: Cache, name: str) -> AnchorLayer | None:
-    """Return what the strided layer `name` keeps in the cache; None where it has kept nothing yet."""
+    """Return the anchor layer of the strided layer `name` in the cache; None if it has none yet."""
     for layer in self_attention(cache).layers:
         if isinstance(layer, AnchorLayer) and layer.name == name:
             return layer
@@ -444,14 +444,14 @@ def store_anchor_layer(cache: Cache, layer: AnchorLayer) -> None:
         histories_of(cache)[layer.name] = layer  # type: ignore[assignment]
 
 
-# ── States that are no keys and values ────────────────────────────────────────────────────────────────────────────────────────────
+# ── States other than keys and values ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
 StateKey = tuple[str, int | str, int | str]  # an attribute of a cache ("") or of its layer of that index, and the entry in it
 
 
 def states_in(cache: Cache) -> dict[StateKey, Tensor]:
-    """Return the states in the cache that are no keys and values."""
+    """Return the states in the cache other than keys and values."""
     held = self_attention(cache)
     found: dict[StateKey, Any] = {}
     for index, layer in enumerate(held.layers):
@@ -465,7 +465,7 @@ def states_in(cache: Cache) -> dict[StateKey, Tensor]:
 
 
 def entries(value: Any) -> list[tuple[int | str, Any]]:
-    """Return the entries of a list or dictionary; none of anything else."""
+    """Return the entries of a list or dictionary; none for anything else."""
     return list(value.items()) if isinstance(value, dict) else list(enumerate(value)) if isinstance(value, list) else []
 
 
@@ -475,7 +475,7 @@ def copy_states(cache: Cache, keys: Collection[StateKey] | None = None) -> dict[
 
 
 def changed_states(before: Mapping[StateKey, Tensor], cache: Cache) -> tuple[StateKey, ...]:
-    """Return the states that are new, or differ from `before`."""
+    """Return the states that are new or differ from `before`."""
     return tuple(key for key, value in states_in(cache).items() if key not in before or not torch.equal(before[key], value))
 
 
@@ -485,4 +485,4 @@ def restore_states(cache: Cache, before: dict[StateKey, Tensor], advanced: Tenso
     for (name, index, key), old in before.items():
         table: Any = getattr(held.layers[index] if isinstance(index, int) else held, name)
         rows = advanced.view(-1, *[1] * (old.dim() - 1))
-        table[key].copy_(torch.where(rows, table[key], old))  # in place: the tensors of a static cache must not move
+        table[key].copy_(torch.where(rows, table[key], old))  # in place: a static cache's tensors must not move

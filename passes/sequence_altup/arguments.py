@@ -1,16 +1,17 @@
-"""The arguments of a layer's calls: by name and path, along which dimensions they follow the tokens, and cut down to the anchors.
+"""The arguments of a layer's calls: by name and path, their token dimensions, and their reduction to the anchors.
 
 Token dimensions are inferred from two captures of the model, at two batch sizes and two lengths: a dimension that changed with the
-length is one of tokens, the first of two that of the queries, the last that of the keys. At call time the extents say what the
-shapes at rewriting left open: while decoding, a dimension as long as the new tokens is about these, any other is about the keys in
-the cache as well.
+length counts tokens; of two such dimensions the first is the queries', the last the keys'. At call time the sizes decide what the
+shapes at rewriting left open: in decoding, a dimension as long as the new tokens counts these, any other includes the keys in the
+cache.
 
 Anchors are the tokens that a strided layer computes. The position of a token is the number of real tokens before it in its row, so
-that padding on either side moves nothing. The anchor of a token is the last token at or before it whose position is a multiple of
-k. Where nothing says which tokens are padding there is none: anchors are the columns 0, k, 2k, … of every row (`EvenAnchors`).
-Otherwise they are counted row by row (`CountedAnchors`), in the fixed number of ⌈T/k⌉ that tracing needs; the slots that a row does
-not need are hidden. While a layer is annealed, some of the tokens between are anchors too (`is_computed`), the same in every layer,
-and their number is counted."""
+padding on either side does not shift it. The anchor of a token is the last token at or before it whose position is a multiple of k.
+Without an argument that shows padding there is none: anchors are the columns 0, k, 2k, … of every row (`EvenAnchors`). Otherwise
+they are counted row by row (`CountedAnchors`), in ⌈T/k⌉ slots, a fixed number as tracing needs it; surplus slots of a row are
+hidden. While a layer is annealed, some of the tokens between are anchors too (`is_computed`), the same in every layer, and their
+number is counted.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +28,14 @@ from retrofit.sdk import DoesNotFitError, argument_place, with_item
 from retrofit.sdk.modules import holds_one_way
 
 GOLDEN_RATIO = 0.6180339887498949  # whose multiples are spread evenly over the unit interval
-Indices = slice | Tensor  # along one dimension: a slice for all rows, or (rows, n), a list of indices for each row
+Indices = slice | Tensor  # along one dimension: a slice for all rows, or (rows, n), indices for each row
 
 
 # ── Indexing along a dimension ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def take(value: Tensor, dim: int, indices: Indices, batch: int | None = 0) -> Tensor:
-    """Return the entries of `value` at `indices` along `dim`; `batch` is the dimension of the rows, None where it has none."""
+    """Return the entries of `value` at `indices` along `dim`; `batch` is the dimension of the rows, None without one."""
     if isinstance(indices, slice):
         return value[(slice(None),) * dim + (indices,)]
     if indices.shape[0] == 1:
@@ -48,10 +49,10 @@ def take(value: Tensor, dim: int, indices: Indices, batch: int | None = 0) -> Te
 
 
 class TakenRows(torch.autograd.Function):
-    """The entries of `value` (batch, T, d) at `index` (rows, n), with a gradient that is gathered too, and the same in every run.
+    """The entries of `value` (batch, T, d) at `index` (rows, n), with a gradient that is gathered and deterministic.
 
-    The gradient of entry t of `value` is the sum of those at `members[:, t]` (rows, T, m) where `held`. Those taken where `filled`
-    (rows, n) are all of the entry `first` (rows, 1). Others give no gradient: they are of padding, which nothing reads.
+    The gradient of entry t of `value` is the sum of those at `members[:, t]` (rows, T, m) where `held`. Entries taken where
+    `filled` (rows, n) are all the entry `first` (rows, 1). Other entries are padding, which nothing reads, and give no gradient.
     """
 
     @staticmethod
@@ -77,7 +78,7 @@ class TakenRows(torch.autograd.Function):
 
 
 def match_rows(value: Tensor, rows: Tensor, batch: int | None) -> tuple[Tensor, Tensor]:
-    """Return `value` and `rows` with as many rows: a single row of `value` expanded, `rows` repeated where heads are folded in."""
+    """Return `value` and `rows` with as many rows: a single row of `value` expanded, `rows` repeated if heads are folded in."""
     if batch is None:
         batch = 0
         if value.shape[0] != 1:
@@ -94,9 +95,9 @@ def match_rows(value: Tensor, rows: Tensor, batch: int | None) -> tuple[Tensor, 
 
 
 def hide_keys(mask: Tensor, dim: int, visible: Tensor, batch: int | None, zero_is_real: bool = False) -> Tensor:
-    """Return `mask`, in which keys, along `dim`, are hidden where `visible` (rows, keys) is false.
+    """Return `mask` with the keys along `dim` hidden where `visible` (rows, keys) is false.
 
-    With `zero_is_real` a mask by tokens alone is added to the scores, or not zero where there is padding.
+    With `zero_is_real`, a mask by tokens alone is added to the scores, or non-zero at padding.
     """
     if visible.shape[0] > 1:
         mask, visible = match_rows(mask, visible, batch)
@@ -112,7 +113,7 @@ def hide_keys(mask: Tensor, dim: int, visible: Tensor, batch: int | None, zero_i
 
 @functools.lru_cache(maxsize=64)
 def computed_tokens(length: int, k: int, dense_share: float) -> int:
-    """Return how many of the first `length` positions are computed: shorter rows have no more."""
+    """Return the number of computed tokens among the first `length` positions, the most of any row."""
     return sum(position % k == 0 or position * GOLDEN_RATIO % 1.0 < dense_share for position in range(length))
 
 
@@ -143,7 +144,7 @@ class EvenAnchors:
         return torch.arange(self.first, self.first + self.count * self.k, self.k, device=device)[None]
 
     def pick(self, x: Tensor) -> Tensor:
-        """Return the anchors' states: (batch, T, d) gives (batch, anchors, d)."""
+        """Return the anchors' states: (batch, T, d) to (batch, anchors, d)."""
         return x[:, self.first :: self.k].contiguous()  # the memory layout that layers get from the model's own code
 
     def window_means(self, x: Tensor) -> Tensor:
@@ -155,7 +156,7 @@ class EvenAnchors:
         return sums / sizes
 
     def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
-        """Return for each token the value of its anchor; `earlier` (batch, 1, d) is that of the last anchor before these tokens."""
+        """Return the value of each token's anchor; `earlier` (batch, 1, d) is the value of the last anchor before these tokens."""
         spread = values.unsqueeze(2).expand(-1, -1, self.k, -1).flatten(1, 2)  # (batch, anchors · k, d)
         if earlier is None or not self.first:
             return first_tokens(spread, self.length)
@@ -163,21 +164,21 @@ class EvenAnchors:
         return torch.cat([earlier.expand(-1, head, -1), first_tokens(spread, self.length - head)], 1)
 
     def is_anchor(self, x: Tensor) -> Tensor:
-        """Return which tokens of `x` are anchors: (1, T, 1)."""
+        """Return the mask of anchors among the tokens of `x`: (1, T, 1)."""
         return ((torch.arange(self.length, device=x.device) - self.first) % self.k == 0)[None, :, None]
 
 
 def first_tokens(x: Tensor, length: int) -> Tensor:
-    """Return the first tokens of `x`: (batch, T, d) gives (batch, length, d); in an export a copy, as a view binds T's parity."""
+    """Return the first tokens of `x`, (batch, length, d); in an export a copy, as a view binds T's parity."""
     return x.index_select(1, torch.arange(length, device=x.device)) if holds_one_way() else x.narrow(1, 0, length)
 
 
 class CountedAnchors:
     """The anchors among tokens of which `real` (rows, T) are no padding, after `before` (rows, 1) real ones.
 
-    Every row has `count` slots. Where a row has fewer anchors, its first one fills the other slots, and `valid` is false there. The
-    filled slots come last, so that a causal layer cannot see them, or with `filled_first` first, so that a recurrent layer ends on
-    an anchor. With a `dense_share` so much of the tokens between are anchors as well.
+    Every row has `count` slots. In a row with fewer anchors, the first one fills the other slots, with `valid` false. The filled
+    slots are last, so that a causal layer cannot see them, or with `filled_first` first, so that a recurrent layer ends on an
+    anchor. With a `dense_share`, this share of the tokens between are anchors as well.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class CountedAnchors:
         own = self.anchors.sum(1, keepdim=True)  # of anchors in each row
         self.count = computed_tokens(length, k, dense_share) if dense_share else (length + k - 1) // k if count is None else count
         start = self.count - own if filled_first else torch.zeros_like(own)
-        self.slot = number - 1 + start  # of each token's anchor, below `start` for tokens before the first
+        self.slot = number - 1 + start  # of each token's anchor; below `start` for tokens before the first anchor
         self.early = number == 0
         columns = torch.arange(length, device=real.device).expand_as(real)
         slots = torch.where(self.anchors, self.slot, self.count)
@@ -215,7 +216,7 @@ class CountedAnchors:
         return self.index
 
     def pick(self, x: Tensor) -> Tensor:
-        """Return the anchors' states: (batch, T, d) gives (batch, anchors, d)."""
+        """Return the anchors' states: (batch, T, d) to (batch, anchors, d)."""
         if not x.requires_grad:
             return take(x, 1, self.index)
         held, members = self.anchors & (self.slot < self.count), self.slot.clamp(0, self.count - 1)
@@ -223,7 +224,7 @@ class CountedAnchors:
 
     @property
     def windows(self) -> tuple[Tensor, Tensor]:
-        """Return the columns of the real tokens of each anchor's window, and which entries are such: (rows, anchors, k) each."""
+        """Return the columns of the real tokens of each anchor's window, and the mask of valid entries: (rows, anchors, k) each."""
         (rows, length), size = self.real.shape, self.count * self.k
         entry = torch.where(self.real & (self.slot >= 0), self.slot * self.k + self.position % self.k, size)
         columns = torch.arange(length, device=self.real.device).expand(rows, -1)
@@ -239,7 +240,7 @@ class CountedAnchors:
         return (sums / sizes.clamp(min=1).unsqueeze(-1)).narrow(1, 0, self.count)
 
     def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
-        """Return for each token the value of its anchor; `earlier` (batch, 1, d) is that of the last anchor before these tokens."""
+        """Return the value of each token's anchor; `earlier` (batch, 1, d) is the value of the last anchor before these tokens."""
         if earlier is None and values.requires_grad:
             return TakenRows.apply(values, self.slot.clamp(min=0), *self.windows, None, None)  # type: ignore[no-any-return]
         if earlier is None:
@@ -247,15 +248,15 @@ class CountedAnchors:
         return take(torch.cat([earlier, values], 1), 1, torch.where(self.early, 0, self.slot + 1))
 
     def is_anchor(self, x: Tensor) -> Tensor:
-        """Return which tokens of `x` are anchors: (rows, T, 1)."""
+        """Return the mask of anchors among the tokens of `x`: (rows, T, 1)."""
         return self.anchors.unsqueeze(-1)
 
 
 class NoAnchors:
-    """No anchor among new tokens, of which there are any number."""
+    """No anchor among new tokens, for any number of tokens."""
 
     def spread(self, values: Tensor, earlier: Tensor | None = None) -> Tensor:
-        """Return for all tokens the value of the last anchor before them: (batch, 1, d)."""
+        """Return the value of the last anchor before the tokens, for all of them: (batch, 1, d)."""
         assert earlier is not None
         return earlier
 
@@ -265,19 +266,19 @@ Anchors = EvenAnchors | CountedAnchors
 
 @dataclasses.dataclass
 class RaggedAnchors:
-    """Values of anchors in the order of their columns, (batch, n, …) each. Entries that are not valid are holes, and come first."""
+    """Values of anchors in the order of their columns, (batch, n, …) each. Entries that are not valid are holes, in front."""
 
     columns: Tensor  # (batch, n), of the sequence
     valid: Tensor  # (batch, n)
     values: tuple[Tensor, ...]
 
     def append(self, columns: Tensor, valid: Tensor, values: tuple[Tensor, ...]) -> RaggedAnchors:
-        """Return these entries and then the new ones."""
+        """Return these entries followed by the new ones."""
         joined = tuple(torch.cat(pair, 1) for pair in zip(self.values, values, strict=True))
         return RaggedAnchors(torch.cat([self.columns, columns], 1), torch.cat([self.valid, valid], 1), joined)
 
     def compact(self, valid: Tensor, most: int | None = None) -> RaggedAnchors:
-        """Return the valid entries of each row, its last `most` at the most, with as few holes before them as possible."""
+        """Return each row's last valid entries, at most `most`, after as few holes as possible."""
         width = int(valid.sum(1).max()) if valid.numel() else 0
         if width == valid.shape[1] and most is None and bool((valid[:, 1:] >= valid[:, :-1]).all()):
             return RaggedAnchors(self.columns, valid, self.values)
@@ -291,8 +292,8 @@ class RaggedAnchors:
         return RaggedAnchors(pick(self.columns), pick(valid), tuple(pick(value) for value in self.values))
 
 
-ArgumentPath = tuple[int | str, ...]  # a tensor in the arguments of a call: keyword or position, then indices into containers
-MaskArgument = tuple[ArgumentPath, torch.dtype]  # the argument by which a layer receives its mask, and the mask's type
+ArgumentPath = tuple[int | str, ...]  # a tensor in a call's arguments: keyword or position, then indices into containers
+MaskArgument = tuple[ArgumentPath, torch.dtype]  # the argument with a layer's mask, and the mask's dtype
 KeyIndices = Callable[
     [int, torch.device], tuple[Indices, Tensor | None]
 ]  # of keys in a cache: their indices in a mask, which are visible
@@ -310,13 +311,13 @@ def positional_names(module: nn.Module) -> tuple[str, ...]:
 
 
 def argument_path(module: nn.Module, key: int | str) -> ArgumentPath:
-    """Return the path of the argument `key`: its keyword where it has one."""
+    """Return the path of the argument `key`: its keyword if it has one."""
     position, keyword = argument_place(module, key)
     return (keyword if keyword is not None else position or 0,)
 
 
 def named_arguments(args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[int | str, Any]]:
-    """Yield every argument of a call by its keyword, by its position where the signature gives it no name."""
+    """Yield every argument of a call by its keyword, or by its position if the signature has no name for it."""
     for position, value in enumerate(args):
         yield names[position] if position < len(names) else position, value
     yield from kwargs.items()
@@ -342,12 +343,12 @@ def tensors_in(value: Any, path: ArgumentPath) -> Iterator[tuple[ArgumentPath, T
 
 
 def is_without_tokens(value: Any) -> bool:
-    """Return whether an argument holds nothing that follows the tokens."""
+    """Return whether no part of an argument follows the tokens."""
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, Cache)) or callable(value)
 
 
 def map_tensors(value: Any, path: ArgumentPath, change: Callable[[ArgumentPath, Tensor], Tensor]) -> Any:
-    """Return an argument with each of its tensors changed; containers are copied."""
+    """Return an argument with each of its tensors mapped; containers are copied."""
     if isinstance(value, Tensor):
         return change(path, value)
     if isinstance(value, (tuple, list)):
@@ -358,7 +359,7 @@ def map_tensors(value: Any, path: ArgumentPath, change: Callable[[ArgumentPath, 
     return value
 
 
-HIDDEN = -5e3  # masks that are added hide a key by −1e4 or less; no bias of a trained attention comes near
+HIDDEN = -5e3  # added masks hide a key by −1e4 or less; no bias of a trained attention comes near
 
 Shapes = Mapping[ArgumentPath, torch.Size]  # of the tensors in a call
 
@@ -368,13 +369,13 @@ Shapes = Mapping[ArgumentPath, torch.Size]  # of the tensors in a call
 
 @dataclasses.dataclass(frozen=True)
 class TokenDims:
-    """A tensor's dimensions that run along tokens, queries before keys, and whether it shows which tokens are padding."""
+    """A tensor's dimensions along tokens, queries before keys, and whether it shows padding."""
 
     rank: int
     positions: tuple[int, ...]
-    batch: int | None  # the dimension whose extent is the batch, or a multiple of it
+    batch: int | None  # the dimension whose size is the batch, or a multiple of it
     shows_padding: bool = False
-    zero_is_real: bool = False  # of a mask by tokens alone: added, or true where there is padding
+    zero_is_real: bool = False  # of a mask by tokens alone: added, or true at padding
 
 
 NO_TOKENS = TokenDims(0, (), None)
@@ -383,7 +384,7 @@ NO_TOKENS = TokenDims(0, (), None)
 def infer_token_dims(
     first: Shapes, second: Shapes, stream: ArgumentPath, tokens_first: bool = False
 ) -> dict[ArgumentPath, TokenDims]:
-    """Return the token dimensions of the tensors of two calls with streams (batch, tokens, width), or (tokens, batch, width)."""
+    """Return the token dimensions of the tensors of two calls with streams (batch, tokens, width) or (tokens, batch, width)."""
     (batch, length), (other_batch, other_length) = (
         (size[1], size[0]) if tokens_first else size[:2] for size in (first[stream], second[stream])
     )
@@ -413,14 +414,14 @@ def token_dims_at_call(value: Tensor, known: TokenDims | None) -> TokenDims | No
 
 
 def to_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `visible` as a mask of that type: boolean, or added to the scores."""
+    """Return `visible` as a mask of that dtype: boolean, or added to the scores."""
     if dtype == torch.bool:
         return visible
     return torch.zeros_like(visible, dtype=dtype).masked_fill(~visible, torch.finfo(dtype).min)
 
 
 def unpadded_tokens(mask: Tensor, dims: TokenDims, batch: int, start: int | Tensor, length: int) -> Tensor:
-    """Return which of the `length` tokens from key `start` on are no padding, as `mask` shows: (1 or batch, length)."""
+    """Return the mask of real tokens among the `length` from key `start` on, as `mask` shows them: (1 or batch, length)."""
     dim = dims.positions[-1]
     if len(dims.positions) == 2 and mask.shape[dims.positions[0]] == length:
         visible = mask_diagonal(mask, start, length, *dims.positions)  # a token sees itself unless it is padding
@@ -472,9 +473,9 @@ class LayerCall:
         token_dims: Mapping[ArgumentPath, TokenDims],
         unread: Collection[int | str] = (),
     ) -> LayerCall:
-        """Raises `DoesNotFitError` where an argument, `unread` ones apart, differs from those when the model was rewritten.
+        """Raises `DoesNotFitError` if an argument not in `unread` differs from those when the model was rewritten.
 
-        New integers, (batch, T, …), for which the layer has no parameter follow the tokens: some models pass their labels to every
+        New integers, (batch, T, …), without a parameter of the layer follow the tokens: some models pass their labels to every
         layer.
         """
         found: dict[ArgumentPath, tuple[Tensor, TokenDims]] = {}
@@ -514,12 +515,12 @@ class LayerCall:
 
     @property
     def mask(self) -> MaskArgument | None:
-        """The argument that is a mask by queries and keys, and its type."""
+        """The argument that is a mask by queries and keys, and its dtype."""
         found = ((path, tensor.dtype) for path, (tensor, dims) in self.tensors.items() if dims.shows_padding and dims.rank == 4)
         return next((argument for argument in found if len(argument[0]) == 1), None)
 
     def key_extents(self) -> list[int]:
-        """Return the number of keys of each argument that follows the keys; none where no mask is among them."""
+        """Return the number of keys of each argument that follows the keys; empty without a mask among them."""
         length = self.x.shape[1]
         found = [(tensor.shape[dims.positions[-1]], dims) for tensor, dims in self.tensors.values()]
         of_keys = [(extent, dims) for extent, dims in found if len(dims.positions) > 1 or extent != length]
@@ -534,10 +535,10 @@ class LayerCall:
             args[name if isinstance(name, int) else self.names.index(name)] = value
 
     def real(self, before: int | Tensor, offset: int) -> Tensor | None:
-        """Return which of the tokens after `before` others are no padding, (1 or batch, T); None if no argument shows it."""
+        """Return the mask of real tokens after `before` others, (1 or batch, T); None if no argument shows it."""
         batch, length = self.x.shape[:2]
         start = before - offset
-        least = length + (1 if isinstance(start, Tensor) else start)  # on the device there are tokens, however many
+        least = length + (1 if isinstance(start, Tensor) else start)  # a count on the device is of one token or more
         masks = [
             unpadded_tokens(mask, dims, batch, start, length)
             for mask, dims in self.tensors.values()
@@ -548,7 +549,7 @@ class LayerCall:
         return masks[0] if masks else None
 
     def strided(self, x: Tensor, anchors: Anchors, key_indices: KeyIndices | None = None) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments of the anchors, with `x` (batch, anchors, d) as the stream."""
+        """Return the arguments for the anchors, with `x` (batch, anchors, d) as the stream."""
         length = self.x.shape[1]
         position = {name: position for position, name in enumerate(self.names)}
         of_anchors: dict[ArgumentPath, Tensor] = {self.stream: x}
@@ -569,7 +570,7 @@ class LayerCall:
         return args, kwargs
 
     def stride(self, tensor: Tensor, dims: TokenDims, anchors: Anchors, key_indices: KeyIndices | None, length: int) -> Tensor:
-        """Return the part of a tensor that is about the anchors: queries are new ones, keys are also those of the cache."""
+        """Return a tensor's part for the anchors: queries are new anchors, keys also those of the cache."""
         last, batch = len(dims.positions) - 1, dims.batch
         for number, dim in enumerate(dims.positions):
             extent = tensor.shape[dim]
@@ -582,18 +583,18 @@ class LayerCall:
             else:
                 indices, visible = key_indices(extent, tensor.device)
             tensor = take(tensor, dim, indices, batch)
-            batch = 0 if batch is None and tensor.shape[0] == self.x.shape[0] else batch  # it has a row for each sequence now
+            batch = 0 if batch is None and tensor.shape[0] == self.x.shape[0] else batch  # now it has a row for each sequence
             if dims.shows_padding and number == last and visible is not None:
                 tensor = hide_keys(tensor, dim, visible, batch, dims.zero_is_real)
         return tensor if tensor.stride(-1) == 1 else tensor.contiguous()  # attention kernels want masks by rows
 
     def restore_arguments(self, output: Any, returned: Mapping[int | str, ArgumentPath]) -> Any:
-        """Return `output` with the arguments that the layer returns, `returned` by their key in the output, whole again."""
+        """Return `output` with the arguments that the layer returns, `returned` by their key in the output, in full length."""
         for key, path in returned.items():
             if isinstance(output, (tuple, list)) and isinstance(key, int) and key < len(output) and output[key] is not None:
                 output = with_item(output, key, self.argument(path))
         return output
 
     def argument(self, path: ArgumentPath) -> Any:
-        """Return the argument at `path`; None where it was left out."""
+        """Return the argument at `path`; None if it was left out."""
         return next((value for name, value in named_arguments(self.args, self.kwargs, self.names) if name == path[0]), None)

@@ -1,7 +1,7 @@
-"""The arguments that a model's layers receive, recorded in captures: of its example inputs, and of a larger, longer batch.
+"""The arguments of a model's layers, recorded in captures of its example inputs and of a larger, longer batch.
 
-Nobody says which extents of the inputs are batch and which length. What is certain: integers of two dimensions are one a token, and
-whatever is as long as they are grows with them. Everything else is guessed, and the model decides by running or failing.
+Nothing says which sizes of the inputs are the batch and which the length. Certain is that integers of two dimensions are one a
+token, and that sizes equal to theirs grow with them. The rest is guessed, and tested by running the model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MORE = 8  # tokens
 
 
 def length_of(inputs: Mapping[str, Any]) -> int:
-    """Return the number of tokens of the longest input that has one integer for each; 0 where there is none."""
+    """Return the number of tokens of the longest input with one integer for each; 0 if there is none."""
     return max((int(value.shape[1]) for value in inputs.values() if is_per_token(value)), default=0)
 
 
@@ -51,12 +51,12 @@ def larger_inputs(inputs: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         return
     yield resize_inputs(inputs, lambda value: {1: value.shape[1] + MORE} if is_as_long(value, length) else {})
     rest = [tensor for tensor in pytree.tree_leaves(dict(inputs)) if isinstance(tensor, Tensor) and not is_as_long(tensor, length)]
-    for dim in range(1, max((tensor.dim() for tensor in rest), default=0)):  # everything twice as long as it was
+    for dim in range(1, max((tensor.dim() for tensor in rest), default=0)):  # everything twice as long
         yield resize_inputs(inputs, functools.partial(doubled_extents, length=length, dim=dim))
 
 
 def doubled_extents(value: Tensor, length: int, dim: int) -> dict[int, int]:
-    """Return twice the tokens; for a tensor that is not as long as they are, twice the extent along `dim`."""
+    """Return twice the tokens; for a tensor of another length, twice the size along `dim`."""
     along = 1 if is_as_long(value, length) else dim
     return {along: 2 * value.shape[along]} if along < value.dim() else {}
 
@@ -66,7 +66,7 @@ def is_as_long(value: Tensor, length: int) -> bool:
 
 
 def resize_inputs(inputs: Mapping[str, Any], extents: Callable[[Tensor], Mapping[int, int]]) -> dict[str, Any]:
-    """Return the inputs with each row twice and of the `extents` by dimension; numberings are continued, other values repeated."""
+    """Return the inputs with each row twice and sizes `extents` by dimension; position ids are continued, other values repeated."""
     leaves = [tensor for tensor in pytree.tree_leaves(dict(inputs)) if isinstance(tensor, Tensor) and tensor.dim()]
     rows = next((int(tensor.shape[0]) for tensor in leaves), 1)
 
@@ -85,7 +85,7 @@ def resize_inputs(inputs: Mapping[str, Any], extents: Callable[[Tensor], Mapping
 
 
 TensorType = tuple[torch.Size, torch.dtype]
-MARKER = torch.int32  # of masks, to distinguish them from other integers, which are of 64 bits
+MARKER = torch.int32  # dtype of masks, to distinguish them from other integers, which have 64 bits
 
 
 # ── Captures ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -98,8 +98,8 @@ class CapturedArguments:
     program: Program
     flow: Dataflow
     batch: int
-    length: int  # of the token ids, 0 where there are none
-    mask_inputs: frozenset[str]  # the inputs that say which tokens are real
+    length: int  # of the token ids; 0 without any
+    mask_inputs: frozenset[str]  # the inputs that show which tokens are real
     tensors: dict[tuple[str, int], dict[ArgumentPath, TensorType]]  # by layer and call
     objects: dict[str, dict[int | str, str]]  # by layer: arguments that are neither tensors nor plain, and their types
 
@@ -114,26 +114,26 @@ class CapturedArguments:
 
     @property
     def masks(self) -> list[fx.Node]:
-        """The inputs of the graph that say which tokens are real."""
+        """The inputs of the graph that show which tokens are real."""
         return [node for node, name in self.program.inputs.items() if name in self.mask_inputs]
 
 
 class ArgumentCaptures:
-    """Captures of `model` on inputs like `examples`, in which the arguments of the modules at `paths` are recorded."""
+    """Captures of `model` on inputs like `examples`, with the arguments of the modules at `paths`."""
 
     def __init__(self, model: nn.Module, examples: Mapping[str, Any], paths: list[str]) -> None:
         self.model, self.examples, self.paths = model, dict(examples), paths
         self.mask_answers: dict[tuple[fx.Node, TokenDims], bool] = {}
-        self.values_decided = False  # whether values, which a model that is being loaded does not have, decided about any layer
+        self.values_decided = False  # whether values, which a loading model lacks, decided about any layer
 
     @functools.cached_property
     def first(self) -> CapturedArguments:
-        """Of the example inputs."""
+        """The capture of the example inputs."""
         return self.capture_with_masks(self.examples)
 
     @functools.cached_property
     def larger(self) -> CapturedArguments:
-        """Of another batch and length; raises `DoesNotFitError` where the model runs on no other."""
+        """The capture of another batch and length; raises `DoesNotFitError` if the model runs on no other."""
         why = ""
         for inputs in larger_inputs(self.examples):
             try:
@@ -149,17 +149,17 @@ class ArgumentCaptures:
 
     @functools.cached_property
     def marked(self) -> CapturedArguments | None:
-        """Of the example inputs with masks of a type that nothing else has; None where the model accepts none such."""
+        """The capture of the example inputs with masks of a unique dtype; None if the model accepts none of that dtype."""
         inputs = self.with_masks(self.examples)
         marked = {name: value.to(MARKER) if is_mask_name(name) else value for name, value in inputs.items()}
         with contextlib.suppress(CaptureError):
             return self.capture_arguments(marked, frozenset())
         return None
 
-    # What the captures say of one layer.
+    # What the captures say about a layer.
 
     def is_tokens_first(self, layer: Layer, stream: ArgumentPath) -> bool | None:
-        """Return whether the layer's stream is (tokens, batch, width) and not (batch, tokens, width); None where it is neither."""
+        """Return whether the layer's stream is (tokens, batch, width) instead of (batch, tokens, width); None if it is neither."""
         first, second = self.first.shapes(layer)[stream], self.larger.shapes(layer)[stream]
         if len(first) != 3:
             return None
@@ -169,7 +169,7 @@ class ArgumentCaptures:
         return bool(rows[0]) if rows else None
 
     def is_mask_in_container(self, layer: Layer, path: ArgumentPath, dims: TokenDims) -> bool:
-        """Return whether a tensor inside a container, which is no argument in the graph, says which tokens are real."""
+        """Return whether a tensor inside a container, which is no argument in the graph, shows which tokens are real."""
         if len(dims.positions) == 2:
             return dims.rank == 4
         if dims.rank != 2 or self.marked is None:
@@ -178,9 +178,10 @@ class ArgumentCaptures:
         return received is not None and received[1] in (torch.bool, MARKER)
 
     def reads_as_unpadded(self, node: fx.Node | None, dims: TokenDims) -> bool:
-        """Return whether a mask of the larger capture, which has no padding, reads so: some models write masks in their own way.
+        """Return whether a mask of the larger capture, which has no padding, reads as unpadded; some models have masks of their own
+        form.
 
-        A mask computed from tables without values, as those of a model that is being loaded, is assumed to.
+        True is assumed for a mask computed from tables without values, as those of a loading model.
         """
         if node is None or any(table is None or table.is_meta for table in self.tables_of(node)):
             return True
@@ -208,7 +209,7 @@ class ArgumentCaptures:
     # Capturing.
 
     def capture_with_masks(self, inputs: dict[str, Any]) -> CapturedArguments:
-        """Return a capture with masks and positions where the model takes any."""
+        """Return a capture with masks and positions if the model takes any."""
         masked = self.with_masks(inputs)
         mask_inputs = frozenset(filter(is_mask_name, masked))
         for attempt in (self.with_positions(masked), masked):
@@ -217,7 +218,7 @@ class ArgumentCaptures:
         return self.capture_arguments(inputs, frozenset())
 
     def with_masks(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs, with masks for the token ids where the model takes any and none is given."""
+        """Return the inputs, with masks for the token ids if the model takes any and none is given."""
         known, extended = forward_parameters(self.model), dict(inputs)
         for name, value in inputs.items():
             if isinstance(value, Tensor) and is_per_token(value) and name.endswith("input_ids"):
@@ -227,7 +228,7 @@ class ArgumentCaptures:
         return extended
 
     def with_positions(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Return the inputs, with positions where the model takes any and none are given."""
+        """Return the inputs, with positions if the model takes any and none are given."""
         ids = inputs.get("input_ids")
         if ids is None or ids.dim() != 2 or not accepts(self.model, "position_ids"):
             return inputs
@@ -250,7 +251,7 @@ class ArgumentCaptures:
             tensors[path, call] = found
 
         def begin(*call: Any) -> None:
-            """Forget earlier runs: a capture may run the model several times, and the last counts."""
+            """Forget earlier runs: a capture may run the model several times, and the last run counts."""
             for table in (tensors, objects, counts):
                 table.clear()
 
@@ -261,7 +262,7 @@ class ArgumentCaptures:
             raise DoesNotFitError(
                 f"{type(self.model).__name__} does not take its tokens as tensor arguments",
                 by="sequence-altup",
-                why=f"it is inferred from longer inputs how arguments follow the tokens; {', '.join(inputs)} is not a tensor",
+                why=f"the arguments' relation to the tokens is inferred from longer inputs; {', '.join(inputs)} is not a tensor",
                 remedy="wrap the model in a module that takes tensors",
                 code="no-tensors",
             )
@@ -291,12 +292,12 @@ def recording(
 def new_arguments_with_cache(
     model: nn.Module, inputs: Mapping[str, Any], known: Mapping[str, Collection[ArgumentPath]]
 ) -> dict[str, str]:
-    """Return by layer an argument with tensors that are not `known`, which it receives only when the model fills a cache."""
+    """Return, by layer, an argument with tensors outside of `known` that it receives only when the model fills a cache."""
     found: dict[str, str] = {}
 
     def record(path: str, arguments: list[tuple[int | str, Any]]) -> None:
         for name, value in arguments:
-            with contextlib.suppress(DoesNotFitError):  # an object that the layer receives without a cache too, and does not read
+            with contextlib.suppress(DoesNotFitError):  # objects that the layer also receives without a cache, and does not read
                 tensors = list(tensors_in(value, (name,)))
                 if any(where not in known[path] and token_dims_at_call(tensor, None) is None for where, tensor in tensors):
                     found.setdefault(path, str(name))

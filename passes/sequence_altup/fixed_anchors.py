@@ -6,12 +6,12 @@
     counted        (batch, 1)                                 those of them that are no padding, where rows differ
     columns        (batch, ⌈size/k⌉ + 1)                      of the anchors, where rows differ
 
-The last entry is for slots that hold no anchor; no query sees it. While no row has padding (`even`), the program knows whether the
-next token is an anchor, and there are two compiled steps, one that runs the layer and one that does not. Where rows differ the
-layer runs at every compiled step, and what it computed for rows without an anchor is not kept.
+The last entry is for slots without an anchor; no query sees it. While no row has padding (`even`), the program knows whether the
+next token is an anchor, and there are two compiled steps, one that runs the layer and one that does not. If rows differ, the layer
+runs at every compiled step, and its results for rows without an anchor are dropped.
 
-Compiled code cannot read a mask. It takes rows for equal where no mask shows padding, or where they were so far and the new token
-comes alone, as transformers does: such a token was generated.
+Compiled code cannot read a mask. It takes rows as equal if no mask shows padding, or if they were equal so far and the new token
+comes alone: with transformers, such a token was generated.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TENSORS = ("keys", "values", "correction", "passed", "counted", "columns")
 
 
 def has_fixed_size(cache: Cache) -> bool:
-    """Return whether the cache is a static one whose layers all keep every token, and keys and values alone."""
+    """Return whether the cache is static, and all its layers keep every token, and only keys and values."""
     held = self_attention(cache)
     return isinstance(held, StaticCache) and all(type(layer) is StaticLayer or is_fixed(layer) for layer in held.layers)
 
@@ -42,7 +42,7 @@ def is_fixed(layer: Any) -> bool:
 
 
 def hides_values(mask: Tensor | None) -> bool:
-    """Return whether the program cannot look at the values of a mask: it is compiled, or captured in a CUDA graph."""
+    """Return whether the program cannot read the values of a mask: it is compiled, or captured in a CUDA graph."""
     return torch.compiler.is_compiling() or (mask is not None and mask.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
@@ -90,13 +90,13 @@ class FixedAnchorLayer(AnchorLayer):
         self.counted: Tensor | None = None
         self.columns: Tensor | None = None
         self.slots: Tensor | None = None  # of the new anchors, during a call
-        self.is_alone = False  # whether attention gets the keys of this call only, during a call
+        self.is_alone = False  # whether attention gets only the keys of this call, during a call
         for name, tensor in held.items():
             if tensor is not None:
                 setattr(self, name, tensor.zero_())
         self.is_initialized = self.keys is not None
 
-    # What a step needs.
+    # Parts of a step.
 
     @property
     def earlier(self) -> Tensor | None:
@@ -146,7 +146,7 @@ class FixedAnchorLayer(AnchorLayer):
         return None if known is None else known.device
 
     def begin_ragged(self, batch: int, real: Tensor | None) -> None:
-        """Allow rows with different anchors from here on."""
+        """Allow rows with different anchors from now on."""
         device = self.device_of(real)
         columns = (torch.arange(self.most + 1, device=device) * self.k).expand(batch, -1)
         self.keep("columns", columns)
@@ -158,7 +158,7 @@ class FixedAnchorLayer(AnchorLayer):
         self.is_alone = self.is_alone and self.even is True and not key_extents()
 
     def key_indices(self, new: Anchors, offset: int, extent: int, device: torch.device) -> tuple[Indices, Tensor | None]:
-        if self.even:  # what is not stored yet is later than the new tokens, and the model's own mask hides it
+        if self.even:  # later entries are later than the new tokens, and the model's own mask hides them
             return slice(0, new.count * self.k if self.is_alone else extent, self.k), None
         assert self.columns is not None
         visible = self.used & (self.columns < extent)
@@ -166,7 +166,7 @@ class FixedAnchorLayer(AnchorLayer):
 
     @property
     def used(self) -> Tensor:
-        """Return which entries hold an anchor, the new ones included, where rows differ: (batch, entries)."""
+        """Return the mask of entries with an anchor, the new ones included, if rows differ: (batch, entries)."""
         assert self.counted is not None
         number = torch.arange(self.most + 1, device=self.counted.device)
         return number < (self.counted + self.k - 1) // self.k
@@ -200,7 +200,7 @@ class FixedAnchorLayer(AnchorLayer):
         else:
             stored.copy_(value)
 
-    # As a layer of a cache.
+    # Methods of a layer of a cache.
 
     def replace(self, layer: Any) -> None:
         if not torch.compiler.is_compiling():
@@ -250,12 +250,12 @@ class FixedAnchorLayer(AnchorLayer):
     def reset(self) -> None:
         self.forget()
 
-    # What a program that decodes takes and returns.
+    # States in and out of a program that decodes.
 
     def carried(self) -> dict[str, Tensor]:
         raise CaptureError(
             f"the strided layer {self.name} keeps its anchors in a static cache",
-            why="an exported program carries anchors that are as many as the tokens need",
+            why="an exported program carries only as many anchors as the tokens need",
             code="static-cache",
             remedy="use a DynamicCache",
         )
@@ -264,7 +264,7 @@ class FixedAnchorLayer(AnchorLayer):
         self.carried()
         raise NotImplementedError
 
-    # What generation does to it.
+    # Changes by generation.
 
     def each_row(self, change: Callable[[Tensor], Tensor]) -> None:
         """Apply `change` to everything that has rows."""
@@ -327,7 +327,7 @@ class SecondaryFixedKeys(SecondaryAnchorKeys):
         return self.first.size
 
     def count_tokens(self, length: int) -> None:
-        """Leave this to the anchor layer."""
+        """Do nothing: the anchor layer counts the tokens."""
 
     def reset(self) -> None:
         self.forget()

@@ -1,10 +1,10 @@
 """A strided layer's part of the model's cache in decoding: keys and values of its anchors, and their corrections.
 
-Where the attention chooses among its keys by others (an indexer), these are stored too. Beam search, cropping, repeating and
-resetting reach this layer like any other layer of the cache.
+If the attention selects its keys by other ones (an indexer), these are stored too. Beam search, cropping, repeating and resetting
+work as with any other layer of the cache.
 
 While no row has padding, anchors are counted in Python numbers, and nothing waits for the device. Otherwise rows reach their
-anchors at different steps: a row that is not at one leaves a hole, which no query sees, and which is closed at once.
+anchors at different steps: a row without an anchor leaves a hole, which no query sees and which is closed at once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from retrofit.passes.sequence_altup.arguments import Anchors, CountedAnchors, Ev
 from retrofit.sdk import CaptureError, RetrofitError
 from retrofit.sdk.modules import SLACK
 
-SERIES = {"keys": 2, "values": 2, "indexed": 1}  # what is stored of each anchor, and along which dimension
+SERIES = {"keys": 2, "values": 2, "indexed": 1}  # stored tensors of each anchor, and their dimension of anchors
 
 
 class GrowingAnchorLayer(AnchorLayer):
     """The anchor layer that keys are appended to; it also stores the corrections that cropping may need again.
 
-    `mask_argument` is how the layer received its mask when the model was rewritten, None where it takes none.
+    `mask_argument` is the argument with the layer's mask when the model was rewritten, None if it takes none.
     """
 
     def __init__(self, name: str, k: int, mask_argument: MaskArgument | None = None) -> None:
@@ -37,19 +37,19 @@ class GrowingAnchorLayer(AnchorLayer):
     def forget(self) -> None:
         super().forget()
         self.dropped = 0  # anchors that have left the window, while all rows have the same
-        self.left: RaggedAnchors | None = None  # of those that have left it, what cropping may bring back
-        self.lost = 0  # of columns before this one nothing can be brought back
+        self.left: RaggedAnchors | None = None  # anchors outside the window that cropping may restore
+        self.lost = 0  # columns before this one cannot be restored
         self.corrections: Tensor | None = None  # (batch, n, d), of the last anchors
-        self.real: Tensor | None = None  # (batch, tokens), None while all are
-        self.columns: Tensor | None = None  # (batch, anchors) of each entry, where rows differ
+        self.real: Tensor | None = None  # (batch, tokens); None if all are real
+        self.columns: Tensor | None = None  # (batch, anchors) of each entry, if rows differ
         self.valid: Tensor | None = None
-        self.ragged: RaggedAnchors | None = None  # the corrections, where rows differ
+        self.ragged: RaggedAnchors | None = None  # the corrections, if rows differ
 
-    # What a step needs.
+    # Parts of a step.
 
     @property
     def kept(self) -> int:
-        """Return how many corrections are stored: that of the last anchor, and as many as cropping may need again."""
+        """Return the number of stored corrections: that of the last anchor, and those that cropping may need again."""
         return SLACK // self.k + 2
 
     @property
@@ -59,7 +59,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
     @property
     def stored(self) -> int:
-        """Return how many anchors are stored, while all rows have the same."""
+        """Return the number of stored anchors, while all rows have the same."""
         return -(-self.tokens // self.k) - self.dropped
 
     def offset(self, length: int) -> int:
@@ -85,7 +85,7 @@ class GrowingAnchorLayer(AnchorLayer):
         return CountedAnchors(real, self.k, before, most, filled_first=not self.tokens)
 
     def begin_ragged(self, batch: int, device: torch.device) -> None:
-        """Allow rows with different anchors from here on."""
+        """Allow rows with different anchors from now on."""
         for name in [name for name, history in self.histories.items() if getattr(history, "follows_from_keys", False)]:
             del self.histories[name]  # keys change places when holes are closed
         self.real = torch.ones(batch, self.tokens, dtype=torch.bool, device=device)
@@ -104,7 +104,7 @@ class GrowingAnchorLayer(AnchorLayer):
             layer.room = room
 
     def room_for(self, count: int, key_extents: Callable[[], list[int]]) -> int:
-        """Return that number; 0 where the cache grows, or masks say nothing of what it has room for."""
+        """Return the room for anchors; 0 if the cache grows, or masks do not show its size."""
         if self.counter is None or not self.counter.is_compileable or self.is_sliding:
             return 0
         size, extents = int(self.counter.get_mask_sizes(1)[0]), key_extents()
@@ -113,7 +113,7 @@ class GrowingAnchorLayer(AnchorLayer):
         most = -(-size // self.k)
         if self.columns is None:
             return most
-        most += 1  # where rows differ, one may wait for the others
+        most += 1  # if rows differ, one may wait for the others
         return most if self.columns.shape[1] + count <= most else 0
 
     def key_indices(self, new: Anchors, offset: int, extent: int, device: torch.device) -> tuple[Indices, Tensor | None]:
@@ -131,7 +131,7 @@ class GrowingAnchorLayer(AnchorLayer):
         return keys.clamp(0, extent - 1), visible
 
     def series(self) -> list[tuple[AnchorKeys, str, Tensor]]:
-        """Return what is stored of each anchor: by which cache layer, under which name, the values."""
+        """Return the stored tensors of each anchor: by cache layer and name."""
         layers = (self, *self.secondary)
         return [(layer, name, value) for layer in layers for name in SERIES if (value := getattr(layer, name)) is not None]
 
@@ -187,12 +187,12 @@ class GrowingAnchorLayer(AnchorLayer):
         self.note_lost()
 
     def values_by_anchor(self) -> tuple[Tensor, ...]:
-        """Return what is stored of each anchor: (batch, anchors, …) each."""
+        """Return the stored tensors by anchor: (batch, anchors, …) each."""
         return tuple(value.transpose(1, SERIES[name]) for _, name, value in self.series())
 
     @property
     def records_past(self) -> bool:
-        """Return whether tokens may be removed after a window is full: assisted decoding asks a cache for that."""
+        """Return whether tokens may be removed after a window is full, which assisted decoding requests from a cache."""
         return bool(getattr(self.counter, "record_past", False))
 
     def keep_left(self, out: RaggedAnchors) -> None:
@@ -202,7 +202,7 @@ class GrowingAnchorLayer(AnchorLayer):
         self.left = RaggedAnchors(left.columns, left.valid, tuple(value.clone() for value in left.values))  # no views of all
 
     def note_lost(self) -> None:
-        """Forget what is before the window, or far before it where the past is recorded."""
+        """Forget anchors before the window, or far before it if the past is recorded."""
         self.lost = max(self.lost, self.offset(1) - (SLACK if self.records_past else 0))
 
     def bring_back(self) -> None:
@@ -237,7 +237,7 @@ class GrowingAnchorLayer(AnchorLayer):
         if self.ragged is not None:
             self.ragged = self.ragged.compact(self.ragged.valid & (self.ragged.columns < self.tokens), self.kept)
 
-    # As a layer of a cache.
+    # Methods of a layer of a cache.
 
     def replace(self, layer: Any) -> None:
         super().replace(layer)
@@ -252,10 +252,10 @@ class GrowingAnchorLayer(AnchorLayer):
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self.counter is not None else self.tokens
 
-    # What a program that decodes takes and returns.
+    # States in and out of a program that decodes.
 
     def carried(self) -> dict[str, Tensor]:
-        """Raises `CaptureError` where states are stored that no exported program carries."""
+        """Raises `CaptureError` if states are stored that no exported program carries."""
         held = [history for history in self.histories.values() if not getattr(history, "follows_from_keys", False)]
         if self.keys is None or self.values is None or self.indexed is not None or self.recurrent or self.secondary or held:
             raise CaptureError(
@@ -272,12 +272,12 @@ class GrowingAnchorLayer(AnchorLayer):
     def carrying(self, states: dict[str, Tensor]) -> PlacedAnchorLayer:
         return PlacedAnchorLayer(self.name, self.k, states, self.mask or self.mask_argument)
 
-    # What generation does to it.
+    # Changes by generation.
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
         left = int(self.get_seq_length())
-        if tokens_to_remove <= 0 and left != self.tokens + tokens_to_remove:  # a window counts by what is left in it
+        if tokens_to_remove <= 0 and left != self.tokens + tokens_to_remove:  # a window counts the tokens left in it
             raise self.cropped_too_far()
         self.take_back(self.tokens - left)
 
@@ -328,7 +328,7 @@ class GrowingAnchorLayer(AnchorLayer):
             history.choose(rows)
 
     def repeat(self, times: int) -> None:
-        """Repeat each row so many times."""
+        """Repeat each row as often as given."""
         self.each_row(lambda value: value.repeat_interleave(times, 0))
         for history in self.histories.values():
             history.repeat(times)
@@ -358,9 +358,9 @@ class GrowingAnchorLayer(AnchorLayer):
 
 
 class IndexedAnchorLayer(GrowingAnchorLayer):
-    """A growing anchor layer whose attention chooses among its keys by keys of an indexer, which are stored too.
+    """A growing anchor layer whose attention selects among its keys by an indexer's keys, which are stored too.
 
-    The model may keep the positions of all tokens there, which the stride does not concern.
+    The model may keep the positions of all tokens there; the stride does not affect them.
     """
 
     indexer_position_ids: Tensor | None = None  # (numberings, batch, tokens)
@@ -380,17 +380,17 @@ class IndexedAnchorLayer(GrowingAnchorLayer):
             self.indexer_position_ids = change(self.indexer_position_ids.transpose(0, 1)).transpose(0, 1)
 
     def room_for(self, count: int, key_extents: Callable[[], list[int]]) -> int:
-        return 0  # the indexer's keys grow, and choose among as many
+        return 0  # the indexer's keys grow, and select among equally many
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Return all the indexer's keys, (batch, anchors, width), the new ones last."""
+        """Return all keys of the indexer, (batch, anchors, width), the new ones last."""
         stored = self.indexed
         self.indexed = indexer_key_states if stored is None else torch.cat([stored, indexer_key_states], 1)
         return self.indexed
 
 
 class RecurrentAnchorLayer(GrowingAnchorLayer, LinearAttentionLayer):  # type: ignore[misc,override]
-    """A growing anchor layer with recurrent states next to keys and values: those of the layer it replaced."""
+    """A growing anchor layer with the recurrent states of the layer it replaced, next to keys and values."""
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         (GrowingAnchorLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)

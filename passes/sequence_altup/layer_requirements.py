@@ -1,17 +1,16 @@
-"""The requirements on a layer that sees every k-th token only, and how its arguments follow the tokens.
+"""The requirements on a layer that sees only every k-th token, and the relation of its arguments to the tokens.
 
 Each requirement raises `DoesNotFitError` with the reason. A requirement on the layer alone takes a `Candidate`, a layer's call in
-the larger of two captures. Which arguments are masks is inferred from the graph, by no argument's name: the model's own mask enters
-them, and not by a running count, which makes positions.
+the larger of two captures. Masks among the arguments are inferred from the graph, not from names: the model's own mask enters them,
+other than through a running count, which makes positions.
 
-What a strided layer computes it computes for its anchors. A layer with the same stride can use that as it is; anything else needs a
-value for every token. A cast to the dtype and device that a value has computes nothing: torch returns the value itself, which in
-the graph is that cast from there on.
+A strided layer's values exist for its anchors only. A layer with the same stride can use them directly; anything else needs a value
+for every token. A cast to a value's own dtype and device computes nothing: torch returns the value itself, which from there on is
+the cast's node in the graph.
 
-A layer that numbers the tokens itself, by how many it receives, would number every k-th token differently. A table cut to the
-number of tokens may still be stride-invariant, the same for every k-th token as for as many in a row: which of two tokens is
-earlier is, how far apart they are is not. A causal mask that a layer keeps as a buffer is such a table; a sliding window or a table
-of positions is none.
+A layer that numbers the tokens it receives would number every k-th token differently. A table cut to the number of tokens may still
+be stride-invariant, the same for every k-th token as for as many in a row: which of two tokens is earlier is invariant, their
+distance is not. A causal mask in a buffer is such a table; a sliding window or a table of positions is not.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def unfit(why: str, remedy: str = "") -> DoesNotFitError:
     return DoesNotFitError("the layer cannot be strided", why=why, remedy=remedy, code="does-not-fit")
 
 
-# ── As far as the anatomy says ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Requirements by the anatomy ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def is_inside_strided(model: nn.Module, path: str) -> bool:
@@ -50,20 +49,20 @@ def require_unstrided(model: nn.Module, path: str) -> None:
 
 
 def require_all_calls(stack: Stack, layer: Layer, depths: set[int]) -> None:
-    """Require that of a module at several depths all are to be strided, and nothing is stored for decoding."""
+    """Require that all depths of a shared module are to be strided, and nothing is stored for decoding."""
     own = [depth for depth, other in enumerate(stack.layers) if other.name == layer.name]
     if not depths.issuperset(own):
         raise unfit("its module also runs at depths that are not selected", remedy="use layers=all to stride the module everywhere")
     if stack.causal and len(own) > 1:
-        raise unfit("its module runs at several depths, and what these store when decoding would be mixed up")
+        raise unfit("its module runs at several depths, whose stored states would be mixed up in decoding")
 
 
-# ── As far as captures say ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Requirements by captures ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A layer that may be strided, and the captures that say what it receives."""
+    """A layer that may be strided, and the captures of its arguments."""
 
     stack: Stack
     layer: Layer
@@ -73,7 +72,7 @@ class Candidate:
 
     @property
     def captured(self) -> CapturedArguments:
-        """The larger capture, which graph nodes are of."""
+        """The larger capture, whose graph the nodes belong to."""
         return self.captures.larger
 
     @property
@@ -82,7 +81,7 @@ class Candidate:
 
     @property
     def stream(self) -> ArgumentPath:
-        """The argument by which the layer receives the stream."""
+        """The argument that is the stream."""
         return argument_path(self.module, self.layer.stream_places()[0])
 
     @property
@@ -103,20 +102,20 @@ class Candidate:
 
     @property
     def argument_nodes(self) -> dict[ArgumentPath, fx.Node]:
-        """The graph's nodes of the arguments; what is inside a container has none."""
+        """The graph's nodes of the arguments; values inside containers have none."""
         return {argument_path(self.module, key): node for key, node in self.call.inputs.items() if key is not None}
 
 
 def require_one_stream_argument(candidate: Candidate) -> None:
-    """Require that the stream enters by the same argument in both captures, and no argument's sizes depend on values."""
+    """Require that the stream is the same argument in both captures, and that no argument's sizes depend on values."""
     first, second = candidate.captures.first.shapes(candidate.layer), candidate.captured.shapes(candidate.layer)
     if candidate.stream not in first or candidate.stream not in second:
         raise unfit("it does not receive the stream by the same argument every time")
     if any(isinstance(size, torch.SymInt) for size in (*first[candidate.stream], *second[candidate.stream])):
-        raise unfit("how many tokens it receives depends on the values of tensors")
+        raise unfit("the number of its tokens depends on the values of tensors")
     for path, size in (*first.items(), *second.items()):
         if any(isinstance(length, torch.SymInt) for length in size):
-            raise unfit(f"how long its argument {'.'.join(map(str, path))} is depends on the values of tensors")
+            raise unfit(f"the length of its argument {'.'.join(map(str, path))} depends on the values of tensors")
 
 
 def require_one_position_per_token(candidate: Candidate) -> None:
@@ -133,7 +132,7 @@ def require_one_position_per_token(candidate: Candidate) -> None:
 
 
 def require_stream_returned(candidate: Candidate) -> None:
-    """Require that the stream leaves in the shape in which it entered."""
+    """Require that the returned stream has the shape of the one received."""
     stream_in, stream_out = candidate.layer.stream_places()
     entry, exit_ = candidate.call.inputs.get(stream_in), candidate.call.outputs.get(stream_out)
     if entry is None or exit_ is None or shape(entry) != shape(exit_):
@@ -145,44 +144,44 @@ def require_readable_arguments(candidate: Candidate) -> None:
     shapes = {tuple(size) for size in candidate.captured.shapes(candidate.layer).values()}
     for name, kind in candidate.captured.objects.get(candidate.layer.name, {}).items():
         if reads_past_its_arguments(candidate.captured.flow, candidate.call, shapes):
-            raise unfit(f"it receives {name}, a {kind}, and what that holds of each token is unknown")
+            raise unfit(f"it receives {name}, a {kind}, whose content per token is unknown")
 
 
 def require_known_cache_arguments(layer: Layer, new: dict[str, str]) -> None:
-    """Require that decoding brings no tensors that the layer does not receive otherwise; `new` are such arguments by layer."""
+    """Require that decoding brings no tensors that the layer does not receive otherwise; `new`: such arguments by layer."""
     if layer.name in new:
-        raise unfit(f"when decoding it receives {new[layer.name]}, and what that holds of each token is unknown")
+        raise unfit(f"in decoding it receives {new[layer.name]}, whose content per token is unknown")
 
 
 def require_gradient(candidate: Candidate) -> None:
     if not has_gradient(candidate.captured.flow, candidate.exit):
-        raise unfit("the outputs depend on it by choices only, so that nothing would be learnt")
+        raise unfit("the outputs depend on it only through selection, so nothing would be learned")
 
 
 def require_all_tokens_read(candidate: Candidate) -> None:
-    """Require that tokens between anchors are read by something after the layer."""
+    """Require that something after the layer reads tokens between anchors."""
     if candidate.layer.exit == candidate.stack.layers[-1].exit and is_read_at_fixed_tokens_only(
         candidate.captured.flow, candidate.exit
     ):
-        raise unfit("in the end only some of its tokens are read, and nothing would read those between anchors")
+        raise unfit("only some of its tokens are read in the end, and none of those between anchors")
 
 
 def numberings_inside(candidate: Candidate) -> list[fx.Node]:
-    """Return the operations by which the layer numbers the tokens itself and which enter its result."""
+    """Return the operations by which the layer itself numbers the tokens and which enter its result."""
     flow, (_, length) = candidate.captured.flow, candidate.lengths
     inside = nodes_inside(flow, candidate.call)
     return [node for node in inside if numbers_tokens(node, flow, length) and flow.reaches(node, candidate.exit)]
 
 
 def require_no_numbering(candidate: Candidate, replayed: bool) -> None:
-    """Require that the layer numbers no tokens itself, or only by stride-invariant tables.
+    """Require that the layer does not number tokens itself, except by stride-invariant tables.
 
-    Where a recipe is `replayed` on a model without values it names the layers whose tables were found to be.
+    A recipe `replayed` on a model without values names the layers whose tables were found to be so.
     """
     for node in numberings_inside(candidate):
         if not is_invariant_cut(candidate, node, replayed):
             why = "its own code numbers the tokens it receives, and the anchors would lose their positions"
-            raise unfit(why, "a pass that put such code there goes after this one; layers= leaves depths out")
+            raise unfit(why, "apply the pass that put such code there after this one; layers= leaves depths out")
 
 
 def is_invariant_cut(candidate: Candidate, node: fx.Node, replayed: bool) -> bool:
@@ -197,7 +196,7 @@ def is_invariant_cut(candidate: Candidate, node: fx.Node, replayed: bool) -> boo
 
 
 def require_padding_shown(candidate: Candidate, token_dims: Iterable[TokenDims]) -> None:
-    """Require an argument that shows the layer which tokens are padding, if any shows it to other layers of the stack."""
+    """Require an argument that shows the layer which tokens are padding, if other layers of the stack have one."""
     if any(dims.shows_padding for dims in token_dims):
         return
     captured = candidate.captured
@@ -209,28 +208,28 @@ def require_padding_shown(candidate: Candidate, token_dims: Iterable[TokenDims])
             raise unfit("it receives no mask, and would count padding among the tokens where other layers do not")
 
 
-# ── As far as other layers say ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Requirements by other layers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def require_fitting_consumers(path: str, values: Iterable[CrossLayerValue], strided: Collection[str]) -> None:
-    """Raise where anything but `strided` layers reads a value that the layer at `path` computes next to its stream."""
+    """Raise if anything but `strided` layers reads a value that the layer at `path` computes next to its stream."""
     for value in values:
         if value.producer.path != path:
             continue
         if value.consumer is None:
-            raise unfit("what it computes next to the stream enters the outputs, which need it of every token")
+            raise unfit("what it computes next to the stream enters the outputs, which need it for every token")
         if value.consumer.path not in strided or not value.is_argument:
-            raise unfit(f"what it computes next to the stream is read by {value.consumer.path}, which needs it of every token")
+            raise unfit(f"what it computes next to the stream is read by {value.consumer.path}, which needs it for every token")
 
 
-# ── How the arguments follow the tokens ───────────────────────────────────────────────────────────────────────────────────────────
+# ── Relation of the arguments to the tokens ───────────────────────────────────────────────────────────────────────────────────────
 
 
 Dims = dict[ArgumentPath, TokenDims]
 
 
 def infer_arguments(candidate: Candidate) -> Dims:
-    """Return the token dimensions of every argument but the stream; raises `DoesNotFitError` where they cannot be strided."""
+    """Return the token dimensions of every argument but the stream; raises `DoesNotFitError` if they cannot be strided."""
     shapes = candidate.captures.first.shapes(candidate.layer), candidate.captured.shapes(candidate.layer)
     found = infer_token_dims(*shapes, candidate.stream, candidate.tokens_first)
     del found[candidate.stream]
@@ -247,9 +246,9 @@ def infer_arguments(candidate: Candidate) -> Dims:
 
 
 def require_entries_for_single_tokens(candidate: Candidate, shapes: tuple[Shapes, Shapes], paths: Iterable[ArgumentPath]) -> None:
-    """Require, where all inputs follow the same tokens, that no argument has one entry for several of them, or several for one.
+    """Require, if all inputs follow the same tokens, that no argument has one entry for several of them, or several for one.
 
-    With another side's tokens, an encoder's, it is theirs that the entries may be of.
+    With another side's tokens, such as an encoder's, the entries may be theirs.
     """
     if has_other_tokens(candidate):
         return
@@ -260,7 +259,7 @@ def require_entries_for_single_tokens(candidate: Candidate, shapes: tuple[Shapes
 
 
 def has_other_tokens(candidate: Candidate) -> bool:
-    """Return whether some input of the model is of other tokens than the stream."""
+    """Return whether some input of the model has other tokens than the stream."""
     first, second = (
         {name: shape(node) for node, name in each.program.inputs.items()} for each in (candidate.captures.first, candidate.captured)
     )
@@ -269,13 +268,13 @@ def has_other_tokens(candidate: Candidate) -> bool:
 
 
 def is_other_count(candidate: Candidate, before: int, after: int) -> bool:
-    """Return whether an extent in the two captures follows the inputs, and neither the stream's tokens nor the batch."""
+    """Return whether a size in the two captures follows the inputs, but neither the stream's tokens nor the batch."""
     batches = candidate.captures.first.batch, candidate.captured.batch
     return before != after and (before, after) != candidate.lengths and before * batches[1] != after * batches[0]
 
 
 def is_mask(candidate: Candidate, path: ArgumentPath, dims: TokenDims, node: fx.Node | None) -> bool:
-    """Return whether an argument, of which `node` is the value in the graph, shows which tokens are padding."""
+    """Return whether an argument, with value `node` in the graph, shows which tokens are padding."""
     if node is None:
         return candidate.captures.is_mask_in_container(candidate.layer, path, dims)
     flow = candidate.captured.flow
@@ -283,7 +282,7 @@ def is_mask(candidate: Candidate, path: ArgumentPath, dims: TokenDims, node: fx.
 
 
 def without_query_masks(found: Dims) -> Dims:
-    """Return the arguments; a mask by queries next to one by queries and keys shows no padding, as it says nothing of keys."""
+    """Return the arguments; a mask by queries next to one by queries and keys shows no padding, as it has no keys."""
     if not any(dims.shows_padding and len(dims.positions) == 2 for dims in found.values()):
         return found
     silent = {path for path, dims in found.items() if dims.rank == 4 and dims.positions == (2,)}
@@ -291,7 +290,7 @@ def without_query_masks(found: Dims) -> Dims:
 
 
 def with_inverted_masks(candidate: Candidate, found: Dims, nodes: dict[ArgumentPath, fx.Node]) -> Dims:
-    """Return the arguments, in which a mask by tokens that reads as all padding, where there is none, marks real tokens by zero."""
+    """Return the arguments; a mask by tokens that reads as all padding without any is marked as zero for real tokens."""
     changed = {}
     for path, dims in found.items():
         inverted = dataclasses.replace(dims, zero_is_real=True)
@@ -302,16 +301,16 @@ def with_inverted_masks(candidate: Candidate, found: Dims, nodes: dict[ArgumentP
 
 
 def require_readable_masks(candidate: Candidate, found: Dims, nodes: dict[ArgumentPath, fx.Node]) -> None:
-    """Require masks that say in the usual way which tokens are real: by one or True, or by zero where they are added."""
+    """Require masks of a usual form: real tokens are one or True, or zero if the mask is added."""
     captures = candidate.captures
     unclear = [path for path, dims in found.items() if dims.shows_padding and not captures.reads_as_unpadded(nodes.get(path), dims)]
     if unclear:
         captures.values_decided |= any(captures.tables_of(nodes.get(path)) for path in unclear)
-        raise unfit(f"what it receives as {unclear[0][0]} says which tokens are padding in a way of its own")
+        raise unfit(f"what it receives as {unclear[0][0]} shows padding in an unknown form")
 
 
 def mask_argument(candidate: Candidate, found: Dims) -> MaskArgument | None:
-    """Return the argument that is a mask by queries and keys, and its type; None where the layer takes none."""
+    """Return the argument that is a mask by queries and keys, and its dtype; None if the layer takes none."""
     for path, dims in found.items():
         if dims.shows_padding and dims.rank == 4 and len(dims.positions) == 2 and len(path) == 1:
             return path, candidate.captures.first.dtype(candidate.layer, path)
@@ -319,7 +318,7 @@ def mask_argument(candidate: Candidate, found: Dims) -> MaskArgument | None:
 
 
 def returned_arguments(candidate: Candidate) -> dict[int | str, ArgumentPath]:
-    """Return the arguments that the layer returns as they are, by their key in its output."""
+    """Return the arguments that the layer returns unchanged, by their key in its output."""
     arguments: dict[Any, ArgumentPath] = {node: path for path, node in candidate.argument_nodes.items()}
     outputs = candidate.call.outputs.items()
     return {
@@ -332,7 +331,7 @@ def returned_arguments(candidate: Candidate) -> dict[int | str, ArgumentPath]:
 
 @dataclasses.dataclass(frozen=True)
 class CrossLayerValue:
-    """A value that one layer computes next to its stream, and one place where it is read."""
+    """A value that a layer computes next to its stream, and one place that reads it."""
 
     producer: Call
     consumer: Call | None  # the call of another layer; None: the outputs
@@ -340,7 +339,7 @@ class CrossLayerValue:
 
 
 def cross_layer_values(flow: Dataflow, streams: Mapping[Call, fx.Node]) -> list[CrossLayerValue]:
-    """Return what the calls of layers, given with the `streams` that they return, compute for others or for the outputs."""
+    """Return the values that the calls of layers, given with their returned `streams`, compute for others or for the outputs."""
     output = next(iter(flow.program.outputs.values()), None)
     found: list[CrossLayerValue] = []
     for node in flow.nodes:
@@ -377,7 +376,7 @@ def uses_elsewhere(
 
 
 def value_before_casts(node: fx.Node) -> fx.Node:
-    """Return the value that the node is, where casts that change neither its dtype nor its device returned it."""
+    """Return the value of the node before casts that change neither its dtype nor its device."""
     while op(node) in CAST and isinstance(operand := node.args[0], fx.Node) and is_of_same_kind(node, operand):
         node = operand
     return node
@@ -389,7 +388,7 @@ def is_of_same_kind(node: fx.Node, other: fx.Node) -> bool:
 
 
 def arguments_from_layers(flow: Dataflow, call: Call, streams: Mapping[Call, fx.Node]) -> dict[Key, Call]:
-    """Return the arguments of a call that layers computed next to their streams, and which layers."""
+    """Return the arguments of a call that layers computed next to their streams, and these layers."""
     entered = {key: value_before_casts(node) for key, node in call.inputs.items()}
     producers = {key: layer_of(flow, node, streams) for key, node in entered.items()}
     return {
@@ -400,13 +399,13 @@ def arguments_from_layers(flow: Dataflow, call: Call, streams: Mapping[Call, fx.
 
 
 def reads_past_its_arguments(flow: Dataflow, call: Call, known: Collection[tuple[int, ...]]) -> bool:
-    """Return whether the call reads a value that is no argument of it and has none of the `known` shapes inside its arguments."""
+    """Return whether the call reads a value that is none of its arguments and has none of the `known` shapes in them."""
     arguments = set(call.inputs.values())
     return any(node in flow.depends and node not in arguments and shape(node) not in known for node in values_read(flow, call))
 
 
 def values_read(flow: Dataflow, call: Call) -> set[fx.Node]:
-    """Return the values computed elsewhere that the call's operations read."""
+    """Return the values from elsewhere that the call's operations read."""
     inside = nodes_inside(flow, call)
     read = {part for node in inside for part in node.all_input_nodes if part in flow.position}
     return {part for part in read if part.op != "call_function" or not call.encloses(flow.call_of(part))}
@@ -424,12 +423,12 @@ LOGIC = frozenset("bitwise_and bitwise_or logical_and logical_or __and__ __or__"
 
 
 def reads_padding(flow: Dataflow, call: Call, entry: fx.Node, masks: Collection[fx.Node]) -> bool:
-    """Return whether the call reads a value that shows padding, the stream, which enters at `entry`, apart."""
+    """Return whether the call reads a value that shows padding, other than the stream, which enters at `entry`."""
     return any(shows_padding(flow, node, masks) for node in values_read(flow, call) - {entry})
 
 
 def shows_padding(flow: Dataflow, node: fx.Node, masks: Collection[fx.Node]) -> bool:
-    """Return whether one of the `masks` enters the value other than by counting, which makes it positions.
+    """Return whether one of the `masks` enters the value other than by counting, which makes positions.
 
     A boolean value, or numbers in four dimensions, is a mask even if a count enters it as well.
     """
@@ -451,7 +450,7 @@ def is_count(node: fx.Node) -> bool:
 
 
 def enters_uncounted(mask: fx.Node, node: fx.Node, between: Collection[fx.Node]) -> bool:
-    """Return whether one of the paths from the mask to the value, made of the nodes `between`, has no count on it."""
+    """Return whether a path from the mask to the value, through the nodes `between`, has no count on it."""
     reached = {mask}
     for step in between:  # in order
         if not is_count(step) and any(part in reached for part in step.all_input_nodes):
@@ -460,7 +459,7 @@ def enters_uncounted(mask: fx.Node, node: fx.Node, between: Collection[fx.Node])
 
 
 def is_mask_of_inputs(flow: Dataflow, node: fx.Node) -> bool:
-    """Return whether the value is a mask that the model's own code computes from its inputs: yes or no, without any weight."""
+    """Return whether the value is a mask that the model's own code computes from its inputs: boolean, without weights."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or node not in flow.depends:
         return False
@@ -473,7 +472,7 @@ def is_mask_of_inputs(flow: Dataflow, node: fx.Node) -> bool:
 
 
 def has_gradient(flow: Dataflow, stream: fx.Node) -> bool:
-    """Return whether an output depends on the stream through real numbers all the way, and not by choices only."""
+    """Return whether an output depends on the stream through real numbers all the way, and not only by selection."""
     outputs, pending, seen = set(flow.program.outputs.values()), [stream], {stream}
     while pending:
         value = pending.pop()
@@ -489,7 +488,7 @@ def has_gradient(flow: Dataflow, stream: fx.Node) -> bool:
 
 
 def is_read_at_fixed_tokens_only(flow: Dataflow, stream: fx.Node) -> bool:
-    """Return whether only fixed tokens of the stream (batch, tokens, width) are read, before anything joins the tokens."""
+    """Return whether only fixed tokens of the stream (batch, tokens, width) are read, before anything mixes tokens."""
     length = (shape(stream) or (0, 0))[1]
     pending, seen, selects = [stream], {stream}, False
     while pending:
@@ -514,7 +513,7 @@ CUTS = ("slice", "narrow")
 
 
 def numbers_tokens(node: fx.Node, flow: Dataflow, length: int) -> bool:
-    """Return whether the operation computes a value for each of `length` tokens from nothing but their number."""
+    """Return whether the operation computes a value for each of `length` tokens from their number alone."""
     if node in flow.depends or length not in (shape(node) or ()):
         return False
     if op(node) in CUTS:
@@ -524,9 +523,9 @@ def numbers_tokens(node: fx.Node, flow: Dataflow, length: int) -> bool:
 
 
 def length_cut_tables(node: fx.Node, flow: Dataflow, length: int) -> list[tuple[Tensor, tuple[int, ...]]] | None:
-    """Return the longer tables from which a numbering is cut, each with the dimensions that are cut to the number of tokens.
+    """Return the longer tables that a numbering is cut from, each with the dimensions that are cut to the number of tokens.
 
-    None where it is no such cut, or where weights or inputs enter the tables. On the meta device they have no values.
+    None if it is no such cut, or if weights or inputs enter the tables. On the meta device they have no values.
     """
     if op(node) not in CUTS:
         return None
@@ -540,7 +539,7 @@ def length_cut_tables(node: fx.Node, flow: Dataflow, length: int) -> list[tuple[
 
 
 def last_cuts(node: fx.Node, flow: Dataflow) -> Iterator[fx.Node]:
-    """Yield the cut `node` where anything but a further cut reads it, and the last of the further cuts."""
+    """Yield the cut `node` if anything but a further cut reads it, and the last of the further cuts."""
     further = [user for user in flow.uses[node] if op(user) in CUTS]
     if len(further) < len(flow.uses[node]):
         yield node
@@ -549,7 +548,7 @@ def last_cuts(node: fx.Node, flow: Dataflow) -> Iterator[fx.Node]:
 
 
 def value_before_cut(node: fx.Node, flow: Dataflow, length: int) -> Tensor | None:
-    """Return the node's value without the cuts to `length`; None where anything but buffers and constants enters it."""
+    """Return the node's value without the cuts to `length`; None if anything but buffers and constants enters it."""
     program = flow.program
     if node in flow.depends:
         return None
@@ -566,7 +565,7 @@ def value_before_cut(node: fx.Node, flow: Dataflow, length: int) -> Tensor | Non
 
 
 def cut_dims(node: fx.Node) -> list[bool]:
-    """Return for each dimension whether the cut made it shorter."""
+    """Return, for each dimension, whether the cut made it shorter."""
     return [size != size_before for size, size_before in zip(shape(node) or (), shape(node.args[0]) or (), strict=True)]
 
 

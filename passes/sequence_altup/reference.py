@@ -13,7 +13,7 @@ from retrofit.sdk import Inside, Observed, OneOf, Problems, SiteCall, Wrapper
 
 
 def strided_layer(call: SiteCall) -> Tensor:
-    """Return what each token gets from its anchor: the last token at or before it whose position is a multiple of k."""
+    """Return each token's value from its anchor: the last token at or before it whose position is a multiple of k."""
     layer: Any = call.module
     options = call.options
     stream = call.argument(place_of(call, layer))
@@ -30,7 +30,7 @@ def strided_layer(call: SiteCall) -> Tensor:
 
 
 def place_of(call: SiteCall, layer: Any) -> tuple[int | None, str | None]:
-    """Return where the stream enters: `stream` is its path, a name or a position."""
+    """Return the place of the stream: `stream` is its path, a name or a position."""
     name = layer.stream[0]
     if isinstance(name, int):
         return name, None
@@ -39,7 +39,7 @@ def place_of(call: SiteCall, layer: Any) -> tuple[int | None, str | None]:
 
 
 def real_tokens(call: SiteCall, batch: int, tokens: int) -> Tensor:
-    """Return which tokens so far are no padding, as the model's input says: (batch, tokens)."""
+    """Return the mask of real tokens so far, from the model's input: (batch, tokens)."""
     for name, value in call.inputs.items():
         if name.endswith("attention_mask") and isinstance(value, Tensor) and value.shape == (batch, tokens):
             return value.bool()
@@ -47,7 +47,7 @@ def real_tokens(call: SiteCall, batch: int, tokens: int) -> Tensor:
 
 
 def anchor_columns(real: list[bool], k: int) -> list[int]:
-    """Return for each column the column of its anchor, −1 before the first: positions count the real tokens."""
+    """Return the column of each column's anchor, −1 before the first: positions count the real tokens."""
     position, last, found = 0, -1, []
     for column, is_real in enumerate(real):
         if is_real:
@@ -61,14 +61,14 @@ def anchor_columns(real: list[bool], k: int) -> list[int]:
 def call_layer(
     call: SiteCall, layer: Any, x: Tensor, anchors: list[list[int]], before: int
 ) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
-    """Return the layer on the new anchors: by row and column its input and its result, with those of earlier calls."""
+    """Return the layer's inputs and results for the new anchors and those of earlier calls, by row and column."""
     known: dict[tuple[int, int], tuple[Tensor, Tensor]] = dict(call.before[-1].kept["anchors"]) if call.before else {}
     new, slots = slots_of(call, anchors, before, x.shape[1])
     count = len(slots[0])
     if count:
         rows = [torch.stack([layer_input(call, x, anchors, row, c, before) for c in columns]) for row, columns in enumerate(slots)]
         inputs = torch.stack(rows)
-        if call.options.method == "average-pooling":  # the filled slots come last, and are means of nothing
+        if call.options.method == "average-pooling":  # the filled slots come last, as means of nothing
             inputs = torch.stack(
                 [
                     F.pad(packed_row[: len(columns)], (0, 0, 0, count - len(columns)))
@@ -88,7 +88,7 @@ def call_layer(
 
 
 def slots_of(call: SiteCall, anchors: list[list[int]], before: int, tokens: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the columns of each row's new anchors, and those that the layer gets: as many in each row, some of them filled in."""
+    """Return the columns of each row's new anchors, and the layer's slots: as many in each row, some of them filled in."""
     new = [sorted({column for column in row[before:] if column >= before}) for row in anchors]
     count = max(map(len, new)) if call.cached else -(-tokens // call.options.k)
     slots = []
@@ -99,14 +99,14 @@ def slots_of(call: SiteCall, anchors: list[list[int]], before: int, tokens: int)
 
 
 def fills_first(call: SiteCall) -> bool:
-    """Return whether the filled slots come before the others: in the first call on a cache, of which earlier tokens are none."""
+    """Return whether the filled slots come first: in the first call with a cache that has no earlier tokens."""
     return call.cached and not call.before
 
 
 def inside(call: SiteCall) -> Inside:
-    """Return the model's inputs as what the layer holds sees them: of the new anchors alone, the mask of those before them too.
+    """Return the model's inputs as modules inside the layer see them: only the new anchors, and the mask of earlier ones too.
 
-    The filled slots are not of the sequence afterwards: each row goes on behind its own anchors.
+    The filled slots do not belong to the sequence afterwards: each row continues after its own anchors.
     """
     layer: Any = call.module
     stream = call.argument(place_of(call, layer))
@@ -135,7 +135,7 @@ def inside(call: SiteCall) -> Inside:
 
 
 def layer_input(call: SiteCall, x: Tensor, anchors: list[list[int]], row: int, column: int, before: int) -> Tensor:
-    """Return what the layer sees for an anchor: the token, or the mean of its window."""
+    """Return the layer's input for an anchor: the token, or the mean of its window."""
     if call.options.method != "average-pooling":
         return x[row, column - before]
     real = real_tokens(call, len(x), before + x.shape[1])[row]
@@ -144,7 +144,7 @@ def layer_input(call: SiteCall, x: Tensor, anchors: list[list[int]], row: int, c
 
 
 def strided_arguments(call: SiteCall, columns: list[int], x: Tensor) -> Mapping[Any, Any]:
-    """Return every other argument as it was, or cut down to the anchors along each dimension that is as long as the sequence.
+    """Return every other argument unchanged, or cut down to the anchors along each dimension as long as the sequence.
 
     One row for the whole batch may have become a row for each sequence; the width of (batch, tokens, width) may be that number too.
     """
@@ -179,7 +179,7 @@ def token(
     before: int,
     t: int,
 ) -> Tensor:
-    """Return y_i = ŷ_i + b (ỹ − ŷ) at its anchor, ŷ_i = a1 x_i + a2 x at its anchor; the papers' baselines."""
+    """Return y_i = ŷ_i + b (ỹ − ŷ) at its anchor, ŷ_i = a1 x_i + a2 x at its anchor; for the papers' baselines, their value."""
     column = before + t
     anchor = anchors[row][column]
     if anchor < 0:
@@ -212,7 +212,7 @@ def wiring(observed: Observed) -> Problems:
 
 
 def layers_beside(path: str, model: nn.Module, kinds: set[type[nn.Module]]) -> list[str]:
-    """Return the layers of all lists that the owner of this layer's list holds (two halves of a U, say); none without a list."""
+    """Return the layers of all lists in the owner of this layer's list (two halves of a U, for example); none without a list."""
     steps = path.split(".")
     if not isinstance(model.get_submodule(".".join(steps[:-1])), nn.ModuleList):
         return []
@@ -224,7 +224,7 @@ def layers_beside(path: str, model: nn.Module, kinds: set[type[nn.Module]]) -> l
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return the module inside all that wrap it."""
+    """Return the module inside all its wrappers."""
     while isinstance(module, Wrapper):
         module = module.layer
     return module

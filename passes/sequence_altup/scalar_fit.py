@@ -1,16 +1,16 @@
-"""The start of strided layers' scalars on calibration data: fitted to what the dense layers return, and to the model's predictions.
+"""The start of strided layers' scalars on calibration data: fitted to the dense layers' outputs and to the model's predictions.
 
     y_i = a1 x_i + c x_{⌊i/k⌋k} + b ỹ_{⌊i/k⌋k}        c = a2 − b (a1 + a2)
 
-is linear in a1, c and b. For each layer, on the inputs that it receives in the dense model, the weighted normal equations of these
-three unknowns are solved, the target being the dense layer's output. a2 = (c + b a1) / (1 − b) has a pole at b = 1, where c = −a1
-whatever a2 is: a solution too near it is replaced by the best one with b = 1. A solution is kept where it lies nearer to the dense
-layer on the windows held out than 1, 0, 1 does.
+is linear in a1, c and b. For each layer, on its inputs in the dense model, the weighted normal equations of these three unknowns
+are solved with the dense layer's output as the target. a2 = (c + b a1) / (1 − b) has a pole at b = 1, where c = −a1 for any a2: a
+solution too near it is replaced by the best one with b = 1. A solution is kept if it is nearer to the dense layer on the held-out
+windows than 1, 0, 1.
 
-The least squared error of a layer is not the least loss of the model: what is uncertain is shrunk, and shrunk again in every layer.
-So all layers' scalars are moved from 1, 0, 1 towards their solutions by the share at which the rewritten model's predictions on the
-windows held out are nearest to the dense model's, and from there by some steps of gradient descent on other windows, in each layer
-as far as its own error is not above that of 1, 0, 1; these are kept where they lower the same distance.
+The least squared error of a layer is not the least loss of the model: uncertain parts shrink, in every layer again. So all layers'
+scalars move from 1, 0, 1 towards their solutions by the share at which the rewritten model's predictions on the held-out windows
+are nearest to the dense model's. From there they take some steps of gradient descent on other windows, in each layer as far as its
+own error stays below that of 1, 0, 1; these are kept if they lower the same distance.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from retrofit.sdk.data import (
     weighted_error,
 )
 
-TOKENS = 2048  # that the scalars of a layer are fitted on
+TOKENS = 2048  # for the scalars of a layer
 PREDICTED = 1024  # tokens whose predictions are compared
-SHARES = (1.0, 0.5, 0.25)  # of the way from the start to the solutions that are tried
+SHARES = (1.0, 0.5, 0.25)  # of the way from the start to the solutions, to be tried
 STEPS, RATE = 16, 0.03  # of Adam on the scalars of all layers
 NAMES = ("a1", "a2", "b")
 POLE = 0.02  # of 1 − b, below which b is 1
@@ -48,7 +48,7 @@ START: Scalars = (1.0, 0.0, 1.0)
 class DenseModel:
     """The dense model on calibration data: its layers' calls by path, and its predictions.
 
-    A layer whose calls cannot be repeated by themselves is not among the `fitted` ones: it keeps the scalars that it starts with.
+    A layer whose calls cannot be repeated on their own is not `fitted`: it keeps its initial scalars.
     """
 
     fitted: Mapping[str, list[RecordedCall]]
@@ -57,7 +57,7 @@ class DenseModel:
 
     @classmethod
     def record(cls, edit: Edit, paths: Sequence[str]) -> DenseModel | None:
-        """Return None where there is no calibration data."""
+        """Return None without calibration data."""
         if edit.calibration is None:
             return None
         fitted, held_out = (part.record(edit.model, paths) for part in split_calibration(edit.calibration, TOKENS))
@@ -80,7 +80,7 @@ def fit_scalars(edit: Edit, dense: DenseModel) -> None:
     }
 
     def bounded(path: str, scalars: Scalars, towards: Scalars) -> Scalars:
-        """Return `scalars`, or as far towards them from those of `towards` as the layer's error is not above that of the start."""
+        """Return `scalars`, moved from those of `towards` as far as the layer's error does not exceed that of the start."""
         tried = (moved(towards, scalars, share) for share in (1.0, *SHARES[1:]))
         return next((nearer for nearer in tried if error_of(layers[path], nearer, *held_out[path]) <= before[path]), towards)
 
@@ -95,7 +95,7 @@ def fit_scalars(edit: Edit, dense: DenseModel) -> None:
     distances.append(distance_with(candidates[-1], layers, edit.model, dense.predictions))
     set_all(layers, candidates[distances.index(min(distances))])
     for path in dense.held_out:
-        if strided_layer(edit.model, path).b.item() == 1.0:  # the correction takes back what a2 adds
+        if strided_layer(edit.model, path).b.item() == 1.0:  # the correction subtracts what a2 adds
             edit.expect_late_gradient(strided_layer(edit.model, path).get_parameter("a2"))
     after = {path: error_of(layer, scalars_of(layer), *held_out[path]) for path, layer in layers.items()}
     edit.note(f"{dense.predictions.unit} on windows held out: {distances[0]:.3f} → {min(distances):.3f}")
@@ -112,13 +112,13 @@ def strided_layer(model: nn.Module, path: str) -> SequenceAltUpLayer:
 def distance_with(
     scalars: Mapping[str, Scalars], layers: Mapping[str, SequenceAltUpLayer], model: nn.Module, predictions: DensePredictions
 ) -> float:
-    """Return how far the model's predictions are from the dense ones with these scalars."""
+    """Return the distance of the model's predictions with these scalars from the dense ones."""
     set_all(layers, scalars)
     return predictions.distance(model)
 
 
 def moved(begin: Scalars, end: Scalars, share: float) -> Scalars:
-    """Return the scalars whose a1, c and b lie so far on the way from those of `begin` to those of `end`."""
+    """Return the scalars whose a1, c and b are this share of the way from those of `begin` to those of `end`."""
     a1, c, b = (start + share * (goal - start) for start, goal in zip(linear(begin), linear(end), strict=True))
     return (a1, 0.0, 1.0) if b == 1 else (a1, (c + b * a1) / (1 - b), b)
 
@@ -141,7 +141,7 @@ def regression(layer: SequenceAltUpLayer, calls: Sequence[RecordedCall]) -> tupl
 
 
 def solve(terms: Tensor, y: Tensor) -> Scalars:
-    """Return the scalars whose weighted squared error is least, of the terms (3, tokens, d) to y (tokens, d)."""
+    """Return the scalars with the least weighted squared error, from the terms (3, tokens, d) to y (tokens, d)."""
     weighted = (terms * token_weights(y, *terms).unsqueeze(-1)).flatten(1).double()
     flat, target = terms.flatten(1).double(), y.flatten().double()
     a1, c, b = least_squares(weighted @ flat.t(), weighted @ target, torch.tensor([1.0, -1.0, 1.0]).to(flat)).tolist()
@@ -160,7 +160,7 @@ def least_squares(gram: Tensor, right: Tensor, start: Tensor) -> Tensor:
 
 
 def error_of(layer: SequenceAltUpLayer, scalars: Scalars, terms: Tensor, y: Tensor) -> float:
-    """Return the weighted relative error with these scalars in the dtype of the layer."""
+    """Return the weighted relative error of these scalars in the dtype of the layer."""
     a1, c, b = linear(tuple(float(layer.a1.detach().new_tensor(value)) for value in scalars))  # type: ignore[arg-type]
     return float(weighted_error(a1 * terms[0] + c * terms[1] + b * terms[2], y, token_weights(y, *terms)))
 

@@ -1,7 +1,6 @@
-"""The sequence-altup pass: which layers can see every k-th token only, and how their arguments follow the tokens.
+"""The sequence-altup pass: the layers that can see only every k-th token, and the relation of their arguments to the tokens.
 
-What the layers then compute is in `strided_layers`, which arguments they receive is recorded by `captured_arguments`, what rules a
-layer out is in `layer_requirements`.
+`strided_layers` has the layers' computation, `captured_arguments` records their arguments, `layer_requirements` excludes layers.
 
 Alternating Updates for Efficient Transformers (NeurIPS 2023), §4.2, §5.4 and supplement E, Alg. 2.
 """
@@ -67,13 +66,13 @@ from retrofit.sdk.program import Call, Trial, failed_trials, refuse_state_inputs
 
 @dataclasses.dataclass(frozen=True)
 class StridedLayerPlan:
-    """One layer that is to be strided: where its stream enters and leaves, and how its other arguments follow the tokens."""
+    """A layer that is to be strided: the places of its stream, and the relation of its other arguments to the tokens."""
 
     path: str  # of the module
     stream_in: int | str
     stream_out: OutputKey
     token_dims: Mapping[ArgumentPath, TokenDims]
-    returned: Mapping[int | str, ArgumentPath]  # arguments that the layer returns as they are, by their key in its output
+    returned: Mapping[int | str, ArgumentPath]  # arguments that the layer returns unchanged, by their key in its output
     unread: tuple[int | str, ...]  # arguments that it does not read
     mask: MaskArgument | None
     tokens_first: bool  # the stream is (tokens, batch, width)
@@ -163,7 +162,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         for layer in plan.layers:
             wrapper = layer.wrapped(edit.model.get_submodule(layer.path), self.k, self.method)
             edit.replace_module(layer.path, wrapper)
-            if has_scalars and dense is None:  # at b = 1 the correction takes back what a2 (with k = 1: a1 too) adds
+            if has_scalars and dense is None:  # at b = 1 the correction subtracts what a2 (with k = 1: a1 too) adds
                 for name in ("a2",) if self.k > 1 else ("a1", "a2"):
                     edit.expect_late_gradient(wrapper.get_parameter(name))
         if dense is not None:
@@ -172,7 +171,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     # Which layers.
 
     def choose_layers(self, anatomy: Anatomy, near_misses: list[NearMiss]) -> list[tuple[Stack, Layer]]:
-        """Return the layers that the options name and the anatomy allows, each module once."""
+        """Return the layers that the options select and the anatomy allows, each module once."""
         chosen: dict[str, tuple[Stack, Layer]] = {}
         for stack in anatomy.stacks:
             if all(is_inside_strided(anatomy.model, layer.name) for layer in stack.layers):
@@ -184,14 +183,14 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
                 if depth not in depths or layer.name in chosen:
                     continue
                 with collect_near_miss(layer.name or layer.exit, near_misses):
-                    layer.stream_places()  # raises where a wrapper cannot be put around the layer
+                    layer.stream_places()  # raises if the layer cannot be wrapped
                     require_unstrided(anatomy.model, layer.name)
                     require_all_calls(stack, layer, depths)
                     chosen[layer.name] = stack, layer
         return list(chosen.values())
 
     def depths(self, stack: Stack, deepest: int, near_misses: list[NearMiss]) -> set[int]:
-        """Return the depths of a stack that the options name."""
+        """Return the depths of a stack that the options select."""
         if self.stacks not in ("all", stack.kind):
             near_misses.append(NearMiss.not_selected(stack, self.stacks))
             return set()
@@ -213,12 +212,12 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             near_misses.append(NearMiss(stack.name, why, remedy if inner else "", in_any_form=True, code="too-few-layers"))
         return depths
 
-    # How their arguments follow the tokens.
+    # Relation of the arguments to the tokens.
 
     def plan_layers(
         self, anatomy: Anatomy, chosen: list[tuple[Stack, Layer]], captures: ArgumentCaptures, near_misses: list[NearMiss]
     ) -> tuple[StridedLayerPlan, ...]:
-        """Return the layers of those chosen that can be strided, and how."""
+        """Return the plans of those of the chosen layers that can be strided."""
         new = new_cache_arguments(anatomy, captures)
         fitting: dict[str, tuple[Candidate, Dims]] = {}
         for stack, layer in chosen:
@@ -241,9 +240,9 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
     def failing_alone(
         self, fitting: Mapping[str, tuple[Candidate, Dims]], streams: Mapping[Call, fx.Node], captures: ArgumentCaptures
     ) -> dict[str, str]:
-        """Return the layers whose own code fails where they are called with anchors, and why: tried on the dense model's calls."""
+        """Return the layers whose own code fails on anchors, and why, tried on the dense model's calls."""
         replayed = self.layers not in ("all", "inner") and any(candidate.is_meta for candidate in captures.model.parameters())
-        if self.k == 1 or replayed:  # the layers that a recipe names were tried
+        if self.k == 1 or replayed:  # a recipe's layers were tried before
             return {}
         plans = {path: plan_layer(candidate, dims, streams, {}) for path, (candidate, dims) in fitting.items()}
 
@@ -258,7 +257,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
         return failed
 
     def check(self, candidate: Candidate) -> Dims:
-        """Return how the layer's arguments follow the tokens; raise `DoesNotFitError` where it cannot be strided."""
+        """Return the relation of the layer's arguments to the tokens; raise `DoesNotFitError` if it cannot be strided."""
         require_one_stream_argument(candidate)
         require_one_position_per_token(candidate)
         require_stream_returned(candidate)
@@ -272,12 +271,12 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             require_padding_shown(candidate, dims.values())
         return dims
 
-    # As which it is saved.
+    # Its saved form.
 
     def resolve(
         self, anatomy: Anatomy, layers: tuple[StridedLayerPlan, ...], values_decided: bool, near_misses: list[NearMiss]
     ) -> SequenceAltUp:
-        """Return the options by which a model without values gets the same layers strided."""
+        """Return the options with which a model without values gets the same layers strided."""
         if not values_decided:
             return self
         strided = {layer_plan.path for layer_plan in layers}
@@ -306,12 +305,12 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
 
 
 def new_cache_arguments(anatomy: Anatomy, captures: ArgumentCaptures) -> dict[str, str]:
-    """Return by layer an argument that it receives only when decoding: states that the model passes as tensors, not in a cache."""
+    """Return, by layer, an argument that it receives only in decoding: states passed as tensors, not in a cache."""
     model, received = anatomy.model, captures.larger.tensors
     if any(parameter.is_meta for parameter in model.parameters()) or not accepts(model, "use_cache"):
         return {}
     found: dict[str, str] = {}
-    with contextlib.suppress(Exception):  # a model that does not run with a cache
+    with contextlib.suppress(Exception):  # a model may not run with a cache
         found = new_arguments_with_cache(
             model, captures.examples, {path: known for (path, call), known in received.items() if not call}
         )
@@ -328,7 +327,7 @@ def streams_of_layers(anatomy: Anatomy, captured: CapturedArguments) -> dict[Cal
 
 
 def first_misfit(fitting: Mapping[str, object], values: list[CrossLayerValue]) -> NearMiss | None:
-    """Return the first layer that cannot be strided, as a layer that is not strided needs something of it for every token."""
+    """Return the first layer that cannot be strided because a layer that is not strided reads something else from it."""
     misses: list[NearMiss] = []
     for path in fitting:
         with collect_near_miss(path, misses):
@@ -339,7 +338,7 @@ def first_misfit(fitting: Mapping[str, object], values: list[CrossLayerValue]) -
 def plan_layer(
     candidate: Candidate, dims: Dims, streams: Mapping[Call, fx.Node], strided: Mapping[str, object]
 ) -> StridedLayerPlan:
-    """Return the layer as it is to be strided, together with the other `strided` ones: what these compute is of anchors already."""
+    """Return the plan of the layer, given the other `strided` ones, whose values are anchors' already."""
     dims = dict(dims)
     for key, producer in arguments_from_layers(candidate.captured.flow, candidate.call, streams).items():
         path = argument_path(candidate.module, key) if key is not None else ()

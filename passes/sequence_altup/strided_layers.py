@@ -4,17 +4,16 @@
     compute   ỹ_0, ỹ_k, … = layer(x_0, x_k, …)
     correct   y_i = ŷ_i + b (ỹ_{⌊i/k⌋k} − ŷ_{⌊i/k⌋k})
 
-With the anchor's x and ỹ collected, y_i = a1 x_i + c_{⌊i/k⌋k} where c = b ỹ + (a2 − b (a1 + a2)) x: one vector an anchor is all
-that is spread over its window, and all that decoding has to store. a1 = 1, a2 = 0, b = 1 at the start, which makes k = 1 the
-dense layer.
+With the anchor's x and ỹ collected, y_i = a1 x_i + c_{⌊i/k⌋k} where c = b ỹ + (a2 − b (a1 + a2)) x: only one vector an anchor is
+spread over its window, and stored in decoding. a1 = 1, a2 = 0, b = 1 at the start, which makes k = 1 the dense layer.
 
-The papers' baselines: stride-and-skip, y_i = ỹ_i at anchors and x_i between them; average-pooling, every token of a window gets
-what the layer computes from the window's mean (layers in a row pool once, for the mean of equal tokens is the token).
+The papers' baselines: stride-and-skip, y_i = ỹ_i at anchors and x_i between them; average-pooling, every token of a window gets the
+layer's output for the window's mean (consecutive layers pool once, because the mean of equal tokens is the token).
 
-Alternating Updates for Efficient Transformers (NeurIPS 2023), §4.2, §5.4 and supplement E, Alg. 2. Which tokens are anchors and how
-a call's other arguments are cut down to them is in `arguments`, what decoding stores in `growing_anchors` and `fixed_anchors`.
+Alternating Updates for Efficient Transformers (NeurIPS 2023), §4.2, §5.4 and supplement E, Alg. 2. `arguments` chooses the anchors
+and cuts a call's other arguments down to them; `growing_anchors` and `fixed_anchors` store states for decoding.
 
-How a strided layer turns from the dense layer into its own: it computes fewer and fewer of the tokens between its anchors.
+Annealing turns the dense layer into a strided one: it computes fewer and fewer of the tokens between its anchors.
 """
 
 from __future__ import annotations
@@ -55,18 +54,19 @@ from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
 from retrofit.sdk import DoesNotFitError, Wrapper, with_item
 from retrofit.sdk.modules import batch_first, cache_among, float_like
 
-OutputKey = int | str | None  # of an item in what a layer returns; None: the value itself
+OutputKey = int | str | None  # of an item in a layer's output; None: the output itself
 
 
 class StridedLayer(Wrapper):
-    """`layer` sees every `k`-th token of the stream, its anchors; a subclass says what becomes of the tokens between.
+    """`layer` on every `k`-th token of the stream, its anchors; subclasses define the values of the tokens between.
 
-    The stream, (batch, T, d), or (T, batch, d) where `tokens_first`, enters by the argument `stream_in` and leaves by `stream_out`.
-    `token_dims` says how other arguments follow the tokens; `returned` which of them the layer returns, by their key in its output;
-    `unread` which it only passes on. `mask_argument` is that by which it receives its mask. `name` is the layer's in a cache.
+    The stream, (batch, T, d), or (T, batch, d) if `tokens_first`, is the argument `stream_in` and the output `stream_out`.
+    `token_dims` are the token dimensions of the other arguments; `returned` are the arguments that the layer returns, by their key
+    in its output; `unread` those it only passes on. `mask_argument` is the argument with its mask. `name` is the layer's in a
+    cache.
 
-    While it is annealed, `dense_share` is how much of the tokens between the anchors it computes as well: with all of them, and
-    scalars of 1, 0 and 1, it is the dense layer.
+    While it is annealed, it also computes the share `dense_share` of the tokens between the anchors: with all of them, and scalars
+    of 1, 0 and 1, it is the dense layer.
     """
 
     dense_share: float = 0.0
@@ -109,7 +109,7 @@ class StridedLayer(Wrapper):
         return with_item(call.restore_arguments(output, self.returned), key, self.turn(y))
 
     def anchors(self, call: LayerCall) -> Anchors:
-        """Return which tokens of a whole sequence are computed."""
+        """Return the anchors of a whole sequence."""
         real = call.real(0, 0)
         if real is None and not self.dense_share:
             return EvenAnchors(0, call.x.shape[1], self.k)
@@ -118,7 +118,7 @@ class StridedLayer(Wrapper):
         return CountedAnchors(real, self.k, dense_share=self.dense_share)
 
     def decode(self, call: LayerCall, cache: Cache) -> Any:
-        """Return the layer's output with a cache: the layer runs where there are anchors among the new tokens."""
+        """Return the layer's output with a cache: the layer runs if there are anchors among the new tokens."""
         if self.dense_share:
             raise DoesNotFitError(
                 "a strided layer was called with a cache during annealing",
@@ -131,7 +131,7 @@ class StridedLayer(Wrapper):
         return (self.step if compiles else self.uncompiled_step)(call, cache, stored)
 
     def new_anchor_layer(self, cache: Cache) -> AnchorLayer:
-        """Return an empty anchor layer for this cache; histories are of anchors alone, so those grow with what is real."""
+        """Return an empty anchor layer for this cache; token histories contain anchors only, so theirs grows."""
         if has_fixed_size(cache) and not any(getattr(module, "stores_histories", False) for module in self.modules()):
             return FixedAnchorLayer(self.name, self.k, self.mask_argument, int(cache.get_mask_sizes(1, 0)[0]))
         return GrowingAnchorLayer(self.name, self.k, self.mask_argument)
@@ -142,7 +142,7 @@ class StridedLayer(Wrapper):
         return self.step(call, cache, stored)
 
     def step(self, call: LayerCall, cache: Cache, stored: AnchorLayer) -> Any:
-        """Return the layer's output, whose anchors `stored` keeps."""
+        """Return the layer's output and keep its anchors in `stored`."""
         x, offset = call.x, stored.offset(call.x.shape[1])
         real = call.real(stored.start, offset)
         anchors = stored.anchors(x.shape[1], real, x.shape[0])
@@ -163,7 +163,7 @@ class StridedLayer(Wrapper):
     def run(
         self, call: LayerCall, cache: Cache, stored: AnchorLayer, anchors: Anchors, offset: int
     ) -> tuple[Any, Tensor, OutputKey]:
-        """Return what the layer returns for the anchors, their corrections, and the stream's key in what it returned."""
+        """Return the layer's output for the anchors, their corrections, and the stream's key in the output."""
         x = self.layer_input(call.x, anchors)
         stored.make_room(anchors, call.key_extents)
         args, kwargs = call.strided(self.turn(x), anchors, functools.partial(stored.key_indices, anchors, offset))
@@ -186,7 +186,7 @@ class StridedLayer(Wrapper):
         return call.restore_arguments(output, self.returned), corrections, key
 
     def advancing_rows(self, anchors: Anchors, stored: AnchorLayer) -> Tensor | None:
-        """Return the rows (batch) with an anchor, whose recurrent states may advance; None where there are no such states."""
+        """Return the rows (batch) with an anchor, whose recurrent states may advance; None without such states."""
         if anchors.valid is None or not stored.recurrent:
             return None
         if anchors.count > 1 and not bool(anchors.valid.all()):
@@ -215,21 +215,21 @@ class StridedLayer(Wrapper):
         call.set_argument(args, kwargs, path, to_mask(stored.visible(anchors), dtype))
 
     def turn(self, stream: Tensor) -> Tensor:
-        """Return the stream with the batch first from the layer's own layout, and back."""
+        """Return the stream with the batch first, from the layer's own layout, and back."""
         return batch_first(stream, self.tokens_first)
 
     def output_key(self, output: Any) -> OutputKey:
-        """Return the stream's key in what the layer returned."""
+        """Return the stream's key in the layer's output."""
         return None if isinstance(output, Tensor) else self.stream_out
 
     def stream_of(self, output: Any) -> Tensor:
-        """Return the stream in what the layer returned, in the layer's own layout."""
+        """Return the stream in the layer's output, in the layer's own layout."""
         key = self.output_key(output)
         stream: Tensor = output if key is None else output[key]
         return stream
 
     def output_template(self, output: Any, key: OutputKey) -> Any:
-        """Return what `rebuild_output` needs: the type of the output, which of its items are the cache, the stream's key."""
+        """Return the input of `rebuild_output`: the output's type, its items that are the cache, the stream's key."""
         if key is None:
             return None
         items = output.items() if isinstance(output, Mapping) else enumerate(output)
@@ -237,7 +237,7 @@ class StridedLayer(Wrapper):
         return type(output), kinds, key
 
     def rebuild_output(self, template: Any, call: LayerCall, cache: Cache) -> tuple[Any, OutputKey]:
-        """Return an output like the layer's last: with the arguments that it returns, and None for what it would have computed."""
+        """Return an output like the layer's last one: with the arguments that it returns, and None for computed values."""
         if template is None:
             return None, None
         kind, kinds, key = template
@@ -250,17 +250,17 @@ class StridedLayer(Wrapper):
         values = list(items.values())
         return (kind(*values) if hasattr(kind, "_fields") else kind(values)), key
 
-    # What a method defines.
+    # Methods of subclasses.
 
     def add_coefficients(self, device: torch.device, dtype: torch.dtype) -> None:
         """Add the method's own parameters."""
 
     def layer_input(self, x: Tensor, anchors: Anchors) -> Tensor:
-        """Return what the layer computes on: (batch, anchors, d)."""
+        """Return the layer's input: (batch, anchors, d)."""
         return anchors.pick(x)
 
     def correction(self, x: Tensor, y: Tensor) -> Tensor:
-        """Return what each anchor spreads over its window, from the layer's input and output: (batch, anchors, d)."""
+        """Return the value that each anchor spreads over its window, from the layer's input and output: (batch, anchors, d)."""
         return y
 
     def update(self, x: Tensor, corrections: Tensor, anchors: Anchors | NoAnchors, earlier: Tensor | None) -> Tensor:
@@ -279,7 +279,7 @@ class SequenceAltUpLayer(StridedLayer):
             setattr(self, name, nn.Parameter(torch.full((1,), value, device=device, dtype=dtype)))
 
     def scalars(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a1, a2 and b; while the layer is annealed, so far from 1, 0 and 1 as it is from the dense one."""
+        """Return a1, a2 and b; during annealing, as far from 1, 0 and 1 as the layer is from the dense one."""
         if not self.dense_share:
             return self.a1, self.a2, self.b
         share = self.dense_share
@@ -294,7 +294,7 @@ class SequenceAltUpLayer(StridedLayer):
 
 
 class StrideAndSkipLayer(StridedLayer):
-    """Tokens that are no anchors skip the layer."""
+    """Strided layer whose other tokens skip the layer."""
 
     def update(self, x: Tensor, corrections: Tensor, anchors: Anchors | NoAnchors, earlier: Tensor | None) -> Tensor:
         if isinstance(anchors, NoAnchors) or not anchors.count:
@@ -303,7 +303,7 @@ class StrideAndSkipLayer(StridedLayer):
 
 
 class AveragePoolingLayer(StridedLayer):
-    """Every token of a window gets what the layer computes from the window's mean. It looks ahead, so it cannot decode."""
+    """Every token of a window gets the layer's output for the window's mean. It looks ahead, so it cannot decode."""
 
     def layer_input(self, x: Tensor, anchors: Anchors) -> Tensor:
         return anchors.window_means(x)
@@ -321,7 +321,7 @@ METHODS: dict[str, type[StridedLayer]] = {
 
 @dataclasses.dataclass(frozen=True)
 class ComputedTokens:
-    """The dial of annealing: at 0 it is the dense layer, all tokens computed and a1, a2, b = 1, 0, 1; at 1 it is the method."""
+    """The dial of annealing: at 0 the dense layer, all tokens computed and a1, a2, b = 1, 0, 1; at 1 the method."""
 
     name: str = "the share of the tokens that are computed"
 
