@@ -15,9 +15,17 @@ from support.command_server import CommandServer
 
 SHARING = {
     "activation_sparsity",
+    "altup",
+    "drawing",
+    "memory",
+    "native",
     "passbase",
+    "sequence_altup",
     "shared_moe",
+    "sparse_ffn",
+    "sparse_qkv",
     "storage",
+    "undoing",
 }  # folders whose tests are of what is done with a captured program
 
 gc.set_threshold(50_000, 20, 50)
