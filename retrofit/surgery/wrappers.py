@@ -231,19 +231,38 @@ def call_with_keywords(
     return call_with_substitutes(module, paths, with_keywords(keywords), args, kwargs)
 
 
-def with_keywords(keywords: Mapping[str, Any]) -> Callable[[nn.Module], nn.Module]:
+def with_keywords(keywords: Mapping[str, Any]) -> Callable[[nn.Module], Wrapper]:
     """Return what makes of a module one that is called with `keywords` in addition."""
     return lambda module: CallWithKeywords(module, keywords)
 
 
 def call_with_substitutes(
-    module: nn.Module, paths: Iterable[str], substitute: Callable[[nn.Module], nn.Module], args: Any, kwargs: Mapping[str, Any]
+    module: nn.Module, paths: Iterable[str], substitute: Callable[[nn.Module], Wrapper], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return what `module` returns when `substitute` of each of its submodules at `paths` is in the place of that."""
+    """Return what `module` returns when each of its submodules at `paths` is replaced by `substitute` of it.
+
+    Compiled code replaces them in place, as torch 2.11 compiles no copies of modules; not where the module may run again for its
+    gradient, after they are back.
+    """
+    runs_again = module.training and getattr(module, "gradient_checkpointing", False)
+    if torch.compiler.is_dynamo_compiling() and not runs_again:
+        places = [place_of(module, path) for path in paths]
+        for siblings, name in places:
+            siblings[name] = substitute(siblings[name])
+        output = module(*args, **kwargs)
+        for siblings, name in places:
+            siblings[name] = child_modules(siblings[name])["layer"]
+        return output
     injecting = InjectingCopy(module, paths, substitute)
     output = injecting.copy(*args, **kwargs)
     injecting.write_back()
     return output
+
+
+def place_of(module: nn.Module, path: str) -> tuple[dict[str, nn.Module], str]:
+    """Return the registry that holds the submodule at `path`, and its name there."""
+    name, rest = split_path(module, path)
+    return place_of(child_modules(module)[name], rest) if rest else (child_modules(module), name)
 
 
 class ForwardReplacement:
