@@ -154,7 +154,7 @@ def _(model: Any) -> None:
 @fault(
     "the head's blocks are weighed wrongly",
     check="function",
-    names="model.norm.layer (in model.norm: applied to each of the 2 blocks) the last",
+    names="up to model.norm.layer (in model.norm: applied to each of the 2 blocks)",
 )
 def _(model: Any) -> None:
     model.lm_head.weight.data[:, :16] *= 1.01
