@@ -154,8 +154,7 @@ def test_a_trained_model_is_the_dense_one_plus_the_papers_terms(place: str, look
     """The dense model, to whose layers plain hooks add w_i(x) f_i(x), written out for all experts and all tokens at once."""
     identity, _, ffns = place.partition(" ")
     argument, find = PLACES[place]
-    plain = build(identity)
-    model = build(identity)
+    plain, model = build(identity), build(identity)
     given = inputs(identity, batch=3, length=9, seed=5)
     spec = Memory(lookup=lookup, rank=rank, buckets=6, beside=ffns or "layers")
     retrofit.apply(model, spec, example_inputs=inputs(identity), verify=False)
