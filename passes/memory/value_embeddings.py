@@ -128,7 +128,7 @@ class ValueAttention(Wrapper):
         if not self.forwards_ids:
             keywords.pop(TOKEN_IDS, None)
 
-        def with_rows(projection: nn.Module) -> ValueProjection:
+        def with_rows(projection: nn.Module) -> nn.Module:
             return ValueProjection(projection, memory, ids)
 
         return call_with_substitutes(children["layer"], (self.path,), with_rows, args, keywords)

@@ -1,9 +1,7 @@
 """A feed-forward with a recurrence beside it, and the layer around it, which passes on what the recurrence needs of the call.
 
 A layer's own code calls its feed-forward with the stream alone. `RecurrentLayer` adds the keyword `recurrence` to that call: which
-tokens are padding, as the layer's mask shows, the layer's cache, and how the stream's tokens are laid out. In code that is compiled
-it is an attribute for the time of the call, which the compiler follows: torch 2.11 cannot trace the copies of modules that inject
-keywords.
+tokens are padding, as the layer's mask shows, the layer's cache, and how the stream's tokens are laid out.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from retrofit.sdk.modules import (
     child_modules,
     histories_of,
     is_growing,
-    split_path,
     staying_tokens,
     tensor_argument,
     unpadded_tokens,
@@ -55,8 +52,6 @@ class RecurrentFeedForward(Wrapper):
 
     stores_histories = True
 
-    given: dict[str, Any] | None = None  # the keyword `recurrence` of a call that is being compiled
-
     def __init__(
         self,
         layer: nn.Module,
@@ -75,7 +70,7 @@ class RecurrentFeedForward(Wrapper):
     def forward(self, *args: Any, recurrence: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         arguments, keywords = list(args), dict(kwargs)
         container, key = find_argument(self.stream_in, arguments, keywords)
-        x, call = container[key], recurrence or self.given or {}
+        x, call = container[key], recurrence or {}
         output = self.layer(*arguments, **keywords)
         added = self.added(x, call.get("real"), call.get("cache"), call.get("sizes"), str(call.get("layer", "")))
         return map_first(output, lambda y: y + added.to(y.dtype), self.stream_out)
@@ -138,15 +133,7 @@ class RecurrentLayer(Wrapper):
             "sizes": tuple(x.shape[:2]),
             "layer": self.name,
         }
-        if not torch.compiler.is_dynamo_compiling():
-            return call_with_keywords(layer, self.paths, {KEYWORD: given}, args, kwargs)
-        recurrent = [feed_forward_at(layer, path) for path in self.paths]
-        for feed_forward in recurrent:
-            feed_forward.given = given
-        output = layer(*args, **kwargs)
-        for feed_forward in recurrent:
-            feed_forward.given = None
-        return output
+        return call_with_keywords(layer, self.paths, {KEYWORD: given}, args, kwargs)
 
     def unpadded(self, x: Tensor, mask: Tensor | None, cache: Any) -> Tensor | None:
         """Return which tokens of x are no padding, (batch or 1, tokens); None where nothing shows it."""
@@ -165,14 +152,3 @@ class RecurrentLayer(Wrapper):
         passed = histories[name].last()
         histories[name].push(passed + torch.arange(1, x.shape[1] + 1, device=x.device))
         return passed
-
-
-def feed_forward_at(layer: nn.Module, path: str) -> RecurrentFeedForward:
-    """Return the feed-forward with a recurrence at a path in `layer`, which may lead through wrappers, inside those around it."""
-    module = layer
-    while path:
-        name, path = split_path(module, path)
-        module = child_modules(module)[name]
-    while not isinstance(module, RecurrentFeedForward):
-        module = child_modules(module)["layer"]
-    return module

@@ -20,7 +20,6 @@ from retrofit.surgery.wrappers import own_forward as own_forward
 from retrofit.surgery.wrappers import call_with_keywords as call_with_keywords
 from retrofit.surgery.wrappers import call_with_substitutes as call_with_substitutes
 from retrofit.surgery.wrappers import child_modules as child_modules
-from retrofit.surgery.wrappers import split_path as split_path
 
 # Memory in the model's cache, which lasts from one decoding step to the next.
 from retrofit.surgery.cache_memory import TokenHistory as TokenHistory

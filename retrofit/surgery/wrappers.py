@@ -231,13 +231,13 @@ def call_with_keywords(
     return call_with_substitutes(module, paths, with_keywords(keywords), args, kwargs)
 
 
-def with_keywords(keywords: Mapping[str, Any]) -> Callable[[nn.Module], Wrapper]:
+def with_keywords(keywords: Mapping[str, Any]) -> Callable[[nn.Module], nn.Module]:
     """Return what makes of a module one that is called with `keywords` in addition."""
     return lambda module: CallWithKeywords(module, keywords)
 
 
 def call_with_substitutes(
-    module: nn.Module, paths: Iterable[str], substitute: Callable[[nn.Module], Wrapper], args: Any, kwargs: Mapping[str, Any]
+    module: nn.Module, paths: Iterable[str], substitute: Callable[[nn.Module], nn.Module], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
     """Return what `module` returns when each of its submodules at `paths` is replaced by `substitute` of it.
 
@@ -247,12 +247,14 @@ def call_with_substitutes(
     runs_again = module.training and getattr(module, "gradient_checkpointing", False)
     if torch.compiler.is_dynamo_compiling() and not runs_again:
         places = [place_of(module, path) for path in paths]
-        for siblings, name in places:
-            siblings[name] = substitute(siblings[name])
-        output = module(*args, **kwargs)
-        for siblings, name in places:
-            siblings[name] = child_modules(siblings[name])["layer"]
-        return output
+        held = [siblings[name] for siblings, name in places]
+        try:  # dynamo resumes no graph inside: where it breaks, this runs uncompiled, on a copy
+            for (siblings, name), child in zip(places, held, strict=True):
+                siblings[name] = substitute(child)
+            return module(*args, **kwargs)
+        finally:
+            for (siblings, name), child in zip(places, held, strict=True):
+                siblings[name] = child
     injecting = InjectingCopy(module, paths, substitute)
     output = injecting.copy(*args, **kwargs)
     injecting.write_back()

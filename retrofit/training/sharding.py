@@ -231,7 +231,7 @@ def read_parts(folder: Path, kind: str) -> list[Mapping[str, Any]]:
     files = sorted(file for file in folder.glob(f"{kind}-*.pt") if NAME.search(file.name))
     count = {int(match.group(2)) for file in files if (match := NAME.search(file.name))}
     if len(count) != 1 or len(files) != count.pop():
-        raise not_whole(folder, f"files {kind}-….pt are missing")
+        raise not_whole(folder, f"some of the files {kind}-….pt are missing")
     found = []
     for file in files:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -354,6 +355,24 @@ def test_keywords_reach_the_named_submodules_and_the_module_stays_as_it_was() ->
         assert float(tree(one)) == 1.0
     assert {name: id(module) for name, module in tree.named_modules()} == before
     assert InjectingCopy(tree, [], {}).copy is tree
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_compiled_code_that_breaks_or_fails_leaves_the_module_as_it_was(fails: bool) -> None:
+    class Broken(Tree):
+        def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            output = super().forward(x, *args, **kwargs)
+            torch._dynamo.graph_break()
+            if fails:
+                raise ValueError
+            return output
+
+    tree, one = Broken(), torch.tensor(1.0)
+    before = dict(tree.named_modules())
+    call = torch.compile(lambda x: call_with_keywords(tree, ["branches.1", "deep.0.0"], {"extra": one}, (x,), {}), backend="eager")
+    with torch.no_grad(), pytest.raises(ValueError) if fails else contextlib.nullcontext():
+        assert float(call(one)) == 3.0
+    assert dict(tree.named_modules()) == before
 
 
 class Passthrough(Wrapper):
