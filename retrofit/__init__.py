@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Names are imported on first use, so that `retrofit --help` never waits for torch.
+# Names are imported on first use, so that `retrofit --help` does not import torch.
 HOMES = {
     "Anatomy": "retrofit.anatomy.anatomy",
     "RetrofitError": "retrofit.errors",
@@ -59,11 +59,11 @@ HOMES = {
 }
 __all__ = sorted(HOMES)
 
-transformers_hook.install()  # stock from_pretrained loads what save_pretrained wrote, whenever transformers is imported
+transformers_hook.install()  # lets stock from_pretrained load what save_pretrained wrote, whenever transformers is imported
 
 
 def warn_of_others() -> None:
-    """Warn where a distribution called `retrofit`, another project's, lies beside this one: each replaces files of the other."""
+    """Warn if a distribution called `retrofit`, another project's, is installed too: each replaces files of the other."""
     folder = os.path.dirname(__path__[0])
     try:
         names = os.listdir(folder)

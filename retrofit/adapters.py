@@ -23,9 +23,9 @@ from retrofit.numerics.precision import as_stored
 from retrofit.process import quiet, serialized
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-IMPORTS = "megatron_config"  # the entry by which an adapter has PEFT import a module that it names
+IMPORTS = "megatron_config"  # the entry in which an adapter names a module for PEFT to import
 TRAINED_ON = "name the model that it was trained on: --base DIR"
-BASE, CLASSES = "base_model_name_or_path", "auto_mapping"  # what an adapter says of the model that it was trained on
+BASE, CLASSES = "base_model_name_or_path", "auto_mapping"  # an adapter's entries about the model that it was trained on
 ELSEWHERE = "train the adapter on modules that the model calls: their names are in retrofit inspect"
 
 
@@ -34,7 +34,7 @@ def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module
     """Return the model inside a `PeftModel` of LoRA adapters, with their products added to its weights.
 
     The model is changed in place and returned without any module of PEFT. Raises `CheckpointError` for a model without adapters,
-    and `VerificationError` where the merged model would compute something else; the adapters are then still there.
+    and `VerificationError` if the merged model would compute another function; the adapters are then still there.
     """
     require_no_prompt(model)
     merge = getattr(model, "merge_and_unload", None)
@@ -71,7 +71,7 @@ def merge_adapters(model: nn.Module, *, example_inputs: Any = None) -> nn.Module
 
 @contextlib.contextmanager
 def merged_for_now(inside: Any) -> Iterator[None]:
-    """Within this context the adapters are part of the weights; afterwards the weights are what they were, bit for bit."""
+    """Within this context the adapters are merged into the weights; afterwards the weights are restored, bit for bit."""
     with as_stored(), torch.no_grad():
         kept = {name: parameter.detach().clone() for name, parameter in inside.model.named_parameters()}
     inside.merge_adapter(safe_merge=True)
@@ -82,11 +82,11 @@ def merged_for_now(inside: Any) -> Iterator[None]:
         with as_stored():
             for name, parameter in inside.model.named_parameters():
                 if name in kept:
-                    parameter.data = kept[name]  # a merge in a wider arithmetic left a wider tensor there
+                    parameter.data = kept[name]  # a merge in a wider dtype left a wider tensor there
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Return `adapter_config.json`; raise `CheckpointError` where it or the weights are missing, or it names code to import."""
+    """Return `adapter_config.json`. Raises `CheckpointError` if it or the weights are missing, or it names code to import."""
     file = folder / CONFIG
     if not file.is_file():
         raise CheckpointError(
@@ -116,7 +116,7 @@ def other_base(folder: Path, base: Path, why: str, remedy: str) -> CheckpointErr
 
 
 def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
-    """`model` with the adapter in `folder` on it; raises `CheckpointError` where it does not fit, or PEFT is not installed."""
+    """Return `model` with the adapter in `folder`. Raises `CheckpointError` if it does not fit, or PEFT is not installed."""
     read_adapter_config(folder)
     try:
         from peft import PeftModel, set_peft_model_state_dict
@@ -124,13 +124,13 @@ def load_adapted(folder: Path, model: nn.Module) -> nn.Module:
         raise CheckpointError(
             f"{folder} is an adapter of PEFT", why=first_line(error), remedy="pip install peft", code="not-installed"
         ) from error
-    extents_in(folder / WEIGHTS)  # raises where the file is damaged
+    extents_in(folder / WEIGHTS)  # raises if the file is damaged
     base = {id(parameter) for parameter in model.parameters()}
     try:
         with quiet():
             adapted: Any = PeftModel.from_pretrained(model, str(folder), local_files_only=True)
-            found: Any = set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))  # once more: only this tells what is left
-    except Exception as error:  # whatever PEFT raises
+            found: Any = set_peft_model_state_dict(adapted, load_file(folder / WEIGHTS))  # again: only this result lists the rest
+    except Exception as error:  # of any type, from PEFT
         raise CheckpointError(
             f"the adapter in {folder} does not fit {type(model).__name__}",
             why=first_line(error),

@@ -1,6 +1,6 @@
 """The differences between two models: architecture, config, recipe, sites, parameters.
 
-Where the recipes differ, what is left of the dense model is compared with what is left of it in the other, wherever it lies.
+If the recipes differ, the dense parameters recovered from the two models are compared, wherever they are stored.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from retrofit.process import serialized
 from retrofit.storage.checkpoint import load
 from retrofit.undoing.undo import DenseForm, dense_form
 
-CHANGING = ("quantization_config", "transformers_version", "architectures", "_name_or_path")  # say nothing of the model
+CHANGING = ("quantization_config", "transformers_version", "architectures", "_name_or_path")  # not about the model itself
 
 
 class NoEntry(enum.Enum):
-    """The entry of a configuration that does not have it."""
+    """Replaces an entry that a configuration does not have."""
 
     ABSENT = "absent"
 
@@ -41,9 +41,9 @@ ABSENT = NoEntry.ABSENT
 
 @dataclasses.dataclass(frozen=True)
 class TensorDifference:
-    """One parameter or saved buffer that is not the same in both."""
+    """One parameter or saved buffer that differs."""
 
-    name: str  # in the dense model where the recipes differ
+    name: str  # in the dense model if the recipes differ
     what: str  # values, shape, dtype, only in the first, only in the second, gone from the first, gone from the second
     one: str = ""  # in the first: shape and dtype, or why it is gone
     other: str = ""
@@ -53,7 +53,7 @@ class TensorDifference:
 
 @dataclasses.dataclass(frozen=True)
 class SiteDifference:
-    """One place that a pass rewrote in one of the models alone."""
+    """One place that a pass rewrote in only one of the models."""
 
     name: str
     method: str
@@ -62,14 +62,14 @@ class SiteDifference:
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """The differences of two models; all of it empty where there are none."""
+    """The differences of two models; all fields are empty if there are none."""
 
     architectures: tuple[str, str]
     recipes: tuple[tuple[str, ...], tuple[str, ...]]
-    config: Mapping[str, tuple[Any, Any]]  # the entries that differ; ABSENT where one model has no such entry
+    config: Mapping[str, tuple[Any, Any]]  # the entries that differ; ABSENT if one model has no such entry
     sites: tuple[SiteDifference, ...]
-    tensors: tuple[TensorDifference, ...]  # those whose values differ first, the largest relative difference before the others
-    equal: int  # parameters and saved buffers that are the same, bit for bit
+    tensors: tuple[TensorDifference, ...]  # those with different values first, by decreasing relative difference
+    equal: int  # parameters and saved buffers that are equal bit for bit
     compared: str = "by name"
 
     @property
@@ -79,7 +79,7 @@ class Differences:
         return a == b and recipe == others and not (self.config or self.sites or self.tensors)
 
     def passes(self) -> list[tuple[str, str, str]]:
-        """Return the passes side by side: in which model, or which options differ; what the one has, what the other has."""
+        """Return the differences of the passes as rows: which model has the pass, or which options differ; both models' values."""
         rows: list[tuple[str, str, str]] = []
         in_a, in_b = (parse_recipe(specs) for specs in self.recipes)
         for place in range(max(len(in_a), len(in_b))):
@@ -94,16 +94,16 @@ class Differences:
         return rows
 
     def as_json(self) -> dict[str, Any]:
-        """All of it as plain data; "absent" is said of an entry that a config does not have."""
+        """Return the differences as plain data, with "absent" for an entry that a config does not have."""
         config = {key: [value.value if value is ABSENT else value for value in pair] for key, pair in self.config.items()}
         return {"same": self.same, **dataclasses.asdict(self), "config": config}
 
 
 @serialized
 def diff(a: nn.Module, b: nn.Module) -> Differences:
-    """Return which sites, parameters and options of the recipes differ between two models, and by how much; both stay as they are.
+    """Return the differences of two models in sites, parameters and options of the recipes, and their sizes; both are unchanged.
 
-    Raises `CheckpointError` for a model without values, and where a recipe does not lead to its model.
+    Raises `CheckpointError` for a model without values, and if a recipe does not lead to its model.
     """
     for model in (a, b):
         require_module(model)
@@ -133,12 +133,12 @@ def diff(a: nn.Module, b: nn.Module) -> Differences:
 
 
 def has_dense_graph(model: nn.Module) -> bool:
-    """Return whether it is a graph of which is known what it was before it was rewritten."""
+    """Return whether the model is a graph whose dense form is known."""
     return isinstance(model, fx.GraphModule) and (dense_graph(model) is not None or not recipe_storage.stored_recipe(model))
 
 
 def compare_forms(a: nn.Module, b: nn.Module, ours: DenseForm, theirs: DenseForm) -> tuple[list[TensorDifference], int]:
-    """Return what is left of the dense model in both, and what each has besides."""
+    """Return the differences in the dense parameters recovered from both, and in the parameters that each has besides."""
     found: list[TensorDifference] = []
     values: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
     for name in ours.skeleton.state_dict():
@@ -157,7 +157,7 @@ def compare_forms(a: nn.Module, b: nn.Module, ours: DenseForm, theirs: DenseForm
 
 
 def compare_tensors(in_a: Mapping[str, Tensor], in_b: Mapping[str, Tensor]) -> tuple[list[TensorDifference], int]:
-    """Return the tensors that are not the same bits in both, and how many are."""
+    """Return the tensors that differ in any bit, and the number of equal ones."""
     found: list[TensorDifference] = []
     equal = 0
     for name in dict.fromkeys((*in_a, *in_b)):
@@ -188,7 +188,7 @@ def described(tensor: Tensor) -> str:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a file holds of a model, of tied tensors one, of packed ones the numbers that they stand for."""
+    """Return the tensors that a file of the model contains: one for tied tensors, the represented values of packed ones."""
     seen: set[int] = set()
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -199,7 +199,7 @@ def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def different_sites(a: nn.Module, b: nn.Module) -> Iterable[SiteDifference]:
-    """Yield the places that were rewritten in one of the models alone."""
+    """Yield the places that were rewritten in only one of the models."""
     ours, theirs = sites_of(a), sites_of(b)
     yield from (SiteDifference(name, method, "first") for method, name in ours if (method, name) not in theirs)
     yield from (SiteDifference(name, method, "second") for method, name in theirs if (method, name) not in ours)
@@ -212,7 +212,7 @@ def sites_of(model: nn.Module) -> dict[tuple[str, str], None]:
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:
-    """Return the model's configuration as plain data; empty where it has none."""
+    """Return the model's configuration as plain data; empty if it has none."""
     config: Any = getattr(model, "config", None)
     if dataclasses.is_dataclass(config) and not isinstance(config, type) and not hasattr(config, "to_dict"):
         return dataclasses.asdict(config)
@@ -222,16 +222,16 @@ def config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def different_entries(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the entries of two configurations that differ; one that is None in the one and absent in the other does not."""
+    """Return the entries of two configurations that differ; None and a missing entry count as equal."""
     keys = dict.fromkeys((*a, *b))
     return {key: (a.get(key, ABSENT), b.get(key, ABSENT)) for key in keys if a.get(key) != b.get(key)}
 
 
 def require_base_of(folder: Path, model: nn.Module, base: Path) -> None:
-    """Raises `CheckpointError` unless `model`, read from `base`, is the one that the adapter in `folder` says it was trained on.
+    """Raises `CheckpointError` unless `model`, read from `base`, is the one that the adapter in `folder` was trained on.
 
-    Where that one is on disk as well, at another place, the two have to hold the same recipe and the same values. One that is no
-    longer there may have been moved to `base`: then the class and, when the adapter is loaded, the tensors have to fit.
+    If that model is on disk too, at another path, the two must have the same recipe and the same values. If it is no longer there,
+    it may have been moved to `base`: then the class must match, and, when the adapter is loaded, the tensors.
     """
     config = read_adapter_config(folder)
     classes = config.get(CLASSES)
@@ -248,7 +248,7 @@ def require_base_of(folder: Path, model: nn.Module, base: Path) -> None:
 
 
 def difference_in_words(found: Differences) -> str:
-    """Return what differs between the model that an adapter names and another one: the class, the recipe, else parameters."""
+    """Return in words the difference between an adapter's model and another one: class, recipe, or else parameters."""
     (a, b), recipes = found.architectures, [", ".join(specs) or "none" for specs in found.recipes]
     if a != b:
         return f"that is a {a}, this a {b}"

@@ -1,7 +1,7 @@
 """Text continued by a model in any of its forms.
 
-A transformers model generates with its own `generate` and its cache. ONNX files run in ONNX Runtime, on their
-states. Anything else that returns logits for every token, none of which depend on later tokens, is run again for every new one.
+A transformers model uses its own `generate` and its cache. ONNX files run in ONNX Runtime, with their states. Any other model that
+returns logits for every token, independent of later tokens, is run again for each new token.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from retrofit.passbase.tokenization import (
 )
 from retrofit.storage.checkpoint import load
 
-MOVED = 0.1  # share of the logits that rounding may move where a token is added
-PARTS = ("encoder_", "decoder_with_past_", "decoder_")  # how the names of an encoder-decoder's files begin
+MOVED = 0.1  # share of the logits that rounding may change when a token is appended
+PARTS = ("encoder_", "decoder_with_past_", "decoder_")  # prefixes of the names of an encoder-decoder's files
 STARTS = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
 
 Step = Callable[[Tensor], Tensor]  # the token ids so far, (1, length) → the logits of the next, (vocabulary,)
@@ -43,20 +43,20 @@ Step = Callable[[Tensor], Tensor]  # the token ids so far, (1, length) → the l
 
 @dataclasses.dataclass(frozen=True)
 class Continuation:
-    """The text that a model wrote after a prompt."""
+    """The text that a model generated after a prompt."""
 
     prompt: str
     text: str
     tokens: int  # generated
     seconds: float
-    how: str  # it was generated
-    reads: str  # how text became ids
-    translated: bool = False  # an encoder read the prompt, and the text is a new one
+    how: str  # the method of generation
+    reads: str  # how text was tokenized
+    translated: bool = False  # whether an encoder read the prompt, and the text is a new one
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The number of tokens at most, and how each is chosen: the likeliest, or drawn at a temperature."""
+    """The maximum number of tokens, and how each is chosen: the most probable, or sampled at a temperature."""
 
     tokens: int
     temperature: float = 0.0
@@ -74,9 +74,9 @@ def continue_text(
     config: Path | None = None,
     allow_pickle: bool = False,
 ) -> Continuation:
-    """Return what the model at `path` writes after `prompt`, read through the tokenizer in the folder `tokenizer`.
+    """Return the text that the model at `path` generates after `prompt`, tokenized by the tokenizer in the folder `tokenizer`.
 
-    Raise `RetrofitError` where the model goes on from no text, and where there is no tokenizer and its ids are no bytes.
+    Raises `RetrofitError` if the model does not continue text, or there is no tokenizer and its ids are not bytes.
     """
     reader = read_tokenizer(tokenizer, required=required)
     if path.suffix == ONNX:
@@ -102,7 +102,7 @@ def continue_text(
     def forward(tokens: Tensor) -> Tensor:
         try:
             return logits_of(model(**fixed, **filled(own, name, tokens)))[0]
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # of any type, from the model's own code
             raise CaptureError(
                 f"{path} does not run on {tokens.shape[1]} tokens",
                 why=first_line(error),
@@ -117,7 +117,7 @@ def continue_text(
 
 
 def codec_of(vocabulary: int, tokenizer: Any, special: dict[str, int], path: Path) -> Codec:
-    """Return the codec of the tokenizer, or of bytes; raise `TrainingError` where a model of words has no tokenizer."""
+    """Return the codec of the tokenizer, or of bytes. Raises `TrainingError` if a model of words has no tokenizer."""
     require_readable(str(path), vocabulary, tokenizer)
     return byte_codec(vocabulary, special) if tokenizer is None else tokenizer_codec(tokenizer, vocabulary, special)
 
@@ -127,7 +127,7 @@ def no_text(path: Path, why: str) -> RetrofitError:
 
 
 def encode(prompt: str, tokenizer: Any, codec: Codec, *, whole: bool) -> Tensor:
-    """Return the ids of the prompt, (1, length), with what its tokenizer puts before them, and where it is `whole`, after them."""
+    """Return the ids of the prompt, (1, length), with the tokenizer's prefix, and with `whole` also its suffix."""
     ids = codec.encode(prompt).long() if tokenizer is None else torch.tensor(tokenizer(prompt)["input_ids"], dtype=torch.long)
     if not whole and len(ids) and int(ids[-1]) == codec.end:
         ids = ids[:-1]
@@ -137,7 +137,7 @@ def encode(prompt: str, tokenizer: Any, codec: Codec, *, whole: bool) -> Tensor:
 
 
 def filled(inputs: Mapping[str, Any], name: str, tokens: Tensor) -> dict[str, Any]:
-    """Return the inputs for these tokens: masks without padding, numberings as long, what is of another kind as it is."""
+    """Return the inputs for these tokens: masks without padding, positions of the same length, other inputs unchanged."""
     found = dict(inputs)
     for key, value in inputs.items():
         if key == name:
@@ -149,7 +149,7 @@ def filled(inputs: Mapping[str, Any], name: str, tokens: Tensor) -> dict[str, An
 
 
 def require_next_token(forward: Callable[[Tensor], Tensor], tokens: Tensor, codec: Codec, path: Path) -> None:
-    """Raise `RetrofitError` where a forward gives no logits for each token, or such that depend on later ones."""
+    """Raises `RetrofitError` if a forward returns no logits for each token, or logits that depend on later tokens."""
     logits, longer = forward(tokens), forward(torch.cat([tokens, tokens[:, :1]], 1))
     if logits.dim() != 2 or len(logits) != tokens.shape[1] or logits.shape[1] < codec.plain.stop:
         raise no_text(
@@ -161,7 +161,7 @@ def require_next_token(forward: Callable[[Tensor], Tensor], tokens: Tensor, code
 
 
 def continue_with_generate(model: Any, prompt: str, wanted: Wanted, tokenizer: Any, codec: Codec) -> Continuation:
-    """Return what transformers' own `generate` makes of the prompt."""
+    """Return the continuation of the prompt by transformers' own `generate`."""
     if model.main_input_name not in ("input_ids", "inputs_embeds") and not accepts(model, "input_ids"):
         raise no_text(Path(model.config.name_or_path or type(model).__name__), f"it reads {model.main_input_name}")
     two_sided = bool(getattr(model.config, "is_encoder_decoder", False))
@@ -183,7 +183,7 @@ def continue_with_generate(model: Any, prompt: str, wanted: Wanted, tokenizer: A
 def decode(
     step: Step, begin: Tensor, prompt: str, wanted: Wanted, codec: Codec, how: str, translated: bool = False
 ) -> Continuation:
-    """Return what comes of one step after the other, until the text ends or there are as many tokens as wanted."""
+    """Return the result of repeated steps, until the text ends or has the wanted number of tokens."""
     generator = torch.Generator().manual_seed(wanted.seed)
     tokens, began = begin, time.perf_counter()
     for _ in range(wanted.tokens):
@@ -200,7 +200,7 @@ def decode(
 
 
 def spoken(codec: Codec, ids: list[int]) -> str:
-    """Return the text of the ids, without the one that ends it."""
+    """Return the text of the ids, without an end token."""
     return codec.decode(ids[:-1] if ids and ids[-1] == codec.end else ids)
 
 
@@ -208,7 +208,7 @@ def spoken(codec: Codec, ids: list[int]) -> str:
 
 
 def continue_in_onnxruntime(path: Path, prompt: str, wanted: Wanted, tokenizer: Any, special: dict[str, int]) -> Continuation:
-    """Return what the file, or the encoder and decoder files next to each other, make of the prompt."""
+    """Return the continuation of the prompt by the file, or by the encoder and decoder files in its directory."""
     files = parts_at(path)
     sessions = {name: OnnxSession(file) for name, file in files.items()}
     decoder = sessions[PARTS[2]]
@@ -227,9 +227,9 @@ def continue_in_onnxruntime(path: Path, prompt: str, wanted: Wanted, tokenizer: 
 
 
 def parts_at(path: Path) -> dict[str, Path]:
-    """Return the files of a model by how the name of the part begins: the decoder alone, or an encoder's with it.
+    """Return the files of a model by the beginning of the part's name: the decoder alone, or encoder and decoder.
 
-    `path` names one of them, or is what `export` was given.
+    `path` names one of them, or is the path given to `export`.
     """
     stem = path.name
     for begin in PARTS:
@@ -241,7 +241,7 @@ def parts_at(path: Path) -> dict[str, Path]:
 
 
 def vocabulary_of_file(session: OnnxSession, path: Path) -> int:
-    """Return how many logits a token has; raise `RetrofitError` where the file does not say."""
+    """Return the number of logits per token. Raises `RetrofitError` if the file does not say."""
     shapes = {output.name: output.shape for output in session.session.get_outputs()}
     size = shapes["logits"][-1] if "logits" in shapes else None
     if not isinstance(size, int):
@@ -250,7 +250,7 @@ def vocabulary_of_file(session: OnnxSession, path: Path) -> int:
 
 
 def beside_tokens(tokens: Tensor) -> dict[str, Tensor]:
-    """Return what a decoder may read beside its tokens: a mask without padding, and their places."""
+    """Return inputs that a decoder may read besides its tokens: a mask without padding, and the positions."""
     return {"attention_mask": torch.ones_like(tokens), "position_ids": torch.arange(tokens.shape[1])[None]}
 
 
@@ -263,7 +263,7 @@ def whole_step(session: OnnxSession) -> Step:
 
 
 def cached_step(session: OnnxSession) -> Step:
-    """Return a step that runs the file on the tokens that it has not seen, and keeps its states."""
+    """Return a step that runs the file on the tokens that it has not processed yet, and stores its states."""
     states, done = session.empty_states(1), 0
 
     def step(tokens: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ def cached_step(session: OnnxSession) -> Step:
 
 
 def translating_step(sessions: Mapping[str, OnnxSession], source: Tensor) -> Step:
-    """Return a step of the decoder on the output of the encoder for `source`, with its states where there is a file for them."""
+    """Return a step of the decoder on the encoder's output for `source`, with its states if there is a file for them."""
     mask = torch.ones_like(source)
     hidden = sessions[PARTS[0]]({"input_ids": source, "attention_mask": mask})["last_hidden_state"]
     fixed = {"encoder_hidden_states": hidden, "encoder_attention_mask": mask}
@@ -304,7 +304,7 @@ def translating_step(sessions: Mapping[str, OnnxSession], source: Tensor) -> Ste
 
 
 def special_ids_in(folder: Path) -> dict[str, int]:
-    """Return the special ids in the configs that lie in the folder, by field; nothing where there are none."""
+    """Return the special ids in the configs in the folder, by field; empty if there are none."""
     found: dict[str, int] = {}
     for name in ("generation_config.json", "config.json"):
         with contextlib.suppress(OSError, ValueError):
@@ -317,7 +317,7 @@ def special_ids_in(folder: Path) -> dict[str, int]:
 
 
 def start_of(special: Mapping[str, int], path: Path) -> Tensor:
-    """Return the token that a decoder begins with, (1, 1); raise `RetrofitError` where no config says it."""
+    """Return the decoder's start token, (1, 1). Raises `RetrofitError` if no config gives it."""
     start = next((special[name] for name in STARTS if name in special), None)
     if start is None:
         raise RetrofitError(

@@ -1,4 +1,4 @@
-"""`plan_of`: what passes would rewrite in a model and what they would leave alone, and what the result would cost."""
+"""`plan_of`: the sites that passes would rewrite in a model, their near misses, and the cost of the result."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class RecipePlan:
     passes: tuple[PlannedPass, ...]
     parameters_before: int
     parameters_after: int
-    flops_before: int  # a token, forward
-    flops_after: int | None  # None where the result could not be captured without its weights
-    unit: str = "token"  # whose FLOPs these are
+    flops_before: int  # per token, forward
+    flops_after: int | None  # None if the result could not be captured without weights
+    unit: str = "token"  # of these FLOPs
 
     @property
     def fits(self) -> bool:
@@ -78,7 +78,7 @@ class RecipePlan:
         return dataclasses.replace(self, passes=(noted, *others))
 
     def with_fix(self, fix: str) -> RecipePlan:
-        """Return the same with a further remedy for the first near miss of each pass that fits nowhere."""
+        """Return the same with an additional fix for the first near miss of each pass that fits nowhere."""
         passes = []
         for planned in self.passes:
             misses = planned.plan.near_misses
@@ -89,7 +89,7 @@ class RecipePlan:
         return dataclasses.replace(self, passes=tuple(passes))
 
     def without_graph_fix(self) -> RecipePlan:
-        """Return the same for a model that is a graph already, or cannot be one: no near miss says to make it one."""
+        """Return the same for a model that is a graph or cannot become one: without fixes that require a graph."""
         passes = []
         for planned in self.passes:
             found = planned.plan.near_misses
@@ -98,7 +98,7 @@ class RecipePlan:
         return dataclasses.replace(self, passes=tuple(passes))
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return what each pass would do, then parameters and FLOPs before and after, as rows of two cells."""
+        """Return the planned changes of each pass, then parameters and FLOPs before and after, as rows of two cells."""
         after = "unknown until it is applied" if self.flops_after is None else format_change(self.flops_before, self.flops_after)
         return [
             *separated(plan_rows(planned.spec, planned.exact, planned.plan) for planned in self.passes),
@@ -137,12 +137,12 @@ class RecipePlan:
 def plan_of(
     model: nn.Module, *passes: AnyPass | str, example_inputs: Any = None, emit: str = "module", progress: Progress | None = None
 ) -> RecipePlan:
-    """Return what `apply(model, *passes)` would rewrite, what it would leave alone and why, and what the result would cost.
+    """Return what `apply(model, *passes)` would rewrite, what it would not and why, and the cost of the result.
 
-    `model` does not change: the first plan is read off the model itself, and every plan is carried out on a copy without weights.
-    A pass that fits nowhere has a plan without sites, and the passes after it are planned as if it were not there; where `apply`
-    would rewrite the graph of the model instead, the plan is that for the graph. Raises `RetrofitError` where the model cannot be
-    captured or holds no transformer, `SpecError` where a pass cannot be parsed.
+    `model` does not change: the first plan is made from the model itself, and every plan is applied to a copy without weights. A
+    pass that fits nowhere has a plan without sites, and the later passes are planned without it. If `apply` would rewrite the
+    model's graph instead, the plan is that for the graph. Raises `RetrofitError` if the model cannot be captured or contains no
+    transformer, `SpecError` if a pass cannot be parsed.
     """
     report = progress or (lambda stage: None)
     parsed = parse_passes(passes)
@@ -170,7 +170,7 @@ def plan_of(
 
 
 def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, report: Progress) -> tuple[RecipePlan, nn.Module]:
-    """Return the plan for the model's modules, or its graph; and the model that it is for."""
+    """Return the plan for the model's modules, or its graph, and the model that it is for."""
     with preserve_random_state():
         model = transformer_inside(model, example_inputs)
         model, inputs, program = prepare_model(model, example_inputs, emit, report)
@@ -194,9 +194,10 @@ def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, 
 
 
 def plan_pass(pass_: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool) -> Plan:
-    """Return the plan of a pass, carried out on the skeleton; one without sites where the pass refuses the model.
+    """Return the plan of a pass, applied to the skeleton; one without sites if the pass refuses the model.
 
-    It refuses what may be wrong on inputs that were not derived, unless the inputs are `seen` to be all that the model reads.
+    A plan that may be wrong for arguments missing from inferred inputs is refused, unless the inputs are `seen` to be all that the
+    model reads.
     """
     edit = Edit(skeleton)
     near_misses: tuple[NearMiss, ...] = ()
@@ -218,7 +219,7 @@ def plan_pass(pass_: AnyPass, anatomy: Anatomy, skeleton: nn.Module, seen: bool)
 
 
 def inspect_skeleton(skeleton: nn.Module, inputs: dict[str, Any], pass_: AnyPass, done: list[str]) -> Anatomy:
-    """Return the anatomy after the passes before this one; raise `CaptureError` where it needs weights to be seen."""
+    """Return the anatomy after the previous passes. Raises `CaptureError` if the model cannot be captured without weights."""
     try:
         return inspect(skeleton, inputs)
     except CaptureError as error:
@@ -231,12 +232,12 @@ def inspect_skeleton(skeleton: nn.Module, inputs: dict[str, Any], pass_: AnyPass
 
 
 def skeleton_flops(skeleton: nn.Module, inputs: dict[str, Any], dense: Cost, run_counts: bool) -> int | None:
-    """Return the FLOPs a token of a model without weights; None where it does not run so.
+    """Return the FLOPs per token of a model without weights; None if it does not run.
 
-    They are counted on a run where that counted (`run_counts`) what its graph has in the dense model, and else on its graph.
+    They are counted in a run if for the dense model that gave the FLOPs of its graph (`run_counts`), and otherwise from its graph.
     """
     if run_counts:
-        with suppress(Exception):  # whatever the model's own code raises without values: its capture may still replay them
+        with suppress(Exception):  # of any type, from the model's own code without values; a capture may still replay them
             return round(flops_of_run(skeleton, named_inputs(skeleton, inputs)) / dense.tokens)
     try:
         return flops_per_token(capture(skeleton, named_inputs(skeleton, inputs)))
@@ -248,7 +249,7 @@ def runs_as_captured(skeleton: nn.Module, inputs: dict[str, Any], dense: Cost) -
     """Return whether a run of the dense model's skeleton counts the FLOPs that its graph has."""
     try:
         return flops_of_run(skeleton, named_inputs(skeleton, inputs)) == dense.flops
-    except Exception:  # whatever the model's own code raises without values
+    except Exception:  # of any type, from the model's own code without values
         return False
 
 
@@ -256,11 +257,11 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-# ── What `apply` begins with too ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Shared with `apply` ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
-    """Return the passes, from passes or their specs; raises `SpecError` where there is none."""
+    """Return the passes, given as passes or specs. Raises `SpecError` if there is none."""
     if not passes:
         raise SpecError(
             "no pass given", remedy="pass at least pass_, e.g. retrofit.apply(model, AltUp(k=2))", option="passes", code="empty"
@@ -271,7 +272,7 @@ def parse_passes(passes: Sequence[AnyPass | str]) -> Recipe:
 def prepare_model(
     model: nn.Module, example_inputs: Any, emit: str, progress: Progress
 ) -> tuple[nn.Module, dict[str, Any], Program]:
-    """Return the model that passes rewrite, its inputs and its program: a graph module where `emit` or its layers require one."""
+    """Return the model that passes rewrite, its inputs and its program: a graph module if `emit` or the layers require one."""
     if emit not in ("module", "graph"):
         raise SpecError(
             f"emit={emit!r} is neither module nor graph", remedy="use emit='module' or emit='graph'", option="emit", code="choice"
@@ -288,12 +289,12 @@ def prepare_model(
 
 
 def has_layers_in_code(model: nn.Module, program: Program) -> bool:
-    """Return whether some layer is not a module but part of a larger one's code."""
+    """Return whether some layer is not a module but part of a larger module's code."""
     return any(not layer.name for layer in read_anatomy(model, program).layers)
 
 
 def unseen_refusal(pass_: AnyPass, unseen: Sequence[str]) -> DoesNotFitError:
-    """Return the refusal of a pass that may be wrong for arguments that the derived inputs leave out."""
+    """Return the refusal of a pass that may be wrong for arguments missing from the inferred inputs."""
     return DoesNotFitError(
         f"the derived example inputs lack {', '.join(unseen)}",
         by=pass_.name,
@@ -314,6 +315,6 @@ def fits_as_graph(model: nn.Module, passes: Recipe, inputs: dict[str, Any]) -> b
             skeleton = without_weights(graph)
             run_passes(skeleton, passes, given, Edit(skeleton), lambda stage: None, program)
             capture(skeleton, given)
-    except Exception:  # a refusal, or whatever the model's own code raises: there is no fix here
+    except Exception:  # a refusal, or any error of the model's own code: no fix is offered
         return False
     return True

@@ -1,8 +1,7 @@
-"""Changes to the whole process: by one thread at a time, with signals deferred, with libraries silenced.
+"""Changes of process-wide state: by one thread at a time, with signals deferred, with libraries silenced.
 
-Capturing a model replaces methods of tensors and modules, the streams that are printed to and filters of warnings; loading replaces
-initializers and the default dtype; checks seed the generators of random numbers. Two threads that did so at once would see, and put
-back, each other's.
+Capturing a model replaces methods of tensors and modules, output streams and warning filters; loading replaces initializers and the
+default dtype; checks seed random number generators. Two threads doing so at once would see, and restore, each other's.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ WAITING = (signal.SIGINT, signal.SIGTERM)
 
 
 def serialized(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Return the function, which waits until no other thread runs a serialized one, and runs outside inference mode."""
+    """Return the function, made to wait until no other thread runs a serialized one, and to run outside inference mode."""
 
     @functools.wraps(function)
     def waiting(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -37,18 +36,18 @@ def serialized(function: Callable[Arguments, Result]) -> Callable[Arguments, Res
 
 
 def outside_inference() -> contextlib.AbstractContextManager[object]:
-    """Within this context what is made can be trained; gradients are computed or not as before, unless inference mode was on."""
-    import torch  # here, so that --help never waits for it
+    """Return a context for creating trainable tensors; gradients stay enabled or disabled, unless inference mode was on."""
+    import torch  # deferred, so that --help does not import torch
 
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def deferred_signals() -> Iterator[Callable[[], bool]]:
-    """Within this context SIGINT and SIGTERM wait, and what is yielded says whether one does; the first is heeded afterwards.
+    """Defer SIGINT and SIGTERM in this context; yield a function that returns whether one is pending.
 
-    Where the work is being interrupted already, it is dropped. In a thread other than the main one, which gets no signals, nothing
-    changes.
+    The first one takes effect afterwards, unless a KeyboardInterrupt ends the context already. In threads other than the main one,
+    which get no signals, this has no effect.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
@@ -61,7 +60,7 @@ def deferred_signals() -> Iterator[Callable[[], bool]]:
     before: dict[int, Any] = {}
     try:
         for interrupt in WAITING:
-            if signal.getsignal(interrupt) not in (None, signal.SIG_IGN):  # None: not set from Python, so not ours to restore
+            if signal.getsignal(interrupt) not in (None, signal.SIG_IGN):  # None: not set from Python, so it cannot be restored
                 before[interrupt] = signal.signal(interrupt, wait)
         yield lambda: bool(received)
     finally:
@@ -72,7 +71,7 @@ def deferred_signals() -> Iterator[Callable[[], bool]]:
 
 
 class Sink(io.RawIOBase):
-    """A file for writers in C++, which an exception in the middle would break: after a failure it accepts all and keeps nothing."""
+    """A file for writers in C++, which an exception would break in the middle: after a failure it accepts and discards all data."""
 
     def __init__(self, file: BinaryIO, stopped: Callable[[], bool]) -> None:
         self.file, self.stopped = file, stopped
@@ -82,7 +81,7 @@ class Sink(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        return True  # torch warns of a buffer that is not, and writes from the first byte to the last
+        return True  # torch warns of a file that is not, and writes sequentially
 
     def write(self, data: Any) -> int:
         if self.failure is None and not self.stopped():
@@ -93,13 +92,13 @@ class Sink(io.RawIOBase):
         return len(data)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Do nothing: what has been written is not written again."""
+        """Do nothing: written data is not written again."""
         return 0
 
 
 @contextlib.contextmanager
 def unbroken(file: BinaryIO) -> Iterator[BinaryIO]:
-    """Yield a sink that writes to `file`; after the block a failure to write is raised, and a signal that came is heeded."""
+    """Yield a sink that writes to `file`; after the block a write failure is raised, and a pending signal takes effect."""
     with deferred_signals() as stopped:
         sink = Sink(file, stopped)
         try:
@@ -113,8 +112,8 @@ def unbroken(file: BinaryIO) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def quiet(*, progress_bars: bool = False) -> Iterator[None]:
-    """Within this context nothing warns, and transformers logs nothing and shows progress bars only where they are wanted."""
-    from transformers.utils import logging  # here, so that --help never waits for it
+    """Suppress warnings and transformers' log in this context, and, unless `progress_bars`, its progress bars."""
+    from transformers.utils import logging  # deferred, so that --help does not import transformers
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

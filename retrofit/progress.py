@@ -1,7 +1,7 @@
 """Reports of long work: progress with an estimate, and the notes of passes, with similar lines folded and sites in one table.
 
-The fit of a layer is thousands of small operations. Threads that share a small operation wait for one another, and where other
-processes use the cores too, many times as long as they compute. So layers are worked on side by side, each by threads of its own.
+Fitting a layer takes thousands of small operations. Threads that share a small operation wait for one another, and if other
+processes use the cores too, much longer than they compute. So several layers are processed in parallel, each by threads of its own.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
 FEWEST = 3  # lines worth folding
-NUMBER = re.compile(r"(?<=[._A-Za-z])\d+|\d+(?:,\d{3})*(?:\.\d+)?")  # `layers.0.1` holds two, `1,000.5` one
+NUMBER = re.compile(r"(?<=[._A-Za-z])\d+|\d+(?:,\d{3})*(?:\.\d+)?")  # `layers.0.1` has two, `1,000.5` one
 Worst = Literal["lowest", "highest"]
-MOST_ROWS = 8  # sites that a table lists one by one
-WORST_ROWS = 5  # sites that a table of more lists after its summary
+MOST_ROWS = 8  # sites that a table lists individually
+WORST_ROWS = 5  # sites that a larger table lists after its summary
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Progress = Callable[[str], None]
 LISTENER: contextvars.ContextVar[Progress | None] = contextvars.ContextVar("LISTENER", default=None)
 LONG = 10.0  # seconds left that are worth an estimate
-ROOM = 2**30  # bytes that work on several layers at once may take
+ROOM = 2**30  # bytes for parallel work on several layers
 
 
 def one_line(text: str) -> str:
-    """Return the text with its line breaks written out: a name from a file begins no line of ours."""
+    """Return the text with its line breaks escaped: a name from a file cannot start a new line."""
     return text.replace("\n", "\\n")
 
 
 def fold_lines(lines: Iterable[str]) -> list[str]:
-    """Return the lines in order, those that differ in their numbers only as one, with their count and each number's range.
+    """Return the lines in order; lines that differ only in numbers become one, with their count and each number's range.
 
     `h.0: kept 91%`, `h.1: kept 95%`, `h.2: kept 93%` become `3 × h.0–2: kept 91–95%`.
     """
@@ -45,7 +45,7 @@ def fold_lines(lines: Iterable[str]) -> list[str]:
 
 
 def merge(group: Sequence[str]) -> str:
-    """Return one text for lines that differ in their numbers only."""
+    """Return one text for lines that differ only in numbers."""
     between = NUMBER.split(group[0])
     merged = between[0]
     for numbers, text in zip(zip(*map(NUMBER.findall, group), strict=True), between[1:], strict=True):
@@ -54,7 +54,7 @@ def merge(group: Sequence[str]) -> str:
 
 
 def number_range(numbers: Sequence[str], in_path: bool) -> str:
-    """Return the smallest and the largest of the numbers; `*` for the indices of a path of which some are missing."""
+    """Return the smallest and the largest of the numbers; `*` for the indices of a path if some are missing."""
     ordered = sorted(dict.fromkeys(numbers), key=lambda number: float(number.replace(",", "")))
     if len(ordered) == 1:
         return ordered[0]
@@ -64,10 +64,10 @@ def number_range(numbers: Sequence[str], in_path: bool) -> str:
 
 
 class Note(str):
-    """A finding as text. One that was measured at a site keeps the parts that its text is made of; the others have no `values`.
+    """A finding as text. A measurement at a site has the parts of its text as fields; other notes have no `values`.
 
-    `values` are numbers by column, the same columns for all notes of a `kind`; `form` is how they are written (`.1%`, `.3f`). The
-    first column ranks the sites: its `worst` value is the lowest or the highest.
+    `values` are numbers by column, the same columns for all notes of a `kind`; `form` is their format (`.1%`, `.3f`). The first
+    column ranks the sites: `worst` is its worst end, lowest or highest.
     """
 
     kind: str
@@ -87,11 +87,11 @@ class Note(str):
 
 
 class Milestone(str):
-    """A report of progress that a log keeps beside those after it, as of an evaluation; other reports replace one another."""
+    """A progress report that a log keeps, such as an evaluation; other reports are replaced by the next."""
 
 
 def fold_notes(notes: Iterable[str]) -> list[str]:
-    """Return the notes in order: a table for each kind measured at several sites, lines that differ in numbers only as one."""
+    """Return the notes in order: a table for each kind measured at several sites; lines that differ only in numbers folded."""
     tables: dict[tuple[str, ...], list[Note]] = {}
     texts: list[str] = []
     for note in notes:
@@ -104,7 +104,7 @@ def fold_notes(notes: Iterable[str]) -> list[str]:
 
 
 def table_lines(notes: Sequence[Note]) -> list[str]:
-    """Return notes of one kind in aligned columns: each site, or of many the median, the range and the worst."""
+    """Return notes of one kind in aligned columns: each site, or, for many, the median, the range and the worst ones."""
     first = notes[0]
     columns = list(first.values)
     rows = [[first.kind, *columns]]
@@ -126,7 +126,7 @@ def table_lines(notes: Sequence[Note]) -> list[str]:
 
 @contextlib.contextmanager
 def reported_to(listener: Progress | None) -> Iterator[None]:
-    """Within this context `say` receives what counted work is at."""
+    """Within this context `listener` gets the progress of counted work."""
     token = LISTENER.set(listener)
     try:
         yield
@@ -135,7 +135,7 @@ def reported_to(listener: Progress | None) -> Iterator[None]:
 
 
 def counted(items: Iterable[Item], what: str, total: int, done: int = 0) -> Iterator[Item]:
-    """Yield the items, and before each report its number and an estimate: "layer 7 of 30, about 40 s left".
+    """Yield the items, and report before each its number and an estimate: "layer 7 of 30, about 40 s left".
 
     They are some of `total`; `done` came before them.
     """
@@ -148,7 +148,7 @@ def counted(items: Iterable[Item], what: str, total: int, done: int = 0) -> Iter
 
 
 def time_left(seconds: float) -> str:
-    """Return an estimate in words; nothing where little is left."""
+    """Return an estimate in words; "" if little is left."""
     if seconds < LONG:
         return ""
     return f", about {f'{seconds / 60:.0f} min' if seconds >= 90 else f'{round(seconds / 5) * 5} s'} left"
@@ -157,14 +157,14 @@ def time_left(seconds: float) -> str:
 def side_by_side(
     work: Callable[[Item], Result], items: Sequence[Item], what: str, size: int, *, done: int = 0, total: int | None = None
 ) -> list[Result]:
-    """Return what `work` gives for each of the items, counted; torch's threads are divided among those worked on at once.
+    """Return `work(item)` for each of the items, processed in parallel and counted; torch's threads are divided among them.
 
-    Where the items are some of `total`, `done` came before them.
+    If the items are some of `total`, `done` came before them.
 
-    `work` takes `size` bytes for an item, draws from no generator but its own, and changes nothing that another item's reads. No
-    gradients are recorded but where it says so.
+    `work` needs `size` bytes per item, uses no random generator but its own, and changes nothing that the work on another item
+    reads. Gradients are recorded only where `work` enables them.
     """
-    import torch  # here, so that --help never waits for it
+    import torch  # deferred, so that --help does not import torch
 
     threads = torch.get_num_threads()
     workers, total = max(1, min(threads, len(items), ROOM // max(1, size))), len(items) if total is None else total
@@ -176,7 +176,7 @@ def side_by_side(
             return work(item)
 
     each = threads // workers
-    torch.set_num_threads(each)  # for this thread, and for those that begin later
+    torch.set_num_threads(each)  # for this thread, and for those started later
     pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(each,))
     try:
         waiting = [pool.submit(contextvars.copy_context().run, alone, item) for item in items]

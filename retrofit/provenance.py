@@ -1,7 +1,7 @@
 """The record in a rewritten model, apart from weights: the rewrites, and the inputs of its capture.
 
-All of it is one attribute of the model, so it goes wherever the model goes: into copies and into pickles, and not into the state
-dict. It is never changed in place; an edit that is undone puts the earlier object back.
+It is one attribute of the model, so copies and pickles contain it, and the state dict does not. It is never changed in place;
+undoing an edit restores the earlier object.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 ATTRIBUTE = "retrofit_provenance"
-BEFORE = "retrofit_"  # how the attributes begin that models pickled by earlier versions carry, one a field
+BEFORE = "retrofit_"  # prefix of the attributes on models pickled by earlier versions, one per field
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Provenance:
-    """The record of how a model came to be what it is; `Provenance()` for a dense model of modules."""
+    """The history of a model; `Provenance()` for a dense model of modules."""
 
-    recipe: tuple[str, ...] = ()  # the specs of the passes applied
+    recipe: tuple[str, ...] = ()  # the specs of the applied passes
     record: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what they were applied to (`applied_to`)
-    inputs: Mapping[str, Any] | None = None  # descriptions of the example inputs given; None where they are derived
-    rewrites: tuple[Any, ...] | None = None  # the account of each pass (`Rewrite`); None where they are not known
-    rearranged: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # dense parameter → the `Fate` of one in another layout
-    added: frozenset[str] | None = None  # the names of the parameters that passes added; None where they are not known
+    inputs: Mapping[str, Any] | None = None  # descriptions of the given example inputs; None if they are inferred
+    rewrites: tuple[Any, ...] | None = None  # the account of each pass (`Rewrite`); None if unknown
+    rearranged: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # dense parameter → its `Fate`, if in another layout
+    added: frozenset[str] | None = None  # the names of the parameters that passes added; None if unknown
     dense: Any = None  # the `DenseGraph` that a rewritten graph module was made from
     examples: Mapping[str, Tensor] | None = None  # the inputs that a graph module was captured with, by argument name
 
@@ -37,12 +37,12 @@ class Provenance:
 
     @property
     def known(self) -> tuple[str, ...]:
-        """Return the fields that may be unknown and are not."""
+        """Return the fields that may be unknown and are known."""
         return tuple(name for name in ("inputs", "rewrites", "added", "dense", "examples") if getattr(self, name) is not None)
 
 
 def provenance_of(model: nn.Module) -> Provenance:
-    """Return what `model` carries, or what a wrapper passes on of the model inside."""
+    """Return the record on `model`, or the one that a wrapper forwards from the model inside."""
     found = getattr(model, ATTRIBUTE, None)
     if isinstance(found, Provenance):
         return found
@@ -51,13 +51,13 @@ def provenance_of(model: nn.Module) -> Provenance:
 
 
 def record_provenance(model: nn.Module, **changes: Any) -> None:
-    """Set these fields of what `model` carries."""
+    """Set these fields of the record on `model`."""
     now = dataclasses.replace(provenance_of(model), **changes)
     vars(model).pop(ATTRIBUTE, None) if now.is_empty else vars(model).update({ATTRIBUTE: now})
 
 
 def describe_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the names, types and shapes of the tensors a model was captured with, as `Provenance.inputs` keeps them.
+    """Return the names, types and shapes of the tensors of a capture, in the form of `Provenance.inputs`.
 
     A tensor is described as `[dtype, [extent, …]]`, a container of tensors as `{"entries": {key: …}}` or `{"items": […, …]}`.
     """
@@ -66,7 +66,7 @@ def describe_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def describe_input(value: Any) -> Any:
-    """Return the description of one input; None for what holds anything but tensors."""
+    """Return the description of one input; None for a value that contains anything but tensors."""
     if hasattr(value, "shape"):
         return [str(value.dtype).removeprefix("torch."), [int(size) for size in value.shape]]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):

@@ -1,4 +1,4 @@
-"""`apply`: run passes over a model, one verified program to the next, all or nothing."""
+"""`apply`: run passes over a model, from one verified program to the next; on failure the model is unchanged."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ class Applied:
     report: Report | None
     parameters_before: int
     parameters_after: int
-    flops_before: int  # a token or another unit, forward
-    flops_after: int  # 0 where they were not counted
+    flops_before: int  # per token or another unit, forward
+    flops_after: int  # 0 if not counted
     fates: Mapping[str, Fate] = dataclasses.field(default_factory=dict)  # of the dense parameters, by their dense names
-    unit: str = "token"  # whose FLOPs these are
+    unit: str = "token"  # of these FLOPs
 
 
 def apply(
@@ -81,21 +81,22 @@ def apply(
     emit: str = "module",
     checks: str | Collection[str] = "all",
 ) -> Model:
-    """`model`, rewritten by `passes` in order, in place where its modules allow; on any failure it is what it was before the call.
+    """Return `model` rewritten by `passes` in order, in place if its modules allow; on any failure it is unchanged.
 
-    `emit="graph"` gives the rewritten model as an FX graph module on the same parameters and leaves `model` itself alone; so does a
-    model whose layers are no modules, and one whose modules a pass does not fit but whose graph it fits. A transformers model
-    would lose its class, its cache and `generate`: it becomes a graph only where `emit` says so. A refusal says where that works.
+    `emit="graph"` returns the rewritten model as an FX graph module on the same parameters and leaves `model` unchanged. The same
+    happens to a model whose layers are not modules, and to one whose modules a pass does not fit but whose graph it fits. A
+    transformers model would lose its class, its cache and `generate`: it becomes a graph only with `emit="graph"`, which a refusal
+    recommends if it works.
 
-    Of a module that only feeds one transformers model, such as a sentence-transformers pipeline, that model is rewritten.
+    If a module only feeds one transformers model, such as a sentence-transformers pipeline, that model is rewritten.
 
-    `passes` are objects or specs (`"altup(k=2)"`); `example_inputs` (by argument name) are derived from the model where not given.
-    `calibration`, what passes that start approximate are fitted on: texts, token ids (windows, length), or batches of inputs.
+    `passes` are objects or specs (`"altup(k=2)"`); `example_inputs` (by argument name) are inferred from the model if not given.
+    `calibration` is the data to which approximate passes are fitted: texts, token ids (windows, length), or batches of inputs.
     `tokenizer`, an object or a directory, is for passes that read the text of ids; None: the one in the directory that a
-    transformers model was loaded from, where one is. `checks` are those that `verify` makes: `"all"`, `"quick"` (graph, function
+    transformers model was loaded from, if there is one. `checks` are those that `verify` makes: `"all"`, `"quick"` (graph, function
     and round trip) or their names.
-    Raises
-    `RetrofitError` where a pass does not fit, `VerificationError` where the result fails a check.
+
+    Raises `RetrofitError` if a pass does not fit, `VerificationError` if the result fails a check.
     """
     applied = apply_reported(
         model,
@@ -112,7 +113,7 @@ def apply(
 
 
 def require_use(calibration: Any, passes: Recipe, tokenizer: Any = None) -> None:
-    """Raise `SpecError` where there is calibration data, or a tokenizer, and no pass uses it, or none and a pass needs it."""
+    """Raises `SpecError` if calibration data or a tokenizer is given that no pass uses, or missing although a pass needs it."""
     needs = next((pass_.name for pass_ in passes if pass_.needs_calibration), "")
     if calibration is None and needs:
         raise SpecError(
@@ -146,9 +147,9 @@ def apply_reported(
     count_flops: bool = True,
     dense: Program | None = None,
 ) -> Applied:
-    """`apply`, with an account of what was done, what it costs and how the checks came out.
+    """Apply passes like `apply`, and return an account of the changes, their cost and the results of the checks.
 
-    Where `dense`, the program of an equal model, is given, the modules are rewritten without capturing the model again.
+    With `dense`, the program of an equal model, the modules are rewritten without capturing the model again.
     """
     progress = progress or (lambda stage: None)
     chosen = parse_passes(passes)
@@ -194,18 +195,18 @@ def apply_reported(
             raise DoesNotFitError(
                 refusal.matter, by=refusal.by, why=why, remedy=remedy, site=refusal.site, code=refusal.code
             ) from None
-        except RetrofitError:  # the graph cannot hold it either
+        except RetrofitError:  # the graph cannot store it either
             raise without_graph_fix(refusal) from None
 
 
 def rewrite_with_tokenizer(tokenizer: Any, model: nn.Module, **how: Any) -> Applied:
-    """Do what `rewrite_once` does, with this tokenizer for the passes."""
+    """Return the result of `rewrite_once` with this tokenizer for the passes."""
     with using_tokenizer(tokenizer):
         return rewrite_once(model, **how)
 
 
 def without_graph_fix(refusal: DoesNotFitError) -> DoesNotFitError:
-    """Return the refusal of a graph, whose fix is not to make it one."""
+    """Return the refusal of a graph, without the fix of making it one."""
     refusal.remedies = without_form(refusal.remedies, "graph")
     return refusal
 
@@ -224,7 +225,7 @@ def rewrite_once(
     keep: Keep | None = None,
     dense: Program | None = None,
 ) -> Applied:
-    """Do what `apply_reported` does on the model's modules or its graph, with the named `checks`; `note` goes to the first pass.
+    """Rewrite the model's modules or its graph like `apply_reported`, with the named `checks`; `note` is for the first pass.
 
     `keep` gets the parameters that the edits put into the model (`Edit`). `dense` is the program of the same model with weights,
     whose modules are rewritten as they are: the model is not captured again.
@@ -277,7 +278,7 @@ def rewrite_once(
         before_these = with_current_names(rewrites(model) or (), edit.dense, modules, edit)
         layouts = {**provenance_of(model).rearranged, **rearranged(edit)}
         edit.record_provenance(rewrites=(*before_these, *accounts), rearranged=layouts, added=added(edit))
-        if "name_or_path" in vars(model):  # adapters keep it as the model that they were trained on
+        if "name_or_path" in vars(model):  # adapters store it as the name of the model that they were trained on
             edit.set_attribute(model, "name_or_path", "")
         progress("capturing the result")
         report = result = None
@@ -323,7 +324,7 @@ def rewrite_once(
 
 
 def capture_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> Program:
-    """Return the rewritten model as a program; raises `DoesNotFitError` where it does not run."""
+    """Return the rewritten model as a program. Raises `DoesNotFitError` if it does not run."""
     try:
         return capture(model, inputs)
     except CaptureError as error:
@@ -331,16 +332,16 @@ def capture_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> 
 
 
 def run_result(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> None:
-    """Raise `DoesNotFitError` unless the rewritten model runs: one short pass, where its program is not needed."""
+    """Raises `DoesNotFitError` unless the rewritten model runs: one short forward, used if its program is not needed."""
     try:
         with preserve_state(model):
             run(model, inputs)
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # of any type, from the model's own code
         raise not_running(failure_in(model, error), passes) from error
 
 
 def run_with_optional(model: nn.Module, inputs: dict[str, Any], passes: Recipe) -> None:
-    """Raise `DoesNotFitError` unless the rewritten model runs, as the dense does, on inputs that the passes have not seen."""
+    """Raises `DoesNotFitError` unless the rewritten model runs on the inputs, unseen by the passes, on which the dense one runs."""
     try:
         run_result(model, inputs, passes)
     except DoesNotFitError as error:

@@ -1,1 +1,1 @@
-"""A rewritten model as a directory with its own modelling code, which loads where retrofit is not installed."""
+"""A rewritten model as a directory with its own modelling code, which loads without retrofit."""

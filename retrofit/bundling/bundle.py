@@ -1,4 +1,4 @@
-"""`bundle`: a retrofitted model as a directory that loads where retrofit is not installed."""
+"""`bundle`: write a retrofitted model to a directory that loads without retrofit."""
 
 from __future__ import annotations
 
@@ -50,17 +50,17 @@ from retrofit.surgery.transformers_bookkeeping import is_transformers
 
 CODE = "modeling_retrofitted.py"
 CONFIG = "config.json"
-DEFAULT = torch.bfloat16  # of skeletons: a weight that is in another dtype has one of its own
+DEFAULT = torch.bfloat16  # of skeletons; a weight in another dtype has one of its own
 MEANWHILE = "load it where retrofit is installed: from_pretrained needs no code there"
 
 
 @serialized
 def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, force: bool = False) -> Path:
-    """Write the retrofitted model to the directory `path` with code of its own, which needs torch and transformers alone.
+    """Write the retrofitted model to the directory `path` with its own code, which needs only torch and transformers.
 
-    `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`, or whatever auto class loads the original, gives the same
-    model bit for bit. It cannot be retrofitted further. Raises `CheckpointError` for what is no retrofitted transformers model, and
-    where a layer cannot be written down.
+    `AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True)`, or any auto class that loads the original, gives the same
+    model bit for bit. It cannot be retrofitted further. Raises `CheckpointError` if it is no retrofitted transformers model, or a
+    layer's code cannot be written.
     """
     path = Path(path)
     if is_file_name(path):
@@ -85,7 +85,7 @@ def bundle(model_or_dir: PreTrainedModel | str | Path, path: str | Path, *, forc
 
 
 def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
-    """Return what `bundle` does, for the directory of a model."""
+    """Bundle the model in the directory `source`, like `bundle`; return `path`."""
     config = read_config(source)
     whole, kind = classes_named(config, source)
     weights = require_safetensors(source)
@@ -97,7 +97,7 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
         rewrite_skeleton(model, config["quantization_config"]["recipe"])
         require_weights(model, before, weights, source)
         table = Structure(model, dense, DEFAULT).table
-    known = type(dense_config).model_type  # what a file says becomes no part of the code
+    known = type(dense_config).model_type  # no text of a file becomes part of the code
     model_type = f"retrofitted_{known}"
     classes = model_classes(model, whole, kind, known)
     recipe = [pass_.spec() for pass_ in parse_recipe(config["quantization_config"]["recipe"])]
@@ -116,7 +116,7 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
 
 
 def read_config(source: Path) -> dict[str, Any]:
-    """Return the directory's config; raises `CheckpointError` where it is not that of a retrofitted transformers model."""
+    """Return the directory's config. Raises `CheckpointError` if it is not that of a retrofitted transformers model."""
     if not source.exists():
         raise CheckpointError(f"{source} does not exist", remedy="use the directory of a retrofitted model", code="missing")
     if not source.is_dir():
@@ -168,7 +168,7 @@ def read_config(source: Path) -> dict[str, Any]:
 
 
 def classes_named(config: dict[str, Any], source: Path) -> tuple[type[PreTrainedModel], type[PreTrainedModel]]:
-    """Return the class that the recipe was applied to, and the one that was saved: that, or its base."""
+    """Return the class that the recipe was applied to, and the saved class: the same, or its base."""
     names = [config["quantization_config"].get("architecture") or config["architectures"][0], config["architectures"][0]]
     found: list[type[PreTrainedModel]] = []
     for name in names:
@@ -185,7 +185,7 @@ def classes_named(config: dict[str, Any], source: Path) -> tuple[type[PreTrained
 
 
 def require_safetensors(source: Path) -> list[Path]:
-    """Return the files with the model's weights, whole, and their index."""
+    """Return the complete files with the model's weights, and their index."""
     files = weight_files(source)
     if not files:
         raise CheckpointError(
@@ -199,15 +199,16 @@ def require_safetensors(source: Path) -> list[Path]:
 
 
 def require_weights(model: PreTrainedModel, dense: set[nn.Module], files: list[Path], source: Path) -> None:
-    """Raise `CheckpointError` where a weight in the files has no place in the rewritten skeleton, or a new module no weight there.
+    """Raises `CheckpointError` if a weight in the files has no place in the rewritten skeleton, or a new module's weight is
+    missing.
 
-    It is what the recipe makes of the config as it is now; the weights may be of what it made of an earlier one.
+    The skeleton is rewritten from the current config; the weights may belong to an earlier config.
     """
     held = {name for file in files for name in extents_in(file)}
     own, prefix = model.state_dict().keys(), f"{model.base_model_prefix}."
     modules = dict(model.named_modules(remove_duplicate=False))
     unread = [name for name in sorted(held) if own.isdisjoint((name, name.removeprefix(prefix), prefix + name))]
-    # a part that the class does not have is left out, as on loading; what is inside a module with weights belongs to the recipe
+    # a part that the class lacks is ignored, as on loading; anything inside a module with weights belongs to the recipe
     unread = [name for name in unread if next(modules[known_ancestor(name, modules)].parameters(recurse=False), None) is not None]
     if unread:
         raise CheckpointError(
@@ -221,7 +222,7 @@ def require_weights(model: PreTrainedModel, dense: set[nn.Module], files: list[P
 
 
 def skeleton(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
-    """Return the dense model of this config without weights, its weights in the dtype `DEFAULT` unless it fixes another."""
+    """Return the dense model of this config without weights, with weights of dtype `DEFAULT` unless the class fixes another."""
     before = torch.get_default_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(preserve_random_state())
@@ -236,7 +237,7 @@ def skeleton(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
 def model_classes(
     model: PreTrainedModel, whole: type[PreTrainedModel], kind: type[PreTrainedModel], model_type: str
 ) -> list[ModelClass]:
-    """Return the classes of the bundle, with the auto classes that load them: the class that was saved, and its base."""
+    """Return the classes of the bundle, with the auto classes that load them: the saved class and its base."""
     inside = [(path, type(part)) for path, part in model.named_modules() if part is model.base_model and part is not model]
     found = [ModelClass(whole, "", auto_classes(model_type, whole))]
     if inside:
@@ -258,7 +259,7 @@ def auto_classes(model_type: str, kind: type) -> tuple[str, ...]:
 
 
 def require_equal(file: Path, written: ModellingFile, name: str, config: Any, model: nn.Module) -> None:
-    """Raise `CheckpointError` unless the model that the modelling code makes has the modules, weights and ties of `model`."""
+    """Raises `CheckpointError` unless the modelling code's model has the modules, weights and ties of `model`."""
     with imported(file) as module, quiet():
         require_closed(written.text, module)
         kind = getattr(module, written.config_name)
@@ -277,7 +278,7 @@ def require_equal(file: Path, written: ModellingFile, name: str, config: Any, mo
 
 
 def require_closed(text: str, module: Any) -> None:
-    """Raise `CheckpointError` unless every global that the code reads exists: code that a model seldom runs is not tried here."""
+    """Raises `CheckpointError` unless every global that the code reads exists, because rarely used code is not run here."""
     wanted, assigned = set[str](), set(dir(builtins)) | set(vars(module))
     waiting = [compile(text, CODE, "exec")]
     while waiting:
@@ -287,7 +288,7 @@ def require_closed(text: str, module: Any) -> None:
             if get_instruction.opname == "LOAD_GLOBAL":
                 wanted.add(str(get_instruction.argval))
             elif get_instruction.opname == "STORE_NAME":
-                assigned.add(str(get_instruction.argval))  # also where a package is missing that a part of the code needs
+                assigned.add(str(get_instruction.argval))  # also if a package is missing that some of the code needs
     if wanted - assigned:
         raise CheckpointError(
             "the bundle's code is incomplete: a bug in retrofit",
@@ -298,7 +299,7 @@ def require_closed(text: str, module: Any) -> None:
 
 
 def outline(model: Any) -> dict[str, Any]:
-    """Return what a model consists of: its weights and buffers, and which are tied; the paths of its modules."""
+    """Return the parts of a model: its weights and buffers, the ties among them, and the paths of its modules."""
     tensors = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
     found: dict[str, Any] = {name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in tensors.items()}
     found |= {f"{path} as a module": True for path, _ in model.named_modules(remove_duplicate=False)}
@@ -308,7 +309,7 @@ def outline(model: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def imported(file: Path) -> Iterator[Any]:
-    """Yield the module in a file, which no other code finds, and which is forgotten afterwards."""
+    """Yield the module in a file; other code cannot import it, and it is discarded afterwards."""
     name = f"retrofit_bundle_{id(file)}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
@@ -326,7 +327,7 @@ def imported(file: Path) -> Iterator[Any]:
 def bundled_config(
     config: dict[str, Any], classes: list[ModelClass], kind: type, config_name: str, model_type: str, recipe: list[str]
 ) -> dict[str, Any]:
-    """Return the config of the bundle: that of the model, with the code that belongs to it instead of the recipe."""
+    """Return the config of the bundle: the model's, with the bundle's code instead of the recipe."""
     code = Path(CODE).stem
     autos = {auto: f"{code}.{kind.name}" for kind in reversed(classes) for auto in kind.autos}
     saved = next(written for written in classes if written.dense is kind)
@@ -341,7 +342,7 @@ def bundled_config(
 
 
 def card(model: nn.Module, kind: type, recipe: list[str], classes: list[ModelClass]) -> str:
-    """Return what README.md says of the bundle."""
+    """Return the text of the bundle's README.md."""
     saved = next(written for written in classes if written.dense is kind)
     count = sum(parameter.numel() for parameter in model.parameters())
     new = added_parameters(model)

@@ -1,8 +1,8 @@
-"""The code that modules of certain classes need to run: the definitions, and of the classes those methods that anything calls.
+"""The code that modules of certain classes need to run: definitions, and for classes only the methods that any code calls.
 
-Code is followed by its names, from file to file: which globals it reads, where they stand in its text, and which attributes it
-names. Methods are followed by theirs, whoever calls them. Constructors of classes that only the table makes are left out, and with
-them what passes find out about a model.
+Code is followed by its names, from file to file: the globals that it reads, with their places in its text, and the attributes that
+it names. Methods are followed by name, whoever calls them. Constructors of classes that only the table instantiates are omitted,
+and so is the passes' analysis of models.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SourceFile:
 
     def __init__(self, module: str) -> None:
         self.module = module
-        found = sys.modules.get(module) or importlib.util.find_spec(module)  # which does not run it: what it imports may be missing
+        found = sys.modules.get(module) or importlib.util.find_spec(module)  # not run: a package that it imports may be missing
         path = getattr(found, "__file__", None) or getattr(found, "origin", None)
         if path is None or not path.endswith(".py"):
             raise CheckpointError(
@@ -68,7 +68,7 @@ class SourceFile:
             self.read(statement)
 
     def read(self, statement: ast.stmt) -> None:
-        if isinstance(statement, ast.If):  # what is imported for types alone
+        if isinstance(statement, ast.If):  # imports for types only
             for inner in statement.body:
                 self.read(inner)
         elif isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -83,12 +83,12 @@ class SourceFile:
 
 @functools.cache
 def source_file(module: str) -> SourceFile:
-    """Return the file of a module that can be imported."""
+    """Return the file of an importable module."""
     return SourceFile(module)
 
 
 def imports_of(statement: ast.Import | ast.ImportFrom) -> Iterator[Import]:
-    """Yield the names that a statement imports, `from __future__` apart."""
+    """Yield the names that a statement imports, except from `__future__`."""
     if isinstance(statement, ast.Import):
         yield from (Import(name.name, None, name.asname or name.name.split(".")[0]) for name in statement.names)
     elif statement.module and statement.module != "__future__":
@@ -108,7 +108,7 @@ def names_defined(statement: ast.stmt) -> list[str]:
 
 
 def resolve(module: str, name: str, ours: frozenset[str]) -> Definition | Import | None:
-    """Return where a global of a module comes from: a definition in one of `ours`, or an import; None if it is built in."""
+    """Return the source of a module's global: a definition in one of `ours`, or an import; None if it is built in."""
     file = source_file(module)
     if name in file.statements:
         return Definition(module, name)
@@ -117,7 +117,7 @@ def resolve(module: str, name: str, ours: frozenset[str]) -> Definition | Import
 
 
 def follow(found: Import, ours: frozenset[str]) -> Definition | Import | None:
-    """Return what is imported: a definition, where it comes from a package of `ours`."""
+    """Return the target of an import: its definition, if it is in a package of `ours`."""
     if found.package not in ours:
         return found
     if found.attribute is None or is_module(found.module, found.attribute):
@@ -148,7 +148,7 @@ CLASSES_ONLY = frozenset(("isinstance", "issubclass", "cast"))
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """A global name where it stands. `weak`: in an annotation, which nobody evaluates; `is_class`: only asked for as a class."""
+    """A global name and its place. `weak`: in an annotation, never evaluated; `is_class`: only used in a test for a class."""
 
     name: str
     node: ast.expr
@@ -158,7 +158,7 @@ class Reference:
 
 
 class References(ast.NodeVisitor):
-    """The references of a piece of code, its own imports and the attributes that it names."""
+    """The references of a piece of code: globals, its own imports, and the attributes that it names."""
 
     def __init__(self, *nodes: ast.AST, outside: frozenset[str] = frozenset()) -> None:
         self.found: list[Reference] = []
@@ -202,7 +202,7 @@ class References(ast.NodeVisitor):
         self.imports.update((imported.name, (imported, node)) for imported in imports_of(node))
 
     def annotation(self, node: ast.expr | None) -> None:
-        """An annotation is not evaluated, as in every file with `from __future__ import annotations`."""
+        """Visit an annotation, which is not evaluated in a file with `from __future__ import annotations`."""
         if node is not None:
             self.annotations.append(node)
             before, self.weak = self.weak, True
@@ -227,7 +227,7 @@ class References(ast.NodeVisitor):
         self.function(node, [node.body])
 
     def function(self, node: ast.FunctionDef | ast.Lambda, body: list[ast.stmt] | list[ast.expr]) -> None:
-        """A function: its defaults belong to what is around it, its body has names of its own."""
+        """Visit a function: its defaults belong to the enclosing scope, its body has local names."""
         arguments = arguments_of(node.args)
         for default in (*node.args.defaults, *(kw_default for kw_default in node.args.kw_defaults if kw_default is not None)):
             self.visit(default)
@@ -246,7 +246,7 @@ class References(ast.NodeVisitor):
             self.visit(statement)
 
     def comprehension(self, node: ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp) -> None:
-        """The targets of a comprehension are names of its own; the first iterable belongs to what is around it."""
+        """Visit a comprehension: its targets are local names, its first iterable belongs to the enclosing scope."""
         self.visit(node.generators[0].iter)
         self.scopes.append(frozenset(name for generator in node.generators for name in stored(generator.target)))
         for number, clause in enumerate(node.generators):
@@ -262,7 +262,7 @@ class References(ast.NodeVisitor):
 
 
 def arguments_of(arguments: ast.arguments) -> list[ast.arg]:
-    """Return all the arguments of a function."""
+    """Return all arguments of a function."""
     found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return found + [argument for argument in (arguments.vararg, arguments.kwarg) if argument is not None]
 
@@ -273,7 +273,7 @@ def stored(node: ast.AST) -> Iterator[str]:
 
 
 def assigned(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a statement makes local to its function: assigned, bound or imported, not in inner functions."""
+    """Yield the names that a statement makes local to its function: assigned, bound or imported, but not in inner functions."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         yield node.name
         return
@@ -294,13 +294,13 @@ def declared_global(node: ast.AST) -> Iterator[str]:
     return (name for child in ast.walk(node) if isinstance(child, ast.Global) for name in child.names)
 
 
-PRESENT = frozenset(("torch", "transformers", "numpy", *sys.stdlib_module_names))  # are there wherever a bundle is loaded
+PRESENT = frozenset(("torch", "transformers", "numpy", *sys.stdlib_module_names))  # available wherever a bundle is loaded
 CONSTRUCTORS = ("__init__", "__new__")
 
 
 @dataclasses.dataclass
 class Collected:
-    """A definition of which some code is needed: of a class its members by line, and what is read in it."""
+    """A needed definition; for a class, its needed members by line, and the references in them."""
 
     definition: Definition
     node: ast.stmt
@@ -309,10 +309,10 @@ class Collected:
 
 
 class Closure:
-    """The definitions that `roots` need, `collected`, and what they import from elsewhere, `imports`.
+    """The definitions that `roots` need, `collected`, and their imports from elsewhere, `imports`.
 
-    `constructed` are classes that others call; `ours` the packages whose code is collected; `called` methods that the table names.
-    `optional` are files that are read only by imports within functions, and import packages that may be missing.
+    `constructed` are classes that other code calls; `ours` the packages whose code is collected; `called` the methods that the
+    table names. `optional` files are read only by imports within functions, and import packages that may be missing.
     """
 
     def __init__(
@@ -330,13 +330,13 @@ class Closure:
         while self.waiting or self.add_members():
             while self.waiting:
                 self.add(self.waiting.pop())
-        for module, name in self.weak:  # of annotations: what is there anyway, and imports
+        for module, name in self.weak:  # of annotations: what is collected anyway, and imports
             found = resolve(module, name, self.ours)
             if isinstance(found, Import):
                 self.add_import(module, found)
 
     def add(self, definition: Definition) -> None:
-        """The definition is collected; of a class what is around its members."""
+        """Collect the definition; for a class, the statement without its members."""
         if definition in self.collected:
             return
         node = source_file(definition.module).statements[definition.name]
@@ -375,7 +375,7 @@ class Closure:
                     self.constructed.add(target)
 
     def follow_weak(self, module: str, name: str, target: Definition | Import | None) -> None:
-        """A name in an annotation: a type alias is collected, a class only where something else needs it."""
+        """Follow a name in an annotation: a type alias is collected, a class only if other code needs it."""
         if isinstance(target, Definition) and isinstance(
             source_file(target.module).statements[target.name], (ast.Assign, ast.AnnAssign)
         ):
@@ -388,7 +388,7 @@ class Closure:
         self.imports.setdefault(module, set()).add(found)
 
     def missing_packages(self, module: str) -> set[str]:
-        """Packages that a file imports at its top and that may be missing where a bundle is loaded."""
+        """Return packages that a file imports at its top and that may be missing where a bundle is loaded."""
         return {imported.package for imported in source_file(module).imports.values()} - PRESENT - self.ours
 
     def require_present(self, target: Definition) -> None:
@@ -398,7 +398,7 @@ class Closure:
     # Members of classes.
 
     def add_members(self) -> bool:
-        """Members that are needed by what has been collected are collected; whether there were any."""
+        """Collect the members of classes that the collected code needs; return whether there were any."""
         added = False
         for collected in list(self.collected.values()):
             if isinstance(collected.node, ast.ClassDef):
@@ -428,26 +428,26 @@ class Closure:
         return True
 
     def is_constructed(self, definition: Definition) -> bool:
-        """Return whether code calls the class, or one that is derived from it."""
+        """Return whether code calls the class, or one derived from it."""
         return definition in self.constructed or any(
             definition in self.bases(other) for other in self.collected if other in self.constructed
         )
 
     def bases(self, definition: Definition) -> list[Definition]:
-        """Return the classes of ours that a class is derived from."""
+        """Return the classes in `ours` from which a class is derived."""
         kind = live(definition)
         above = kind.__mro__[1:] if isinstance(kind, type) else ()
         return [Definition(base.__module__, base.__qualname__) for base in above if base.__module__.split(".")[0] in self.ours]
 
     def inherited(self, definition: Definition) -> set[str]:
-        """Return the names that code elsewhere may look up on the class: those that its bases from elsewhere have."""
+        """Return the names that foreign code may look up on the class: those of its bases outside `ours`."""
         kind = live(definition)
         above = kind.__mro__[1:-1] if isinstance(kind, type) else ()
         return {name for base in above if base.__module__.split(".")[0] not in self.ours for name in vars(base)}
 
 
 def live(definition: Definition) -> object:
-    """Return the object that a definition made; None where its file needs a package that is missing."""
+    """Return the object that a definition created; None if its file needs a package that is missing."""
     try:
         return getattr(importlib.import_module(definition.module), definition.name)
     except ImportError:

@@ -1,4 +1,4 @@
-"""The modelling code of a bundle: one file with the layers, the table of where they stand, and the classes that are loaded."""
+"""The modelling code of a bundle: one file with the layers, the table of their places, and the classes to load."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from retrofit.errors import CheckpointError
 
 IGNORED = re.compile(r"  # (?:type: ignore|noqa)(?:\[[^\]]*\])?(?:: \w+)?(?=\s*$|  #)")
 WIDTH = 120
-OWN = ["retrofit", "bundling"]  # whose code is behind the layers
+OWN = ["retrofit", "bundling"]  # whose code is written after the layers'
 ANY = Import("typing", "Any", "Any")
 
 Change = tuple[int, int, int, str]  # line, first and last column in bytes, text
 
 
 class SourceText:
-    """The text of a closure; `names` are those of its definitions there, among them none of `taken`."""
+    """The text of a closure; `names` are its definitions' names in it, all different from `taken`."""
 
     def __init__(self, closure: Closure, taken: Iterable[str] = ()) -> None:
         self.closure = closure
@@ -62,11 +62,11 @@ class SourceText:
                         yield found
 
     def target(self, file: str, reference: Reference, collected: Collected) -> Definition | Import | None:
-        """Return what a name in a definition means."""
+        """Return the target of a name in a definition."""
         return resolve(file, reference.name, self.closure.ours)
 
     def distinct_names(self, taken: set[str]) -> dict[Definition, str]:
-        """Return a name of its own for each definition; it differs from all others and from imports."""
+        """Return a unique name for each definition, different from all others and from imports."""
         taken |= {imported.name for imports in self.closure.imports.values() for imported in imports}
         names: dict[Definition, str] = {}
         for file in self.files:
@@ -82,7 +82,7 @@ class SourceText:
     # Text.
 
     def imports(self) -> set[Import]:
-        """Return the imports of all but optional files; raises `CheckpointError` where one name is imported from two places."""
+        """Return the imports of all but optional files. Raises `CheckpointError` if one name is imported from two places."""
         found = {
             imported for file in self.files if file not in self.closure.optional for imported in self.closure.imports.get(file, ())
         }
@@ -93,7 +93,7 @@ class SourceText:
         return "\n\n\n".join(self.section(file) for file in self.files)
 
     def section(self, file: str) -> str:
-        """Return what is collected of one file, below what the file says about itself."""
+        """Return the collected text of one file, below the file's own docstring."""
         title = " / ".join(part.replace("_", " ") for part in file.split(".")[1:])
         head = f"# {'─' * 3} {title} {'─' * max(3, WIDTH - 8 - len(title))}\n#\n"
         docstring_ = source_file(file).docstring
@@ -118,7 +118,7 @@ class SourceText:
         return head + ("\n\n" if first_is_constant else "\n\n\n") + body
 
     def definition(self, collected: Collected) -> str:
-        """Return the text of a definition: of a class, without the members that nothing needs."""
+        """Return the text of a definition; for a class, without unneeded members."""
         file = source_file(collected.definition.module)
         lines = dict(enumerate(file.lines, 1))
         first, last = extent(collected.node, file.lines)
@@ -140,7 +140,7 @@ class SourceText:
         return f"{text}\n    pass" if only_head else text
 
     def changes(self, collected: Collected) -> Iterator[Change]:
-        """Yield the names to be changed: of definitions with the same name, and annotations that nothing here defines."""
+        """Yield the names to be changed: of definitions with equal names, and annotations that nothing here defines."""
         name = self.names[collected.definition]
         if name != collected.definition.name:
             yield self.renamed_here(collected, name)
@@ -187,7 +187,7 @@ class SourceText:
 
 
 def extent(node: ast.stmt, lines: list[str], *, comments: bool = True) -> tuple[int, int]:
-    """Return the first and last line of a statement, with its decorators and the comments right above it."""
+    """Return the first and last line of a statement, with its decorators and the comments directly above it."""
     first = min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
     while comments and first > 1 and lines[first - 2].startswith("# ") and not lines[first - 2].startswith("# ─"):
         first -= 1
@@ -207,7 +207,7 @@ def contains(outer: ast.AST, inner: ast.AST) -> bool:
 
 WORDS = (Buffer, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight)  # of tables
 TABLE = "TABLE"
-STATES = Definition("retrofit.surgery.cache_memory", "histories_of")  # layers with this keep states in the cache
+STATES = Definition("retrofit.surgery.cache_memory", "histories_of")  # layers that use it store states in the cache
 LICENSE = """\
 # Generated by retrofit {version}, and under the license of its code, which it is made of:
 #
@@ -225,15 +225,15 @@ It needs torch and transformers, and nothing else:
 
     model = {auto}.from_pretrained(directory, trust_remote_code=True)
 
-Below are, in this order, the layers that the dense model does not have, each part after those it needs; how modules are put where
-a table says; the table; and the model's classes. Modules are made without their constructors: the table has their attributes.
+Below are, in this order: the layers that the dense model does not have, each part after those it needs; the code that puts modules
+in place by a table; the table; and the model's classes. Modules are created without constructors, from the table's attributes.
 """
 '''
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelClass:
-    """A class of the bundle: the dense class it is derived from, where it is in the whole model, the auto classes that load it."""
+    """A class of the bundle: its dense base class, the path in the whole model, and the auto classes that load it."""
 
     dense: type
     path: str
@@ -246,7 +246,7 @@ class ModelClass:
 
 @dataclasses.dataclass(frozen=True)
 class ModellingFile:
-    """The text of a bundle's modelling code, and the name it has for its config's class."""
+    """The text of a bundle's modelling code, and the name of its config class."""
 
     text: str
     config_name: str
@@ -255,7 +255,7 @@ class ModellingFile:
 def modelling_file(
     table: Mapping[str, Any], classes: Iterable[ModelClass], recipe: Iterable[str], model_type: str
 ) -> ModellingFile:
-    """Return the modelling code of the model with this table; raise `CheckpointError` where a layer needs what no bundle has."""
+    """Return the modelling code for the model with this table. Raises `CheckpointError` if a bundle cannot contain a layer."""
     classes = list(classes)
     config = classes[0].dense.config_class  # type: ignore[attr-defined]
     objects = list(objects_in(list(table.values())))
@@ -308,7 +308,7 @@ def modelling_file(
         LICENSE.format(version=__version__) + docstring + f"\nfrom __future__ import annotations\n\n{import_lines(imports, extra)}",
         source.write(),
         *(graph.source(graph_names[graph]) for graph in graphs),
-        f"# ─── what stands where {'─' * 100}\n\n{TABLE} = {table_lines}",
+        f"# ─── the table of modules {'─' * 97}\n\n{TABLE} = {table_lines}",
         f"# ─── the model's classes {'─' * 98}\n\n\n{config_class}",
         *(class_text(kind, classes[0].dense, config_name, STATES in closure.collected) for kind in classes),
     ]
@@ -316,7 +316,7 @@ def modelling_file(
 
 
 def is_ours(module: str) -> bool:
-    """Return whether a module's code is collected: not that of torch, transformers and what comes with Python."""
+    """Return whether a module's code is collected: all but that of torch, transformers and Python's own modules."""
     return module.split(".")[0] not in {"torch", "transformers", "builtins", *sys.stdlib_module_names}
 
 
@@ -342,7 +342,7 @@ def objects_in(spec: Any) -> Iterator[Any]:
 
 
 def definition_of(value: Any) -> Definition | None:
-    """Return where a class or a function is defined; None for what is no class, function or is built in."""
+    """Return the place of a class's or function's definition; None for other objects and for built-in ones."""
     if not isinstance(value, (type, types.FunctionType)) or not is_ours(value.__module__):
         return None
     return Definition(value.__module__, value.__qualname__)
@@ -350,7 +350,7 @@ def definition_of(value: Any) -> Definition | None:
 
 def class_text(made: ModelClass, whole: type, config_name: str, keeps_states: bool) -> str:
     where = f'    path = "{made.path}"\n    whole = {whole.__name__}\n' if made.path else ""
-    if keeps_states:  # engines with attention of their own ask for it, and `require_own_attention` does
+    if keeps_states:  # read by engines with their own attention, and by `require_own_attention`
         where += "    _supports_attention_backend = False  # layers need more of earlier tokens than their keys and values\n"
     return (
         f"class {made.name}(Bundled, {made.dense.__name__}):\n"
@@ -360,7 +360,7 @@ def class_text(made: ModelClass, whole: type, config_name: str, keeps_states: bo
 
 
 def import_lines(imports: Iterable[Import], extra: Iterable[str]) -> str:
-    """Return the statements, those of Python's own modules first."""
+    """Return the import statements, Python's own modules first."""
     whole = {imported.statement() for imported in imports if imported.attribute is None} | {
         text for text in extra if text.startswith("import ")
     }

@@ -1,4 +1,4 @@
-"""The modules of a rewritten model, put where a table says: nothing is analyzed, and nothing has weights yet.
+"""Put the modules of a rewritten model in place by a table, without analysis and before there are any weights.
 
     TABLE = {
         "model.embed_tokens.weight": Weight(99, 128),                 # a parameter of another size than the dense model's
@@ -6,9 +6,9 @@
     }
 
 A key is the path of a module of the dense model and one of its attributes: a child, a parameter, a buffer, or any other. A new
-module has the attributes that the table gives it, and no constructor runs. This file's code is part of every bundle.
+module has the attributes that the table gives it; no constructor runs. This file's code is part of every bundle.
 
-`Bundled` is the part of a bundle's model classes that they have in common.
+`Bundled` is the common part of a bundle's model classes.
 """
 
 from __future__ import annotations
@@ -27,53 +27,53 @@ HOOKS = {"_forward_pre_hooks": "register_forward_pre_hook", "_forward_hooks": "r
 
 
 class New:
-    """An object of the class `kind` with these attributes; those of a module are its children, parameters and buffers too."""
+    """An object of the class `kind` with these attributes; for a module they include its children, parameters and buffers."""
 
     def __init__(self, kind: Any, /, **attributes: Any) -> None:
         self.kind, self.attributes = kind, attributes
 
 
 class Dense:
-    """The dense model's module at `path`, or the attribute `name` that it has there."""
+    """The dense model's module at `path`, or its attribute `name`."""
 
     def __init__(self, path: str, name: str = "") -> None:
         self.path, self.name = path, name
 
 
 class Copy:
-    """A copy of the dense model's module at `path`, which shares all that it holds with it but these attributes."""
+    """A copy of the dense model's module at `path` that shares everything with it except these attributes."""
 
     def __init__(self, path: str, /, **attributes: Any) -> None:
         self.path, self.attributes = path, attributes
 
 
 class Shared:
-    """An object that the table names several times: in one place with its `value`, in the others by its name alone."""
+    """An object that the table names several times: once with its `value`, elsewhere only by name."""
 
     def __init__(self, name: str, value: New | Copy | None = None) -> None:
         self.name, self.value = name, value
 
 
 class Weight:
-    """A parameter of this size, in the dtype that the model is loaded in or its own; `None` for a size: there is none."""
+    """A parameter of this size, in its own dtype or the one that the model is loaded in; size `None`: the parameter is None."""
 
     def __init__(self, *size: int | None, dtype: torch.dtype | None = None, trained: bool = True) -> None:
         self.size, self.dtype, self.trained = size, dtype, trained
 
 
 class Buffer:
-    """A buffer of this size; `None` for a size: there is none."""
+    """A buffer of this size; size `None`: the buffer is None."""
 
     def __init__(self, *size: int | None, dtype: torch.dtype | None = None, saved: bool = True) -> None:
         self.size, self.dtype, self.saved = size, dtype, saved
 
 
 class Child:
-    """A registered child that is no module of the table: `Child()` is None."""
+    """A registered child that is not a module of the table: `Child()` is None."""
 
 
 class Unregistered:
-    """A module that is an attribute and not a child: it is saved, moved and counted elsewhere."""
+    """A module that is an attribute but not a child: it is saved, moved and counted elsewhere."""
 
     def __init__(self, module: Any) -> None:
         self.module = module
@@ -87,14 +87,14 @@ class Method:
 
 
 class Hook:
-    """A hook of a module; `keywords`: whether it gets the keywords of the call too."""
+    """A hook of a module; `keywords`: whether it also gets the call's keywords."""
 
     def __init__(self, function: Any, keywords: bool = False) -> None:
         self.function, self.keywords = function, keywords
 
 
 class Gone:
-    """In place of an attribute that the dense model has, and this one has not."""
+    """Marks an attribute of the dense model that this module lacks."""
 
 
 class Placing:
@@ -105,8 +105,8 @@ class Placing:
         inner = model.named_modules(remove_duplicate=False)
         self.dense = {f"{within}{name}" if name else path: module for name, module in inner}
         self.held = {place: {**vars(module), "_modules": dict(module._modules)} for place, module in self.dense.items()}
-        self.named: dict[str, New | Copy] = {}  # what the table shares
-        self.shared: dict[str, Any] = {}  # of these, what has been made
+        self.named: dict[str, New | Copy] = {}  # the shared objects in the table
+        self.shared: dict[str, Any] = {}  # those of them that exist already
 
     def place(self, table: Mapping[str, Any]) -> None:
         """Put every entry of the table that belongs to a module of the model in place."""
@@ -119,7 +119,7 @@ class Placing:
                 self.put(self.dense[path], name, spec)
 
     def put(self, owner: Any, name: str, spec: Any) -> None:
-        """`owner.name` is what `spec` says."""
+        """Set `owner.name` to the value of `spec`."""
         if not isinstance(owner, nn.Module):
             vars(owner)[name] = self.value(spec)
         elif name in HOOKS:
@@ -146,13 +146,13 @@ class Placing:
             (owner._modules if isinstance(value, nn.Module) and not isinstance(spec, Unregistered) else vars(owner))[name] = value
 
     def value(self, spec: Any) -> Any:
-        """Return what `spec` stands for; whatever is none of the table's own words stands for itself."""
+        """Return the value of `spec`; an object of any other class is its own value."""
         if isinstance(spec, (New, Copy)):
             return self.filled(self.begun(spec), spec)
         if isinstance(spec, Shared):
             if spec.name not in self.shared:
                 new = self.named[spec.name]
-                self.shared[spec.name] = self.begun(new)  # before its attributes, which may lead back to it
+                self.shared[spec.name] = self.begun(new)  # before its attributes, which may refer back to it
                 self.filled(self.shared[spec.name], new)
             return self.shared[spec.name]
         if isinstance(spec, Dense):
@@ -168,7 +168,7 @@ class Placing:
         return spec
 
     def begun(self, spec: New | Copy) -> Any:
-        """Return an object without the attributes that it is described by."""
+        """Return the object without the attributes in its description."""
         if isinstance(spec, New):
             return bare(spec.kind)
         made = object.__new__(type(self.dense[spec.path]))
@@ -176,7 +176,7 @@ class Placing:
         return made
 
     def filled(self, made: Any, spec: New | Copy) -> Any:
-        """Return an object with the attributes that it is described by."""
+        """Return the object with the attributes in its description."""
         for name, value in spec.attributes.items():
             self.put(made, name, value)
         return made
@@ -191,17 +191,17 @@ def bare(kind: Any) -> Any:
 
 
 def made_parameter(spec: Weight) -> nn.Parameter | None:
-    """Return the parameter, of zeros."""
+    """Return the parameter, filled with zeros."""
     return None if None in spec.size else nn.Parameter(torch.zeros(spec.size, dtype=spec.dtype), requires_grad=spec.trained)  # type: ignore[arg-type]
 
 
 def made_buffer(spec: Buffer) -> torch.Tensor | None:
-    """Return the buffer, of zeros."""
+    """Return the buffer, filled with zeros."""
     return None if None in spec.size else torch.zeros(spec.size, dtype=spec.dtype)  # type: ignore[arg-type]
 
 
 def shared_values(spec: Any) -> Iterator[Shared]:
-    """Yield what is shared within a part of the table."""
+    """Yield the shared objects within a part of the table."""
     if isinstance(spec, Shared):
         yield spec
     inner: Any = ()
@@ -217,14 +217,14 @@ def shared_values(spec: Any) -> Iterator[Shared]:
         yield from shared_values(item)
 
 
-ENGINES = frozenset(("vllm", "sglang"))  # packages with an attention that keeps keys and values by itself
+ENGINES = frozenset(("vllm", "sglang"))  # packages whose attention stores keys and values itself
 
 
 class Bundled:
-    """A dense transformers model, named behind this class, with the modules of a table put in place before its weights arrive.
+    """A dense transformers model, the next base class, with the modules of a table put in place before its weights are loaded.
 
-    `path` is where the model is in the one that the table is about: empty, or that of its base. A base has the modules that it has
-    in a dense model of the class `whole`, whatever its own class makes besides.
+    `path` is the place of this model in the table's model: empty, or that of its base. A base has the modules that it has in a
+    dense model of the class `whole`, even if its own class creates others.
     """
 
     table: Mapping[str, Any] = {}
@@ -244,14 +244,14 @@ class Bundled:
 
     @classmethod
     def _load_pretrained_model(cls, model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, **options: Any) -> Any:
-        """transformers translates no names: what it knows of this kind of model is about the dense one."""
+        """Load the weights without translating names: transformers' renamings for this kind of model are for the dense one."""
         if load_config.hf_quantizer is None:
             load_config = dataclasses.replace(load_config, weight_mapping=[])
         return super()._load_pretrained_model(model, state_dict, checkpoint_files, load_config, **options)  # type: ignore[misc]
 
     @classmethod
     def from_pretrained(cls, *inputs: Any, **options: Any) -> Any:
-        """Return the model with its weights, which begin where a cache line does: the last bits of a product may depend on it."""
+        """Return the model with its weights aligned to cache lines: the last bits of a product may depend on it."""
         loaded = super().from_pretrained(*inputs, **options)  # type: ignore[misc]
         model = loaded[0] if isinstance(loaded, tuple) else loaded
         for name in model._frozen:
@@ -262,7 +262,7 @@ class Bundled:
 
 
 def require_own_attention(kind: Any, config: Any) -> None:
-    """Raises `ValueError` where an engine attends in place of a model whose layers need more than keys and values."""
+    """Raises `ValueError` if an engine's attention replaces that of a model whose layers need more than keys and values."""
     name = getattr(config, "_attn_implementation", None)
     function = ALL_ATTENTION_FUNCTIONS.get(name) if isinstance(name, str) else None
     engine = str(getattr(function, "__module__", "")).partition(".")[0]
@@ -275,7 +275,7 @@ def require_own_attention(kind: Any, config: Any) -> None:
 
 @torch.no_grad()
 def rebuild_buffers(model: nn.Module) -> None:
-    """The buffers that are not saved hold what follows from the weights."""
+    """Compute the buffers that are not saved from the weights."""
     for module in model.modules():
         if hasattr(type(module), "rebuild_buffers"):
             module.rebuild_buffers()  # type: ignore[operator]

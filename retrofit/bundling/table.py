@@ -1,4 +1,4 @@
-"""The table of a bundle as Python text: what is the same at several depths is written once, for all of them.
+"""The table of a bundle as Python text: entries that are the same at several depths are written once for all of them.
 
 A graph module becomes a class: the Python code of its forward, which needs no graph.
 """
@@ -25,11 +25,11 @@ from retrofit.bundling.placing import HOOKS, Buffer, Child, Copy, Dense, Gone, H
 from retrofit.errors import CheckpointError
 from retrofit.provenance import ATTRIBUTE
 
-FREED = re.compile(r";[ ]+(?:\w+ = )+None[^\n]*$", re.MULTILINE)  # what a graph's code says when a value is not read any more
+FREED = re.compile(r";[ ]+(?:\w+ = )+None[^\n]*$", re.MULTILINE)  # a graph's code for releasing a value after its last use
 
 
 class WrittenGraph:
-    """A class to be written, `class_name` with the method `forward`, and what its code imports, as statements."""
+    """A class to be written, `class_name` with the method `forward`, and the imports of its code, as statements."""
 
     def __init__(self, class_name: str, forward: str, imports: frozenset[str]) -> None:
         self.class_name, self.forward, self.imports = class_name, forward, imports
@@ -42,17 +42,17 @@ class WrittenGraph:
 
     @staticmethod
     def of(module: fx.GraphModule) -> WrittenGraph:
-        """Return the class of a graph module; children, parameters and buffers are attributes, as they are the graph module's."""
+        """Return the class for a graph module; children, parameters and buffers are attributes, as in the graph module."""
         code = module.graph.python_code(root_module="self")
         source = FREED.sub("", code.src).strip()
         for name, value in code.globals.items():
-            if isinstance(value, str):  # a type that was given as text
+            if isinstance(value, str):  # a type given as text
                 source = source.replace(f" : {name}", "").replace(f" -> {name}", "")
         imports = frozenset(import_of(name, value) for name, value in code.globals.items() if uses(source, name))
         return WrittenGraph(type(module).__name__, source, imports)
 
     def source(self, name: str) -> str:
-        """Return the class as text, under this name."""
+        """Return the text of the class, with this name."""
         body = "\n".join(f"    {line}".rstrip() for line in self.forward.splitlines())
         return f'class {name}(nn.Module):\n    """What the dense model computes there, read from its graph."""\n\n{body}'
 
@@ -62,7 +62,7 @@ def uses(source: str, name: str) -> bool:
 
 
 def import_of(name: str, value: Any) -> str:
-    """Return the statement by which a module has this global of a graph's code."""
+    """Return the statement by which a module imports or defines this global of a graph's code."""
     if isinstance(value, types.ModuleType):
         return f"import {value.__name__}" if value.__name__ == name else f"import {value.__name__} as {name}"
     if isinstance(value, float):
@@ -77,11 +77,11 @@ Named = Callable[[Any], str]  # the expression for a class or function of the bu
 
 
 class TableText:
-    """Writes a table; `own` names what the bundle's own code defines, `imports` is what the text needs from elsewhere."""
+    """Writes a table; `own` names what the bundle's own code defines, `imports` collects the imports that the text needs."""
 
     def __init__(self, own: Named) -> None:
         self.own, self.imports = own, set[Import]()
-        self.prefix = self.depth = ""  # of the entry that is written for several depths: its path, the number there
+        self.prefix = self.depth = ""  # of the entry being written for several depths: its path, its number
 
     def write(self, table: Mapping[str, Any]) -> str:
         """Return the dict display of the table."""
@@ -100,14 +100,14 @@ class TableText:
         return "\n".join([*lines, "}"])
 
     def grouped(self, table: Mapping[str, Any]) -> list[tuple[list[str], Any]]:
-        """Return the entries, those that are the same but for one number in their paths together, in order of the first."""
+        """Return the entries in order, grouped if they are equal except for one number in their paths."""
         groups: dict[tuple[str, str], list[str]] = {}
         for key, spec in table.items():
             groups.setdefault(self.form(key, spec), []).append(key)
         return [(keys, table[keys[0]]) for keys in groups.values()]
 
     def form(self, key: str, spec: Any) -> tuple[str, str]:
-        """Return the entry as it is written for several depths: of those with the same form one text is written."""
+        """Return the entry as written for several depths: entries with equal forms share one text."""
         if not prefix_of(key):
             return key, ""
         self.at(prefix_of(key))
@@ -116,13 +116,13 @@ class TableText:
         return form
 
     def at(self, prefix: str) -> None:
-        """From now on paths that begin so are written for several depths; with an empty one none are."""
+        """Write paths that begin with `prefix` for several depths from now on; none if it is empty."""
         self.prefix, self.depth = prefix, prefix.rpartition(".")[2]
 
     # One entry.
 
     def entry(self, head: str, spec: Any, indent: int) -> list[str]:
-        """Return the lines of `head` and a value, with a comma behind."""
+        """Return the lines of `head` and a value, followed by a comma."""
         space = "    " * indent
         whole = f"{space}{head}{self.expression(spec)},"
         if len(whole) <= WIDTH:
@@ -136,7 +136,7 @@ class TableText:
         return [*lines, f"{space}{closing},"]
 
     def opened(self, spec: Any) -> tuple[str, list[tuple[str, Any]], str]:
-        """Return how a value that does not fit into a line begins, its parts with what is before each, and how it ends."""
+        """Return the beginning of a value that needs several lines, its parts with the text before each, and its end."""
         if isinstance(spec, New):
             return "New(", [("", Plain(self.reference(spec.kind))), *self.keywords(spec.attributes)], ")"
         if isinstance(spec, Copy):
@@ -163,7 +163,7 @@ class TableText:
         return [*plain, ("**", others)] if others else plain
 
     def expression(self, spec: Any) -> str:
-        """Return a value in one line."""
+        """Return a value on one line."""
         if isinstance(spec, Plain):
             return spec.text
         if isinstance(spec, (New, Copy, Unregistered, Method, Hook)) or (isinstance(spec, Shared) and spec.value is not None):
@@ -204,14 +204,14 @@ class TableText:
         return f"Buffer({', '.join([*given, *([] if spec.saved else ['saved=False'])])})"
 
     def text(self, value: str) -> str:
-        """Return a string; where an entry is written for several depths, a path at its depth has their number in it."""
+        """Return a string literal; in an entry for several depths, a path contains the loop's number instead of its own."""
         if not self.prefix or not (value == self.prefix or value.startswith(f"{self.prefix}.")):
             return quoted(value)
         before, after = self.prefix[: -len(self.depth)], value[len(self.prefix) :]
         return 'f"' + in_braces(before) + "{" + INDEX + "}" + in_braces(after) + '"'
 
     def reference(self, value: Any) -> str:
-        """Return the expression for a class or a function, imported where that is needed."""
+        """Return the expression for a class or a function, importing it if needed."""
         own = self.own(value)
         if own:
             return own
@@ -240,7 +240,7 @@ class TableText:
 
 
 class Plain:
-    """Text that is an expression already."""
+    """Text that is already an expression."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -252,18 +252,18 @@ def quoted(value: str) -> str:
 
 
 def in_braces(value: str) -> str:
-    """Return the string as a part of a formatted one: nothing of it is evaluated."""
+    """Return the string as a part of a formatted one: nothing in it is evaluated."""
     return quoted(value)[1:-1].replace("{", "{{").replace("}", "}}")
 
 
 def prefix_of(key: str) -> str:
-    """Return the beginning of a path up to its first number; empty where it has none."""
+    """Return the beginning of a path up to its first number; empty if it has none."""
     match = re.search(r"(?:^|\.)\d+(?=\.|$)", key)
     return "" if match is None else key[: match.end()]
 
 
 def numbers_text(numbers: Sequence[int]) -> str:
-    """Depths as a range, where they are one."""
+    """Return depths as text, as a range if they form one."""
     step = numbers[1] - numbers[0]
     if step > 0 and list(numbers) == list(range(numbers[0], numbers[-1] + 1, step)):
         bounds = [str(numbers[0])] * bool(numbers[0] or step > 1) + [str(numbers[-1] + step)] + [str(step)] * (step > 1)
@@ -276,25 +276,25 @@ def numbers_text(numbers: Sequence[int]) -> str:
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), slice, range, torch.dtype, torch.Size, type(Ellipsis))
 CALLABLE = (types.FunctionType, types.BuiltinFunctionType, type, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-TORCHS = frozenset(vars(nn.Module()))  # what every module holds
+TORCHS = frozenset(vars(nn.Module()))  # attributes of every module
 REGISTRIES = ("_modules", "_parameters", "_buffers")
 POST_HOOKS = "_load_state_dict_post_hooks"
-OURS = frozenset(  # what retrofit and transformers keep about a model, and a bundle does not need or has from elsewhere
+OURS = frozenset(  # records of retrofit and transformers about a model that a bundle does not need, or has from elsewhere
     f"training {ATTRIBUTE} retrofit_hooks hf_quantizer "
     "_published_conversions _weight_conversions _is_hf_initialized config generation_config".split()
 )
-GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - TORCHS  # what a graph module keeps of its graph
+GRAPHS = frozenset(vars(fx.GraphModule(nn.Module(), fx.Graph()))) - TORCHS  # a graph module's records of its graph
 
 
 class DenseState:
-    """The state of the modules of a dense model, as it was when this was made."""
+    """The state of the modules of a dense model, at the time of its creation."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())
         self.paths = {id(module): path for path, module in self.modules.items()}
         self.held = {path: {name: copied(value) for name, value in vars(module).items()} for path, module in self.modules.items()}
         self.weights = {path: weights_of(module) for path, module in self.modules.items()}
-        self.attributes: dict[int, Dense] = {}  # objects that the model's own code made, by which attribute they are found
+        self.attributes: dict[int, Dense] = {}  # objects of the model's own code → the attribute under which they are found
         for path, module in self.modules.items():
             for name, value in vars(module).items():
                 if name not in TORCHS and not isinstance(
@@ -304,19 +304,19 @@ class DenseState:
 
 
 class Structure:
-    """`table`: what differs in `model` from the dense model that it was; it is on the meta device, made in the dtype `default`."""
+    """`table`: the differences of `model` from its dense model; it is on the meta device, created in the dtype `default`."""
 
     def __init__(self, model: nn.Module, dense: DenseState, default: torch.dtype) -> None:
         self.model, self.dense, self.default = model, dense, default
         self.places = {id(module): path for path, module in reversed(list(model.named_modules(remove_duplicate=False)))}
         self.seen: dict[int, tuple[Any, New | Copy]] = {}  # an object and its description, by id
-        self.named: dict[int, str] = {}  # ids of those that are met again, with the name they are shared by
+        self.named: dict[int, str] = {}  # ids of objects met again, with the names under which they are shared
         self.mentioned: list[str] = []  # paths of dense modules that an entry names
         self.table: dict[str, Any] = {}
         self.fill()
 
     def fill(self) -> None:
-        """Add an entry for all that differs, of modules that are in the model or named by an entry."""
+        """Add an entry for every difference, in modules that are in the model or named by an entry."""
         present = {id(module) for module in self.model.modules()}
         waiting = [path for path, module in self.dense.modules.items() if id(module) in present]
         done = set[str]()
@@ -332,7 +332,7 @@ class Structure:
         self.table = {key: with_names(spec, names) for key, spec in self.table.items()}
 
     def compare(self, path: str) -> None:
-        """The entries of one module of the dense model."""
+        """Add the entries of one module of the dense model."""
         module, before = self.dense.modules[path], self.dense.held[path]
         within = f"{path}." if path else ""
         for name, child in module._modules.items():
@@ -358,7 +358,7 @@ class Structure:
                 self.table[f"{within}{name}"] = Gone()
 
     def add(self, entries: dict[str, Any], key: str, name: str, module: nn.Module) -> None:
-        """The attribute `name` of a module, one of torch's or another, is among the entries as `key`."""
+        """Add the attribute `name` of a module, torch's or any other, to the entries as `key`."""
         value = vars(module)[name]
         if name in HOOKS:
             keywords = vars(module)[f"{name}_with_kwargs"]
@@ -371,7 +371,7 @@ class Structure:
             raise refused(key, f"it has hooks of a kind that a bundle cannot have ({name})")
 
     def described(self, value: Any, where: str) -> Any:
-        """Return the description of any value; raises `CheckpointError` for what has none."""
+        """Return the description of any value. Raises `CheckpointError` if there is none."""
         if isinstance(value, enum.Enum) or type(value) in PLAIN:
             return value
         if isinstance(value, CALLABLE):
@@ -399,7 +399,7 @@ class Structure:
         return self.shared(value, where)
 
     def attribute(self, value: Any, where: str) -> Any:
-        """Return the description of what is no child: a module that is one elsewhere is described there."""
+        """Return the description of an attribute that is not a child; a module registered elsewhere is described there."""
         if not isinstance(value, nn.Module):
             return self.described(value, where)
         if id(value) in self.places and id(value) not in self.dense.paths:
@@ -407,7 +407,7 @@ class Structure:
         return Unregistered(self.described(value, where))
 
     def copied_from(self, module: nn.Module) -> str | None:
-        """Return the path of the dense module of which this one is a copy, with other children; None where there is none."""
+        """Return the path of the dense module that this one is a copy of, with other children; None if there is none."""
         for path, held in self.dense.held.items():
             if type(self.dense.modules[path]) is type(module) and vars(module).keys() == held.keys():
                 names = vars(module).keys() - {"_modules", "training"}
@@ -416,7 +416,7 @@ class Structure:
         return None
 
     def config(self, value: Any, where: str) -> Any:
-        """Return a copy of one of the model's configs, as that."""
+        """Return the dense model's attribute with an equal config. Raises `CheckpointError` if there is none."""
         for attribute in self.dense.attributes.values():
             known = self.dense.held[attribute.path][attribute.name]
             if type(known) is type(value) and known.to_dict() == value.to_dict():
@@ -424,7 +424,7 @@ class Structure:
         raise refused(where, "it keeps a config that is none of the model's")
 
     def shared(self, value: Any, where: str) -> Any:
-        """Return the description of an object that is not plain; by a name where it is met again."""
+        """Return the description of an object that is not plain; by name if it is met again."""
         if id(value) in self.seen:
             return Shared(self.named.setdefault(id(value), self.places.get(id(value), f"{type(value).__name__} of {where}")))
         original = self.copied_from(value) if isinstance(value, nn.Module) and id(value) not in self.places else None
@@ -442,7 +442,7 @@ class Structure:
         return new
 
     def describe_module(self, module: nn.Module, new: New, where: str) -> None:
-        """`new` has the attributes of a module that the dense model does not have."""
+        """Set the attributes of `new` to those of a module that the dense model does not have."""
         if isinstance(module, fx.GraphModule):
             new.kind = WrittenGraph.of(module)
         elif "<locals>" in type(module).__qualname__:
@@ -472,12 +472,12 @@ class Structure:
         return Buffer(*value.shape, dtype=self.own_dtype(value), saved=saved)
 
     def own_dtype(self, value: torch.Tensor) -> torch.dtype | None:
-        """Return the dtype of a tensor that has one of its own, whatever the model is loaded in."""
+        """Return the dtype of a tensor that keeps its own, in whatever dtype the model is loaded."""
         return None if value.dtype == self.default else value.dtype
 
 
 def with_names(spec: Any, names: Mapping[int, str]) -> Any:
-    """Return a part of the table in which repeated objects are `Shared` at first; `names` by the id of their description."""
+    """Return a part of the table in which the first of repeated objects is `Shared`; `names` are by the id of their description."""
     if isinstance(spec, (New, Copy)):
         spec.attributes = {name: with_names(attribute, names) for name, attribute in spec.attributes.items()}
         return Shared(names[id(spec)], spec) if id(spec) in names else spec
@@ -492,12 +492,12 @@ def with_names(spec: Any, names: Mapping[int, str]) -> Any:
 
 
 def copied(value: Any) -> Any:
-    """`value`, a container copied, so that what is changed in it later can be seen."""
+    """Return `value`, containers copied, so that later changes of it can be detected."""
     return value.copy() if isinstance(value, (list, dict, set, OrderedDict)) else value
 
 
 def weights_of(module: nn.Module) -> dict[str, Any]:
-    """Of each parameter and buffer its kind, size and dtype, and whether it is trained or saved; of a buffer also which it is."""
+    """Return kind, size and dtype of each parameter and buffer, and whether it is trained or saved; also a buffer's identity."""
     found: dict[str, Any] = {}
     for name, weight in module._parameters.items():
         found[name] = None if weight is None else ("parameter", weight.shape, weight.dtype, weight.requires_grad)
@@ -508,7 +508,7 @@ def weights_of(module: nn.Module) -> dict[str, Any]:
 
 
 def differs(value: Any, before: Any) -> bool:
-    """Return whether an attribute is another than before."""
+    """Return whether an attribute differs from its earlier value."""
     if value is before:
         return False
     plain = (*PLAIN, list, tuple, dict, set, frozenset, OrderedDict)

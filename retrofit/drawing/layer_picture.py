@@ -1,7 +1,7 @@
-"""One layer as a panel: the stream as a thick line, each branch leaving it through its norm and joining again at ⊕.
+"""One layer as a panel: the stream as a thick line; each branch leaves it through its norm and joins it again at ⊕.
 
-The panel also says what passes did: a rewritten model carries their reports (`Rewrite`). That a stream is of several blocks is seen
-from the graph, where it is wider between the layers than these are.
+The panel also shows the changes made by passes, from the reports that a rewritten model carries (`Rewrite`). A stream of several
+blocks is recognized in the graph: it is wider between the layers than in them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IN_A_PATH = re.compile(r"(?<=[._])\d+")
 
 @dataclasses.dataclass(frozen=True)
 class RewrittenSites:
-    """The sites of a model's passes, each with the method and what it does there."""
+    """The sites of a model's passes, each with the method and the change."""
 
     methods: tuple[str, ...] = ()
     said: tuple[tuple[str, str], ...] = ()  # (module path, "altup: works on block 0 of 2")
@@ -35,11 +35,11 @@ class RewrittenSites:
         )
 
     def at_branch(self, branch: Branch, layer: Layer) -> list[str]:
-        """Return what was done to the branch, and to nothing else of its layer."""
+        """Return the changes to the branch alone."""
         return [text for name, text in self.said if belongs_to_branch(name, branch, layer)]
 
     def at_layer(self, layer: Layer) -> list[str]:
-        """Return what was done to the layer as a whole, or to modules in it that are no branch's."""
+        """Return the changes to the layer as a whole, or to modules in it that belong to no branch."""
         return [
             text
             for name, text in self.said
@@ -47,17 +47,17 @@ class RewrittenSites:
         ]
 
     def at_module(self, names: Sequence[str]) -> list[str]:
-        """Return what was done to a module that is no layer's."""
+        """Return the changes to a module outside the layers."""
         return [text for name, text in self.said if name in names]
 
     def kind(self, layer: Layer) -> Hashable:
-        """Return what is equal in two layers that one panel fits: their structure, and what was done to both."""
+        """Return a key that is equal for two layers with the same panel: their structure, and the changes made to both."""
         texts = [*self.at_layer(layer), *(text for branch in layer.branches for text in self.at_branch(branch, layer))]
         return structure(layer), tuple(IN_A_PATH.sub("*", text) for text in texts)
 
 
 def belongs_to_branch(name: str, branch: Branch, layer: Layer) -> bool:
-    """Return whether a site is the branch's module, holds nothing else of the layer, or is inside it."""
+    """Return whether a site is the branch's module, contains only it of the layer, or is inside it."""
     if not branch.name or not is_within(name, layer.name) or layer.name in (name, branch.name):
         return False
     others = [other.name for other in layer.branches if other is not branch]
@@ -70,19 +70,19 @@ def is_within(name: str, owner: str) -> bool:
 
 
 def blocks_of(anatomy: Anatomy, stack: Stack) -> int:
-    """Return how many blocks the stream has between the layers, each as wide as these compute in; 1 where it is no wider."""
+    """Return the number of blocks of the stream between the layers, each as wide as the layers' own stream; 1 if it is no wider."""
     return max((blocks_at(anatomy, layer.entry, stack.width) for layer in stack.layers), default=1)
 
 
 def blocks_at(anatomy: Anatomy, node: str, width: int) -> int:
-    """Return how many times as wide as `width` the stream is at a node of the graph."""
+    """Return the width of the stream at a node of the graph as a multiple of `width`."""
     shape = anatomy.graph.nodes.get(node, {}).get("shape") or ()
     wide = shape[-1] if shape and isinstance(shape[-1], int) else width
     return max(1, wide // width) if width and wide % width == 0 else 1
 
 
 def wrapped(texts: Iterable[str], width: float, face: Face = REWRITTEN) -> list[tuple[str, Face]]:
-    """Return the texts as lines of that width at most, each text once."""
+    """Return the texts as lines of at most that width, each text once."""
     lines: list[tuple[str, Face]] = []
     for text in dict.fromkeys(texts):
         line = ""
@@ -139,20 +139,20 @@ class Frame:
 
     @property
     def side(self) -> int:
-        """The direction from the stream to the branches."""
+        """Return the direction from the stream to the branches."""
         return -1 if self.mirrored else 1
 
     def at(self, offset: float) -> float:
-        """Return the point `offset` away from the edge on the stream's side."""
+        """Return the x coordinate at this offset from the edge on the stream's side."""
         return self.right - offset if self.mirrored else self.left + offset
 
     def box(self, offset: float, width: float) -> float:
-        """Return the left edge of a box that begins `offset` away from the edge on the stream's side."""
+        """Return the left edge of a box at this offset from the edge on the stream's side."""
         return self.at(offset + width) if self.mirrored else self.at(offset)
 
     @property
     def clear(self) -> tuple[float, float]:
-        """The left and right edge of text that leaves room for the stream."""
+        """Return the left and right edge of text that leaves room for the stream."""
         near, far = self.at(STREAM_AT + 24), self.at(self.width - EDGE)
         return min(near, far), max(near, far)
 
@@ -176,7 +176,7 @@ def branch_lines(branch: Branch, layer: Layer, sites: RewrittenSites) -> list[tu
 
 
 def rewritten_lines(branch: Branch, layer: Layer, sites: RewrittenSites) -> list[tuple[str, Face]]:
-    """Return what passes did to a branch."""
+    """Return the lines on the changes that passes made to a branch."""
     return wrapped(sites.at_branch(branch, layer), WIDEST - 2 * PAD)
 
 
@@ -185,7 +185,7 @@ def branch_title(branch: Branch) -> str:
 
 
 def box_width(branch: Branch, layer: Layer, sites: RewrittenSites) -> float:
-    """Return how wide the box of a branch has to be, within limits."""
+    """Return the width of a branch's box, within limits."""
     first = TITLE.width(branch_title(branch)) + 20 + BODY.width(compact(branch.parameters))
     widest = max([first, *(face.width(text) for text, face in branch_lines(branch, layer, sites))])
     return min(max(widest + 2 * PAD, NARROWEST), WIDEST)
@@ -207,7 +207,7 @@ def parallel_branches(layer: Layer) -> list[list[int]]:
 
 
 def panel_width(layer: Layer, sites: RewrittenSites = UNTOUCHED) -> float:
-    """Return how wide a panel has to be for all branches of `layer`."""
+    """Return the width of a panel for all branches of `layer`."""
     needed = NARROWEST
     for group in parallel_branches(layer):
         widest = max(box_width(layer.branches[index], layer, sites) for index in group)
@@ -216,7 +216,7 @@ def panel_width(layer: Layer, sites: RewrittenSites = UNTOUCHED) -> float:
 
 
 def panel_lines(layers: Sequence[Layer], same: str, norms: Sequence[str]) -> list[str]:
-    """Return the lines below the title of a panel: where the layers are, what else is to be said of them."""
+    """Return the lines below the title of a panel: where the layers are, and notes."""
     name = common_name([layer.name for layer in layers]) if all(layer.name for layer in layers) else "no module of their own"
     unplaced = ", ".join(relative(norm, layers[0].name) for norm in norms)
     return [name, *filter(None, [sharing(layers), same, unplaced and f"norms: {unplaced}"])]
@@ -228,11 +228,11 @@ class LayerPicture:
     def __init__(self, sheet: Sheet, frame: Frame, sites: RewrittenSites = UNTOUCHED) -> None:
         self.sheet, self.frame, self.sites = sheet, frame, sites
         self.inlets: list[Inlet] = []
-        self.drawn: dict[Hashable, str] = {}  # structure → the layers it was drawn in full for
+        self.drawn: dict[Hashable, str] = {}  # structure → the layers for which it was drawn in full
         self.brief = False  # whether the current layer was drawn before
 
     def draw(self, layers: Sequence[Layer], positions: Sequence[int], norms: Norms, y: float) -> float:
-        """One panel for all of `layers`, its lower edge at `y`; returns its upper edge. What was drawn before is drawn in brief."""
+        """Draw one panel for all of `layers`, its lower edge at `y`, in brief if drawn before; return its upper edge."""
         layer, frame, bottom = layers[0], self.frame, y
         same = self.drawn.setdefault(structure(layer), layer_range(positions))
         self.brief = same != layer_range(positions)
@@ -259,7 +259,7 @@ class LayerPicture:
             self.sheet.text(left, top + 39 + LINE * number, line, face, width=right - left)
 
     def branches(self, layer: Layer, group: Sequence[int], norms: Norms, y: float) -> float:
-        """Return the branches of `group` side by side between one tap and one ⊕; returns the upper edge of the ⊕."""
+        """Draw the branches of `group` side by side between one tap and one ⊕; return the upper edge of the ⊕."""
         frame, sheet = self.frame, self.sheet
         room = frame.width - BRANCH_AT - EDGE
         width = (room - (len(group) - 1) * BESIDE) / len(group)
@@ -304,18 +304,18 @@ class LayerPicture:
             sheet.text(x + PAD, baseline, text, face, width=width - 2 * PAD)
 
     def stream_norms(self, names: Sequence[str], layer: Layer, y: float) -> float:
-        """Norms that act on the stream itself, upwards from `y`."""
+        """Draw norms that act on the stream itself, upwards from `y`; return the position above them."""
         left, right = self.frame.clear
         return self.pills(names, layer, self.frame.stream, y - 10, right - left) + (10 if not names else STEP - 6)
 
     def pills(self, names: Sequence[str], layer: Layer, x: float, y: float, room: float) -> float:
-        """Norms one above the other, the first with its lower edge at `y`; returns where the next one would go."""
+        """Draw norms one above the other, the first with its lower edge at `y`; return the position of the next one."""
         for name in names:
             y = self.pill(x, y, relative(name, layer.name), room) - STEP
         return y
 
     def pill(self, x: float, y: float, name: str, room: float) -> float:
-        """Return a norm with its lower edge at `y`, its name next to it; returns its upper edge."""
+        """Draw a norm with its lower edge at `y` and its name next to it; return its upper edge."""
         sheet, top = self.sheet, y - PILL_HEIGHT
         sheet.box(x - PILL_WIDTH / 2, top, PILL_WIDTH, PILL_HEIGHT, "#ffffff", FAINT, PILL_HEIGHT / 2)
         sheet.text(x, top + 14, "norm", LABEL, "middle")
@@ -325,7 +325,7 @@ class LayerPicture:
 
 
 def drop_straight_points(points: Sequence[Point]) -> list[Point]:
-    """Return the points without those that repeat the one before or lie on the way to the next."""
+    """Return the points without those that repeat the previous one or lie on the way to the next."""
     kept: list[Point] = []
     for point in points:
         if kept and kept[-1] == point:

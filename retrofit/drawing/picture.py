@@ -1,7 +1,7 @@
-"""An anatomy as a drawing: inputs at the bottom, one column a stack, layers that repeat drawn once, outputs at the top.
+"""An anatomy as a drawing: inputs at the bottom, one column per stack, repeated layers drawn once, outputs at the top.
 
-The drawing is self-contained SVG: no script, no font and no style sheet from elsewhere. Everything is drawn upwards from the line
-the stems stand on, so heights are negative.
+The drawing is self-contained SVG, without external scripts, fonts or style sheets. Everything is drawn upwards from the baseline of
+the stems, so heights are negative.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ WIDEST_PIECE = 430.0
 
 @dataclasses.dataclass
 class Column:
-    """One stack, its surroundings, and where they were drawn."""
+    """One stack, its surroundings, and the places where they were drawn."""
 
     stack: Stack
     folds: tuple[Fold, ...]
@@ -52,23 +52,23 @@ class Column:
     stem_entries: list[tuple[Piece, Point]] = dataclasses.field(default_factory=list)  # left edges of the stem's boxes
     sites: RewrittenSites = UNTOUCHED
     blocks: int = 1  # of the stream, each as wide as the layers
-    floor: float = 0.0  # above what it shares with others
+    floor: float = 0.0  # above the pieces that it shares with others
     entry: float = 0.0  # where other stacks join the stream, below the first layer
     top: float = 0.0
 
     @property
     def crossing(self) -> list[Branch]:
-        """The cross-attentions of the stack."""
+        """Return the cross-attentions of the stack."""
         return [branch for layer in self.stack.layers for branch in layer.branches if branch.role == "cross-attention"]
 
     @property
     def brackets(self) -> float:
-        """The room that the brackets of repeated layers take."""
+        """Return the room for the brackets of repeated layers."""
         return bracket_depth(self.folds) * bracket_width(self.folds)
 
     @property
     def left(self) -> float:
-        """The left edge, brackets included."""
+        """Return the left edge, including brackets."""
         return self.frame.left - (0 if self.frame.mirrored else self.brackets)
 
     @property
@@ -85,7 +85,7 @@ class Layout:
 
 
 def lay_out(anatomy: Anatomy, around: Surroundings, placement: Placement) -> Layout:
-    """Return every piece around the stacks has its place; modules without parameters have none."""
+    """Return the layout, in which every piece around the stacks has a place, except modules without parameters."""
     sites = RewrittenSites.of(anatomy)
     columns = tuple(
         Column(stack, fold_sequence([sites.kind(layer) for layer in stack.layers]), sites=sites, blocks=blocks_of(anatomy, stack))
@@ -128,7 +128,7 @@ def column_width(column: Column) -> float:
 
 
 def piece_width(piece: Piece) -> float:
-    """Return how wide a piece's box has to be, within limits: for name and class, or else for the name alone."""
+    """Return the width of a piece's box, within limits: for name and class, or else for the name alone."""
     full = 44 + NAME.width(piece.name) + max(BODY.width(class_and_size(piece)), BODY.width(dimensions(piece)))
     return full if full <= WIDEST_PIECE else min(full - BODY.width(piece.kind), WIDEST_PIECE)
 
@@ -143,12 +143,12 @@ def dimensions(piece: Piece) -> str:
 
 
 def bracket_depth(folds: Sequence[Fold]) -> int:
-    """Return how many brackets are next to one another."""
+    """Return the number of brackets next to one another."""
     return max(((fold.times > 1) + bracket_depth(fold.body) for fold in folds), default=0)
 
 
 def bracket_width(folds: Sequence[Fold]) -> float:
-    """Return the room that one bracket with its number takes."""
+    """Return the room for one bracket with its number."""
     return 30 + BRACKET.width(f"×{most_repetitions(folds)}")
 
 
@@ -169,19 +169,19 @@ def stream_width(width: int, blocks: int) -> str:
 
 
 def lanes(stream: float, blocks: int) -> list[float]:
-    """Return where the lines of the stream's blocks are, next to one another, up to as many as there is room for."""
+    """Return the positions of the lines of the stream's blocks, next to one another, as many as fit."""
     shown = min(blocks, MOST_LANES)
     return [stream + APART * (place - (shown - 1) / 2) for place in range(shown)]
 
 
 def svg(anatomy: Anatomy) -> str:
-    """Return the anatomy drawn as one SVG file."""
+    """Return the drawing of the anatomy as one SVG file."""
     with plainly_styled():
         return Picture(anatomy).draw()
 
 
 class Picture:
-    """Draws the columns of an anatomy and what connects them."""
+    """Draws the columns of an anatomy and their connections."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.anatomy = anatomy
@@ -274,7 +274,7 @@ class Picture:
         written: Iterator[tuple[Fold, tuple[int, ...]]],
         y: float,
     ) -> float:
-        """Return the folds upwards from `y`, each repeated one in a bracket; returns where the next one goes."""
+        """Draw the folds upwards from `y`, each repeated one in a bracket; return the position of the next one."""
         for fold in folds:
             bottom = y
             if fold.body:
@@ -296,7 +296,7 @@ class Picture:
         )
 
     def draw_piece(self, piece: Piece, left: float, right: float, y: float) -> float:
-        """Return a module outside the layers, its lower edge at `y`; returns its upper edge."""
+        """Draw a module outside the layers, its lower edge at `y`; return its upper edge."""
         if piece.part is None:
             return self.draw_bar(piece, left, right, y)
         sheet, width = self.sheet, right - left
@@ -316,7 +316,7 @@ class Picture:
         return top
 
     def draw_bar(self, piece: Piece, left: float, right: float, y: float) -> float:
-        """Return a module that is neither embedding nor head, its class left out where there is no room for it."""
+        """Draw a module that is neither embedding nor head, without its class if there is no room; return its upper edge."""
         width, aside = right - left, class_and_size(piece)
         done = wrapped(self.sites.at_module(piece.names or (piece.name,)), width - 24)
         top = y - BAR_HEIGHT - LINE * len(done)
@@ -334,7 +334,7 @@ class Picture:
             self.sheet.text(x, y + LINE * number, text, face)
 
     def has_readers(self, index: int) -> bool:
-        """Return whether another stack begins from this one's result or attends to it."""
+        """Return whether another stack starts from this one's result or attends to it."""
         others = [(other, column) for other, column in enumerate(self.columns) if other != index]
         return any(
             index in self.placement.stacks_feeding(other)
@@ -359,13 +359,13 @@ class Picture:
                 self.sheet.wire([(x - 44, y), (x, y)], MEMORY, 2, arrow=True)
 
     def route_from(self, source: int, index: int, lane: float) -> list[Point]:
-        """From the top of the column `source` over the columns between to the lane next to the column `index`."""
+        """Return the route from the top of column `source`, over the columns between, to the lane next to column `index`."""
         start = self.columns[source]
         over = min(column.top for column in self.columns[min(source, index) : max(source, index)]) - 14
         return [(start.frame.stream, start.top), (start.frame.stream, over), (lane, over)]
 
     def draw_tie(self, right: float) -> float:
-        """Return a dashed line between the two boxes that hold one weight; returns the new right edge."""
+        """Draw a dashed line between the two boxes of a tied weight; return the new right edge."""
         (x1, y1), (x2, y2) = self.tied
         lane = right + 22
         self.sheet.wire([(x1, y1), (lane, y1), (lane, y2), (x2, y2)], MUTED, 1.6, dashed=True)

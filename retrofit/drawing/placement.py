@@ -1,6 +1,6 @@
 """Positions along the residual streams: inputs of stacks, users of stem modules, places of norms.
 
-Everything is read from the data flow. What the graph does not show stays unplaced; nothing is inferred from a name.
+All positions are read from the data flow. A part that is not in the graph is not placed; names are not used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Placement:
 
     @functools.cached_property
     def nodes_of(self) -> dict[str, list[str]]:
-        """The nodes computed in each module and its children, in order."""
+        """Return the nodes computed in each module and its children, in order."""
         found: dict[str, list[str]] = {}
         for node, module in self.graph.nodes(data="module"):
             parts = (module or "").split(".")
@@ -48,39 +48,39 @@ class Placement:
 
     @functools.cached_property
     def before_entry(self) -> list[set[str]]:
-        """For each stack, the ancestors of its stream up to the layers of other stacks."""
+        """Return for each stack the ancestors of its stream, down to the layers of other stacks."""
         return [self.ancestors(stack.entry, set(self.layer_boundaries(index))) for index, stack in enumerate(self.stacks)]
 
     @functools.cached_property
     def after_exit(self) -> list[set[str]]:
-        """For each stack, the nodes computed from its result."""
+        """Return for each stack the nodes computed from its result."""
         return [self.descendants(stack.exit) for stack in self.stacks]
 
     def ancestors(self, node: str, stop: Iterable[str] = ()) -> set[str]:
-        """Return the backward slice of `node`, which ends at the nodes in `stop` and includes them."""
+        """Return the backward slice of `node` up to and including the nodes in `stop`."""
         return reachable(self.graph.pred, node, set(stop))
 
     def descendants(self, node: str) -> set[str]:
         return reachable(self.graph.succ, node, set())
 
     def layer_boundaries(self, index: int) -> dict[str, int]:
-        """Return the nodes between the layers of all stacks but `index`, with the stack they belong to."""
+        """Return the nodes between the layers of all stacks but `index`, each with its stack."""
         others = [(other, stack) for other, stack in enumerate(self.stacks) if other != index]
         return {node: other for other, stack in others for node in (stack.exit, *(layer.exit for layer in stack.layers))}
 
     def stacks_feeding(self, index: int) -> list[int]:
-        """Return the stacks that the stream of stack `index` begins from."""
+        """Return the stacks from which the stream of stack `index` starts."""
         boundaries = self.layer_boundaries(index)
         return sorted({boundaries[node] for node in self.before_entry[index] & boundaries.keys()})
 
     def nodes_from_stack(self, index: int, source: int) -> set[str]:
-        """Return the nodes that the stream of stack `index` begins from and that are themselves computed from stack `source`."""
+        """Return the nodes from which the stream of stack `index` starts that are computed from stack `source`."""
         before, boundaries = self.before_entry[index], self.layer_boundaries(index)
         starts = [node for node in before if boundaries.get(node) == source]
         return {node for start in starts for node in self.descendants(start) & before if node != start}
 
     def stacks_read_by(self, index: int, branch: Branch) -> list[int]:
-        """Return the stacks that a cross-attention reads; the one before it where the graph does not show it."""
+        """Return the stacks that a cross-attention reads; the previous one if the graph does not show it."""
         if branch.output not in self.graph:
             return [index - 1] if index else []
         boundaries = self.layer_boundaries(index)
@@ -94,12 +94,12 @@ class Placement:
         return tuple(index for index, before in enumerate(self.before_entry) if before & targets)
 
     def last_stack_before(self, nodes: Iterable[str]) -> int | None:
-        """Return the last stack that `nodes` are computed from."""
+        """Return the last stack from which `nodes` are computed."""
         targets = set(nodes)
         return max((index for index, after in enumerate(self.after_exit) if after & targets), default=None)
 
     def inputs_of(self, index: int) -> list[str]:
-        """Return the model's inputs that the stream of stack `index` begins from."""
+        """Return the model's inputs from which the stream of stack `index` starts."""
         return [
             node
             for node in sorted(self.before_entry[index] & self.graph.nodes, key=self.order.__getitem__)
@@ -107,7 +107,7 @@ class Placement:
         ]
 
     def norms(self, layer: Layer) -> Norms:
-        """Return where each norm of `layer` acts; norms inside a branch, between its matrices, are left out."""
+        """Return where each norm of `layer` acts, except norms inside a branch, between its matrices."""
         before: dict[int, tuple[str, ...]] = {}
         after: dict[int, tuple[str, ...]] = {}
         stream: dict[int, tuple[str, ...]] = {}
@@ -138,14 +138,14 @@ class Placement:
         return Norms(before, after, stream, tuple(unplaced))
 
     def between(self, early: str, late: str) -> networkx.DiGraph:
-        """Return the part of the graph on the ways from `early` to `late`, both included."""
+        """Return the part of the graph on the paths from `early` to `late`, including both."""
         if early not in self.graph or late not in self.graph:
             return networkx.DiGraph()
         after = self.descendants(early)
         return self.graph.subgraph({node for node in self.ancestors(late) if node in after})
 
     def weight_products(self, branch: Branch) -> set[str]:
-        """Return the nodes that multiply with the weights of `branch`."""
+        """Return the nodes that multiply by the weights of `branch`."""
         names = {projection.name for projection in branch.projections if projection.name}
         pending = [node for node, name in self.parameter_nodes if name in names]
         found: set[str] = set()
@@ -163,7 +163,7 @@ class Placement:
 
 
 def reachable(neighbours: networkx.classes.coreviews.AdjacencyView, start: str, stop: set[str]) -> set[str]:
-    """`start` and all that can be reached from it without passing through a node in `stop`; nothing where it is no node."""
+    """Return `start` and all nodes reachable from it without passing through a node in `stop`; empty if it is not a node."""
     if start not in neighbours:
         return set()
     seen, pending = {start}, [start]

@@ -1,4 +1,4 @@
-"""A sheet to draw on: boxes, wires and text, drawn by matplotlib as self-contained SVG whose text stays text."""
+"""A sheet for boxes, wires and text, drawn by matplotlib as self-contained SVG in which text stays text."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Face:
     color: str = INK
 
     def width(self, text: str) -> float:
-        """Return how wide `text` is in the widest of the fonts it may be shown in, which is the one matplotlib brings."""
+        """Return the width of `text` in matplotlib's own font, the widest of those in which it may be shown."""
         return round(self.size * sum(advance(letter, self.bold, self.mono) for letter in text), 1)
 
     def fitted(self, text: str, width: float) -> str:
-        """`text`, its middle left out where it is wider than `width`."""
+        """Return `text`, with its middle left out if it is wider than `width`."""
         if self.width(text) <= width:
             return text
         keep = len(text)
@@ -52,7 +52,7 @@ NAME = Face(10.5, mono=True, color=MUTED)
 
 
 def elided(text: str, keep: int) -> str:
-    """`text` with `keep` of its letters, the middle left out."""
+    """Return `text` with `keep` of its letters, the middle left out."""
     front = keep // 2
     return f"{text[:front]}…{text[len(text) - (keep - front) :]}"
 
@@ -61,7 +61,7 @@ def elided(text: str, keep: int) -> str:
 def advance(letter: str, bold: bool, mono: bool) -> float:
     """Return the width of a letter in units of the font size.
 
-    A font without the letter is replaced by one where it may be this wide.
+    If the font lacks the letter, another font is used, in which it may have this width at most.
     """
     import matplotlib
     from matplotlib.font_manager import get_font
@@ -77,15 +77,15 @@ def advance(letter: str, bold: bool, mono: bool) -> float:
     return float(font.load_char(ord(letter), LoadFlags.NO_HINTING).linearHoriAdvance) / 65536 / 100
 
 
-NOT_TEXT = re.compile("[^\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # control characters and what XML does not admit
+NOT_TEXT = re.compile("[^\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")  # control characters and characters not allowed in XML
 SVG = "http://www.w3.org/2000/svg"
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "retrofit",  # the same drawing is the same file
+    "svg.hashsalt": "retrofit",  # equal drawings are equal files
     "font.sans-serif": list(SANS),
     "font.monospace": list(MONO),
 }
-BACK, WIRES, FRONT = 1, 2, 3  # what is drawn over what
+BACK, WIRES, FRONT = 1, 2, 3  # drawing order
 UNITS_PER_INCH = 72  # of matplotlib's SVG
 ALIGNMENT: dict[str, Literal["left", "center", "right"]] = {"start": "left", "middle": "center", "end": "right"}
 
@@ -93,9 +93,9 @@ Point = tuple[float, float]
 
 
 class Sheet:
-    """Panels at the back, wires over them, boxes and text in front, each in the order they were drawn; y grows downwards.
+    """Panels at the back, wires over them, boxes and text in front, each in drawing order; y grows downwards.
 
-    It is made and used within `plainly_styled`.
+    Used within `plainly_styled`.
     """
 
     def __init__(self) -> None:
@@ -103,8 +103,8 @@ class Sheet:
         from matplotlib.transforms import Affine2D
 
         self.figure = Figure(dpi=UNITS_PER_INCH)
-        self.place = Affine2D()  # from the sheet's coordinates to the figure's, whose size is known when all is drawn
-        self.full_texts: dict[str, str] = {}  # element id → the text that is shown in part
+        self.place = Affine2D()  # from the sheet's coordinates to the figure's, whose size is known at the end
+        self.full_texts: dict[str, str] = {}  # element id → the complete text, if shortened
 
     def panel(self, x: float, y: float, width: float, height: float, fill: str, stroke: str) -> None:
         """Draw a large rounded area behind all wires."""
@@ -121,7 +121,7 @@ class Sheet:
         self.add(kind, FancyBboxPatch((x, y), width, height, boxstyle=corners, **look), level)
 
     def text(self, x: float, y: float, text: str, face: Face, anchor: str = "start", width: float | None = None) -> None:
-        """Write `text` with its baseline at `y`; what does not fit into `width` is left out and shown on hover."""
+        """Write `text` with its baseline at `y`; text that does not fit into `width` is shortened and shown completely on hover."""
         from matplotlib.text import Text
 
         text = NOT_TEXT.sub("\N{REPLACEMENT CHARACTER}", text)
@@ -175,7 +175,7 @@ class Sheet:
         self.add("cross", PathPatch(cross, fill=False, edgecolor=color, linewidth=2), FRONT)
 
     def add(self, kind: str, artist: Artist, level: int) -> str:
-        """Put the artist on the sheet; return its name, made of its kind, which is its id in the SVG."""
+        """Put the artist on the sheet; return its name, derived from its kind, which is its id in the SVG."""
         name = f"{kind}-{len(self.figure.artists) + 1}"
         artist.set(gid=name, zorder=level, transform=self.place)
         self.figure.add_artist(artist)
@@ -190,7 +190,7 @@ class Sheet:
         return self.described(ElementTree.fromstring(drawn.getvalue()), title, description)
 
     def described(self, root: ElementTree.Element, title: str, description: str) -> str:
-        """Return the SVG with a title and a description, in pixels, with the full text of what is cut short on hover."""
+        """Return the SVG with a title and a description, in pixels, with the complete text of shortened texts on hover."""
         for metadata in root.findall(f"{{{SVG}}}metadata"):
             root.remove(metadata)
         for index, (tag, text) in enumerate((("title", title), ("desc", description))):
@@ -211,7 +211,7 @@ class Sheet:
 
 @contextlib.contextmanager
 def plainly_styled() -> Iterator[None]:
-    """Within this context matplotlib draws in its default style, whatever the user's own is, and mentions no missing letters."""
+    """Within this context matplotlib draws in its default style, not the user's, and does not warn of missing letters."""
     from matplotlib import style
 
     with style.context(["default", STYLE]), warnings.catch_warnings():
@@ -242,7 +242,7 @@ def towards(start: Point, goal: Point, length: float) -> Point:
 
 
 def arrow_head(before: Point, tip: Point, length: float = 8, half: float = 4) -> list[Point]:
-    """Return a triangle whose tip is at `tip`, seen from `before`."""
+    """Return a triangle with its tip at `tip`, pointing away from `before`."""
     x, y = towards(tip, before, length)
     across = (half, 0.0) if before[0] == tip[0] else (0.0, half)
     return [tip, (x + across[0], y + across[1]), (x - across[0], y - across[1])]

@@ -1,14 +1,13 @@
-"""Emit a graph module from a captured program: its regions become modules, its root takes and returns what the model does.
+"""Emit a graph module from a captured program: its regions become modules, its root has the model's arguments and outputs.
 
-Before that the program is brought into a form in which regions are found:
+First the program is normalized so that regions can be found:
 
-- A feed-forward becomes one stretch of the program, where its code computes something in between: `x + attention(y) +
-  down(act(up(y)))` adds the attention's result after `up` and before `down`, two branches in one expression.
-- Steps that compute the same from the same become one, where the matrices of a feed-forward read their results:
-  `w1(norm(x)) * w3(norm(x))` is a gated feed-forward of one tensor.
-- Products of flattened tokens, (batch·length, d), become products of tokens, (batch, length, d). Exporters to ONNX, and much
-  hand-written code, flatten the tokens before a matrix product and unflatten its result. The product of the unflattened tokens is
-  the same, and its shape says what belongs to a token.
+- A feed-forward becomes one contiguous stretch of the program if other operations lie in between: `x + attention(y) +
+down(act(up(y)))` adds the attention's result after `up` and before `down`, two branches in one expression. - Equal operations on
+equal operands are merged if the matrices of a feed-forward read their results: `w1(norm(x)) * w3(norm(x))` is a gated feed-forward
+of one tensor. - Products of flattened tokens, (batch·length, d), become products of tokens, (batch, length, d). Exporters to ONNX,
+and much hand-written code, flatten the tokens before a matrix product and unflatten its result. The product of the unflattened
+tokens is the same, and its shape shows the tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from retrofit.program.tracing import NO_GRAD, annotation
 
 
 def make_feed_forwards_contiguous(program: Program, anatomy: Anatomy) -> bool:
-    """Make every feed-forward in code one stretch where possible; return whether the order of the program changed."""
+    """Make every feed-forward in code contiguous, if possible; return whether the order of the program changed."""
     flow, changed = anatomy.flow, False
     for branch in (branch for layer in anatomy.layers for branch in layer.ffns if branch.role == "ffn"):
         region = flow.between(flow.node(branch.source), flow.node(branch.output))
@@ -69,7 +68,7 @@ def move_interleaved_nodes(span: Region, inside: set[fx.Node], flow: Dataflow) -
 
 
 def merge_equal_steps(program: Program, anatomy: Anatomy) -> bool:
-    """Make the matrices of a feed-forward read one tensor where they read equal ones; return whether the program changed."""
+    """Make the matrices of a feed-forward read one tensor if they read equal ones; return whether the program changed."""
     flow, changed = anatomy.flow, False
     for branch in (branch for layer in anatomy.layers for branch in layer.ffns if branch.role == "ffn"):
         source = flow.node(branch.source)
@@ -84,7 +83,7 @@ def merge_equal_steps(program: Program, anatomy: Anatomy) -> bool:
 
 
 def nodes_above(read: set[fx.Node], source: fx.Node, flow: Dataflow) -> list[fx.Node]:
-    """Return the nodes that those `read` depend on and `source` does not, themselves included, in order."""
+    """Return the nodes that those in `read` depend on and `source` does not, including themselves, in order."""
     mask = 0
     for node in read:
         mask |= flow.ancestors[node]
@@ -93,7 +92,7 @@ def nodes_above(read: set[fx.Node], source: fx.Node, flow: Dataflow) -> list[fx.
 
 
 def merge_equal_nodes(program: Program, nodes: list[fx.Node]) -> bool:
-    """No two of the nodes, which come in order, compute the same from the same, unless they draw; whether two did."""
+    """Merge nodes, given in order, that compute the same from the same operands, unless random; return whether there were any."""
     first: dict[str, fx.Node] = {}
     merged = False
     for node in nodes:
@@ -111,7 +110,7 @@ SymbolicSizes = Mapping[fx.Node, tuple[Any, ...]]
 
 
 def unflatten_products(program: Program, extents: SymbolicSizes) -> dict[fx.Node, fx.Node]:
-    """No product of the program flattens tokens that all its users unflatten; returns those rewritten, each with a removed user.
+    """Rewrite products of tokens that are flattened before and unflattened by all users; return them, each with a removed user.
 
     `extents` are the symbolic sizes of each node's value.
     """
@@ -133,7 +132,7 @@ def unflatten_products(program: Program, extents: SymbolicSizes) -> dict[fx.Node
 
 
 def unflattening_views(node: fx.Node, extents: SymbolicSizes) -> list[fx.Node]:
-    """Return the users of a product of flattened tokens, if they are all views that unflatten the tokens again; else none."""
+    """Return the users of a product of flattened tokens if all of them are views that unflatten the tokens; else none."""
     flat = node.args[0] if node.args else None
     if op(node) not in PRODUCTS or not isinstance(flat, fx.Node) or op(flat) not in VIEWS:
         return []
@@ -147,7 +146,7 @@ def unflattening_views(node: fx.Node, extents: SymbolicSizes) -> list[fx.Node]:
 
 
 def emit_graph_module(model: nn.Module, program: Program) -> fx.GraphModule:
-    """Return the graph module of a program of `model`."""
+    """Return the graph module for a program of `model`."""
     sizes = {node: symbolic_sizes(node) for node in program.graph.nodes}  # before anything else: comparing symbols adds guards
     sizes |= {product: sizes[reader] for product, reader in unflatten_products(program, sizes).items()}
     anatomy = anatomy_or_none(model, program)
@@ -172,7 +171,7 @@ def emit_graph_module(model: nn.Module, program: Program) -> fx.GraphModule:
 
 
 def build_root(context: EmissionContext, region: Region) -> fx.GraphModule:
-    """Return the root: it takes the model's arguments by name and returns what the model returns."""
+    """Return the root: it has the model's arguments, by name, and outputs."""
     program = context.program
     inputs = [node for node in context.flow.nodes if node in program.inputs]
     inputs.sort(key=context.is_added_mask)  # optional arguments come last
@@ -191,14 +190,14 @@ def build_root(context: EmissionContext, region: Region) -> fx.GraphModule:
 
 
 def output_structure(builder: ModuleBuilder) -> Any:
-    """Return the outputs in the structure that the model returns them in."""
+    """Return the outputs in the structure of the model's output."""
     program = builder.context.program
     values = {name: builder.value(node) for name, node in program.outputs.items()}
     return nested(program.layout, (values.get(name, program.constant_outputs.get(name)) for name in program.results), builder.graph)
 
 
 def nested(layout: Any, flat: Iterator[Any], graph: fx.Graph) -> Any:
-    """Return the values in `flat`, nested as `layout` says; None for a container that no rule makes of its parts in the graph."""
+    """Return the values in `flat`, nested by `layout`; None for a container that cannot be built from its parts in a graph."""
     if layout.is_leaf():
         return next(flat)
     parts = [nested(part, flat, graph) for part in layout.children()]
@@ -218,7 +217,7 @@ def nested(layout: Any, flat: Iterator[Any], graph: fx.Graph) -> Any:
 
 
 def anatomy_or_none(model: nn.Module, program: Program) -> Anatomy | None:
-    """Return the model's anatomy, None where it is no transformer."""
+    """Return the model's anatomy; None if it is no transformer."""
     try:
         return read_anatomy(model, program)
     except NoTransformerError:
@@ -226,9 +225,9 @@ def anatomy_or_none(model: nn.Module, program: Program) -> Anatomy | None:
 
 
 def register_other_names(model: nn.Module, graph: nn.Module, slices: set[str]) -> None:
-    """Register every parameter and saved buffer of the model under its names there, tied and unused ones included.
+    """Register each parameter and saved buffer of the model under all its names, including tied and unused ones.
 
-    Not those that became parameters for each of their `slices`.
+    Parameters of which the `slices` became parameters are excluded.
     """
     state = set(model.state_dict(keep_vars=True)) - {name.rpartition(".")[0] for name in slices}
     named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))

@@ -1,9 +1,9 @@
-"""A model or an exported program as an FX graph module: one graph of ATen operations, nested into modules where its parts are.
+"""A model or an exported program as an FX graph module: one graph of ATen operations, nested into modules for its parts.
 
-The children of a graph module are the regions of its program: the calls of the model's own modules under their own names, and
-layers, attentions, feed-forwards, embeddings and head where the model's code is one long function. Its parameters are the model's
-own, under their own names within the module that reads them. Batch and length are dynamic as far as the model's code allows,
-dropout follows `train()` and `eval()`, and constants follow the inputs to another device.
+The children of a graph module are the regions of its program: the calls of the model's own modules, under their own names, and
+layers, attentions, feed-forwards, embeddings and head if the model's code is one long function. Its parameters are the model's own,
+with their own names within the module that reads them. Batch and length are dynamic as far as the model's code allows, dropout
+follows `train()` and `eval()`, and constants follow the inputs to another device.
 
 Without a mask most models hide nothing, some hide the padding, which they detect by its ids. Parts of an exported program that are
 graphs of their own (code under `torch.no_grad`, or with autocast switched off) are inlined.
@@ -40,7 +40,7 @@ AS_MODULES = Remedy("rewrite its modules (emit='module')", "module")
 
 @torch.no_grad()
 def agrees_without_masks(model: nn.Module, other: nn.Module, inputs: Inputs) -> bool:
-    """Return whether two modules agree on these inputs, of which none is a mask, with special ids at the end of every row.
+    """Return whether two modules agree on these inputs, without any mask, with special ids at the end of every row.
 
     Models on the meta device count as agreeing.
     """
@@ -67,7 +67,7 @@ AUTOCAST = torch.ops.higher_order.wrap_with_autocast  # (device type, dtype, ena
 
 
 def inline_nested_graphs(module: fx.GraphModule) -> None:
-    """Inline the nested graphs of `module` into its graph, annotated where gradients are switched off.
+    """Inline the nested graphs of `module` into its graph, with an annotation where gradients are switched off.
 
     Raises `CaptureError` for other operations that run a graph of their own.
     """
@@ -89,7 +89,7 @@ def inline_nested_graphs(module: fx.GraphModule) -> None:
 
 
 def inline(module: fx.GraphModule, node: fx.Node, holder: fx.Node, arguments: Any, annotations: dict[str, Any]) -> None:
-    """Replace `node`, which calls the graph that `holder` names, by the operations of that graph, with the annotations."""
+    """Replace `node`, a call of the graph named by `holder`, by the operations of that graph, with the annotations."""
     nested = module.get_submodule(str(holder.target))
     assert isinstance(nested, fx.GraphModule)
     inline_nested_graphs(nested)
@@ -109,7 +109,7 @@ def inline(module: fx.GraphModule, node: fx.Node, holder: fx.Node, arguments: An
 
 
 def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule:
-    """`model` as a graph module on the same parameters; raises `CaptureError` where it cannot be captured."""
+    """Return `model` as a graph module on the same parameters. Raises `CaptureError` if it cannot be captured."""
     inputs = named_inputs(model, example_inputs)
     nested = next((name for name, value in inputs.items() if not isinstance(value, Tensor) and contains_tensor(value)), None)
     if nested is not None:
@@ -145,12 +145,12 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
 
 
 def contains_tensor(value: Any) -> bool:
-    """Return whether the value is a tensor, or a mapping or sequence with one in it."""
+    """Return whether the value is a tensor, or a mapping or sequence that contains one."""
     return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def capture_dynamic(model: nn.Module, inputs: dict[str, Any]) -> Program:
-    """Return the program for any batch and length; a single example is doubled, because the tracer makes a size of 1 a constant."""
+    """Return the program for any batch size and length; a single example is doubled, as the tracer makes a size of 1 constant."""
     tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor) and value.dim()}
     if tensors and all(value.shape[0] == 1 for value in tensors.values()):
         with contextlib.suppress(CaptureError):
@@ -186,10 +186,10 @@ class ExportedState(nn.Module):
 
 
 def read_alias(held: Tensor, read: dict[str, Tensor]) -> Tensor:
-    """Return the parameter that the program reads and to which `held`, which it does not read, is tied; else `held`.
+    """Return the parameter read by the program to which `held`, which it does not read, is tied; else `held`.
 
-    An exported program reads a tied parameter under one of its names, and on disk the tie is lost: equal values say that there was
-    one, unless they are zeros.
+    An exported program reads a tied parameter under one of its names, and on disk the tie is lost: equal values, unless zeros, are
+    taken as evidence of a tie.
     """
     equal = (tensor for tensor in read.values() if tensor.shape == held.shape and torch.equal(tensor, held))
     return held if any(tensor is held for tensor in read.values()) or not held.any() else next(equal, held)
@@ -210,7 +210,7 @@ class DenseGraph:
         return cls(without_weights(graph, keep_buffers=True))
 
     def empty(self) -> nn.Module:
-        """Return a graph of its own on the CPU, its parameters zeros, tied where the graph's are."""
+        """Return a new graph on the CPU with zeros as parameters, tied as in the graph."""
         graph = copy.deepcopy(self.skeleton, {id(buffer): buffer.to("cpu", copy=True) for buffer in self.skeleton.buffers()})
         made: dict[int, nn.Parameter] = {}
         for module in graph.modules():
@@ -223,15 +223,15 @@ class DenseGraph:
 
 
 def dense_graph(model: nn.Module) -> DenseGraph | None:
-    """Return the dense graph that a rewritten graph was made from; None where that is not known, or there is none."""
+    """Return the dense graph that a rewritten graph was made from; None if unknown, or if there is none."""
     kept: DenseGraph | None = provenance_of(model).dense
     return kept
 
 
 def as_dense_graph_of(rewritten: nn.Module, model: nn.Module, inputs: dict[str, Any]) -> nn.Module:
-    """`model` as the graph that `rewritten` was made from, on the same parameters; itself where it is that, or cannot be.
+    """Return `model` as the graph that `rewritten` was made from, on the same parameters; `model` itself if that is not possible.
 
-    What is imported or exported again, or was a model of modules, has its parameters under other names than the graph.
+    A model that was imported or exported again, or that consisted of modules, has other parameter names than the graph.
     """
     kept = dense_graph(rewritten)
     if kept is None or names_in(kept.skeleton) == names_in(model):

@@ -1,4 +1,4 @@
-"""The pieces of graph modules: modules with a graph, the functions that it calls, names in a tree of modules, structural equality.
+"""The pieces of graph modules: modules with a graph, the functions that graphs call, names in a module tree, structural equality.
 
 Two graphs are structurally equal if they have the same operations in the same order, on the same weights.
 """
@@ -28,9 +28,9 @@ from retrofit.program.tracing import CUSTOM_BACKWARD, NO_GRAD, annotation
 
 
 class GraphPart(nn.Module):
-    """A part of a graph module: a module with a `graph`, which a second capture sees as a module like any other.
+    """A part of a graph module: a module with a `graph`, which a second capture treats like any other module.
 
-    `torch.export` inlines a `GraphModule` inside a model into the code around it.
+    `torch.export` inlines a `GraphModule` inside a model into the surrounding code.
     """
 
     graph: fx.Graph
@@ -47,7 +47,7 @@ class GraphPart(nn.Module):
         return part
 
     def recompile(self) -> None:
-        """`forward` is compiled from `graph` again."""
+        """Compile `forward` from `graph` again."""
         made = fx.GraphModule(self, self.graph)
         self.__class__ = type("GraphPart", (GraphPart,), {"forward": type(made).forward, "__module__": __name__})
         self.graph = made.graph
@@ -66,7 +66,7 @@ class GraphPart(nn.Module):
 
 
 def check_sizes(value: Tensor, name: str, sizes: tuple[int | None, ...], largest: tuple[int | None, ...] = ()) -> Tensor:
-    """Return the argument called `name`; raise `DoesNotFitError` where it differs from a fixed size or exceeds the largest."""
+    """Return `value`, the argument `name`. Raises `DoesNotFitError` if it differs from a fixed size or exceeds the largest."""
     for dim, size in enumerate(sizes):
         if size is not None and value.shape[dim] != size:
             raise DoesNotFitError(
@@ -89,12 +89,12 @@ def check_sizes(value: Tensor, name: str, sizes: tuple[int | None, ...], largest
 
 
 def mask_or_ones(mask: Tensor | None, ids: Tensor) -> Tensor:
-    """Return the mask, or ones where there is none."""
+    """Return the mask, or ones if there is none."""
     return torch.ones_like(ids) if mask is None else mask
 
 
 def getitem(values: Any, index: int) -> Any:
-    """`values[index]`."""
+    """Return `values[index]`."""
     return values[index]
 
 
@@ -102,7 +102,7 @@ def getitem(values: Any, index: int) -> Any:
 
 
 def attach_module(root: nn.Module, name: str, module: nn.Module) -> None:
-    """`module` is the submodule `name` of `root`, and holds also what the module there held before."""
+    """Register `module` as the submodule `name` of `root`, together with the contents of a module already there."""
     owner_path, _, leaf = name.rpartition(".")
     owner = root
     for piece in filter(None, owner_path.split(".")):
@@ -111,12 +111,12 @@ def attach_module(root: nn.Module, name: str, module: nn.Module) -> None:
         owner = owner.get_submodule(piece)
     present = owner._modules.get(leaf)
     owner.add_module(leaf, module)
-    if present is not None and present is not module:  # what the region around reads of that module
+    if present is not None and present is not module:  # what the enclosing region reads of that module
         merge_module(present, module)
 
 
 def merge_module(held: nn.Module, module: nn.Module) -> None:
-    """`module` holds also what `held` holds."""
+    """Add to `module` the contents of `held`."""
     for registry in ("_parameters", "_buffers"):
         getattr(module, registry).update(getattr(held, registry))
     module._non_persistent_buffers_set |= held._non_persistent_buffers_set
@@ -131,7 +131,7 @@ def merge_module(held: nn.Module, module: nn.Module) -> None:
 
 
 def is_structurally_equal(module: nn.Module, other: nn.Module) -> bool:
-    """Return whether two modules compute the same function of their arguments on the same parameters."""
+    """Return whether two modules compute the same function of their arguments with the same parameters."""
     graph, its_graph = getattr(module, "graph", None), getattr(other, "graph", None)
     if not (isinstance(graph, fx.Graph) and isinstance(its_graph, fx.Graph)):
         return type(module) is type(other) and not module.state_dict() and getattr(module, "p", None) == getattr(other, "p", None)
@@ -176,10 +176,10 @@ def attribute(module: nn.Module, name: str) -> Any:
 
 
 def attention_dropouts(model: nn.Module, program: Program) -> dict[fx.Node, float]:
-    """Return the dropout of each fused attention in training, which a program captured in evaluation mode does not show.
+    """Return the dropout of each fused attention in training, which a program captured in evaluation mode does not contain.
 
-    It is read off a second capture in training mode, where that has the same attentions; otherwise the program's own counts, which
-    may have been exported in training mode.
+    It is read from a second capture in training mode, if that has the same attentions; else from the program itself, which may have
+    been exported in training mode.
     """
     fused = [node for node in program.graph.nodes if op(node) == "scaled_dot_product_attention"]
     shown = {node: p for node in fused if (p := dropout_probability(node))}
@@ -207,7 +207,7 @@ def dropout_probability(attention: fx.Node) -> float:
 
 
 class AttentionWithDropout(nn.Module):
-    """Scaled dot-product attention whose weights are dropped with probability p in training."""
+    """Scaled dot-product attention with dropout, of probability p, of its weights in training."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ class AttentionWithDropout(nn.Module):
         )
 
 
-TOLERANCE = 1e-3  # of the largest gradient of a parameter: the two ways compute it with other roundings
+TOLERANCE = 1e-3  # relative to the largest gradient of a parameter: the two round differently
 
 
 def stop_gradient_nodes(program: Program) -> set[fx.Node]:
@@ -243,7 +243,7 @@ def custom_backwards(program: Program) -> list[str]:
 
 
 def have_same_gradients(model: nn.Module, other: nn.Module, inputs: Inputs) -> bool:
-    """Return whether two modules on the same parameters have the same gradients on these inputs; true on the meta device."""
+    """Return whether two modules with the same parameters have the same gradients on these inputs; True on the meta device."""
     if device_of(model).type == "meta":
         return True
     parameters = [held for held in other.parameters() if held.requires_grad and any(held is own for own in model.parameters())]
@@ -257,7 +257,7 @@ def have_same_gradients(model: nn.Module, other: nn.Module, inputs: Inputs) -> b
 
 
 def gradients(model: nn.Module, inputs: Inputs, parameters: list[nn.Parameter]) -> tuple[torch.Tensor | None, ...]:
-    """Return the gradients of the squares of every output, summed up."""
+    """Return the gradients of the sum of squares of all outputs."""
     outputs = [value for value in named_outputs(model(**inputs)).values() if value.is_floating_point() and value.requires_grad]
     loss = torch.stack([value.float().square().mean() for value in outputs]).sum()
     return torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -270,10 +270,10 @@ GraphOwner = fx.GraphModule | GraphPart
 
 
 def propagate_shapes(model: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
-    """`meta["val"]` of every node, also in parts wherever a pass has moved them, has the shape and dtype that `inputs` lead to.
+    """Set `meta["val"]` of every node, including those in parts, to the shape and dtype that it has for `inputs`.
 
-    The model runs once for it. Nodes that this run does not reach have none: in a model on the meta device, those behind code that
-    reads values.
+    Runs the model once. Nodes that this run does not reach have none: in a model on the meta device, those after code that reads
+    values.
     """
     may_fail = contextlib.suppress(RuntimeError) if device_of(model).type == "meta" else contextlib.nullcontext()
     for owner in graph_owners(model):
@@ -287,7 +287,7 @@ def propagate_shapes(model: fx.GraphModule, inputs: Mapping[str, Any]) -> None:
 def record_values(model: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]:
     """Within this context each graph of the model runs node by node and records the value of each.
 
-    The `forward` of their classes is replaced, because a `forward` that a pass set on a module calls that of its class.
+    The `forward` of their classes is replaced, because a `forward` that a pass set on a module calls its class's.
     """
     compiled = {type(owner): type(owner).forward for owner in graph_owners(model)}
     try:
@@ -300,7 +300,7 @@ def record_values(model: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]
 
 
 def interpreting_forward(forward: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:
-    """Return a `forward` that interprets the graph which `forward` was compiled from."""
+    """Return a `forward` that interprets the graph from which `forward` was compiled."""
     signature = inspect.signature(forward)
 
     def run(owner: GraphOwner, *args: Any, **kwargs: Any) -> Any:
@@ -324,11 +324,11 @@ class MetadataInterpreter(fx.Interpreter):
         return value
 
     def without_contents(self, value: Tensor) -> Tensor:
-        """Return a fake tensor with this layout, and no base if this is a view."""
+        """Return a fake tensor with this layout, without a base if this is a view."""
         with self.mode:
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def graph_owners(model: fx.GraphModule) -> Iterator[GraphOwner]:
-    """Yield the graph module, and the parts in it."""
+    """Yield the graph module and its parts."""
     return (module for module in model.modules() if module is model or isinstance(module, GraphPart))  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Build one graph module: the nodes of one region copied into a graph, the regions inside it as calls of modules.
 
-A region takes as arguments the tensors it reads, and the sizes that it cannot read off one of these. `EmissionContext` holds what
-is computed once about a program: weights, live nodes, symbolic sizes, dropouts, gradient stops.
+The arguments of a region are the tensors that it reads, and the sizes that none of these tensors has. `EmissionContext` holds data
+computed once for a program: weights, live nodes, symbolic sizes, dropouts, gradient stops.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, POINTWISE, op, shap
 from retrofit.program.dataflow import Dataflow, backward_slice, forward_slice
 from retrofit.program.program import Graph, Program, register_tensor
 
-UNBOUNDED = sys.maxsize - 1  # torch has this or infinity for a size without a bound
+UNBOUNDED = sys.maxsize - 1  # torch uses this or infinity for a size without a bound
 
 
 def is_size_value(node: fx.Node) -> bool:
-    """Return whether the node's value is a number, as sizes are, and no tensor."""
+    """Return whether the node's value is a number, such as a size, rather than tensors."""
     return not isinstance(node.meta.get("val"), (Tensor, list, tuple))
 
 
 def symbolic_sizes(node: fx.Node) -> tuple[Any, ...]:
-    """Return the sizes of a tensor, or the one number that the node is: an int where it is static, else an expression."""
+    """Return the sizes of a tensor, or the single number that the node is: an int if static, else an expression."""
     value = node.meta.get("val")
     sizes = value.shape if isinstance(value, Tensor) else (value,) if isinstance(value, (int, torch.SymInt)) else ()
     expressions = [size if isinstance(size, int) else size.node.expr for size in sizes]
@@ -45,13 +45,13 @@ def symbolic_sizes(node: fx.Node) -> tuple[Any, ...]:
 
 
 def largest_sizes(node: fx.Node) -> tuple[int | None, ...]:
-    """Return the largest that each dynamic size of a tensor may be: None where it has no bound, or the size is static."""
+    """Return the largest value of each dynamic size of a tensor; None if it has no bound, or the size is static."""
     value = node.meta.get("val")
     return tuple(map(largest_size, value.shape)) if isinstance(value, Tensor) else ()
 
 
 def largest_size(size: int | torch.SymInt) -> int | None:
-    """Return the largest that a dynamic size may be; None where it has no bound, or is static."""
+    """Return the largest value of a dynamic size; None if it has no bound, or is static."""
     if isinstance(size, int):
         return None
     bound = size.node.shape_env.bound_sympy(size.node.expr).upper
@@ -59,7 +59,7 @@ def largest_size(size: int | torch.SymInt) -> int | None:
 
 
 class EmissionContext:
-    """A program that is being emitted, with everything its module builders look up."""
+    """A program that is being emitted, with the data that its module builders read."""
 
     def __init__(
         self,
@@ -74,10 +74,10 @@ class EmissionContext:
         self.slices, self.sizes, self.width = slices, sizes, width
         self.results = {node for name, node in program.outputs.items() if not name.startswith("mutation ")}
         self.live = backward_slice(self.results)
-        self.parametrised = forward_slice(program.parameters, flow.nodes)  # what depends on a parameter
+        self.parametrised = forward_slice(program.parameters, flow.nodes)  # nodes that depend on a parameter
         self.dropouts = attention_dropouts(model, program)
         self.without_gradient = stop_gradient_nodes(program)
-        self.weights: dict[fx.Node, bool] = {}  # the answers of `is_weight`
+        self.weights: dict[fx.Node, bool] = {}  # the results of `is_weight`
         self.names: dict[int, list[str]] = {}  # of each parameter and buffer, by identity
         for name, value in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
             self.names.setdefault(id(value), []).append(name)
@@ -88,7 +88,7 @@ class EmissionContext:
         return bool(examples) and name is not None and name not in examples
 
     def is_weight(self, node: fx.Node) -> bool:
-        """Return whether the node is a parameter, buffer or constant, or a light function of these, to be copied to each reader."""
+        """Return whether the node is a parameter, buffer or constant, or a light function of these, copied to each reader."""
         if node not in self.weights:
             sources = node.all_input_nodes
             light = op(node) in LAYOUT | CAST | POINTWISE | SELECTING and bool(sources) and not is_size_value(node)
@@ -97,14 +97,14 @@ class EmissionContext:
         return self.weights[node]
 
     def shared_nodes(self, own: list[fx.Node]) -> set[fx.Node]:
-        """Return the nodes of a part, such as a mask, that others read too and no parameter has entered, computed before it."""
+        """Return the nodes of a part, such as a mask, that depend on no parameter and have other readers; computed before it."""
         inside = set(own)
         leaving = (node for node in own if any(user not in inside and user in self.live for user in node.users))
         found = backward_slice(node for node in leaving if node not in self.parametrised) & inside
         return found if not any(op(node) in DROPOUT for node in found) else set()
 
     def tensor_of(self, node: fx.Node, prefix: str) -> tuple[str, Tensor, bool]:
-        """Name and value of a placeholder that is no input, and whether it is saved; of several names one with the prefix."""
+        """Return name, value and persistence of a placeholder that is no input; of several names, one with the prefix."""
         program, model = self.program, self.model
         if node in self.slices:
             return *self.slices[node], True
@@ -119,10 +119,10 @@ class EmissionContext:
 
 
 def part_arguments(own: list[fx.Node], context: EmissionContext) -> tuple[list[fx.Node], list[fx.Node]]:
-    """Return the arguments of a part that computes the nodes `own`, and those of them that it computes itself.
+    """Return the arguments of a part that computes the nodes `own`, and those of the nodes that it computes itself.
 
-    A size that one of its tensors has is read off that tensor, not passed: a part whose tensors are shorter than they were at
-    capture still computes with the right sizes.
+    A size of one of its tensors is read from that tensor, not passed: a part whose tensors are shorter than at capture still
+    computes with the right sizes.
     """
     inside = {node for node in own if not is_size_value(node)}
     tensors = dict.fromkeys(
@@ -155,7 +155,7 @@ def part_arguments(own: list[fx.Node], context: EmissionContext) -> tuple[list[f
 
 
 def is_computable_from(size: fx.Node, tensors: list[fx.Node], context: EmissionContext) -> bool:
-    """Return whether the size is a dimension of one of the tensors, or computed from such sizes only."""
+    """Return whether the size is a dimension of one of the tensors, or computed only from such sizes."""
     if dimension_of_size(size, tensors, context) is not None:
         return True
     operands = non_weight_operands(size, context)
@@ -163,7 +163,7 @@ def is_computable_from(size: fx.Node, tensors: list[fx.Node], context: EmissionC
 
 
 def dimension_of_size(size: fx.Node, tensors: list[fx.Node], context: EmissionContext) -> tuple[fx.Node, int] | None:
-    """Return the first of the tensors with a dynamic dimension of this size, and that dimension; None where there is none."""
+    """Return the first of the tensors with a dynamic dimension of this size, and that dimension; None if there is none."""
     symbols = context.sizes.get(size, ())
     if not is_size_value(size) or len(symbols) != 1 or isinstance(symbols[0], int):
         return None
@@ -175,18 +175,18 @@ def dimension_of_size(size: fx.Node, tensors: list[fx.Node], context: EmissionCo
 
 
 def non_weight_operands(node: fx.Node, context: EmissionContext) -> list[fx.Node]:
-    """Return the operands of the node that are no weights."""
+    """Return the operands of the node that are not weights."""
     return [part for part in node.all_input_nodes if not context.is_weight(part)]
 
 
 ASSERTIONS = ("_assert", "sym_constrain", "_guards")
 
 
-KEPT_METADATA = ("val", "stack_trace")  # of what is known of a node: its value's shape and dtype, and the line of the model's code
+KEPT_METADATA = ("val", "stack_trace")  # metadata that a node's copy keeps: shape and dtype of its value, and the line of code
 
 
 def keeps_width(node: fx.Node, width: int) -> bool:
-    """Return whether a change of layout has the stream's width as a literal last size, which its operand has too.
+    """Return whether a change of layout has the stream's width as a literal last size, equal to its operand's.
 
     A pass may make its operand wider.
     """
@@ -196,7 +196,7 @@ def keeps_width(node: fx.Node, width: int) -> bool:
 
 
 def unchanged_leading_dims(node: fx.Node, sizes: dict[fx.Node, tuple[Any, ...]]) -> int:
-    """Return how many leading dimensions a change of layout keeps, the last apart: a pass may give it fewer tokens."""
+    """Return how many leading dimensions, except the last, a change of layout keeps: a pass may shorten the token dimension."""
     pairs = zip(sizes[node.args[0]][:-1], sizes[node][:-1], strict=False)  # type: ignore[index]
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -215,24 +215,24 @@ class ModuleBuilder:
         self.graph = fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.elsewhere: set[fx.Node] = set()  # nodes of the region that are computed before it
-        self.parts: dict[str, tuple[str, nn.Module]] = {}  # by name: the path of the module whose call it is, and the part
+        self.parts: dict[str, tuple[str, nn.Module]] = {}  # by name: the path of the module that it is a call of, and the part
         names = context.program.inputs
         for node in arguments:
             self.env[node] = self.graph.placeholder(names.get(node, node.name))
             self.env[node].meta |= kept_metadata(node)
 
     def size_check(self, node: fx.Node) -> fx.Node:
-        """Return the argument, checked for the sizes that the model's code fixed at capture, and for the largest it takes."""
+        """Return the argument after a check of the sizes that the model's code fixed at capture, and of its upper bounds."""
         fixed = tuple(size if isinstance(size, int) else None for size in self.context.sizes[node])
         largest = largest_sizes(node)
         if not any(size is not None for size in (*fixed, *largest)):
             return self.env[node]
         made = self.graph.call_function(check_sizes, (self.env[node], self.context.program.inputs[node], fixed, largest))
-        made.meta |= kept_metadata(node) | {"is_wrapped": True}  # one call for torch.fx too, which traces what it unpickles
+        made.meta |= kept_metadata(node) | {"is_wrapped": True}  # one call for torch.fx too, which traces when it unpickles
         return made
 
     def run(self) -> None:
-        """Every node of the region is in the graph; the regions inside it are calls of parts."""
+        """Copy every node of the region into the graph; the regions inside it become calls of parts."""
         flow, position = self.context.flow, self.region.first
         starts = {part.first: part for part in self.region.inside}
         while position <= self.region.last:
@@ -248,7 +248,7 @@ class ModuleBuilder:
             position += 1
 
     def stop_gradient(self, node: fx.Node, made: fx.Node) -> fx.Node:
-        """Return the value of `node` for its readers in this region: detached where the model's code stops gradients at them."""
+        """Return the value of `node` for its readers in this region: detached if the model's code stops gradients at them."""
         context, region = self.context, self.region
         if node not in context.without_gradient:
             return made
@@ -271,7 +271,7 @@ class ModuleBuilder:
         return made
 
     def value(self, node: fx.Node) -> fx.Node:
-        """Return the node of this graph that holds the value of a node of the program."""
+        """Return the node of this graph with the value of a node of the program."""
         if node not in self.env:
             place = dimension_of_size(node, self.arguments, self.context)
             if place is not None:
@@ -290,7 +290,7 @@ class ModuleBuilder:
         return is_earlier and not is_computable_from(node, self.arguments, context)
 
     def passed(self, size: fx.Node) -> fx.Node:
-        """Return the size as one more argument: a region inside this one computes with it."""
+        """Return the size as an additional argument: a region inside this one reads it."""
         last = self.env[self.arguments[-1]] if self.arguments else None
         with self.graph.inserting_after(last):
             made = self.graph.placeholder(size.name)
@@ -313,7 +313,7 @@ class ModuleBuilder:
         return made
 
     def translated(self, node: fx.Node) -> fx.Node:
-        """Return a copy of the node: dropout as a module, the device of the inputs, the sizes of a view read from its operand."""
+        """Return a copy of the node: dropout as a module, the device of the inputs, a view's sizes read from its operand."""
         name = op(node)
         args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), self.value)
         if name in DROPOUT and isinstance(node.args[0], fx.Node):
@@ -323,7 +323,7 @@ class ModuleBuilder:
         if isinstance(kwargs.get("device"), torch.device) and (like := self.any_tensor()) is not None:
             kwargs = {**kwargs, "device": self.graph.call_function(getattr, (like, "device"))}
         target: Any = node.target
-        if target is torch.ops.aten.view.default:  # how attention lays its result out depends on device and gradients
+        if target is torch.ops.aten.view.default:  # the layout of attention's result depends on device and gradients
             target = torch.ops.aten.reshape.default
         if name in ("view", "reshape", "_unsafe_view"):
             args = args[0], self.view_sizes(node, args)  # type: ignore[arg-type]
@@ -340,7 +340,7 @@ class ModuleBuilder:
         return sizes
 
     def any_tensor(self) -> fx.Node | None:
-        """Return a tensor of this graph, None where there is none yet."""
+        """Return a tensor of this graph; None if there is none yet."""
         tensors = (copied for node, copied in self.env.items() if isinstance(node.meta.get("val"), Tensor))
         return next(tensors, None)
 
@@ -349,11 +349,11 @@ class ModuleBuilder:
         return self.graph.call_module(self.new_child("dropout", nn.Dropout(p)), args[:1])
 
     def attention(self, p: float, args: Any, kwargs: Any) -> fx.Node:
-        """Return a call of a fused attention whose weights are dropped in training."""
+        """Return a call of a fused attention with dropout of its weights in training."""
         return self.graph.call_module(self.new_child("attend", AttentionWithDropout(p)), args, kwargs)
 
     def new_child(self, name: str, module: nn.Module) -> str:
-        """`module` is a child under `name`, or that with a number; returns it."""
+        """Add `module` as a child under `name`, with a number if needed; return the name."""
         free, count = name, 0
         while hasattr(self.root, free):
             count += 1
@@ -362,7 +362,7 @@ class ModuleBuilder:
         return free
 
     def call_region(self, region: Region) -> None:
-        """The region is a module that takes what it reads and returns what others read of it, and is called here."""
+        """Call the region here as a module: its arguments are the values that it reads, its outputs those that others read."""
         context, flow = self.context, self.context.flow
         own = [
             node
@@ -371,7 +371,7 @@ class ModuleBuilder:
         ]
         shared = context.shared_nodes(own) if region.in_code else set()
         own = [node for node in own if node not in shared]
-        if len(own) == 1 and op(own[0]) in DROPOUT:  # a module that is nothing but dropout stays one
+        if len(own) == 1 and op(own[0]) in DROPOUT:  # a module that is only dropout stays one
             name = self.register_part(region, nn.Dropout(float(own[0].args[1])))  # type: ignore[arg-type]
             self.env[own[0]] = self.graph.call_module(name, (self.value(own[0].args[0]),))  # type: ignore[arg-type]
             return
@@ -400,7 +400,7 @@ class ModuleBuilder:
             self.env[node] = self.stop_gradient(node, made)
 
     def register_part(self, region: Region, part: nn.Module) -> str:
-        """Return the part's name in this module: its own, or that of an equal part on the same parameters, to call it again."""
+        """Return the part's name in this module: its own, or that of an equal part with the same parameters, to be called again."""
         has_parameters = any(True for _ in part.parameters())
         for name, (path, earlier) in self.parts.items():
             if (has_parameters or path == region.path) and is_structurally_equal(part, earlier):

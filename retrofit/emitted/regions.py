@@ -1,7 +1,7 @@
 """Regions of a program: nested intervals of its nodes, each of which can become a module.
 
-A module call is one interval. Where the code of one call holds what the anatomy calls a layer, an attention, a feed-forward, a
-look-up or a head, that is an interval too, if nothing else is interleaved with it.
+A module call is an interval. If the code of one call contains a layer, an attention, a feed-forward, a look-up or a head of the
+anatomy, that is an interval too, unless other operations are interleaved with it.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ CHILD_NAMES = {
 class Region:
     """The nodes from position `first` to `last`, and the regions inside it."""
 
-    name: str  # within the region around it, dotted
-    path: str  # of the module whose call it is, or whose code holds it
+    name: str  # within the enclosing region, dotted
+    path: str  # of the module whose call it is, or whose code contains it
     first: int
     last: int
     inside: list[Region] = dataclasses.field(default_factory=list)
-    in_code: bool = True  # part of the code of a larger module, and not the call of a module
+    in_code: bool = True  # part of the code of a larger module, not the call of a module
 
     def holds(self, other: Region) -> bool:
-        """Return whether `other` lies inside this region, or is as large."""
+        """Return whether `other` lies inside this region or equals it."""
         return self.first <= other.first and other.last <= self.last
 
     def crosses(self, other: Region) -> bool:
-        """Return whether the two overlap and neither holds the other."""
+        """Return whether the two overlap and neither contains the other."""
         apart = self.last < other.first or other.last < self.first
         return not (apart or self.holds(other) or other.holds(self))
 
 
 def regions(anatomy: Anatomy, flow: Dataflow) -> Region:
-    """Return the whole program as a region, with every module call in it and every part of the anatomy that is no module."""
+    """Return the whole program as a region with every module call, and every part of the anatomy that is no module, inside it."""
     whole = Region("", "", 0, len(flow.nodes) - 1)
     found = [*call_regions(flow), *anatomy_regions(anatomy, flow)]
     found.sort(key=lambda region: (region.first, -region.last))
@@ -117,7 +117,7 @@ def anatomy_regions(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
 def stem_regions(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Iterator[Region]:
     """Yield the steps in the model's own code between a look-up of tokens and the layers that depend on the width of the stream.
 
-    Norms, also decomposed ones, products with a weight, and position embeddings that are added to the tokens.
+    These are norms, also decomposed ones, products with a weight, and position embeddings that are added to the tokens.
     """
     looked_up = [nodes[part.node] for part in anatomy.embeddings]
     found: dict[tuple[fx.Node, fx.Node], str] = {}  # by the first node and the last
@@ -140,10 +140,10 @@ def stem_regions(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) ->
 
 
 def split_where_one_value_is_live(early: fx.Node, steps: list[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Yield the steps from `early` to the last, cut wherever only one value of each token is read from then on."""
+    """Yield the steps from `early` to the last, split after each step whose output is the only value of a token read later."""
     place = {node: at for at, node in enumerate(steps)}
     tokens = (shape(early) or ())[:-1]
-    first, reach = 0, max((place[user] for user in early.users if user in place), default=0)  # where what came so far is last read
+    first, reach = 0, max((place[user] for user in early.users if user in place), default=0)  # position of the last reader so far
     for at, node in enumerate(steps):
         if at >= reach and (shape(node) or ())[:-1] == tokens:
             yield steps[first : at + 1]
@@ -152,7 +152,7 @@ def split_where_one_value_is_live(early: fx.Node, steps: list[fx.Node]) -> Itera
 
 
 def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region | None:
-    """Return what the code around the layers does to each token between the last layer and the head, such as a norm."""
+    """Return the code around the layers that processes each token between the last layer and the head, such as a norm."""
     if anatomy.head is None:
         return None
     leaves, head = last_node_of_layer(stack, len(stack.layers) - 1, flow, nodes), nodes[anatomy.head.node]
@@ -167,7 +167,7 @@ def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str,
 
 
 def is_only_weight_of_its_module(node: fx.Node, flow: Dataflow) -> bool:
-    """Return whether the module whose code computes `node` has no weight but the one that `node` reads, and its bias."""
+    """Return whether the module whose code computes `node` has only the weight that `node` reads, and its bias."""
     call = flow.call_of(node)
     own = [
         other
@@ -186,14 +186,14 @@ def is_bias(user: fx.Node, node: fx.Node, flow: Dataflow) -> bool:
 
 
 def layer_region(name: str, stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region:
-    """From the node after the layer's input to the last before the next layer: a norm after a sum belongs to the sum's layer."""
+    """Return the region from the node after the layer's input to the last before the next layer, including a norm after a sum."""
     inside = flow.between(nodes[stack.layers[depth].entry], nodes[stack.layers[depth].exit])
     last = last_node_of_layer(stack, depth, flow, nodes)
     return Region(name, stack.name, min(flow.position[node] for node in inside), flow.position[last])
 
 
 def last_node_of_layer(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> fx.Node:
-    """Return the last step on the stream before the next layer; after the last layer, the same steps as after the one before."""
+    """Return the last step on the stream before the next layer; after the last layer, the same steps as after the previous one."""
     leaves = nodes[stack.layers[depth].exit]
     if len(stack.layers) < 2:
         return leaves
@@ -213,7 +213,7 @@ def last_node_of_layer(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str
 
 
 def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Region | None:
-    """From a branch's first product to its last, where one module's code computes both; None where not."""
+    """Return the span from a branch's first product to its last, if one module's code computes both; else None."""
     region = flow.between(nodes[branch.source], nodes[branch.output])
     inside = set(region)
     if branch.role == "ffn":
@@ -230,7 +230,7 @@ def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cor
 
 
 def feed_forward_region(branch: Branch, region: list[fx.Node], flow: Dataflow) -> Region | None:
-    """Return the span of a feed-forward, where no other computation is interleaved with it."""
+    """Return the span of a feed-forward, if no other computation is interleaved with it."""
     span = feed_forward_span(branch, region, flow)
     inside = set(region)
     if span is None or any(span.first <= flow.position[node] <= span.last and node not in inside for node in flow.computations):
@@ -239,7 +239,7 @@ def feed_forward_region(branch: Branch, region: list[fx.Node], flow: Dataflow) -
 
 
 def feed_forward_span(branch: Branch, region: list[fx.Node], flow: Dataflow) -> Region | None:
-    """From the first product of a feed-forward to its last, whatever else lies between; None where it is a module already."""
+    """Return the span of a feed-forward from its first product to its last, with all between; None if it is already a module."""
     try:
         out, into = products_of(branch, region, flow)
     except DoesNotFitError:
@@ -254,7 +254,7 @@ def feed_forward_span(branch: Branch, region: list[fx.Node], flow: Dataflow) -> 
 
 
 def is_in_modules(products: list[WeightProduct], last: fx.Node, inside: set[fx.Node], flow: Dataflow) -> bool:
-    """Return whether the products have modules of their own, or the branch has."""
+    """Return whether the products, or the branch, have modules of their own."""
     call = flow.call_of(last)
     own = [node for node in flow.computations if flow.call_of(node) is call]
     return any(flow.call_of(product.node) is not call for product in products) or set(own) <= inside
@@ -267,7 +267,7 @@ def position_with_bias(last: fx.Node, inside: set[fx.Node], flow: Dataflow) -> i
 
 
 def spread_span(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Region | None:
-    """Return a feed-forward whose matrices are modules, where code of the module around them computes what lies between them."""
+    """Return a feed-forward whose matrices are modules and whose other operations are code of the enclosing module."""
     around = next(call for call in calls[0].chain if all(call.encloses(inner) for inner in calls))
     places = [flow.position[node] for node in flow.computations if any(call.encloses(flow.call_of(node)) for call in calls)]
     first, last = min(places), max(places)
@@ -280,7 +280,7 @@ def spread_span(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Regi
 
 
 def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Iterator[Region]:
-    """Yield the products in an attention's own code that compute queries, keys and values, and the one that reads its result."""
+    """Yield the products in an attention's own code for queries, keys and values, and the one that reads its result."""
     region = flow.between(nodes[branch.source], nodes[branch.output])
     held = [core for core in cores if core.result in set(region)]
     if len(held) != 1:
@@ -299,7 +299,7 @@ def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node]
 
 
 def make_names_relative(region: Region) -> None:
-    """Names are relative to the region around, and siblings have different ones."""
+    """Make names relative to the enclosing region, and different among siblings."""
     taken: set[str] = set()
     for part in region.inside:
         prefix = region.path + "." if region.path else ""
@@ -321,9 +321,9 @@ WeightSlices = dict[fx.Node, tuple[str, nn.Parameter]]
 
 
 def weight_slices(model: nn.Module, flow: Dataflow, anatomy: Anatomy | None) -> WeightSlices:
-    """Return the nodes that select parts of parameters, where nothing reads the whole and no two parts overlap.
+    """Return the nodes that select parts of parameters, if nothing reads the whole and no two parts overlap.
 
-    Of a stack of matrices no layer may read two: otherwise it is the weight of one layer, such as its experts.
+    No layer may read two parts of a stack of matrices: otherwise it is the weight of one layer, such as its experts.
     """
     found: WeightSlices = {}
     for held, name in flow.program.parameters.items():
@@ -342,10 +342,10 @@ def weight_slices(model: nn.Module, flow: Dataflow, anatomy: Anatomy | None) -> 
 
 
 def selected_parts(node: fx.Node, value: Any) -> dict[fx.Node, Any]:
-    """Return the parts of a parameter that are read, by the nodes that select them; none where they are not all that is read.
+    """Return the parts of a parameter that are read, by the nodes that select them; empty if anything else of it is read.
 
-    `value` is that of `node`, and the parts are views of it. A part is the result of selections at constant places, and is read
-    by other operations only.
+    `value` is that of `node`, and the parts are views of it. A part is the result of selections at constant positions, and is read
+    only by other operations.
     """
     selections = [user for user in node.users if op(user) in SELECTING and user.all_input_nodes == [node]]
     if node.op != "placeholder" and len(selections) < len(node.users):

@@ -1,1 +1,1 @@
-"""Files on disk: written whole or not at all, read with suspicion."""
+"""Files on disk: written completely or not at all, and read without trusting their content."""

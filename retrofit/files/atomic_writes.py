@@ -1,7 +1,8 @@
-"""Outputs that are whole or not there: written under a hidden name, renamed when complete, removed when anything fails.
+"""Outputs that are complete or absent: written under a hidden name, renamed when complete, removed on any failure.
 
-What exists is replaced only with `force`, also where it came to exist while the output was written. A draft is locked while it is
-written; whoever writes next in the same folder removes those whose process was killed. What was moved aside is kept.
+An existing output is replaced only with `force`, even if it appeared while the new one was being written. A draft is locked while
+it is written; the next process that writes in the same folder removes the drafts of killed processes. Files that were moved aside
+are kept.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from retrofit.errors import CheckpointError, RetrofitError
 from retrofit.files.model_folders import carry_over, require_replaceable
 from retrofit.process import deferred_signals
 
-OF_SYSTEM = re.compile(r"\(os error \d+\)")  # how libraries written in Rust report one
+OF_SYSTEM = re.compile(r"\(os error \d+\)")  # the form in which libraries written in Rust report a system error
 NAME = re.compile(r"\.retrofit-[0-9a-f]{16}\.partial")
-YOUNGEST = 60  # seconds since the last change of a draft that is removed: one that was just made may not be locked yet
+YOUNGEST = 60  # seconds since the last change before a draft is removed: a new one may not be locked yet
 LONGEST = 100  # characters of a name that are kept
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EROFS)
 NUMBERS, TEXTS = "|".join(map(str, FULL)), "|".join(re.escape(os.strerror(number)) for number in FULL)
-OF_TORCH = r"PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+"  # it does not say why
-IN_WORDS = re.compile(rf"os error ({NUMBERS})\b|{TEXTS}|{OF_TORCH}")  # safetensors, in Rust, says the number
+OF_TORCH = r"PytorchStreamWriter failed writing|unexpected pos \d+ vs \d+"  # does not give the reason
+IN_WORDS = re.compile(rf"os error ({NUMBERS})\b|{TEXTS}|{OF_TORCH}")  # safetensors, in Rust, gives the number
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, force: bool = False) -> Iterator[BinaryIO]:
-    """Yield a file to write to; it is at `path`, on the disk, once the block ends, and nowhere if the block raises."""
+    """Yield a file to write to; it is at `path`, flushed to disk, once the block ends, and is removed if the block raises."""
     path = final_name(path, force=force, directory=False)
     draft = draft_of(path)
     with explained(path):
@@ -52,9 +53,9 @@ def whole_file(path: Path, *, force: bool = False) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
-    """Yield a directory to write a model into; once the block ends it is at `path`, and if it raises it is gone.
+    """Yield a directory to write a model into; it is at `path` once the block ends, and is removed if the block raises.
 
-    With `force` it replaces another model, and what its directory held besides stays. Nothing else is replaced.
+    With `force` it replaces another model; other files in that model's directory are kept. Nothing else is replaced.
     """
     path = final_name(path, force=force, directory=True)
     previous, placed = aside_of(path), False
@@ -77,9 +78,9 @@ def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> Iterator[Path]:
-    """Yield a directory to write into; its files get their names in `folder` once the block ends, and none does if it raises.
+    """Yield a directory to write into; its files get their names in `folder` once the block ends, and are removed if it raises.
 
-    Raises at once where one of `names` exists, and before any has its name where another file that was written does.
+    Raises at once if one of `names` exists, and, before any file gets its name, if the name of another written file exists.
     """
     for name in names:
         final_name(folder / name, force=force, directory=False)
@@ -93,7 +94,7 @@ def whole_files(folder: Path, names: Sequence[str], *, force: bool = False) -> I
 
 
 def place_files(drafts: Sequence[Path], folder: Path, *, force: bool) -> None:
-    """Give each file its name in `folder`; without `force` to all of them, or to none."""
+    """Give each file its name in `folder`; without `force`, either all files get one or none."""
     for draft in drafts:
         final_name(folder / draft.name, force=force, directory=False)
     placed: list[Path] = []
@@ -108,7 +109,7 @@ def place_files(drafts: Sequence[Path], folder: Path, *, force: bool) -> None:
 
 
 def place_file(draft: Path, path: Path, *, force: bool) -> None:
-    """Give the file its name. Raise `CheckpointError` where another has it and may not be replaced."""
+    """Give the file its name. Raises `CheckpointError` if another file has it and may not be replaced."""
     if not force:
         try:
             os.link(draft, path)  # unlike a rename, it never replaces
@@ -124,7 +125,7 @@ def place_file(draft: Path, path: Path, *, force: bool) -> None:
 
 
 def place_directory(draft: Path, path: Path) -> None:
-    """Give the directory its name. Raise `CheckpointError` where anything but an empty directory has it."""
+    """Give the directory its name. Raises `CheckpointError` if anything but an empty directory has it."""
     try:
         draft.rename(path)
     except OSError:
@@ -134,7 +135,7 @@ def place_directory(draft: Path, path: Path) -> None:
 
 
 def put_away(previous: Path, path: Path, *, replaced: bool) -> None:
-    """Put back a directory that was renamed to make room; where it was replaced, keep only what is not a model's."""
+    """Restore a directory that was renamed to make room; if it was replaced, keep only the files that are not a model's."""
     if not previous.exists():
         return
     try:
@@ -149,7 +150,7 @@ def put_away(previous: Path, path: Path, *, replaced: bool) -> None:
 
 
 def final_name(path: Path, *, force: bool, directory: bool) -> Path:
-    """Return `path` with its links followed. Raise where what is there may not be replaced, or nothing can be written."""
+    """Return `path` with links resolved. Raises `CheckpointError` if it may not be replaced, or nothing can be written."""
     with explained(path):
         if path.exists():
             if path.is_dir() != directory:
@@ -171,9 +172,9 @@ def final_name(path: Path, *, force: bool, directory: bool) -> Path:
 
 
 def require_place(path: Path) -> None:
-    """Raise `CheckpointError` where no file can be made in the directory of `path`.
+    """Raises `CheckpointError` if no file can be created in the directory of `path`.
 
-    Not by permissions: root has them all, also where the file system takes no files.
+    Tries it, without looking at permissions: root has all of them, even on a file system that accepts no files.
     """
     with explained(path):
         final = path.resolve()
@@ -214,13 +215,13 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def flush_file(path: Path) -> None:
-    """Write the file's contents to the disk."""
+    """Flush the file's contents to the disk."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 
 
 def flush_directory(path: Path) -> None:
-    """Write the directory's entries to the disk, where the system can do that."""
+    """Flush the directory's entries to the disk, if the system supports it."""
     if os.name == "posix":
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -233,19 +234,19 @@ def flush_directory(path: Path) -> None:
 
 
 def draft_of(path: Path) -> Path:
-    """Return a new hidden name in the directory of `path` for a draft; remove drafts of processes that were killed."""
+    """Return a new hidden name for a draft in the directory of `path`; remove the drafts of killed processes."""
     remove_abandoned(path.parent)
     return path.parent / f".retrofit-{secrets.token_hex(8)}.partial"
 
 
 def aside_of(path: Path) -> Path:
-    """Return a new hidden name in the directory of `path` for what was there, which nobody removes unasked."""
+    """Return a new hidden name in the directory of `path` for a previous output, which is never removed automatically."""
     return path.parent / f".retrofit-{secrets.token_hex(8)}.{path.name[:LONGEST]}.replaced"
 
 
 @contextlib.contextmanager
 def held(draft: Path) -> Iterator[None]:
-    """Within this context the draft, or folder, which exists, is known to be written: `is_held`."""
+    """Lock the existing draft, or its folder, in this context: `is_held` returns True."""
     descriptor = os.open(draft, os.O_RDONLY)
     try:
         lock(descriptor)
@@ -270,7 +271,7 @@ def draft_folder(beside: Path) -> Iterator[Path]:
 def is_held(path: Path) -> bool:
     """Return whether another process, or another part of this one, holds the file or folder."""
     try:
-        import fcntl  # of Unix alone
+        import fcntl  # only on Unix
 
         descriptor = os.open(path, os.O_RDONLY)
     except (ImportError, OSError):
@@ -287,9 +288,9 @@ def is_held(path: Path) -> bool:
 
 
 def lock(descriptor: int) -> bool:
-    """Lock the open file until it is closed; return False where another process has it or the system has no locks."""
+    """Lock the open file until it is closed; return False if another process has locked it or the system has no locks."""
     with contextlib.suppress(ImportError, OSError):
-        import fcntl  # of Unix alone
+        import fcntl  # only on Unix
 
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -297,7 +298,7 @@ def lock(descriptor: int) -> bool:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove the drafts in the folder whose process is gone; what cannot be removed stays."""
+    """Remove the drafts in the folder whose process is gone, except those that cannot be removed."""
     with contextlib.suppress(OSError):
         for entry in os.scandir(folder):
             if NAME.fullmatch(entry.name) and not entry.is_symlink():
@@ -320,7 +321,7 @@ def remove_if_abandoned(draft: Path) -> None:
 
 
 def why_full(error: BaseException) -> str:
-    """Return what the system says of the disk, where that is why `error` was raised, else ""."""
+    """Return the system's message about the disk, if that is why `error` was raised, else ""."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in FULL:

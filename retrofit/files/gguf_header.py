@@ -14,7 +14,7 @@ from retrofit.errors import CheckpointError
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # bytes, where the file does not say
+ALIGNMENT = 32  # bytes, unless the file specifies it
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 TOKENS = "tokenizer.ggml.tokens"
@@ -23,7 +23,7 @@ AGAIN = "copy or download it again"
 
 @dataclasses.dataclass(frozen=True)
 class TensorPlace:
-    """One tensor of the file: its elements are of the ggml type `type`, from byte `offset` of the data on."""
+    """One tensor of the file: its ggml type, and the `offset` of its first byte in the data."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class TensorPlace:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """The metadata of a GGUF file, its arrays as their lengths, and its tensors."""
+    """The metadata of a GGUF file, with arrays replaced by their lengths, and its tensors."""
 
     metadata: dict[str, Any]
     tensors: tuple[TensorPlace, ...]
@@ -54,7 +54,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of the file. Raise `CheckpointError` where it is no GGUF file, or is cut short or damaged."""
+    """Return the header of the file. Raises `CheckpointError` if it is no GGUF file, or is truncated or damaged."""
     with open(path, "rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise CheckpointError(
@@ -79,14 +79,14 @@ def read_header(path: Path) -> Header:
 
 
 class Cursor:
-    """A place in the bytes of a GGUF file, which moves on as they are read."""
+    """A position in the bytes of a GGUF file, which advances as they are read."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self.content, self.position, self.order = content, len(MAGIC), "<"
 
     def header(self) -> Header:
         version = self.number("I")
-        if version & 0xFFFF == 0:  # written by a machine of the other byte order
+        if version & 0xFFFF == 0:  # written by a machine with the other byte order
             self.order, self.position = ">", len(MAGIC)
             version = self.number("I")
         if version not in VERSIONS:
@@ -106,7 +106,7 @@ class Cursor:
         return Header(metadata, places, -(-self.position // alignment) * alignment, len(self.content))
 
     def number(self, letter: str) -> Any:
-        """Return the number of struct's format `letter`."""
+        """Return the next number, in struct's format `letter`."""
         (value,) = struct.unpack_from(self.order + letter, self.content, self.position)
         self.position += struct.calcsize(letter)
         return value
@@ -123,7 +123,7 @@ class Cursor:
         self.position += length
 
     def value(self, kind: int) -> Any:
-        """Return the value of that kind, of an array its length."""
+        """Return the next value of this kind; for an array, its length."""
         if kind == STRING:
             return self.text()
         if kind != ARRAY:

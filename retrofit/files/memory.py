@@ -1,4 +1,4 @@
-"""Limits of memory: what a file says it needs beyond them is refused before it is read, and unneeded memory is released."""
+"""Limits of memory: a file that declares more is refused before it is read; release of unneeded memory."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 CONTROL_GROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 MACHINE = Path("/proc/meminfo")
-MOST = 1 << 62  # bytes, where nothing says
+MOST = 1 << 62  # bytes, if the system gives no limit
 
 
 def memory_limit() -> int:
-    """Return the least, in bytes, of the machine's memory with its swap, the control group's and the process's own limits."""
+    """Return the memory limit in bytes: the least of the machine's memory with swap, the control group's and the process's."""
     limits = [MOST]
     with contextlib.suppress(OSError, ValueError, IndexError):
         entries = dict(line.split(":", 1) for line in MACHINE.read_text().splitlines())
@@ -34,7 +34,7 @@ def memory_limit() -> int:
         with contextlib.suppress(OSError, ValueError):  # "max": no limit
             limits.append(int(file.read_text()))
     with contextlib.suppress(ImportError):
-        import resource  # of Unix alone
+        import resource  # only on Unix
 
         own = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)]
         limits += [limit for limit in own if limit != resource.RLIM_INFINITY]
@@ -42,8 +42,8 @@ def memory_limit() -> int:
 
 
 def memory_of(device: Any) -> int:
-    """Return the bytes that a device has for tensors, the CPU by `memory_limit`; a number beyond all where it does not say."""
-    import torch  # here, so that reading files never waits for it
+    """Return the bytes that a device has for tensors, for the CPU `memory_limit`; a very large number if unknown."""
+    import torch  # deferred, so that reading files does not import torch
 
     device = torch.device(device)
     if device.type == "cuda":
@@ -52,7 +52,7 @@ def memory_of(device: Any) -> int:
 
 
 def require_memory(needed: int, what: str, *, remedy: str = "") -> None:
-    """Raise `CheckpointError` about `what` unless `needed` bytes could be in memory at once."""
+    """Raises `CheckpointError` about `what` unless `needed` bytes fit in memory at once."""
     limit = memory_limit()
     if needed > limit:
         raise CheckpointError(
@@ -68,31 +68,31 @@ def in_gigabytes(size: int) -> str:
 
 
 def require_unpacked_fits(path: Path) -> None:
-    """Raise `CheckpointError` unless what the archive at `path` unpacks to fits in memory; nothing is unpacked."""
+    """Raises `CheckpointError` unless the unpacked contents of the archive at `path` fit in memory; unpacks nothing."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             require_memory(sum(entry.file_size for entry in archive.infolist()), f"what {path} unpacks to")
 
 
-MAPPINGS = Path("/proc/self/maps")  # of this process's memory, where there is such a file
-PAGE_OUT = 21  # MADV_PAGEOUT, since Linux 5.4: pages mapped from a file are read from there again when they are needed
+MAPPINGS = Path("/proc/self/maps")  # of this process, if the system has such a file
+PAGE_OUT = 21  # MADV_PAGEOUT, since Linux 5.4: pages mapped from a file are read from it again when needed
 
 
 @functools.cache
 def c_library() -> Any:
-    """Return the C library of this process; None where it is not Linux."""
+    """Return the C library of this process; None if it is not Linux."""
     return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def release_freed_memory() -> None:
-    """Return freed memory that the C library keeps to the system, where it can do that."""
+    """Return freed memory that the C library holds to the system, if it can."""
     trim = getattr(c_library(), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def page_out(tensors: Iterable[Tensor]) -> None:
-    """Release the memory of tensors whose pages can be read again: from the file they are mapped from, or swap space."""
+    """Release the memory of tensors whose pages can be read again: from the file that they are mapped from, or from swap space."""
     advise = getattr(c_library(), "madvise", None)
     if advise is None:
         return
@@ -102,11 +102,11 @@ def page_out(tensors: Iterable[Tensor]) -> None:
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         size = (tensor.data_ptr() + tensor.numel() * tensor.element_size() - first) // mmap.PAGESIZE * mmap.PAGESIZE
         if size > 0:
-            advise(ctypes.c_void_p(first), ctypes.c_size_t(size), PAGE_OUT)  # refused, it changes nothing
+            advise(ctypes.c_void_p(first), ctypes.c_size_t(size), PAGE_OUT)  # if refused, it has no effect
 
 
 def page_out_mapped(tensors: Iterable[Tensor]) -> None:
-    """Page out those of the tensors that are mapped from files: a long time passes before they are read again."""
+    """Page out the tensors that are mapped from files, because they will not be read for a long time."""
     ranges: list[tuple[int, int]] = []
     with contextlib.suppress(OSError):
         for line in MAPPINGS.read_text().splitlines():
@@ -118,9 +118,10 @@ def page_out_mapped(tensors: Iterable[Tensor]) -> None:
 
 
 def in_temporary_file(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor on the CPU in a file that goes with them; the tensor itself where none can be written.
+    """Return the values of a CPU tensor in a temporary file that lives as long as they do; the tensor itself if none can be
+    written.
 
-    They take no memory until they are read, and none any more once they are paged out.
+    They take no memory until they are read, and none after they have been paged out.
     """
     import torch
 
@@ -137,13 +138,13 @@ MAPPED: contextvars.ContextVar[bool] = contextvars.ContextVar("mapped", default=
 
 
 def weights_are_mapped() -> bool:
-    """Return whether the weights are those of files, which need not fit in memory: no copy of them may be made."""
+    """Return whether the weights are mapped from files larger than memory, so that no copy of them may be made."""
     return MAPPED.get()
 
 
 @contextlib.contextmanager
 def mapped_weights() -> Iterator[None]:
-    """Within this context weights are those of files."""
+    """Within this context weights count as mapped from files."""
     token = MAPPED.set(True)
     try:
         yield

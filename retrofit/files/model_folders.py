@@ -13,7 +13,7 @@ from typing import Any
 from retrofit.errors import CheckpointError, first_few, kind_of
 from retrofit.files import gguf_header
 
-OWN = (  # what transformers, sentence-transformers and tokenizers write
+OWN = (  # written by transformers, sentence-transformers and tokenizers
     *("config.json", "generation_config.json", "adapter_config.json", "training_args.bin"),
     *("model*.safetensors", "model*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json"),
     *("adapter_model.*", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
@@ -22,21 +22,21 @@ OWN = (  # what transformers, sentence-transformers and tokenizers write
     *("chat_template.json", "chat_template.jinja"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
-TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's chat templates beside the first
-CARD, OF_A_RECIPE = "README.md", "<!-- retrofit: begin -->"  # how a card begins what it says of a retrofitted model
-SHOWN = 3  # names in an error
+TEMPLATES = "additional_chat_templates"  # the folder of a tokenizer's chat templates other than the first
+CARD, OF_A_RECIPE = "README.md", "<!-- retrofit: begin -->"  # the beginning of a card's text on a retrofitted model
+SHOWN = 3  # names shown in an error
 
 
 def is_model_folder(path: Path) -> bool:
-    """Return whether the directory holds a model that transformers or sentence-transformers wrote."""
+    """Return whether the directory holds a model written by transformers or sentence-transformers."""
     config, modules = read_json(path / "config.json"), read_json(path / "modules.json")
     described = isinstance(config, dict) and ("model_type" in config or "architectures" in config)
     return described or (isinstance(modules, list) and all(isinstance(module, dict) and "path" in module for module in modules))
 
 
 def require_replaceable(path: Path) -> None:
-    """Raises `CheckpointError` where a model may not replace what the directory holds: it is no model, or the current directory."""
-    with contextlib.suppress(OSError):  # there is no current directory any more
+    """Raises `CheckpointError` unless a model may replace the directory's content: it is a model, and not the current directory."""
+    with contextlib.suppress(OSError):  # the current directory does not exist any more
         if Path.cwd().resolve().is_relative_to(path.resolve()):
             raise CheckpointError(
                 f"{path} cannot be replaced",
@@ -55,7 +55,7 @@ def require_replaceable(path: Path) -> None:
 
 
 def carry_over(old: Path, new: Path) -> None:
-    """Move into `new` what `old` holds that is not its model's, unless `new` has its own; remove `old`."""
+    """Move into `new` the files in `old` that are not its model's, unless `new` has its own; remove `old`."""
     for entry in sorted(old.iterdir()):
         place, folder = new / entry.name, entry.is_dir() and not entry.is_symlink()
         if folder and entry.name == TEMPLATES:
@@ -65,12 +65,12 @@ def carry_over(old: Path, new: Path) -> None:
         elif not folder and (place.exists() or place.is_symlink() or is_own(entry)):
             entry.unlink()
         else:
-            entry.rename(place)  # raises for a directory where `new` has a file
+            entry.rename(place)  # raises if `old` has a directory where `new` has a file
     old.rmdir()
 
 
 def is_own(file: Path) -> bool:
-    """Return whether a file is a model's, by its name, or a card that describes how the model was rewritten."""
+    """Return whether a file belongs to a model, by its name, or is a card that describes how the model was rewritten."""
     return any(fnmatch.fnmatchcase(file.name, pattern) for pattern in OWN) or (file.name == CARD and says_recipe(file))
 
 
@@ -80,7 +80,7 @@ def says_recipe(card: Path) -> bool:
 
 
 def read_json(file: Path) -> Any:
-    """Return what the file holds; None where it does not exist, or is not JSON."""
+    """Return the file's data; None if it does not exist or is not JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -88,7 +88,7 @@ def read_json(file: Path) -> Any:
 
 
 def as_path(given: object) -> Path:
-    """Return a path that a user gave, as text or as a path. Raise `CheckpointError` for anything else."""
+    """Return the given text or path as a path. Raises `CheckpointError` for anything else."""
     if isinstance(given, (str, os.PathLike)):
         return Path(given)
     raise CheckpointError(
@@ -102,19 +102,19 @@ def as_path(given: object) -> Path:
 FILES = (".pt", ".pth")
 EXPORTED = ".pt2"
 ONNX = ".onnx"
-DESCRIBED = (EXPORTED, ONNX, gguf_header.SUFFIX)  # files that say themselves how their model is built
+DESCRIBED = (EXPORTED, ONNX, gguf_header.SUFFIX)  # files that contain how to build their model
 OTHER_FORMATS = (".safetensors", ".ckpt", ".bin", ".npz", ".h5")
 NOT_WRITTEN = (*OTHER_FORMATS, gguf_header.SUFFIX, ".npy", ".pkl", ".pickle", ".msgpack", ".json", ".zip")
 SUFFIXES = (*FILES, EXPORTED, ONNX, *NOT_WRITTEN)
 
 
 def is_file_name(path: Path) -> bool:
-    """Return whether `save` writes a file there, or refuses to, and not a directory."""
+    """Return whether `save` writes a file at this path, or refuses to, rather than a directory."""
     return path.suffix.lower() in SUFFIXES
 
 
 def require_writable_kind(path: Path) -> None:
-    """Raises `CheckpointError` where the name is that of a kind of file that models are not saved as."""
+    """Raises `CheckpointError` if the name is that of a kind of file in which models are not saved."""
     suffix = path.suffix.lower()
     if suffix in NOT_WRITTEN:
         raise CheckpointError(f"{path}: models are not saved as {suffix}", remedy="name a .pt file or a directory", code="name")

@@ -1,7 +1,7 @@
-"""A directory that is written in steps, has its name once it is whole, and survives being killed on the way.
+"""A directory that is written in steps, gets its name once it is complete, and can be resumed after its process was killed.
 
-Until then it lies beside its name in a hidden folder, with a list of the steps whose results are on the disk. Who writes the same
-again goes on from there; who writes anything else begins anew.
+Until then it is in a hidden folder next to its name, with a list of the steps whose results are on disk. Writing the same again
+resumes it; writing anything else starts anew.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ STEPS, IDENTITY, LOCK = "steps", "identity.json", "lock"
 
 
 class Unfinished:
-    """A directory under way."""
+    """A directory that is not complete yet."""
 
     def __init__(self, state: Path) -> None:
         self.state = state
-        self.folder = state / "directory"  # what will have the name
-        self.aside = state / "aside"  # what is needed on the way
+        self.folder = state / "directory"  # will get the name
+        self.aside = state / "aside"  # temporary files
         for folder in (self.folder, self.aside):
             folder.mkdir(exist_ok=True)
         self.steps = set(read_steps(state / STEPS))
 
     def record(self, steps: Iterable[str]) -> None:
-        """Record that these steps need not be done again: their results are on the disk."""
+        """Record that these steps need not be repeated: their results are on disk."""
         new = [step for step in dict.fromkeys(steps) if step not in self.steps]
         with (self.state / STEPS).open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(step) + "\n" for step in new)
@@ -43,13 +43,13 @@ class Unfinished:
 
 
 def unfinished_of(path: Path) -> Path:
-    """Return where a directory lies until it is whole."""
+    """Return the place of a directory until it is complete."""
     path = path.resolve()
     return path.parent / f".retrofit-{path.name}.unfinished"
 
 
 def read_steps(file: Path) -> Iterator[str]:
-    """Yield the steps that were recorded; a line that was cut short is none."""
+    """Yield the recorded steps, without a truncated line."""
     if file.is_file():
         for line in file.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
@@ -57,7 +57,7 @@ def read_steps(file: Path) -> Iterator[str]:
 
 
 def is_same(state: Path, identity: Mapping[str, Any]) -> bool:
-    """Return whether the directory under way there has the same identity."""
+    """Return whether the unfinished directory there has the same identity."""
     try:
         found = json.loads((state / IDENTITY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -67,12 +67,12 @@ def is_same(state: Path, identity: Mapping[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def resumable_directory(path: Path, identity: Mapping[str, Any], *, force: bool = False) -> Iterator[Unfinished]:
-    """Yield a directory to write a model into; once the block ends it is at `path`, where `force` replaces what was there.
+    """Yield a directory to write a model into; it is at `path` once the block ends, where `force` permits replacing another.
 
-    Where the block raises, or the process is killed, nothing is at `path`. After a kill, an interruption or a failure of the system
-    what was done is kept, and found again with the same `identity`; after any other failure it is gone.
+    If the block raises, or the process is killed, nothing is at `path`. After a kill, an interruption or a system failure the
+    finished steps are kept, and found again under the same `identity`; after any other failure they are removed.
 
-    Raises `CheckpointError` where another process writes it.
+    Raises `CheckpointError` if another process is writing it.
     """
     path = final_name(path, force=force, directory=True)
     state, previous = unfinished_of(path), aside_of(path)
@@ -120,8 +120,8 @@ def clear(state: Path, lock: IO[str]) -> None:
 
 @contextlib.contextmanager
 def locked(state: Path, path: Path) -> Iterator[IO[str]]:
-    """Make the folder, and lock it against other processes."""
-    import fcntl  # of Unix alone
+    """Create the folder, and lock it against other processes."""
+    import fcntl  # only on Unix
 
     try:
         state.mkdir(exist_ok=True)

@@ -1,6 +1,7 @@
 """The header of a safetensors file: tensor offsets.
 
-A file is the length of its header (8 bytes, little endian), a header in JSON, which may end in spaces, and the tensors' bytes.
+A file consists of the length of its header (8 bytes, little endian), a header in JSON, possibly padded with spaces, and the
+tensors' bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 METADATA = "__metadata__"
-LONGEST = 100_000_000  # bytes of a header, as safetensors itself has it
+LONGEST = 100_000_000  # bytes of a header; safetensors' own limit
 PLACE = "data_offsets"
 
 
@@ -57,9 +58,10 @@ class Extent:
 
 
 def extents_in(file: Path) -> dict[str, Extent]:
-    """Return where the tensors of a safetensors file lie, by name. Raise `CheckpointError` where it is none, or is cut short.
+    """Return the places of the tensors in a safetensors file, by name.
 
-    Every byte after the header belongs to exactly one tensor.
+    Every byte after the header belongs to exactly one tensor. Raises `CheckpointError` if it is no safetensors file, or is
+    truncated.
     """
     try:
         header, begin, whole = read_header(file)
@@ -87,7 +89,7 @@ def extents_in(file: Path) -> dict[str, Extent]:
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int, int]:
-    """Return the header, the byte at which the tensors begin, and the size of the file. Raise `ValueError` without a header."""
+    """Return the header, the byte at which the tensors begin, and the file's size. Raises `ValueError` without a header."""
     if not stat.S_ISREG(os.stat(file).st_mode):
         raise ValueError("it is not a regular file")
     with file.open("rb") as opened:
@@ -111,7 +113,7 @@ def without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def extent_of(file: Path, begin: int, name: str, entry: Any) -> Extent:
-    """Return the place that an entry of the header gives. Raise `ValueError` where it contradicts itself."""
+    """Return the place that a header's entry gives. Raises `ValueError` if it contradicts itself."""
     if not isinstance(entry, dict) or not are_sizes(entry.get("shape")) or not are_sizes(entry.get(PLACE)):
         raise ValueError(f"{name} has no shape or no place in the file")
     if entry.get("dtype") not in DTYPES:

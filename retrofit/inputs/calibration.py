@@ -1,4 +1,4 @@
-"""Calibration data: batches of real inputs, what a model's modules receive on them, and parts to fit on and to hold out."""
+"""Calibration data: batches of real inputs, the modules' recorded inputs for them, and windows to fit on and to hold out."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from retrofit.inputs.probes import accepts, extent_of, run
 from retrofit.progress import counted
 
 Watcher = Callable[[Tensor], None]
-HELD_OUT = 8  # one window in so many
-BATCH = 8  # windows a batch
-Window = dict[str, Any]  # a batch of one
+HELD_OUT = 8  # one window in HELD_OUT is held out
+BATCH = 8  # windows per batch
+Window = dict[str, Any]  # a batch with one row
 
 
 class Enough(Exception):
-    """A watcher needs no more batches."""
+    """Raised by a watcher that needs no more batches."""
 
 
 class Stop(Exception):
-    """Raised to end a forward once everything wanted has been recorded."""
+    """Raised to end a forward once everything needed has been recorded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Batches of inputs, by argument name, that a model is observed on."""
+    """Batches of inputs, by argument name, on which a model is observed."""
 
     batches: tuple[dict[str, Any], ...]
 
     def observe(self, model: nn.Module, watchers: Mapping[str, Watcher]) -> None:
-        """Show each watcher the input of the module at its path, batch by batch: (tokens, d), padding left out.
+        """Call each watcher with the input of the module at its path, batch by batch: (tokens, d), without padding.
 
-        A watcher that raises `Enough` sees no more; when all have, the rest of the batches is not run.
+        A watcher that raises `Enough` gets no more; once all have raised it, the remaining batches are not run.
         """
         masks: list[Tensor] = []
 
@@ -57,7 +57,7 @@ class Calibration:
         self.run(model, watchers, begin, see)
 
     def record(self, model: nn.Module, paths: Collection[str]) -> dict[str, list[RecordedCall]]:
-        """Return the calls of the modules at `paths`, in order, so that what replaces a module can be called likewise."""
+        """Return the calls of the modules at `paths`, in order, so that a replacement can be called with the same arguments."""
         recorder = CallRecorder(model, dict.fromkeys(paths, ()), store=set_aside)
 
         def begin(inputs: Mapping[str, Any]) -> None:
@@ -77,14 +77,14 @@ class Calibration:
         *,
         returned: bool = False,
     ) -> None:
-        """Run the model on the batches, while `see` gets each call of the modules at `paths`, as `watched` gives it.
+        """Run the model on the batches and call `see` for each call of the modules at `paths`, with the arguments of `watched`.
 
-        With `returned` it also gets what they returned. `begin` gets the inputs of each forward. A module whose watcher raises
-        `Enough` is not waited for any more; where none is, the rest is not run. Every forward but the first ends with the last call
-        that is waited for: as many of them as the first one made. The model runs in evaluation mode, without a cache, and stays as
-        it was.
+        With `returned`, `see` also gets the modules' outputs. `begin` gets the inputs of each forward. A module whose watcher
+        raises `Enough` is no longer watched; once none is, the remaining batches are not run. Every forward but the first ends with
+        the last call of a watched module: it expects as many calls as in the first forward. The model runs in evaluation mode,
+        without a cache, and is unchanged afterwards.
         """
-        waiting, usual = set(paths), collections.Counter[str]()  # calls by path, as the first forward made them
+        waiting, usual = set(paths), collections.Counter[str]()  # calls by path in the first forward
         without_cache = {"use_cache": False} if accepts(model, "use_cache") else {}
         with evaluation_mode(model):
             for batch in counted(self.batches, "running the model on text, batch", len(self.batches)):
@@ -102,7 +102,7 @@ class Calibration:
 
 
 class WatchedForward:
-    """A forward that ends, by `Stop`, with the last call that a watcher waits for."""
+    """A forward that ends, by `Stop`, with the last watched call."""
 
     def __init__(self, watcher: Callable[..., None], waiting: set[str], last: int | None) -> None:
         self.watcher, self.waiting, self.last = watcher, waiting, last
@@ -120,9 +120,9 @@ class WatchedForward:
 
 
 def split_calibration(calibration: Calibration, tokens: int, held_out_tokens: int = 0) -> tuple[Calibration, Calibration]:
-    """Return windows of about `tokens` tokens to fit on, spread evenly, and windows of about `held_out_tokens` held out.
+    """Return windows of about `tokens` tokens to fit on, evenly spaced, and windows of about `held_out_tokens` tokens to hold out.
 
-    Without `held_out_tokens` these are a quarter as many. Where the data is a single window, both parts are that window.
+    Without `held_out_tokens`, a quarter of `tokens` is held out. If the data is a single window, both parts are that window.
     """
     windows = [window for batch in calibration.batches for window in windows_of_batch(batch)]
     held_out = windows[HELD_OUT - 1 :: HELD_OUT] or windows[-1:]
@@ -135,14 +135,14 @@ def split_calibration(calibration: Calibration, tokens: int, held_out_tokens: in
 
 
 def sample_calibration(calibration: Calibration, tokens: int) -> Calibration:
-    """Return windows of about `tokens` tokens, spread evenly over the data; all of it where it is no more."""
+    """Return windows of about `tokens` tokens, evenly spaced over the data; all of it if it has no more."""
     windows = [window for batch in calibration.batches for window in windows_of_batch(batch)]
     length = max(1, max(length_of(window) for window in windows))
     return Calibration(tuple(batched(spread(windows, max(1, tokens // length)))))
 
 
 def windows_of_batch(batch: Window) -> Iterator[Window]:
-    """Yield each row of a batch as a batch of one; a value without rows is in all of them."""
+    """Yield each row of a batch as a batch with one row; values without rows are in all of them."""
     rows, _ = extent_of(batch)
     for row in range(rows):
         yield {
@@ -152,23 +152,23 @@ def windows_of_batch(batch: Window) -> Iterator[Window]:
 
 
 def length_of(window: Window) -> int:
-    """Return the tokens of a window; those of an image are not known before it is run, and count as its rows of pixels."""
+    """Return the tokens of a window; an image, whose tokens are unknown before a run, counts as its columns of pixels."""
     return max((value.shape[-1] for value in window.values() if isinstance(value, Tensor) and value.dim()), default=1)
 
 
 def spread(windows: Sequence[Window], most: int) -> list[Window]:
-    """Return at most so many of the windows, at even distances, the last one included."""
+    """Return at most `most` of the windows, evenly spaced, including the last."""
     count = min(most, len(windows))
     return [windows[(index + 1) * len(windows) // count - 1] for index in range(count)]
 
 
 def evenly_spaced(x: Tensor, most: int) -> Tensor:
-    """Return at most so many rows of x, at even distances."""
+    """Return at most `most` rows of x, evenly spaced."""
     return x[torch.arange(most, device=x.device) * len(x) // most] if len(x) > most else x
 
 
 def batched(windows: Iterable[Window]) -> Iterator[Window]:
-    """Yield the windows in batches of up to `BATCH`, in order; a batch ends where shapes change."""
+    """Yield the windows in batches of up to `BATCH`, in order; a batch ends when the shapes change."""
     for _, equal in itertools.groupby(windows, shapes_of):
         alike = list(equal)
         for first in range(0, len(alike), BATCH):

@@ -1,4 +1,4 @@
-"""Inputs to capture a model with: the ones given, or ones derived from the model itself."""
+"""Inputs to capture a model with: given ones, or ones inferred from the model itself."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ GIVE_INPUTS = (
     "pass example_inputs={'argument': tensor, …}; on the command line give the model as a .pt2 file that torch.export.save wrote,"
     " which holds its example inputs"
 )
-WIDTHS = 6  # of operations that may be the first, whose inputs are tried
+WIDTHS = 6  # input widths, of the operations that may be the first, to be tried
 
 
 def forward_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
-    """Return the parameters of the model's forward by name; of a module that passes its arguments on, those of the one inside."""
+    """Return the parameters of the model's forward by name; if a module only passes arguments on, those of the module inside."""
     inside = handed_to(model)
     return dict(inspect.signature(model.forward).parameters) if inside is None else forward_parameters(inside)
 
 
 def handed_to(model: nn.Module) -> nn.Module | None:
-    """Return the only module inside one that takes any arguments and has no weights of its own, to which it passes them on."""
+    """Return the only module inside a module that has no weights of its own and passes any arguments on to it, else None."""
     parameters, inside = inspect.signature(model.forward).parameters.values(), list(model.children())
     takes_anything = len(parameters) == 2 and all(
         parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters
@@ -48,7 +48,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def vocabulary_of(model: nn.Module) -> int:
-    """Return the number of token ids the model takes, from its config or else from its largest embedding."""
+    """Return the number of token ids that the model accepts, from its config or else from its largest embedding."""
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
@@ -58,7 +58,7 @@ def vocabulary_of(model: nn.Module) -> int:
 
 
 def special_ids(model: nn.Module) -> set[int]:
-    """Return the ids to which the model's config gives a meaning of their own."""
+    """Return the ids with a special meaning in the model's config."""
     config = getattr(model, "config", None)
     found: set[int] = set()
     for source in filter(None, (config, getattr(model, "generation_config", None))):
@@ -69,7 +69,7 @@ def special_ids(model: nn.Module) -> set[int]:
 
 
 def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Return ordinary token ids, special ones left out: (batch, length)."""
+    """Return ordinary token ids, without special ones: (batch, length)."""
     size = vocabulary_of(model)
     if size < 1:
         raise CaptureError(
@@ -86,7 +86,7 @@ def token_ids(model: nn.Module, batch: int, length: int, seed: int = 0) -> torch
 
 
 def kinds_beside_ids(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes, by name, of what the forward takes beside token ids and follows from them without padding."""
+    """Return by name the dtypes of the forward's arguments that follow from token ids without padding."""
     examples, named = provenance_of(model).examples or {}, forward_parameters(model)
     names = (name for name in ("attention_mask", "position_ids", "token_type_ids") if name in named)
     return {name: examples[name].dtype if name in examples else torch.long for name in names}
@@ -103,12 +103,12 @@ def beside_ids(ids: torch.Tensor, kinds: Mapping[str, torch.dtype]) -> dict[str,
 
 
 def said_of(config: Any, *names: str) -> Any:
-    """Return the first of these values that the config gives; None where it gives none."""
+    """Return the first of these values that the config gives; None if it gives none."""
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
 def pixel_values(model: nn.Module, batch: int, seed: int = 0, *, film: bool = False) -> torch.Tensor:
-    """Return a batch of images, or of films, of the config's size: (batch, [frames,] channels, height, width)."""
+    """Return a batch of images or videos of the config's size: (batch, [frames,] channels, height, width)."""
     config = getattr(model, "config", None)
     encoder = said_of(config, "encoder")
     nested = (said_of(config, "vision_config", "image_config"), said_of(encoder, "vision_config"), encoder)
@@ -123,7 +123,7 @@ def pixel_values(model: nn.Module, batch: int, seed: int = 0, *, film: bool = Fa
 
 
 def is_film(model: nn.Module, batch: int) -> bool:
-    """Return whether what a model sees has frames: it says so, or has a number of frames and takes no image."""
+    """Return whether a vision model's input has frames: its config says so, or it gives a number of frames and no image input."""
     if "video" in modalities(model) and "image" not in modalities(model):
         return True
     if said_of(getattr(model, "config", None), "num_frames") is None:
@@ -133,16 +133,16 @@ def is_film(model: nn.Module, batch: int) -> bool:
 
 
 def modalities(model: nn.Module) -> tuple[str, ...]:
-    """Return what a transformers model says it reads: text, image, video, audio, time; nothing of another model."""
+    """Return the modalities in a transformers model's class: text, image, video, audio, time; () for other models."""
     said = getattr(model, "input_modalities", ())
     return (said,) if isinstance(said, str) else tuple(said)
 
 
 def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield what a model that hears may take: waves (batch, samples), or features by time, or time by features.
+    """Yield possible inputs of an audio model: waves (batch, samples), or features by time, or time by features.
 
-    There are as many features as an operation of the model reads. Convolutions leave a few frames, or as many as a table has rows;
-    otherwise both are as many as the config says.
+    The number of features is that which an operation of the model reads. The length leaves a few frames after the convolutions, or
+    as many as a table has rows; otherwise both numbers are the config's.
     """
     convolutions = [module for module in model.modules() if isinstance(module, (nn.Conv1d, nn.Conv2d))]
     linear = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
@@ -162,7 +162,7 @@ def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, to
 
 
 def series(model: nn.Module, batch: int, seed: int = 0) -> dict[str, torch.Tensor] | None:
-    """Return what a model of time series accepts, of the sizes that its config names; None of another model.
+    """Return inputs of a time series model, with the sizes in its config; None for other models.
 
     Its values are (batch, time, channels) or (batch, time); a decoder continues them.
     """
@@ -196,13 +196,13 @@ def series(model: nn.Module, batch: int, seed: int = 0) -> dict[str, torch.Tenso
 
 
 def accepts(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether the model's code runs on inputs like these: a copy without weights is run, and nothing is computed."""
+    """Return whether the model's code runs on inputs like these: runs a copy without weights and computes nothing."""
     try:
         hollow = all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
         skeleton = model if hollow else without_weights(model).eval()
-    except Exception:  # whatever the model's own code raises
+    except Exception:  # of any type, from the model's own code
         return False
-    contexts = (torch.device("cpu"), torch.device("meta"))  # where the code makes tensors of numbers
+    contexts = (torch.device("cpu"), torch.device("meta"))  # the device on which the code creates tensors
     return any(runs_without_values(skeleton, inputs, context) for context in contexts)
 
 
@@ -211,7 +211,7 @@ def runs_without_values(skeleton: nn.Module, inputs: Mapping[str, torch.Tensor],
     try:
         with torch.no_grad(), HollowGroupedProducts(), context:
             skeleton(**{name: value.to("meta") for name, value in inputs.items()})
-    except Exception:  # whatever the model's own code raises
+    except Exception:  # of any type, from the model's own code
         return False
     return True
 
@@ -219,9 +219,9 @@ def runs_without_values(skeleton: nn.Module, inputs: Mapping[str, torch.Tensor],
 def example_inputs(
     model: nn.Module, batch: int = BATCH, length: int = LENGTH, seed: int = 0, *, device: torch.device | None = None
 ) -> dict[str, Any]:
-    """Return inputs the model accepts, by argument name, on `device` or its own. Raise `CaptureError` where none can be inferred.
+    """Return inputs that the model accepts, by argument name, on `device` or its own.
 
-    A graph module brings its own (`Provenance.examples`).
+    A graph module has its own (`Provenance.examples`). Raises `CaptureError` if none can be inferred.
     """
     device = device or device_of(model)
     if (own := provenance_of(model).examples) is not None:
@@ -250,7 +250,7 @@ def example_inputs(
             both = ("input_ids", seen)
             inputs = next((more for more in (made(*both), made(*both, "decoder_input_ids")) if accepts(model, more)), inputs)
         dtype = dtype_of(model)
-        if seen in inputs and dtype != torch.float32 and not accepts(model, inputs):  # code that casts no images
+        if seen in inputs and dtype != torch.float32 and not accepts(model, inputs):  # the code casts no images
             inputs = {**inputs, seen: inputs[seen].to(dtype)}
     elif found := heard_by(model, batch, length, seed) or series(model, batch, seed):
         inputs = found
@@ -268,7 +268,7 @@ def example_inputs(
 
 
 def heard_by(model: nn.Module, batch: int, length: int, seed: int) -> dict[str, torch.Tensor] | None:
-    """Return sound that the model accepts, and its decoder's token ids where it has such; None of a model that hears nothing."""
+    """Return audio that the model accepts, and its decoder's token ids, if it has any; None for a model without audio input."""
     parameters = forward_parameters(model)
     if not parameters.keys() & {"input_features", "input_values"}:
         return None
@@ -293,7 +293,7 @@ def is_named(parameter: inspect.Parameter) -> bool:
 
 
 def why_underivable(parameters: Mapping[str, inspect.Parameter], required: list[str], main: str | None) -> str:
-    """Return why no inputs can be derived, from the parameters of the forward, the required ones and the main input."""
+    """Return why no inputs can be inferred, from the parameters of the forward, the required ones and the main input."""
     if len(required) > 1:
         return f"it needs {', '.join(required[:-1])} and {required[-1]}, and what they hold is unknown"
     if not any(map(is_named, parameters.values())):
@@ -305,7 +305,7 @@ def why_underivable(parameters: Mapping[str, inspect.Parameter], required: list[
 
 
 def by_name(model: nn.Module, parameters: Mapping[str, inspect.Parameter], values: list[Any]) -> dict[str, Any]:
-    """Return the values as arguments in the order of the parameters. Raise `CaptureError` where more are given than have names."""
+    """Return the values as arguments in the order of the parameters. Raises `CaptureError` if there are more values than names."""
     names = [name for name, parameter in parameters.items() if is_named(parameter)]
     if len(values) > len(names):
         raise CaptureError(
@@ -319,12 +319,12 @@ def by_name(model: nn.Module, parameters: Mapping[str, inspect.Parameter], value
 
 
 def trainable(value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or its copy where it was made under `torch.inference_mode`: a backward pass may keep it."""
+    """Return the tensor, or a copy if it was created in `torch.inference_mode`: a backward pass may store it."""
     return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value
 
 
 def named_inputs(model: nn.Module, given: Any = None) -> dict[str, Any]:
-    """Return inputs to capture the model with, `given` (mapping, tensor, sequence) or derived ones, by name, without a cache."""
+    """Return inputs to capture the model with, by name, without a cache: `given` (mapping, tensor, sequence) or inferred ones."""
     parameters = forward_parameters(model)
     if given is None:
         inputs = example_inputs(model)

@@ -1,4 +1,4 @@
-"""Devices and sizes of a model's weights: measured, offloaded, left out (a skeleton), recorded for later."""
+"""Devices and sizes of a model's weights: measured, offloaded, left out (a skeleton), stored for later."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from torch.utils._pytree import tree_leaves
 
 Store = Callable[[Tensor], Tensor]
 STORE: ContextVar[Store | None] = ContextVar("STORE", default=None)
-ROOM = 288 * 2**20  # bytes of recordings in memory at a time, and more beside a large model:
-SHARE = 4  # a quarter of its own
+ROOM = 288 * 2**20  # bytes of recordings in memory at a time; next to a large model,
+SHARE = 4  # up to a quarter of its size
 CACHE_LINE = 64  # bytes
 
 
 def own_bytes(model: nn.Module) -> int:
-    """Return the bytes of the parameters and buffers, shared ones once."""
+    """Return the bytes of the parameters and buffers, shared ones counted once."""
     return sum(tensor.numel() * tensor.element_size() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def peak_bytes(action: Callable[[], Any]) -> int:
-    """Return the most bytes that the tensors made by the action took at a time, without what an operation needs as it runs."""
+    """Return the peak bytes of the tensors that the action created, without the workspace of operations."""
     with HeldStorages() as held:
         action()
     return held.most
 
 
 class HeldStorages(TorchDispatchMode):
-    """Knows the memory of every tensor that an operation made, for as long as there is one on it."""
+    """Tracks the memory of every tensor that an operation created, while a tensor uses it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,22 +61,22 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 
 
 def offloaded_module(model: nn.Module) -> str | None:
-    """Return the path of the first module whose weights are elsewhere between its calls; None where there is none."""
+    """Return the path of the first module whose weights are offloaded between its calls; None if there is none."""
     return next((path for path, module in model.named_modules() if has_offloaded_params(module)), None)
 
 
 def hooks_to_leave_out(model: nn.Module) -> dict[int, ModelHook]:
-    """Return, by identity, for a deep copy: hooks that do nothing, for accelerate's hooks with all that they hold."""
+    """Return a memo for deep copies, by identity, that replaces accelerate's hooks and all that they hold by empty hooks."""
     return {id(module._hf_hook): ModelHook() for module in model.modules() if hasattr(module, "_hf_hook")}
 
 
 def without_hooks(copy: nn.Module) -> nn.Module:
-    """Return `copy` itself, whose modules run their own code again."""
+    """Return `copy` itself, with its modules' own forwards restored."""
     return remove_hook_from_module(copy, recurse=True)
 
 
 def value_of(model: nn.Module, name: str) -> Tensor:
-    """Return the value of a parameter, wherever it is kept."""
+    """Return the value of a parameter, wherever it is stored."""
     module = model.get_submodule(name.rpartition(".")[0])
     with align_module_device(module):
         value = model.get_parameter(name).detach()
@@ -84,9 +84,9 @@ def value_of(model: nn.Module, name: str) -> Tensor:
 
 
 def without_weights(model: nn.Module, *, keep_buffers: bool = False) -> nn.Module:
-    """Return a copy of the model on the meta device: its tensors have shapes and no values, tied ones are tied.
+    """Return a copy of the model on the meta device: its tensors have shapes but no values; tied ones are tied.
 
-    With `keep_buffers` its buffers are those of the model, with their values.
+    With `keep_buffers` it has the model's own buffers, with their values.
     """
     hooks = hooks_to_leave_out(model)
     memo: dict[int, Any] = dict(hooks)
@@ -101,9 +101,10 @@ def without_weights(model: nn.Module, *, keep_buffers: bool = False) -> nn.Modul
 
 
 def with_same_tensors(model: nn.Module) -> nn.Module | None:
-    """Return a copy of the modules on the model's own tensors, which stays as it is when modules and parameters are replaced.
+    """Return a copy of the module tree with the model's own tensors; replacing modules and parameters in the model leaves it
+    unchanged.
 
-    None where hooks, of a user or of accelerate, would act in the copy too.
+    Return None if hooks, of a user or of accelerate, would act in the copy too.
     """
     hooked = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     if hooked or hooks_to_leave_out(model):
@@ -114,10 +115,10 @@ def with_same_tensors(model: nn.Module) -> nn.Module | None:
 
 
 def zeros_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Return zeros of its shape and dtype on the CPU, which take memory only once they are written, and begin where cache lines do.
+    """Return zeros of this shape and dtype on the CPU, aligned to cache lines, which take memory only once they are written.
 
-    They are tables that start at zero, and the weights of a model that is rewritten before its own are loaded: uninitialised memory
-    may hold NaN, and no start can be fitted to that.
+    Used for tables that start at zero, and for the weights of a model that is rewritten before its own are loaded: uninitialized
+    memory may hold NaN, to which no start can be fitted.
     """
     count = tensor.numel() * tensor.element_size()
     memory = numpy.zeros(count + CACHE_LINE, numpy.uint8)
@@ -126,9 +127,9 @@ def zeros_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HollowGroupedProducts(TorchDispatchMode):
-    """Within this context grouped products of hollow matrices are of any dtype, as those of real ones are.
+    """Within this context grouped products of matrices without values accept any dtype, as those of real matrices do.
 
-    torch 2.13 has a shape for them in bfloat16 alone.
+    torch 2.13 infers their shape for bfloat16 only.
     """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -139,15 +140,15 @@ class HollowGroupedProducts(TorchDispatchMode):
 
 
 def set_aside(tensor: Tensor) -> Tensor:
-    """Return the same values, where recordings are kept: the tensor itself, unless the model is larger than memory."""
+    """Return the same values where recordings are stored: the tensor itself, unless the model is larger than memory."""
     store = STORE.get()
     return tensor if store is None else store(tensor)
 
 
 def groups_in_room(sizes: Mapping[str, int], model: nn.Module) -> list[list[str]]:
-    """Return the modules of `model` that are recorded in one run, then those of the next, in order and of about as many bytes each.
+    """Return the modules of `model` in groups for one run each, in order, with recordings of about equal bytes per group.
 
-    `sizes` are the bytes of their recordings, by path. Where recordings are not kept in memory all are of one run.
+    `sizes` are the bytes of their recordings, by path. If recordings are not kept in memory, all modules are one group.
     """
     whole, room = max(1, sum(sizes.values())), max(ROOM, own_bytes(model) // SHARE)
     runs = -(-whole // room) if STORE.get() is None else 1
@@ -161,7 +162,7 @@ def groups_in_room(sizes: Mapping[str, int], model: nn.Module) -> list[list[str]
 
 @contextlib.contextmanager
 def recordings_kept_by(store: Store) -> Iterator[None]:
-    """Within this context `store` gets every tensor that is set aside, and returns it from where it put it."""
+    """Within this context `store` gets every tensor that is set aside, and returns it from its own storage."""
     token = STORE.set(store)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Run a model without leaving a trace in it: its modes, gradients, buffers, attributes and hooks, and the random state."""
+"""Run a model without changing it: its modes, gradients, buffers, attributes and hooks, and the random state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(va
 
 @contextlib.contextmanager
 def preserve_modes(model: nn.Module) -> Iterator[None]:
-    """Within this context modules may change their modes; afterwards each of `model` is in training or evaluation as it was."""
+    """Restore, after this context, the training or evaluation mode of each module of `model`."""
     training = {module: module.training for module in model.modules()}
     try:
         yield
@@ -38,7 +38,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def preserve_state(model: nn.Module) -> Iterator[None]:
-    """Within this context `model` is in evaluation mode; afterwards everything about it but its parameters' values is what it was.
+    """Put `model` into evaluation mode in this context, and restore everything but its parameters' values afterwards.
 
     That is: modes, gradients, buffers, plain attributes, hooks, settings, the state of the random number generators. Nothing is
     logged.
@@ -61,7 +61,7 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
         for table, values in attributes:
             restore(table, values, keep=REGISTRIES)
         for table, known in hooks:
-            for key in table.keys() - known:  # the model's own code added it, and its note of that is gone with the attributes
+            for key in table.keys() - known:  # added by the model's own code, whose record of it is removed with the attributes
                 del table[key]
         for table, values in settings:
             restore(table, values)
@@ -76,12 +76,12 @@ def preserve_state(model: nn.Module) -> Iterator[None]:
 
 
 def without_history(model: nn.Module) -> list[torch.Tensor]:
-    """Return the buffers that hold values and no graph that these were computed by."""
+    """Return the buffers that have values and no autograd graph."""
     return [buffer for buffer in model.buffers() if buffer.grad_fn is None]
 
 
 def forget_history(buffers: list[torch.Tensor]) -> None:
-    """Detach the buffers: what a model writes into them (a cache, say) may have come with a graph."""
+    """Detach the buffers: values that a model writes into them (a cache, for example) may have come with a graph."""
     for buffer in buffers:
         if buffer.grad_fn is not None:
             buffer.detach_()
@@ -89,7 +89,7 @@ def forget_history(buffers: list[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def preserve_random_state() -> Iterator[None]:
-    """Within this context numbers may be drawn; afterwards torch, numpy and Python draw those they would have drawn."""
+    """Restore the states of torch's, numpy's and Python's random number generators after this context."""
     python, numbers = random.getstate(), numpy.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
     try:
@@ -101,7 +101,7 @@ def preserve_random_state() -> Iterator[None]:
 
 
 def plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what the module holds other than parameters, buffers and children."""
+    """Return the attributes of the module other than parameters, buffers and children."""
     return {name: value for name, value in vars(module).items() if name not in REGISTRIES}
 
 
@@ -112,14 +112,14 @@ def settings_of(model: nn.Module) -> list[Any]:
 
 
 def restore(table: dict[str, Any], values: dict[str, Any], keep: tuple[str, ...] = ()) -> None:
-    """Give `table` its `values` again, and nothing else but what is in `keep`."""
+    """Set `table` to its earlier `values`, and remove all other entries except those in `keep`."""
     for key in [key for key in table if key not in values and key not in keep]:
         del table[key]
     table.update(values)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same bits; a NaN equals itself."""
+    """Return whether two tensors hold the same bits; NaN equals itself."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(torch.equal(a, b)) or bool(torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))))

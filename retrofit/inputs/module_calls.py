@@ -1,4 +1,4 @@
-"""The calls that a model makes of its modules: watched as they are made, recorded, and made again."""
+"""A model's calls of its modules: watched while they are made, recorded, and repeated."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ After = Callable[[Key, nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 def watched(
     modules: Mapping[Key, nn.Module], *, before: Before[Key] | None = None, after: After[Key] | None = None, first: bool = False
 ) -> Iterator[None]:
-    """Within this context `before` gets each call of these modules, and `after` also what it returned.
+    """Within this context `before` gets each call of these modules, and `after` also the module's output.
 
-    Their arguments are the key of the module, such as its path, then those of a forward hook with keywords; torch uses what they
-    return as that of such hooks. With `first` the output is the module's own: hooks that were there come after.
+    Their arguments are the key of the module, such as its path, then those of a forward hook with keywords; torch uses their return
+    values as those of such hooks. With `first` they run before existing hooks: the output is the module's own.
     """
     with contextlib.ExitStack() as stack:
         for key, module in modules.items():
@@ -70,7 +70,7 @@ def float_tensors(value: Any) -> list[Tensor]:
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """Return the floating-point tensor that a module returned, alone or first; None where there is none."""
+    """Return a module's output if it is a floating-point tensor, else the first one in it; None if there is none."""
     value = output[0] if isinstance(output, (tuple, list)) and output else output
     return value if isinstance(value, Tensor) and value.is_floating_point() else None
 
@@ -84,13 +84,13 @@ def is_cache(value: Any) -> bool:
 
 
 def real_tokens(inputs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the masks among a model's inputs that say which positions are no padding: (batch, length), boolean."""
+    """Return the masks among a model's inputs that mark positions without padding: (batch, length), boolean."""
     masks = [value for name, value in inputs.items() if name.endswith("attention_mask") and isinstance(value, Tensor)]
     return [mask.bool() for mask in masks if mask.dim() == 2]
 
 
 def real_rows(stream: Tensor, masks: Sequence[Tensor]) -> Tensor:
-    """Return the tokens of a stream, (batch, length, …, d) or (length, batch, …, d), that are no padding: (tokens, d)."""
+    """Return the tokens of a stream, (batch, length, …, d) or (length, batch, …, d), without padding: (tokens, d)."""
     if stream.dim() > 2:
         for mask in masks:
             if mask.shape == stream.shape[:2]:
@@ -113,29 +113,29 @@ class RecordedCall:
     inputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the model
     number: int = 0  # in the order in which the calls of all recorded modules began
     children: Mapping[str, Sequence[RecordedCall]] = dataclasses.field(default_factory=dict)  # the calls of some of its children
-    staying: Tensor | None = None  # (batch, tokens): which belong to their sequences after it; None: all
+    staying: Tensor | None = None  # (batch, tokens): those that belong to their sequences after the call; None: all
 
     def real(self, stream: Tensor) -> Tensor:
-        """Return the tokens of a stream that are no padding: (tokens, d)."""
+        """Return the tokens of a stream without padding: (tokens, d)."""
         return real_rows(stream, real_tokens(self.inputs))
 
     @property
     def had_cache(self) -> bool:
-        """Return whether it received a cache."""
+        """Return whether the call received a cache."""
         return any(isinstance(leaf, CacheMark) for leaf in pytree.tree_leaves((self.args, self.kwargs)))
 
     def repeat(self, module: nn.Module) -> Any:
-        """Return what `module` returns for the same arguments, without a cache."""
+        """Return the output of `module` for the same arguments, without a cache."""
         args, kwargs = map_tensors((self.args, self.kwargs), lambda leaf: leaf if isinstance(leaf, Tensor) else None)
         return module(*args, **kwargs)
 
     @torch.no_grad()
     def is_repeatable(self, module: nn.Module) -> bool:
-        """Return whether `module`, which was called, returns the same again for the same arguments, without a cache."""
+        """Return whether `module`, which was called, repeats its output for the same arguments without a cache."""
         try:
             with evaluation_mode(module):
                 again = float_tensors(self.repeat(module))
-        except Exception:  # whatever the module's own code raises where it misses its cache
+        except Exception:  # of any type: the module's own code may need its cache
             return False
         before = float_tensors(self.output)
         return len(again) == len(before) > 0 and all(
@@ -145,9 +145,9 @@ class RecordedCall:
 
 
 class CallRecorder:
-    """Records the calls of the modules at some paths, the first `most` of each, with the calls of their `children` of some names.
+    """Records the calls of the modules at some paths, the first `most` of each, with the calls of some `children`, given by name.
 
-    `store` puts the copies of tensors where they are kept. A tensor that several calls receive is copied once.
+    `store` stores the copies of tensors. A tensor that several calls receive is copied once.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class CallRecorder:
     ) -> None:
         self.model, self.children, self.most, self.store, self.first = model, children, most, store, first
         self.calls: dict[str, list[RecordedCall]] = {path: [] for path in children}
-        self.inputs: Mapping[str, Any] = {}  # of the model, in the forward under way
+        self.inputs: Mapping[str, Any] = {}  # of the model, in the current forward
         self.begun = 0
         self.open: dict[str, list[RecordedCall]] = {path: [] for path in children}
         self.copies: Any = WeakIdKeyDictionary()  # of tensors, with the versions that were copied

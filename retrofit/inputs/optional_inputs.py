@@ -1,8 +1,8 @@
-"""Optional inputs of a model: images, films and sound in place of tokens, and a second text.
+"""Optional inputs of a model: images, videos and audio in place of tokens, and a second text.
 
-A model of text that also reads images runs without them, and so the inputs derived from it hold none. Here are inputs that do. The
-config gives the size of an image and the id that stands for a part of it, the forward names the arguments, and there are as many of
-these tokens as the model's `get_image_features` returns features. Only inputs that the model runs on are returned.
+A text model that also reads images runs without them, so inputs inferred from it contain none. The inputs here do. The config gives
+the size of an image and the id of its placeholder token, the forward names the arguments, and the number of placeholders is the
+number of features that the model's `get_image_features` returns. Only inputs that the model runs on are returned.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from retrofit.inputs.model_memory import HollowGroupedProducts, without_weights
 from retrofit.inputs.model_state import preserve_state, same_bits
 from retrofit.inputs.probes import Inputs, ids_name, is_floating, logits_of, run
 
-BEFORE = 2  # tokens before those that stand for an image
-FRAMES, TILES, SIDE = 2, 5, 2  # of a film; of an image in several sizes; of a small image, in patches after merging
-TIMES = 400  # of a sound, and forty times as many samples
-READ = {  # which arguments hold what is read
+BEFORE = 2  # tokens before the placeholders of an image
+FRAMES, TILES, SIDE = 2, 5, 2  # of a video; of an image in several sizes; of a small image, in patches after merging
+TIMES = 400  # frames of an audio input, with forty times as many samples
+READ = {  # the arguments for each modality
     "pixel_values": "image",
     "pixel_values_images": "image",
     "pixel_values_videos": "video",
@@ -35,7 +35,7 @@ READ = {  # which arguments hold what is read
 
 
 def optional_tensors(model: nn.Module) -> tuple[str, ...]:
-    """Return the arguments of the model's forward that are tensors and may be left out, by their annotations."""
+    """Return the optional arguments of the model's forward that are tensors, according to their annotations."""
     return tuple(name for name, parameter in forward_parameters(model).items() if is_optional_tensor(parameter))
 
 
@@ -45,9 +45,9 @@ def is_optional_tensor(parameter: inspect.Parameter) -> bool:
 
 
 def left_out(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
-    """Return the optional tensors that the inputs leave out, of a model that reads more than text or does not say what it reads.
+    """Return the optional tensors missing from the inputs, for a model that is not known to read only text.
 
-    Of one that takes images, films or sound by names that are known, these alone.
+    If the model has known arguments for images, videos or audio, only these.
     """
     if modalities(model) == ("text",):
         return ()
@@ -57,15 +57,15 @@ def left_out(model: nn.Module, inputs: Inputs) -> tuple[str, ...]:
 
 
 def adds_arguments(inputs: Inputs, first: Inputs) -> bool:
-    """Return whether the inputs hold arguments that the first do not."""
+    """Return whether the inputs contain arguments that `first` does not."""
     return any(name not in first for name in inputs)
 
 
 def with_optional(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], ...]:
-    """Return one row of the inputs with an image, with a film, with a sound and with a second text, as far as the model reads them.
+    """Return one row of the inputs with an image, with a video, with audio and with a second text, as far as the model reads them.
 
-    What the inputs hold already is left out, and what cannot be derived in a way that the model runs on. To find that out the
-    model, which must have weights, is run on each.
+    An input already present is skipped, and so is one that cannot be inferred so that the model runs on it. The model, which must
+    have weights, is run on each.
     """
     name, optional = ids_name(inputs), optional_tensors(model)
     if name is None or any(map(is_floating, inputs.values())):
@@ -84,18 +84,18 @@ def with_optional(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Any], ...
 
 
 def changes_output(model: nn.Module, row: Inputs, more: Inputs) -> bool:
-    """Return whether the model runs on the further inputs and returns something else than without them."""
+    """Return whether the model runs on the further inputs and its output differs from that without them."""
     try:
         with preserve_state(model):
             with_more = logits_of(run(model, more))
             alone = logits_of(run(model, row))
-    except Exception:  # whatever the model's own code raises
+    except Exception:  # of any type, from the model's own code
         return False
     return not same_bits(with_more, alone)
 
 
 def beside_text(model: nn.Module, row: Inputs, name: str, main: str) -> Iterator[dict[str, Any]]:
-    """Yield the inputs of one row with what `main` may hold, and as many of its tokens among the others as it has features."""
+    """Yield inputs of one row with values for `main`, and as many placeholder tokens as it has features."""
     device, dtype = device_of(model), dtype_of(model)
     token, reader = standing_for(model, READ[main]), feature_reader(model, READ[main], main)
     skeleton = without_weights(model, keep_buffers=True).eval() if reader else None
@@ -109,19 +109,19 @@ def beside_text(model: nn.Module, row: Inputs, name: str, main: str) -> Iterator
             longer = with_places(row[name], token, count)
             named = forward_parameters(model)
             types = [key for key in named if key.endswith("token_type_ids")]
-            kinds = (dict.fromkeys(types, kind * (longer == token)) for kind in ((1, 2, 3) if types else ()))  # image, film, sound
+            kinds = (dict.fromkeys(types, kind * (longer == token)) for kind in ((1, 2, 3) if types else ()))  # image, video, audio
             mask = {"attention_mask": torch.ones_like(longer)} if "attention_mask" in named else {}
             yield from ({**row, name: longer, **given, **more} for more in (*kinds, {}, mask))
 
 
 def with_places(ids: torch.Tensor, token: int, count: int) -> torch.Tensor:
-    """Return the ids with `count` times `token` among them."""
+    """Return the ids with `count` times `token` inserted."""
     places = torch.full((len(ids), count), token, dtype=ids.dtype, device=ids.device)
     return torch.cat([ids[:, :BEFORE], places, ids[:, BEFORE:]], 1)
 
 
 def standing_for(model: nn.Module, kind: str) -> int | None:
-    """Return the id that stands for a part of an image, a film or a sound, which the config gives; None where it gives none."""
+    """Return the config's placeholder id for an image, a video or audio; None if it gives none."""
     config = getattr(model, "config", None)
     found = (getattr(config, f"{kind}_token_{end}", None) for end in ("id", "index"))
     return next((int(token) for token in found if isinstance(token, int)), None)
@@ -137,23 +137,23 @@ def feature_reader(model: nn.Module, kind: str, main: str) -> str | None:
 
 
 def count_features(skeleton: nn.Module, model: nn.Module, reader: str, given: Mapping[str, torch.Tensor]) -> int:
-    """Return how many features the model computes of what is given; 0 where it does not take that.
+    """Return the number of features that the model computes of the given values; 0 if it does not accept them.
 
-    A copy without weights is asked; where its code reads values, the model.
+    Runs a copy without weights, or, if its code reads values, the model.
     """
     path, _, method = reader.rpartition(".")
     for owner, hollow in ((skeleton, True), (model, False)):
         read = getattr(owner.get_submodule(path), method)
         values = {name: value.to("meta") if hollow and value.is_floating_point() else value for name, value in given.items()}
         named = {name: value for name, value in values.items() if name in inspect.signature(read).parameters}
-        for taken in (named, values):  # it may take more by `**kwargs`
+        for taken in (named, values):  # it may accept more through `**kwargs`
             with contextlib.suppress(Exception), preserve_state(owner), torch.no_grad(), HollowGroupedProducts():
                 return rows_in(read(**taken))
     return 0
 
 
 def rows_in(output: Any) -> int:
-    """Return the number of feature vectors in what a model returned."""
+    """Return the number of feature vectors in a model's output."""
     output = getattr(output, "pooler_output", output)
     if isinstance(output, (tuple, list)):
         return sum(map(rows_in, output))
@@ -161,7 +161,7 @@ def rows_in(output: Any) -> int:
 
 
 def candidates(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield what the argument `main` may hold for one sequence, with what the forward takes beside it."""
+    """Yield values of the argument `main` for one sequence, with the arguments that the forward takes besides."""
     makers = {"image": pictures, "video": films, "audio": recordings}
     named = forward_parameters(model)
     for candidate in makers[READ[main]](model, main):
@@ -169,7 +169,7 @@ def candidates(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]
 
 
 def pictures(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield images as patches on a grid, as patches in rows, alone, and in a list of images or of parts of one."""
+    """Yield images as patches on a grid, as patches in rows, alone, and in a list of images or of their parts."""
     named = forward_parameters(model)
     if "image_grid_thw" in named:
         yield from patches(model, main, "image_grid_thw", "image_merge_sizes", 1)
@@ -187,7 +187,7 @@ def pictures(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def vision_of(model: nn.Module) -> Any:
-    """Return the part of the config with the sizes of what is seen."""
+    """Return the part of the config with the sizes of images."""
     config = getattr(model, "config", None)
     return said_of(config, "vision_config") or config
 
@@ -198,7 +198,7 @@ def patch_of(model: nn.Module) -> int:
 
 
 def films(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield films as patches on a grid, and as frames."""
+    """Yield videos as patches on a grid, and as frames."""
     if "video_grid_thw" in forward_parameters(model):
         yield from patches(model, main, "video_grid_thw", "video_merge_sizes", FRAMES)
         return
@@ -208,7 +208,7 @@ def films(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def patches(model: nn.Module, main: str, grid: str, merging: str, frames: int) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield a small image or film as flat patches, with its extents in patches."""
+    """Yield a small image or video as flat patches, with its extents in patches."""
     vision, size = vision_of(model), patch_of(model)
     channels, depth = said_of(vision, "in_channels", "in_chans", "num_channels") or 3, said_of(vision, "temporal_patch_size") or 1
     merge = said_of(vision, "spatial_merge_size", "merge_size") or 2
@@ -222,7 +222,7 @@ def patches(model: nn.Module, main: str, grid: str, merging: str, frames: int) -
 
 
 def recordings(model: nn.Module, main: str) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield sound as features by time, time by features, and waves, with a mask that hides nothing."""
+    """Yield audio as features by time, time by features, and waves, with a mask that hides nothing."""
     config = getattr(model, "config", None)
     parts = [config, *(part for part in vars(config).values() if hasattr(part, "to_dict"))] if config is not None else []
     bins = next((found for part in parts if (found := said_of(part, "num_mel_bins", "input_dim", "feature_size"))), 80)

@@ -1,8 +1,8 @@
-"""Packed weights: layers that hold an object of torch's engine, and tensors of a class of their own.
+"""Packed weights: layers that hold an object of torch's engine, and tensors of their own class.
 
-`torch.ao.quantization.quantize_dynamic` makes the former. The latter say through `__tensor_flatten__`, the protocol by which
-torch.compile takes tensor classes apart, what they consist of: integers, their scales, their zeros. Where each of these has a row
-for each row of the matrix, a few rows are read alone: put together again as a small matrix of the same class, which unpacks itself.
+`torch.ao.quantization.quantize_dynamic` creates the former. The latter list their parts (integers, their scales, their zero points)
+by `__tensor_flatten__`, the protocol by which torch.compile takes tensor subclasses apart. If each part has one row per row of the
+matrix, single rows can be read: as a small matrix of the same class, which unpacks itself.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from retrofit.errors import RetrofitError, first_few
 
-APART: Any = WeakIdKeyDictionary()  # of each packed matrix that was asked for, whether its rows can be read one by one
+APART: Any = WeakIdKeyDictionary()  # for each packed matrix tested so far, whether single rows can be read
 
 
 def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return, by path, the layers that hold such an object and have a method `weight()` that gives the matrix."""
+    """Return, by path, the layers with such an object and a method `weight()` that returns the matrix."""
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
@@ -32,9 +32,9 @@ def holds_object(module: nn.Module) -> bool:
 
 
 def unpacked_linear(layer: Any) -> nn.Linear:
-    """Return a linear layer with the packed one's weight in float32: such layers compute in nothing else."""
+    """Return a linear layer with the packed one's weight in float32, the only dtype in which such layers compute."""
     weight, bias = layer.weight().detach().dequantize().float(), layer.bias()
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")  # no random number is drawn
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")  # draws no random numbers
     linear.weight = nn.Parameter(weight.contiguous())
     if bias is not None:
         linear.bias = nn.Parameter(bias.detach().float().clone())
@@ -42,7 +42,7 @@ def unpacked_linear(layer: Any) -> nn.Linear:
 
 
 def refuse_packed_layers(model: nn.Module, error: type[RetrofitError], done: str, because: str) -> None:
-    """Raises `error` where the model has such layers and is to be `done`; `because` goes on about their objects."""
+    """Raises `error` if the model has such layers and is to be `done`; `because` describes what their objects prevent."""
     if found := list(packed_layers(model)):
         raise error(
             f"{type(model).__name__} is quantized and cannot be {done}",
@@ -53,17 +53,17 @@ def refuse_packed_layers(model: nn.Module, error: type[RetrofitError], done: str
 
 
 def is_packed_tensor(weight: Tensor) -> bool:
-    """Return whether the tensor is of a class of its own that consists of other tensors."""
+    """Return whether the tensor has a class of its own and consists of other tensors."""
     return type(weight.detach()) is not Tensor and hasattr(weight, "__tensor_flatten__") and hasattr(weight, "dequantize")
 
 
 def unpacked(weight: Tensor) -> Tensor:
-    """Return the numbers that a packed matrix represents; a plain one itself."""
+    """Return the values that a packed matrix represents, or a plain matrix itself."""
     return weight.dequantize() if is_packed_tensor(weight) else weight
 
 
 def has_rows_apart(weight: Tensor) -> bool:
-    """Return whether `rows_at` reads the rows of this packed matrix as they are in the whole; tried once for each matrix."""
+    """Return whether `rows_at` reads the same rows as unpacking the whole matrix; tested once for each matrix."""
     if weight not in APART:
         APART[weight] = is_packed_tensor(weight) and weight.dim() == 2 and agrees_by_rows(weight)
     return bool(APART[weight])
@@ -71,14 +71,14 @@ def has_rows_apart(weight: Tensor) -> bool:
 
 @torch.no_grad()
 def agrees_by_rows(weight: Tensor) -> bool:
-    """Return whether a few of the rows, read alone, are those of the whole."""
+    """Return whether a few rows, read alone, equal those of the whole matrix."""
     parts, _ = weight.__tensor_flatten__()  # type: ignore[attr-defined] # of tensors with a class of their own
     if any(getattr(weight, name).dim() == 0 or len(getattr(weight, name)) != len(weight) for name in parts):
         return False
     tried = torch.linspace(0, len(weight) - 1, 5, device=weight.device).long()
     try:
         return torch.equal(rows_at(weight, tried), weight.dequantize().index_select(0, tried))
-    except Exception:  # whatever a class raises that does not expect this
+    except Exception:  # of any type: a class may not support it
         return False
 
 

@@ -1,4 +1,4 @@
-"""Short inputs to run a model on, and what comes out of it."""
+"""Short inputs to run a model on, and its outputs for them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ Inputs = Mapping[str, Any]
 
 
 def is_per_token(value: Any) -> bool:
-    """Return whether an input holds one integer a token: (batch, length)."""
+    """Return whether an input holds one integer per token: (batch, length)."""
     return isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
 
 
 def is_token_ids(value: Any) -> bool:
-    """Return whether an input holds token ids: an integer a token, and neither a mask nor a numbering of the positions."""
+    """Return whether an input holds token ids: one integer per token, and neither a mask nor position numbers."""
     if not is_per_token(value) or value.dtype == torch.bool or value.numel() == 0 or int(value.max()) <= 1:
         return False
     return value.unique().numel() > 1 and not is_numbering(value)
@@ -42,15 +42,15 @@ def is_numbering(value: torch.Tensor) -> bool:
 
 
 def extent_of(inputs: Inputs) -> tuple[int, int]:
-    """Return batch and length of the inputs; the length is that of the longest input of token ids, 0 where there is none."""
+    """Return batch size and length of the inputs; the length is that of the longest input of token ids, 0 if there is none."""
     batch = next((value.shape[0] for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim()), 1)
     return batch, max((value.shape[1] for value in inputs.values() if is_token_ids(value)), default=0)
 
 
 def resized(model: nn.Module, inputs: Inputs, batch: int, length: int, seed: int = 0) -> dict[str, Any]:
-    """Return fresh inputs of the same kinds for a batch and length: new token ids, masks and numberings continued, others redrawn.
+    """Return new inputs of the same kinds for a batch size and length: new token ids, masks and positions extended, others redrawn.
 
-    Tokens that stand for another input stay where they are, if the length leaves room for all of them.
+    Placeholder tokens for another input stay where they are, if the length leaves room for all of them.
     """
     old_batch, old_length = extent_of(inputs)
     generator = torch.Generator().manual_seed(seed)
@@ -69,7 +69,7 @@ def resized(model: nn.Module, inputs: Inputs, batch: int, length: int, seed: int
 
 
 def resized_like(model: nn.Module, inputs: Inputs, batch: int, seed: int) -> dict[str, Any]:
-    """Return fresh inputs of the same kinds and length for another batch."""
+    """Return new inputs of the same kinds and length for another batch size."""
     return resized(model, inputs, batch, extent_of(inputs)[1], seed)
 
 
@@ -83,9 +83,9 @@ def resized_tokens(value: torch.Tensor, batch: int, length: int, pool: torch.Ten
 
 
 def placeholders(inputs: Inputs, name: str) -> torch.Tensor:
-    """Return at which positions tokens stand for parts of another input, such as an image's patches: (length,).
+    """Return the positions at which tokens are placeholders for another input, such as an image's patches: (length,).
 
-    There every row has the same id in a run, and floating-point numbers are among the inputs; never at all positions.
+    At a run of such positions every row has the same id, and the inputs include floating-point numbers; never all positions.
     """
     ids = inputs[name]
     found = torch.zeros(ids.shape[1], dtype=torch.bool, device=ids.device)
@@ -98,14 +98,14 @@ def placeholders(inputs: Inputs, name: str) -> torch.Tensor:
 
 
 def drawn(count: int, batch: int, length: int, generator: torch.Generator) -> torch.Tensor:
-    """Return numbers below `count`, (batch, length), none twice in a row if possible: among equals a model chooses by rounding."""
+    """Return numbers below `count`, (batch, length), distinct in each row if possible: rounding would decide ties."""
     if length > count:
         return torch.randint(count, (batch, length), generator=generator)
     return torch.rand(batch, count, generator=generator).argsort(-1)[:, :length]
 
 
 def ordinary_ids(model: nn.Module, inputs: Inputs, name: str) -> torch.Tensor:
-    """Return the ids between the least and the greatest of an input, but special ones and those that stand for another input."""
+    """Return the ids between the least and the greatest of an input, without special ones and placeholders."""
     ids = inputs[name]
     special = special_ids(model).union(ids[:, placeholders(inputs, name)].flatten().tolist())
     low, high = int(ids.min()), int(ids.max())
@@ -130,7 +130,7 @@ def describe(inputs: Inputs) -> str:
 
 
 def accepts(model: nn.Module, name: str) -> bool:
-    """Return whether the model's forward names the argument `name`, or takes any argument on behalf of a model with a config."""
+    """Return whether the model's forward names the argument `name`, or, for a model with a config, accepts any argument."""
     parameters = forward_parameters(model)
     if name in parameters:
         return True
@@ -140,7 +140,7 @@ def accepts(model: nn.Module, name: str) -> bool:
 
 
 def has_two_sides(inputs: Inputs) -> bool:
-    """Return whether the inputs are those of an encoder and a decoder, as Hugging Face names them."""
+    """Return whether the inputs are those of an encoder and a decoder, by Hugging Face's names."""
     return any(map(is_decoder_side, inputs))
 
 
@@ -149,18 +149,18 @@ def is_decoder_side(name: str) -> bool:
 
 
 def ids_name(inputs: Inputs, decoder: bool = False) -> str | None:
-    """Return the argument that holds the token ids of one side."""
+    """Return the argument with the token ids of the encoder or decoder side."""
     return next((name for name, value in inputs.items() if is_token_ids(value) and is_decoder_side(name) == decoder), None)
 
 
 def can_generate(model: nn.Module, inputs: Inputs) -> bool:
-    """Return whether the model says it can generate, and takes token ids to continue."""
+    """Return whether the model claims to support generation and accepts token ids to continue."""
     says = getattr(model, "can_generate", None)
     return ids_name(inputs) is not None and callable(says) and bool(says())
 
 
 def filler_id(model: nn.Module) -> int:
-    """Return the token that pads."""
+    """Return the padding token's id."""
     config = getattr(model, "config", None)
     pad, size = getattr(config, "pad_token_id", None), getattr(config, "vocab_size", None)
     return pad if isinstance(pad, int) and pad >= 0 and (not isinstance(size, int) or pad < size) else 0
@@ -184,7 +184,7 @@ def recording_arguments() -> Iterator[set[str]]:
 
 
 def record_arguments(inputs: Inputs) -> None:
-    """Record the arguments, those that are None left out, where arguments are recorded."""
+    """Record the names of the arguments, except those that are None, if arguments are recorded."""
     names = GIVEN.get()
     if names is not None:
         names.update(name for name, value in inputs.items() if value is not None)
@@ -192,14 +192,14 @@ def record_arguments(inputs: Inputs) -> None:
 
 @torch.no_grad()
 def run(model: nn.Module, inputs: Inputs, **more: Any) -> Any:
-    """Return what the model returns for the inputs."""
+    """Return the model's output for the inputs."""
     given = {**inputs, **more}
     record_arguments(given)
     return model(**given)
 
 
 def named_outputs(output: Any) -> dict[str, torch.Tensor]:
-    """Return the floating-point tensors of what a model returned, by key or position, nested ones left out."""
+    """Return the floating-point tensors of a model's output, by key or position, without nested ones."""
     if isinstance(output, torch.Tensor):
         return {"output": output}
     if isinstance(output, (tuple, list)):
@@ -209,7 +209,7 @@ def named_outputs(output: Any) -> dict[str, torch.Tensor]:
 
 
 def output_ids_name(inputs: Inputs, outputs: torch.Tensor) -> str | None:
-    """Return the argument of token ids with one output a token; None where there is none."""
+    """Return the argument of token ids with one output per token; None if there is none."""
     name = ids_name(inputs, decoder=has_two_sides(inputs))
     return name if name is not None and outputs.dim() == 3 and inputs[name].shape[1] == outputs.shape[1] else None
 
@@ -229,10 +229,10 @@ def logits_of(output: Any) -> torch.Tensor:
 
 
 def distinct_lengths(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
-    """Return the inputs; of two sides of one length the second is one token longer, where the model runs on that.
+    """Return the inputs; if both sides have the same length, the second is one token longer, provided the model accepts that.
 
-    Which argument is of which side nobody says: the two that hold token ids, and what is named like the second of them. Inputs
-    without values (on the meta device) are left as they are.
+    The sides are inferred: they are the two arguments with token ids, and the arguments with names similar to the second's. Inputs
+    without values (on the meta device) are returned unchanged.
     """
     second = second_side(inputs)
     longer = {name: one_token_longer(value) if name in second else value for name, value in inputs.items()}
@@ -240,13 +240,13 @@ def distinct_lengths(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
         if second:
             with preserve_state(model), torch.no_grad():
                 run(model, longer)
-    except Exception:  # whatever the model's own code raises: it takes them as long as each other only
+    except Exception:  # of any type, from the model's own code: it accepts only equal lengths
         return dict(inputs)
     return longer
 
 
 def second_side(inputs: Inputs) -> set[str]:
-    """Return the arguments that may be of the second side; none where there are not two sides of one length."""
+    """Return the arguments that may belong to the second side; empty unless there are two sides of equal length."""
     ids = [name for name, value in inputs.items() if isinstance(value, torch.Tensor) and not value.is_meta and is_token_ids(value)]
     if len(ids) != 2 or inputs[ids[0]].shape != inputs[ids[1]].shape:
         return set()
@@ -256,12 +256,12 @@ def second_side(inputs: Inputs) -> set[str]:
 
 
 def likeness(name: str, other: str) -> int:
-    """Return how many letters two names begin with together."""
+    """Return the length of the names' common prefix."""
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(name, other, strict=False)))
 
 
 def one_token_longer(value: torch.Tensor) -> torch.Tensor:
-    """Return the values with the first token's once more at the end; a numbering goes on."""
+    """Return the values with the first token's repeated at the end; position numbers continue."""
     if is_per_token(value) and is_numbering(value):
         return torch.arange(value.shape[1] + 1).to(value).expand(len(value), -1).contiguous()
     return torch.cat([value, value[:, :1]], 1)

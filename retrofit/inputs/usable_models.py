@@ -17,7 +17,7 @@ from retrofit.provenance import provenance_of
 
 
 def require_module(model: Any) -> None:
-    """Raise `RetrofitError` unless `model` is a module whose code is Python."""
+    """Raises `RetrofitError` unless `model` is a module whose code is Python."""
     require_torch_module(model)
     if isinstance(model, torch.jit.ScriptModule):
         raise RetrofitError(
@@ -46,7 +46,7 @@ def require_module(model: Any) -> None:
 
 
 def require_torch_module(model: Any, name: str = "") -> None:
-    """Raise `RetrofitError` unless `model`, given as the argument `name`, is a module of whatever kind."""
+    """Raises `RetrofitError` unless `model`, given as the argument `name`, is a torch module of any kind."""
     if not isinstance(model, nn.Module):
         raise RetrofitError(
             f"{f'{name}=' if name else ''}{str(model)[:80]!r} is not a model",
@@ -57,7 +57,7 @@ def require_torch_module(model: Any, name: str = "") -> None:
 
 
 def require_uncompiled(model: nn.Module) -> None:
-    """Raise `RetrofitError` where a module in `model` runs code that torch.compile made of it; `model` may be its wrapper."""
+    """Raises `RetrofitError` if a module in `model` runs code compiled by torch.compile; `model` may be the compiler's wrapper."""
     for path, module in model.named_modules():
         if module._compiled_call_impl is not None or (path and "_orig_mod" in module._modules):
             raise RetrofitError(
@@ -69,7 +69,7 @@ def require_uncompiled(model: nn.Module) -> None:
 
 
 def require_no_prompt(model: Any) -> None:
-    """Raise `RetrofitError` where PEFT puts tokens or states of its own before the model's."""
+    """Raises `RetrofitError` if PEFT inserts virtual tokens or states before the model's."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise RetrofitError(
             f"{type(model).__name__} is a prompt-tuned model",
@@ -80,7 +80,7 @@ def require_no_prompt(model: Any) -> None:
 
 
 def require_trainable(model: nn.Module) -> None:
-    """Raise `RetrofitError` where a parameter or buffer was made under `torch.inference_mode`."""
+    """Raises `RetrofitError` if a parameter or buffer was created in `torch.inference_mode`."""
     name = untrainable_tensor(model)
     if name is not None:
         raise RetrofitError(
@@ -92,13 +92,13 @@ def require_trainable(model: nn.Module) -> None:
 
 
 def untrainable_tensor(model: nn.Module) -> str | None:
-    """Return the name of a parameter or buffer that was made under `torch.inference_mode`."""
+    """Return the name of a parameter or buffer that was created in `torch.inference_mode`, or None."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return next((name for name, tensor in named if tensor.is_inference()), None)
 
 
 def require_values(model: nn.Module, what: str, remedy: str) -> None:
-    """Raise `RetrofitError` that says what cannot be done, unless every parameter has values."""
+    """Raises `RetrofitError`, naming the action `what`, unless every parameter has values."""
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         raise RetrofitError(
@@ -111,7 +111,7 @@ def require_values(model: nn.Module, what: str, remedy: str) -> None:
 
 
 def require_in_memory(model: nn.Module, what: str) -> None:
-    """Raise `RetrofitError` that says what cannot be done, where a module's weights are elsewhere between its calls."""
+    """Raises `RetrofitError`, naming the action `what`, if a module's weights are offloaded between its calls."""
     path = offloaded_module(model)
     if path is not None:
         raise RetrofitError(
@@ -123,10 +123,10 @@ def require_in_memory(model: nn.Module, what: str) -> None:
 
 
 def transformer_inside(model: nn.Module, example_inputs: Any = None) -> nn.Module:
-    """Return the one transformers model inside `model` where that is what can be run; else `model` itself.
+    """Return the one transformers model inside `model` if only that can be run; else `model` itself.
 
-    A module that takes the inputs (those given, else those derived from it) is a model of its own, whatever it contains. One that
-    takes none of them, such as a pipeline that takes a dict of features, only feeds the transformers model it holds.
+    A module that accepts the inputs (given, or else inferred from it) is a model of its own, whatever it contains. A module that
+    accepts none, such as a pipeline that takes a dict of features, only passes inputs to the transformers model inside.
     """
     if provenance_of(model).examples is not None:
         return model
@@ -151,14 +151,14 @@ def transformers_models(model: nn.Module) -> list[nn.Module]:
 
 
 def holds_adapters(model: nn.Module) -> bool:
-    """Return whether PEFT has put adapters into `model`, which `save_pretrained` then leaves out or saves alone."""
+    """Return whether PEFT has put adapters into `model`, which `save_pretrained` then omits or saves alone."""
     if hasattr(model, "peft_config") or getattr(model, "_hf_peft_config_loaded", False):
         return True
     return any(is_adapted(module) for module in model.modules())
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Return whether the module is one that PEFT put around another, which it adapts."""
+    """Return whether the module is PEFT's wrapper around a module that it adapts."""
     peft = sys.modules.get("peft.tuners.tuners_utils")
     return peft is not None and isinstance(module, peft.BaseTunerLayer)
 
@@ -169,6 +169,6 @@ def takes(model: nn.Module, example_inputs: Any) -> bool:
         inputs = named_inputs(model, example_inputs)
         with preserve_state(model), torch.no_grad():
             model(**inputs)
-    except Exception:  # no inputs can be derived, or whatever the model's own code raises
+    except Exception:  # no inputs can be inferred, or the model's own code raises
         return False
     return True

@@ -1,1 +1,1 @@
-"""Mixtures that a pass made, as an architecture of transformers that has such mixtures itself."""
+"""Mixtures that a pass made, converted to an architecture of transformers with its own mixtures."""

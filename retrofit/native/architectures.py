@@ -1,7 +1,7 @@
 """Architectures of the installed transformers, sized like a given model with mixtures of experts.
 
-Nothing is known of an architecture but its config's entries. What an entry does is found by trying: the model of a changed config
-is built on the meta device, and its parameters are compared with those that are wanted. An architecture has mixtures if one of
+Only the entries of an architecture's config are known. The effect of an entry is determined by experiment: the model of a changed
+config is built on the meta device, and its parameters are compared with the wanted ones. An architecture has mixtures if one of
 these models has stacked weights.
 """
 
@@ -30,7 +30,7 @@ from retrofit.process import quiet
 from retrofit.undoing.undo import skeleton_of
 
 TOKENS = 64
-SPREAD = 2.0  # of the logits of a router at random: large enough that gates differ
+SPREAD = 2.0  # of random router logits: large enough that gates differ
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Mixture:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Its parameters, by their names in the module."""
+        """Return its parameters, by their names in the module."""
         return {name: parameter.detach() for name, parameter in self.module.named_parameters()}
 
 
@@ -60,7 +60,7 @@ def installed_mixtures(model: nn.Module) -> list[Mixture]:
 
 @torch.no_grad()
 def choices_of(module: nn.Module, x: Tensor) -> list[tuple[int, int]]:
-    """Return how many of how many things the module chooses for x."""
+    """Return, for each choice that the module makes for x, how many items it selects and out of how many."""
     with Choices(picks_only=True) as choices:
         module(x)
     return choices.sizes
@@ -68,7 +68,7 @@ def choices_of(module: nn.Module, x: Tensor) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def response(module: nn.Module, x: Tensor) -> Tensor:
-    """Return what the module returns for a stream: the first tensor of its shape."""
+    """Return the module's output for a stream: the first tensor of the stream's shape."""
     out: Any = module(x)
     for tensor in out if isinstance(out, (tuple, list)) else (out,):
         if isinstance(tensor, Tensor) and tensor.shape == x.shape:
@@ -77,7 +77,7 @@ def response(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def in_float32(module: nn.Module, fill: Callable[[str, Tensor], Tensor]) -> nn.Module:
-    """Return a copy of the module in float32, its parameters as `fill` makes them of their names and shapes, its buffers zero."""
+    """Return a copy of the module in float32; `fill` gives its parameters by name and old value, and its buffers are zero."""
     memo = {id(parameter): nn.Parameter(torch.empty_like(parameter, device="meta")) for parameter in module.parameters()}
     made = copy.deepcopy(module, memo).to_empty(device="cpu").float().eval()
     with torch.no_grad():
@@ -89,7 +89,7 @@ def in_float32(module: nn.Module, fill: Callable[[str, Tensor], Tensor]) -> nn.M
 
 
 def random_weights(weights: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
-    """Values at random in which no two of a mixture's parts are equal."""
+    """Return random values such that no two parts of a mixture are equal."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: SPREAD * torch.randn(weight.shape, generator=generator) / max(1, weight.shape[-1]) ** 0.5
@@ -98,11 +98,11 @@ def random_weights(weights: Mapping[str, Tensor], seed: int = 0) -> dict[str, Te
 
 
 def random_stream(width: int, seed: int = 1) -> Tensor:
-    """(1, tokens, width)."""
+    """Return a random stream: (1, tokens, width)."""
     return torch.randn(1, TOKENS, width, generator=torch.Generator().manual_seed(seed))
 
 
-CLOSE = 1e-5  # of the largest output, in float32
+CLOSE = 1e-5  # relative to the largest output, in float32
 MOST = 64  # combinations that are tried
 Join = Callable[[list[Tensor]], Tensor]
 
@@ -114,14 +114,14 @@ JOINS: dict[str, Join] = {  # along the second dimension: the outputs of a matri
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One stacked weight as it is made of others: each whole or one of its halves, in order, joined, then perhaps transposed."""
+    """The composition of one stacked weight: others, each whole or one of its halves, in order, joined, perhaps transposed."""
 
     sources: tuple[tuple[str, int | None], ...]  # names, and which half; none: zeros
     join: str = "joined"
     transposed: bool = False
 
     def made_of(self, weights: Mapping[str, Tensor], shape: torch.Size) -> Tensor:
-        """Return the weight; zeros of that shape where it is made of none."""
+        """Return the composed weight; zeros of that shape if it has no sources."""
         if not self.sources:
             return torch.zeros(shape)
         parts = [weights[name] if half is None else weights[name].chunk(2, 1)[half] for name, half in self.sources]
@@ -152,7 +152,7 @@ def layouts_for(shape: torch.Size, weights: Mapping[str, Tensor]) -> list[Layout
 
 
 def shape_of(layout: Layout, weights: Mapping[str, Tensor]) -> torch.Size | None:
-    """Return the shape that a layout gives; None where its parts do not fit together."""
+    """Return the shape that a layout gives; None if its parts do not fit together."""
     with torch.device("meta"):
         hollow = {name: torch.empty(weight.shape) for name, weight in weights.items()}
     try:
@@ -162,7 +162,7 @@ def shape_of(layout: Layout, weights: Mapping[str, Tensor]) -> torch.Size | None
 
 
 def combinations(wanted: Mapping[str, torch.Size], weights: Mapping[str, Tensor]) -> Iterator[dict[str, Layout]]:
-    """Ways to make all the wanted weights in which every weight there is takes part, each once."""
+    """Yield compositions of all the wanted weights in which each available weight is used exactly once."""
     options = [layouts_for(shape, weights) for shape in wanted.values()]
     for chosen in itertools.islice(itertools.product(*options), 4 * MOST):
         used = [part for layout in chosen for part in layout.sources]
@@ -172,9 +172,10 @@ def combinations(wanted: Mapping[str, torch.Size], weights: Mapping[str, Tensor]
 
 
 def equal_layout(source: nn.Module, target: nn.Module, weights: Mapping[str, Tensor], x: Tensor) -> tuple[dict[str, Layout], float]:
-    """Return how the weights of `source` lie in `target` so that both compute the same, none if they never do; the least distance.
+    """Return the layout of the weights of `source` in `target` with which both compute the same, empty if none, and the least
+    distance.
 
-    `weights` are values at random for the source; the target's may be on the meta device.
+    `weights` are random values for the source; the target's may be on the meta device.
     """
     expected = response(in_float32(source, lambda name, parameter: weights[name]), x)
     wanted = {name: parameter.shape for name, parameter in target.named_parameters()}
@@ -193,14 +194,14 @@ def equal_layout(source: nn.Module, target: nn.Module, weights: Mapping[str, Ten
 
 
 IDENTITY = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config", "auto_map", "dtype")
-DEPTH = "num_hidden_layers"  # as transformers calls it in every config, through `attribute_map`
+DEPTH = "num_hidden_layers"  # transformers' name in every config, through `attribute_map`
 SWEEPS = 3
 Shapes = collections.Counter[tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The parameters that a native form has to have, by shape, and the values that its config's entries may need."""
+    """The parameters that a native form must have, by shape, and the values that its config's entries may need."""
 
     around: Shapes  # outside the mixtures
     experts: int  # E
@@ -211,7 +212,7 @@ class Wanted:
     layers: int
 
     def cost(self, model: nn.Module) -> int:
-        """Return how many elements the parameters of `model` are away from these."""
+        """Return by how many elements the parameters of `model` differ from these."""
         shapes = shapes_of(model)
         stacked = sum(elements(shape) * count for shape, count in shapes.items() if self.is_stacked(shape))
         others = Shapes({shape: count for shape, count in shapes.items() if not self.is_stacked(shape)})
@@ -225,12 +226,12 @@ class Wanted:
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """A class of transformers, and the entries of its config that make it the size of a given model."""
+    """A class of transformers, and the config entries that give it the size of a given model."""
 
     kind: type[PreTrainedModel]
     fields: Mapping[str, Any]
     own: tuple[str, ...]  # the entries that the given model's config does not have
-    inert: tuple[str, ...] = ()  # of these, the entries that change no parameter
+    inert: tuple[str, ...] = ()  # those of them that change no parameter
 
     @property
     def name(self) -> str:
@@ -242,7 +243,7 @@ class Architecture:
         return self.kind.config_class
 
     def skeleton(self, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-        """Return the model with these entries changed, without weights; raises what the architecture's code raises."""
+        """Return the model with these entries changed, without weights. Raises any error of the architecture's code."""
         with quiet():
             return skeleton_of(self.kind, self.config_kind(**{**self.fields, **changes}), dtype)
 
@@ -251,7 +252,7 @@ class Architecture:
 
 
 def architectures_like(model: PreTrainedModel, only: str | None = None) -> Iterator[Architecture]:
-    """Yield the architectures that do the same task, with the entries of the model's config that they have too."""
+    """Yield the architectures for the same task, with the entries that their configs share with the model's."""
     names: dict[str, None] = {}
     for mapping in vars(modeling_auto).values():
         if type(mapping) is collections.OrderedDict and type(model).__name__ in mapping.values():  # not those that import classes
@@ -265,14 +266,14 @@ def architectures_like(model: PreTrainedModel, only: str | None = None) -> Itera
         try:
             with quiet():
                 default = kind.config_class().to_dict()
-        except Exception:  # a config that has no defaults
+        except Exception:  # a config without defaults
             continue
         shared = shared_entries(model.config, default)
         yield Architecture(kind, shared, tuple(key for key in default if key not in shared and key not in IDENTITY))
 
 
 def shared_entries(config: PreTrainedConfig, keys: Iterable[str]) -> dict[str, Any]:
-    """Return the entries of the config by those of the `keys` that it knows, under names of its own too."""
+    """Return the entries of the config that are among `keys`, also under other names that the config has for them."""
     plain = config.to_dict()
     return {
         key: plain[key] if key in plain else getattr(config, key) for key in keys if key not in IDENTITY and hasattr(config, key)
@@ -280,7 +281,7 @@ def shared_entries(config: PreTrainedConfig, keys: Iterable[str]) -> dict[str, A
 
 
 def of_depth(config: Mapping[str, Any], kind: type[PreTrainedConfig], depth: int) -> dict[str, Any]:
-    """Return the config's entries for its first layers alone; a list with an entry a layer is shortened."""
+    """Return the config's entries for its first layers only; a list with an entry per layer is shortened."""
     key = kind.attribute_map.get(DEPTH, DEPTH)
     whole = config.get(key)
     cut = {name: value[:depth] if isinstance(value, list) and len(value) == whole else value for name, value in config.items()}
@@ -289,22 +290,22 @@ def of_depth(config: Mapping[str, Any], kind: type[PreTrainedConfig], depth: int
 
 @dataclasses.dataclass(frozen=True)
 class Sized:
-    """An architecture with the entries by which its parameters come nearest to those wanted."""
+    """An architecture with the entries for which its parameters are closest to the wanted ones."""
 
     architecture: Architecture
-    why: str = ""  # it does not fit; "" where every parameter outside the mixtures is there and the experts have as many
+    why: str = ""  # why it does not fit; "" if every parameter outside the mixtures is there and the experts have the wanted size
     has_stacks: bool = False  # in one of the models that were built
 
 
 def sized(architecture: Architecture, wanted: Wanted) -> Sized:
-    """Return the architecture in the size that is wanted; its entries are changed in turn until none of them brings it nearer."""
+    """Return the architecture in the wanted size: its entries are changed one by one until none brings it closer."""
     try:
         model = architecture.skeleton()
-    except Exception as error:  # whatever the architecture's code raises for the sizes of another
+    except Exception as error:  # of any type: the architecture's code may fail for another model's sizes
         return Sized(architecture, f"it cannot be built of that size: {first_line(error)}")
     stacks = has_stacks(model)
     absent = absent_weights(model, wanted)
-    if absent and len(wanted.depths) < wanted.layers:  # they may be those of layers without a mixture
+    if absent and len(wanted.depths) < wanted.layers:  # they may belong to layers without a mixture
         for key, value in all_trials(architecture, model, wanted):
             mixed = built(architecture.with_fields(**{key: value}))
             if mixed is not None and depths_with_stacks(mixed) == wanted.depths and not absent_weights(mixed, wanted):
@@ -314,7 +315,7 @@ def sized(architecture: Architecture, wanted: Wanted) -> Sized:
         return Sized(architecture, f"it has no weight {described(absent[0])} outside its mixtures", stacks)
     config = {**model.config.to_dict(), **architecture.fields}
     least, inert = wanted.cost(model), dict.fromkeys(architecture.own)
-    in_vain = 0  # entries in a row that brought it no nearer: once these are all, another sweep would try the same
+    in_vain = 0  # entries in a row that brought it no closer: once these are all, another sweep would repeat them
     for _ in range(SWEEPS):
         for key in architecture.own:
             in_vain += 1
@@ -326,12 +327,12 @@ def sized(architecture: Architecture, wanted: Wanted) -> Sized:
                     continue
                 if shapes_of(changed) == shapes_of(model):
                     if key in inert and type(value) is int and value > 1:
-                        break  # it changes no parameter, whatever the number
+                        break  # it changes no parameter, whatever its value
                     continue
                 inert.pop(key, None)
                 stacks = stacks or has_stacks(changed)
                 if has_stacks(model) and not has_stacks(changed):
-                    continue  # without any mixture it is nearer only while its experts are too many or too large
+                    continue  # a model without mixtures is closer only while the experts are too many or too large
                 if wanted.cost(changed) < least:
                     least, model, architecture = wanted.cost(changed), changed, architecture.with_fields(**{key: value})
                     in_vain = 0
@@ -345,39 +346,39 @@ def sized(architecture: Architecture, wanted: Wanted) -> Sized:
 
 
 def absent_weights(model: nn.Module, wanted: Wanted) -> list[Sequence[int]]:
-    """Return the shapes of weights outside the mixtures that are wanted, and that no parameter of the model has."""
+    """Return the shapes of wanted weights outside the mixtures that no parameter of the model has."""
     return [shape for shape in wanted.around - shapes_of(model) if len(shape) > 1]
 
 
 def all_trials(architecture: Architecture, model: PreTrainedModel, wanted: Wanted) -> Iterator[tuple[str, Any]]:
-    """Yield each entry of its own with each value that is tried for it."""
+    """Yield each of the architecture's own entries with each value to be tried."""
     for key in architecture.own:
         yield from ((key, value) for value in trials(model.config.to_dict().get(key), wanted))
 
 
 def depths_with_stacks(model: nn.Module) -> tuple[int, ...]:
-    """Return the depths of the layers with weights of experts, each the first number in their names."""
+    """Return the depths of the layers with experts' weights: the first number in the weights' names."""
     stacked = (name for name, parameter in model.named_parameters() if parameter.dim() == 3 and min(parameter.shape) > 1)
     return tuple(sorted({int(part) for name in stacked if (part := next(filter(str.isdigit, name.split(".")), None))}))
 
 
 def has_stacks(model: nn.Module) -> bool:
-    """Return whether two parameters can be weights of the same experts: of each expert, the one takes what the other returns."""
+    """Return whether two parameters can be weights of the same experts: the input size of one is the output size of the other."""
     stacked = [shape for shape in shapes_of(model) if len(shape) == 3 and min(shape) > 1]
     return any(a[0] == b[0] and a[1] == b[2] for a, b in itertools.product(stacked, repeat=2))
 
 
 def built(architecture: Architecture) -> PreTrainedModel | None:
-    """Return the model without weights; None where the entries do not go together, or give it empty weights, which few read."""
+    """Return the model without weights; None if the entries are inconsistent, or give it empty weights, which few programs read."""
     try:
         model = architecture.skeleton()
-    except Exception:  # whatever the architecture's code raises
+    except Exception:  # of any type, from the architecture's code
         return None
     return None if any(not parameter.numel() for parameter in model.parameters()) else model
 
 
 def trials(value: Any, wanted: Wanted) -> list[Any]:
-    """Values that an entry may take, by the kind of its default, which comes last."""
+    """Return the values to try for an entry, by the type of its default, which comes last."""
     if isinstance(value, bool):
         return [not value, value]
     if isinstance(value, int) or value is None:
@@ -392,7 +393,7 @@ def trials(value: Any, wanted: Wanted) -> list[Any]:
 
 
 def shapes_of(model: nn.Module) -> Shapes:
-    """Return how many parameters have which shape; tied ones count once."""
+    """Return the number of parameters of each shape; tied ones count once."""
     return Shapes(tuple(parameter.shape) for parameter in model.parameters())
 
 
@@ -408,7 +409,7 @@ def described(shape: Sequence[int]) -> str:
 
 
 def mixture_paths(model: nn.Module, wanted: Wanted) -> list[str]:
-    """Return the smallest modules that hold stacked weights and a router; empty where some stacked weights have no router."""
+    """Return the smallest modules with stacked weights and a router; empty if some stacked weights have no router."""
     routers = set(wanted.routers)
     owners: dict[str, None] = {}
     for name, parameter in model.named_parameters():
@@ -424,7 +425,7 @@ def mixture_paths(model: nn.Module, wanted: Wanted) -> list[str]:
 
 
 def extra_parameter(model: nn.Module, mixtures: Sequence[str], wanted: Wanted) -> str:
-    """Return a shape of which there are too few parameters outside the mixtures, or too many; "" where there is neither."""
+    """Return a description of a shape with too few or too many parameters outside the mixtures; "" if there is none."""
     inside = {id(parameter) for path in mixtures for parameter in model.get_submodule(path).parameters()}
     outside = Shapes(tuple(parameter.shape) for parameter in model.parameters() if id(parameter) not in inside)
     for shape in (*(wanted.around - outside), *(outside - wanted.around)):
@@ -439,5 +440,5 @@ def extra_parameter(model: nn.Module, mixtures: Sequence[str], wanted: Wanted) -
 
 
 def as_text(fields: Mapping[str, Any]) -> str:
-    """Entries of a config, `num_experts=4, norm_topk_prob=true`."""
+    """Return entries of a config as text, `num_experts=4, norm_topk_prob=true`."""
     return ", ".join(f"{key}={json.dumps(value)}" for key, value in fields.items())

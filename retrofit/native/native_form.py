@@ -1,8 +1,8 @@
 """The native form of a model whose feed-forwards became mixtures: an architecture of transformers that computes the same.
 
-Of each architecture with mixtures that transformers has, the parameters are compared first, without building any weight; then its
-mixture with the model's, by what both compute; then its graph around the mixtures. What comes through is filled with the weights
-and its outputs are compared with the model's.
+For each architecture of transformers with mixtures, the parameters are compared first, without creating weights; then the functions
+of both mixtures; then the graphs around the mixtures. An architecture that agrees is filled with the weights, and its outputs are
+compared with the model's.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from retrofit.surgery.dequantization import is_recipe
 from retrofit.surgery.transformers_bookkeeping import is_transformers
 from retrofit.undoing.undo import RECIPE, dense_skeleton, skeleton_of, without_recipe
 
-DENSE = -1  # how far an architecture comes that shows no mixtures
+DENSE = -1  # the distance of an architecture without mixtures
 SHORT = 2  # layers of the skeletons that are tried
-SPREAD = 0.02  # standard deviation of new weights, as most architectures of transformers have it
+SPREAD = 0.02  # standard deviation of new weights in most architectures of transformers
 WAY_OUT = "docs/native.md says which options make one possible; retrofit bundle writes a directory that loads without retrofit too"
 
 
@@ -67,31 +67,31 @@ class NativeForm:
 
     model: PreTrainedModel
     architecture: str  # its `model_type`
-    options: str  # the entries of its config that the dense model's does not have
-    zeros: tuple[str, ...]  # parameters that the model has no part for: at zero they add nothing
-    idle: tuple[str, ...]  # more such, which may be anything while those are zero
-    measured: str  # how far the outputs are from the model's
-    copied: int  # elements that are there more often than in the model, whose layers share them
+    options: str  # the config entries that the dense model's does not have
+    zeros: tuple[str, ...]  # parameters without a counterpart in the model: at zero they have no effect
+    idle: tuple[str, ...]  # further ones, which may have any value while those are zero
+    measured: str  # the distance of the outputs from the model's
+    copied: int  # elements that are duplicated because the model's layers share them
 
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """An architecture that computes what the model does, by all that was tried without its weights."""
+    """An architecture that computes the same as the model in all comparisons without its weights."""
 
     architecture: Architecture
     layouts: Mapping[str, Layout]  # of a mixture's parameters
-    zeros: int  # elements of a mixture that are made of none of the model's
+    zeros: int  # elements of a mixture without a counterpart in the model
     wanted: Wanted
 
     def strangeness(self) -> tuple[int, int, int]:
-        """Return what only the architecture has: elements, parameters (some have no elements), entries of its config."""
+        """Return what only the architecture has: elements, parameters (some without elements), entries of its config."""
         empty = sum(not layout.sources for layout in self.layouts.values())
         return self.zeros, empty, len(self.architecture.own)
 
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """An architecture that does not fit: how far it came, and what differs."""
+    """An architecture that does not fit: the stage it reached, and the difference."""
 
     architecture: str
     stage: int
@@ -99,17 +99,18 @@ class Refusal:
 
 
 def to_native(model: PreTrainedModel, architecture: str | None = None) -> PreTrainedModel:
-    """Return the model as an architecture of transformers that computes the same, with memory of its own; `model` stays as it is.
+    """Return the model as an architecture of transformers that computes the same, in memory of its own; `model` is unchanged.
 
-    `architecture`, a `model_type` such as "mixtral", says which; else the nearest that fits. Raises `DoesNotFitError` where none
-    does, and says what differs in the nearest, `CheckpointError` for what is no transformers model with mixtures from a pass.
+    `architecture`, a `model_type` such as "mixtral", selects one; otherwise the closest that fits is used. Raises `DoesNotFitError`
+    if none fits, with the difference in the closest one, and `CheckpointError` if it is no transformers model with a pass's
+    mixtures.
     """
     return native_form(model, architecture).model
 
 
 @serialized
 def native_form(model: Any, architecture: str | None = None, progress: Progress | None = None) -> NativeForm:
-    """`to_native`, with an account of what the result is."""
+    """Return the result of `to_native` with an account of it."""
     progress = progress or (lambda stage: None)
     part = require_mixtures(model)
     mixtures = installed_mixtures(part)
@@ -151,7 +152,7 @@ def native_form(model: Any, architecture: str | None = None, progress: Progress 
 
 
 def require_mixtures(model: Any) -> PreTrainedModel:
-    """Return the transformers model with mixtures that a pass made, else `CheckpointError`."""
+    """Return the transformers model with a pass's mixtures. Raises `CheckpointError` if there is none."""
     require_module(model)
     require_uncompiled(model)
     require_in_memory(model, "written as an architecture of transformers")
@@ -176,7 +177,7 @@ def require_mixtures(model: Any) -> PreTrainedModel:
 
 
 def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | None, divided: str) -> DoesNotFitError:
-    """Return the refusal, with what differs in the architecture that came nearest; `divided` is said first (`divided_choice`)."""
+    """Return the refusal, with the difference in the closest architecture, after `divided` (from `divided_choice`)."""
     refusals = [refusal for refusal in refusals if refusal.stage > DENSE or architecture]
     if not refusals:
         named = f"architecture {architecture}" if architecture else "architecture"
@@ -205,7 +206,7 @@ def refused(part: PreTrainedModel, refusals: list[Refusal], architecture: str | 
 
 
 def rounded_buffer(part: PreTrainedModel) -> str:
-    """Return a buffer that a model of that class, made in the same dtype, holds in float32, and that no file holds; "" for none."""
+    """Return a non-persistent buffer that models of that class and dtype have in float32, but this one has not; "" if none."""
     fresh = dict(dense_skeleton(part).named_buffers())
     saved = part.state_dict()
     named = ((name, buffer) for name, buffer in part.named_buffers() if name not in saved and name in fresh)
@@ -218,7 +219,7 @@ def rounded_buffer(part: PreTrainedModel) -> str:
 def examined(
     part: PreTrainedModel, mixtures: list[Mixture], width: int, only: str | None, progress: Progress
 ) -> Iterator[Match | Refusal]:
-    """For each architecture how it fits."""
+    """Yield for each architecture how it fits."""
     mixture = mixtures[0]
     weights = random_weights(mixture.weights)
     x = random_stream(width)
@@ -244,7 +245,7 @@ def examined(
 
 
 def choice_of(mixture: Mixture, weights: Mapping[str, Tensor], x: Tensor) -> tuple[int, int]:
-    """Return K, and of how many even parts of its experts a mixture takes K each."""
+    """Return K, and the number of equal parts of its experts from each of which a mixture selects K."""
     chosen = choices_of(in_float32(mixture.module, lambda name, parameter: weights[name]), x)
     return next(
         ((k, mixture.experts // of) for k, of in sorted(chosen, key=lambda size: -size[1]) if of and mixture.experts % of == 0),
@@ -253,7 +254,7 @@ def choice_of(mixture: Mixture, weights: Mapping[str, Tensor], x: Tensor) -> tup
 
 
 def divided_choice(mixture: Mixture, width: int) -> str:
-    """Return how a mixture takes experts of each part of them, in words; "" where it takes them of all."""
+    """Return in words how a mixture selects experts from each part of them; "" if it selects from all."""
     k, parts = choice_of(mixture, random_weights(mixture.weights), random_stream(width))
     if parts == 1:
         return ""
@@ -262,12 +263,12 @@ def divided_choice(mixture: Mixture, width: int) -> str:
 
 
 def of_depth_where(architecture: Architecture, depth: int) -> dict[str, Any]:
-    """Return the architecture's entries for a model of so many layers."""
+    """Return the architecture's entries for a model with this number of layers."""
     return of_depth(architecture.fields, architecture.config_kind, depth)
 
 
 def what_is_wanted(part: PreTrainedModel, mixtures: list[Mixture], k: int) -> tuple[Wanted, int]:
-    """Return the parameters of a native form, of the first layers alone where every layer has a mixture, and how many these are."""
+    """Return the parameters of a native form and its number of layers: only the first if every layer has a mixture."""
     config = without_recipe(part.config.to_dict())
     whole = int(part.config.num_hidden_layers)
     depth = min(SHORT, whole) if len(mixtures) == whole else whole
@@ -291,21 +292,21 @@ def what_is_wanted(part: PreTrainedModel, mixtures: list[Mixture], k: int) -> tu
 
 
 def depths_of(paths: list[str], short: PreTrainedModel) -> tuple[int, ...]:
-    """Return the depths of these modules: their positions in the list of layers that they lie in."""
+    """Return the depths of these modules: their positions in the list of layers."""
     return tuple(next(int(part) for part in path.split(".") if part.isdigit()) for path in paths)
 
 
 def with_equal_mixture(
     architecture: Architecture, path: str, mixture: Mixture, weights: Mapping[str, Tensor], x: Tensor, k: int, wanted: Wanted
 ) -> Match | Refusal:
-    """Return the architecture with the settings by which its mixture computes what the model's does."""
+    """Return the architecture with the settings for which its mixture computes the same as the model's."""
     nearest, reason = float("inf"), "its mixture does not choose experts as the model's does"
     for settings in routing_settings(architecture, path, x, k, mixture.experts):
         changed = architecture.with_fields(**settings)
         try:
             module = changed.skeleton().get_submodule(path)
             layouts, gap = equal_layout(mixture.module, module, weights, x)
-        except Exception as error:  # whatever the architecture's code raises
+        except Exception as error:  # of any type, from the architecture's code
             reason = f"its mixture does not run by itself: {first_line(error)}"
             continue
         if layouts:
@@ -317,13 +318,13 @@ def with_equal_mixture(
 
 
 def routing_settings(architecture: Architecture, path: str, x: Tensor, k: int, experts: int) -> Iterator[dict[str, Any]]:
-    """Settings of the entries that change no parameter, with which each token is sent to `k` experts."""
+    """Yield settings of the entries that change no parameter for which each token is sent to `k` experts."""
     config = architecture.skeleton().config.to_dict()
     numbers = [key for key in architecture.inert if type(config.get(key)) is int or config.get(key) is None]
     flags = [key for key in architecture.inert if isinstance(config.get(key), bool)]
     scales = {key: 1.0 for key in architecture.inert if isinstance(config.get(key), float)}
     ones = {key: 1 for key in numbers if type(config.get(key)) is int}
-    other = k + 1 if k < experts else k - 1  # that an entry decides is seen by another number than the wanted one
+    other = k + 1 if k < experts else k - 1  # another number than the wanted one shows whether an entry decides it
     for base in ({}, ones):
         sent = [
             key
@@ -346,7 +347,7 @@ def sends(architecture: Architecture, path: str, x: Tensor, settings: dict[str, 
             module, lambda name, parameter: torch.randn(parameter.shape, generator=generator) / max(1, parameter.shape[-1]) ** 0.5
         )
         return (k, experts) in choices_of(made, x)
-    except Exception:  # whatever the architecture's code raises
+    except Exception:  # of any type, from the architecture's code
         return False
 
 
@@ -367,7 +368,7 @@ def with_whole_depth(match: Match, part: PreTrainedModel) -> Architecture:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """The places of the parts of a native form in the model."""
+    """The counterparts in the model of a native form's parts."""
 
     skeleton: PreTrainedModel
     around: Mapping[str, str]  # parameters outside the mixtures → the model's
@@ -375,9 +376,10 @@ class Places:
 
 
 def places_of(ours: Surroundings, whole: Architecture, match: Match, dtype: torch.dtype) -> Places:
-    """Return where each parameter of the architecture is in the model; raise `LookupError` with the first difference of the graphs.
+    """Return the counterpart in the model of each parameter of the architecture.
 
-    `dtype` is the model's: the casts of half precision are in its graph.
+    `dtype` is the model's: the casts of half precision are in its graph. Raises `LookupError`, with the first difference, if the
+    graphs differ.
     """
     skeleton = whole.skeleton(dtype)
     paths = mixture_paths(skeleton, match.wanted)
@@ -422,9 +424,10 @@ def filled(
 
 @torch.no_grad()
 def fill_idle(native: PreTrainedModel, zeros: Sequence[str], mixtures: Sequence[str], inputs: dict[str, Any]) -> tuple[str, ...]:
-    """Of the parameters that are zero, those that may be anything while the others are have small random numbers; their names.
+    """Give small random values to those zero parameters whose values have no effect while the others are zero; return their names.
 
-    Else nothing would ever train them, and a program that divides by what they make (llama.cpp, by a gate's) gets no numbers.
+    Otherwise they would never be trained, and a program that divides by a value computed from them (llama.cpp, by a gate's) would
+    get NaN.
     """
     if not zeros:
         return ()
@@ -446,7 +449,7 @@ def fill_idle(native: PreTrainedModel, zeros: Sequence[str], mixtures: Sequence[
 
 
 def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[str, Any]) -> str:
-    """Return how far the outputs of the two lie apart; raises `VerificationError` where it is more than rounding."""
+    """Return the distance between the outputs of the two. Raises `VerificationError` if it is more than rounding."""
     batch, length = extent_of(inputs)
     shapes = [inputs, resized(part, inputs, batch + 1, 2 * length + 1, seed=1)]
     found = [compared(part, native, given) for given in shapes]
@@ -462,5 +465,5 @@ def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[s
 
 
 def compared(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[str, Any]) -> Comparison:
-    """Return whether the two compute the same."""
+    """Return the comparison of the two."""
     return Arithmetic(part, inputs).compare(lambda: (logits_of(run(native, inputs)), logits_of(run(part, inputs))))

@@ -14,10 +14,10 @@ from retrofit.program.program import Call, Program
 
 ATEN = torch.ops.aten
 SAME_VALUES = {ATEN.contiguous.default, ATEN.clone.default, ATEN.alias.default, ATEN.detach.default}  # copies
-CASTS = {ATEN.to.dtype, ATEN.to.device, ATEN.to.dtype_layout, ATEN._to_copy.default}  # copies where the dtype stays
+CASTS = {ATEN.to.dtype, ATEN.to.device, ATEN.to.dtype_layout, ATEN._to_copy.default}  # copies if the dtype does not change
 COMMUTES = {ATEN.add.Tensor, ATEN.mul.Tensor}
 RESHAPES = {ATEN.view.default, ATEN.reshape.default, ATEN._unsafe_view.default}
-PLACES = ("device", "layout", "pin_memory")  # arguments of an operation that say where its result is, not what
+PLACES = ("device", "layout", "pin_memory")  # arguments of an operation for the place of its result, not its value
 LOGITS = "logits"
 
 
@@ -26,12 +26,12 @@ class Surroundings:
     """The graph of a model with each of its mixtures as one operation."""
 
     program: Program
-    ends: dict[fx.Node, tuple[int, fx.Node]]  # what leaves a mixture → its number, what enters it
+    ends: dict[fx.Node, tuple[int, fx.Node]]  # output of a mixture → the mixture's number, its input
     digests: dict[fx.Node, str]  # equal for equal computations of equal inputs, whatever the values of the parameters
 
     @staticmethod
     def of(program: Program, mixtures: Sequence[str]) -> Surroundings:
-        """`mixtures` are paths of modules, each of which is called once."""
+        """Return the surroundings of `mixtures`, paths of modules that are called once each."""
         ends: dict[fx.Node, tuple[int, fx.Node]] = {}
         for number, path in enumerate(mixtures):
             call = call_of(program, path)
@@ -56,7 +56,7 @@ class Surroundings:
         return hashed(node.op, target, *self.arguments(node))
 
     def origin(self, node: fx.Node) -> fx.Node:
-        """Return the node that has the values of this one: another where this one is a copy, or a dropout that drops nothing."""
+        """Return the node with the values of this one: another one if this is a copy, or a dropout without effect."""
         while node not in self.ends and node.op == "call_function":
             source = node.args[0] if node.args else None
             if not isinstance(source, fx.Node) or not is_copy(node, source):
@@ -65,7 +65,7 @@ class Surroundings:
         return node
 
     def held(self, node: fx.Node) -> tuple[Any, ...]:
-        """Return what a placeholder stands for."""
+        """Return the meaning of a placeholder."""
         program, value = self.program, node.meta.get("val")
         shape = tuple(getattr(value, "shape", ()))
         if node in program.parameters:
@@ -76,14 +76,14 @@ class Surroundings:
         return "held", shape, constant.tolist() if constant is not None and not constant.is_meta else None
 
     def arguments(self, node: fx.Node) -> list[str]:
-        """Return the arguments of a node by their digests, in an order of their own where their order does not matter."""
+        """Return the arguments of a node by their digests, sorted if their order has no effect."""
         args = [argument for argument in node.args if not isinstance(argument, torch.device)]
         kwargs = {key: value for key, value in node.kwargs.items() if key not in PLACES}
         arguments = [repr(fx.node.map_arg(argument, lambda operand: Quoted(self.digests[operand]))) for argument in (*args, kwargs)]
         return [*sorted(arguments[:2]), *arguments[2:]] if node.target in COMMUTES else arguments
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """Return what a node is computed from; of two that may be swapped the one of the lesser digest first."""
+        """Return the operands of a node; of two that commute, the one with the smaller digest first."""
         if node in self.ends:
             return [self.origin(self.ends[node][1])]
         operands = [self.origin(all_input_node) for all_input_node in node.all_input_nodes]
@@ -92,7 +92,7 @@ class Surroundings:
         return operands
 
     def slice_of(self, node: fx.Node) -> list[fx.Node]:
-        """Return what `node` is computed from, in the order of the graph."""
+        """Return the backward slice of `node`, in the order of the graph."""
         seen: set[fx.Node] = set()
         waiting = [node]
         while waiting:
@@ -103,7 +103,7 @@ class Surroundings:
         return [node for node in self.program.graph.nodes if node in seen]
 
     def place(self, node: fx.Node) -> str:
-        """Return a node in words: the operation, and the module it is in."""
+        """Return a node in words: the operation, and the module that it is in."""
         program = self.program
         if node in program.parameters:
             return f"the parameter {program.parameters[node]} {'×'.join(map(str, self.held(node)[1]))}"
@@ -134,7 +134,7 @@ def hashed(*parts: Any) -> str:
 
 
 def call_of(program: Program, path: str) -> Call:
-    """Return the one call of a module; raises `LookupError` where it is called never or twice."""
+    """Return the single call of a module. Raises `LookupError` if it is called never or twice."""
     calls = [call for call in program.calls if call.path == path]
     if len(calls) != 1 or not calls[0].inputs or not calls[0].outputs:
         raise LookupError(f"{path} is called {len(calls)} times")
@@ -142,12 +142,12 @@ def call_of(program: Program, path: str) -> Call:
 
 
 def logits_in(program: Program) -> fx.Node:
-    """Return the output that a model is for."""
+    """Return the node of the logits, or of the first output."""
     return program.outputs.get(LOGITS) or next(iter(program.outputs.values()))
 
 
 def root_of(surroundings: Surroundings) -> fx.Node:
-    """Return the node whose values the logits are."""
+    """Return the node with the values of the logits."""
     return surroundings.origin(logits_in(surroundings.program))
 
 
@@ -164,9 +164,9 @@ def first_difference(a: Surroundings, b: Surroundings) -> str:
 
 
 def matched_parameters(a: Surroundings, b: Surroundings) -> dict[str, str]:
-    """Return for each parameter of `b` outside its mixtures that of `a` at its place; raise `LookupError` for two at one place.
+    """Return for each parameter of `b` outside its mixtures its counterpart in `a`. The graphs are equal.
 
-    The graphs are equal.
+    Raises `LookupError` if a parameter has two counterparts.
     """
     found: dict[str, str] = {}
     seen: set[tuple[fx.Node, fx.Node]] = set()

@@ -1,10 +1,13 @@
-"""Agreement of two computations of the same values: a doubt in one arithmetic is settled in a wider one.
+"""Agreement of two computations of the same values: if one arithmetic leaves a doubt, a wider one decides.
 
-1. No gap in float32, or, in a large model where the ways may round differently, one within its own rounding: they agree.
-2. In float64 more than 1e-9 of the outputs' scale: they do not, however small the gap is in float32.
-3. Less, and the gap in float32 is one that the model's own rounding explains: they agree.
-4. Less, and it is not: with the choices made in float64 forced on float32 the gap must be explained. Then some choices nearly tied,
-   and the ways agree; else one of them loses precision.
+1. No gap in float32, or, in a large model where the two may round differently, a gap within its own rounding: they agree.
+
+2. In float64 more than 1e-9 of the outputs' scale: they disagree, however small the gap is in float32.
+
+3. Less, and the model's own rounding explains the gap in float32: they agree.
+
+4. Less, and it does not: with the choices made in float64 forced on float32, the gap must be explained. Then some choices were
+nearly ties, and they agree; otherwise one of them loses precision.
 
 The model's own rounding is the distance between its forward in float32 and in float64.
 """
@@ -28,8 +31,8 @@ from retrofit.numerics.distances import TOLERANCE, distance
 from retrofit.numerics.precision import SplitReductions, Widened
 
 LIMIT = TOLERANCE[torch.float64]
-EXPLAINED = 64  # times its own rounding, a model's float32 outputs may move from one way to another
-SETTLED = 1 << 25  # parameters up to which every gap but none is settled in float64
+EXPLAINED = 64  # float32 outputs may differ by this multiple of the model's own rounding
+SETTLED = 1 << 25  # parameters up to which every gap except zero is decided in float64
 HALF = (torch.float16, torch.bfloat16)
 Ways = Callable[[], tuple[Tensor, Tensor]]
 Result = TypeVar("Result")
@@ -37,16 +40,16 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The distance of two computations, relative to the largest output, and the arithmetic in which it was decided."""
+    """The distance of two computations, relative to the largest output, and the arithmetic that decided."""
 
     gap: float
     narrow: str = "float32"
-    wide: float | None = None  # the gap in float64, where it was needed
+    wide: float | None = None  # the gap in float64, if it was needed
     agrees: bool = True
     limit: float = 0.0  # in the arithmetic that decided
     in_float64: bool = False  # whether that was float64
     note: str = ""
-    outputs: Tensor | None = None  # of the one way, where they do not agree
+    outputs: Tensor | None = None  # of the first, if they disagree
     others: Tensor | None = None
 
     @property
@@ -60,20 +63,20 @@ class Comparison:
 
 
 def is_large(model: nn.Module) -> bool:
-    """Return whether not every gap is settled in float64, and few forwards are made: each reads all the weights."""
+    """Return whether not every gap is decided in float64, and few forwards are made: each reads all the weights."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.is_floating_point()) > SETTLED
 
 
 class Arithmetic:
-    """The arithmetic in which a model is measured, and the wider one that settles doubts."""
+    """The arithmetic in which a model is measured, and the wider one that decides doubts."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any], computed: Callable[[], Tensor] | None = None) -> None:
-        """`computed` gives the outputs for the inputs, where somebody has them already."""
+        """Store the model and its inputs; `computed`, if given, returns outputs that are already known."""
         self.model, self.inputs, self.computed = model, inputs, computed
         self.stored = dtype_of(model)
         self.dtype = torch.float32 if self.stored in HALF else self.stored
         self.settles_everything = not is_large(model)
-        self.remembered: dict[Hashable, Any] = {}  # what was computed in the arithmetic that the model is measured in
+        self.remembered: dict[Hashable, Any] = {}  # values computed in the arithmetic in which the model is measured
         self.remembers = False
 
     @property
@@ -82,12 +85,12 @@ class Arithmetic:
 
     @property
     def note(self) -> str:
-        """Return why the model is not measured in the dtype of its weights; "" where it is."""
+        """Return why the model is not measured in the dtype of its weights; "" if it is."""
         stored = str(self.stored).removeprefix("torch.")
         return f"computed in {self.name}: its weights are {stored}" if self.stored in HALF else ""
 
     def computing(self, in_float64: bool = False) -> contextlib.AbstractContextManager[Any]:
-        """Within this context the model computes as it is measured, or in float64."""
+        """Within this context the model computes in the arithmetic of the measurements, or in float64."""
         if in_float64:
             return Widened(torch.float64)
         return Widened(self.dtype) if self.stored in HALF else contextlib.nullcontext()
@@ -102,20 +105,20 @@ class Arithmetic:
 
     @functools.cached_property
     def wide_outputs(self) -> Tensor | None:
-        """Return the same in float64; None where its code refuses it."""
+        """Return the outputs in float64; None if its code does not support it."""
         return self.wide_outputs_for(self.inputs)
 
     def wide_outputs_for(self, inputs: Mapping[str, Any]) -> Tensor | None:
-        """Return the model's outputs for those inputs in float64; None where its code refuses it."""
+        """Return the model's outputs for those inputs in float64; None if its code does not support it."""
         try:
             with self.computing(in_float64=True):
                 return logits_of(run(self.model, inputs)).cpu()
-        except Exception:  # whatever the model's own code raises
+        except Exception:  # of any type, from the model's own code
             return None
 
     @functools.cached_property
     def rounding(self) -> float:
-        """Return how far rounding moves the outputs: float32 from float64, in a large model one order of its sums from another."""
+        """Return how far rounding moves the outputs: float32 from float64; in a large model, one order of its sums from another."""
         if self.dtype == torch.float64:
             return 0.0
         if not self.settles_everything and "wide_outputs" not in self.__dict__:
@@ -134,12 +137,12 @@ class Arithmetic:
 
     @property
     def explained(self) -> float:
-        """Return how far outputs may lie apart that differ by rounding alone."""
+        """Return the largest distance of outputs that rounding alone explains."""
         return max(TOLERANCE[torch.float32], EXPLAINED * self.rounding)
 
     @contextlib.contextmanager
     def remembering(self) -> Iterator[None]:
-        """Within this context `logits` and `once` compute nothing twice, whichever check asks."""
+        """Within this context `logits` and `once` compute each value only once, for all checks."""
         self.remembers = True
         try:
             yield
@@ -151,13 +154,13 @@ class Arithmetic:
         return self.once(identity_of(inputs), lambda: logits_of(run(self.model, inputs)))
 
     def remember(self, inputs: Mapping[str, Any], logits: Tensor) -> None:
-        """Keep `logits` as the model's outputs for those inputs, so that it need not be run."""
+        """Store `logits` as the model's outputs for those inputs, so that it need not run."""
         key = identity_of(inputs)
         if key is not None:
             self.remembered[key] = logits
 
     def once(self, key: Hashable, compute: Callable[[], Result]) -> Result:
-        """Return what `compute` gives; while `remembering` it is computed once a key, but for the key None."""
+        """Return `compute()`; within `remembering` it is called once per key, except for the key None."""
         if not self.remembers or key is None:
             return compute()
         if key not in self.remembered:
@@ -166,9 +169,9 @@ class Arithmetic:
         return found
 
     def compare(self, ways: Ways, in_doubt: bool = False, same_kernels: bool = False) -> Comparison:
-        """Return whether the two ways agree; `in_doubt` float64 is used in any case. Raise what the ways raise.
+        """Return whether the two ways agree; `in_doubt` float64 is used in any case. Raises any error of the two.
 
-        Ways that run the `same_kernels` on the same numbers round equally, so that even in a large model any gap is a doubt.
+        If both run the `same_kernels` on the same numbers, they round equally, so any gap is a doubt, even in a large model.
         """
         with self.computing(), self.remembering():
             a, b = ways()
@@ -181,7 +184,7 @@ class Arithmetic:
         try:
             with self.computing(in_float64=True):
                 wide_a, wide_b = ways()
-        except Exception as error:  # code that refuses float64
+        except Exception as error:  # code that does not support float64
             limit = TOLERANCE[torch.float32]
             note = f"limit {limit:.0e}; not in float64: {first_line(error)}"
             return self.decided(a, b, Comparison(gap, self.name, agrees=gap <= limit, limit=limit, note=note))
@@ -194,11 +197,11 @@ class Arithmetic:
         return self.decided(a, b, self.explain(ways, Comparison(gap, self.name, wide)))
 
     def decided(self, a: Tensor, b: Tensor, found: Comparison) -> Comparison:
-        """Return the comparison with its outputs, where they are needed."""
+        """Return the comparison, with its outputs if the two disagree."""
         return found if found.agrees else dataclasses.replace(found, outputs=a.detach().cpu(), others=b.detach().cpu())
 
     def explain(self, ways: Ways, found: Comparison) -> Comparison:
-        """Return whether a gap that is none in float64 comes of choices that nearly tied."""
+        """Return whether a gap that vanishes in float64 comes from choices that were nearly ties."""
         forced = self.gap_with_choices(ways)
         if forced is not None and forced[1] and forced[0] <= self.explained:
             gap, changed, margin = forced
@@ -208,9 +211,9 @@ class Arithmetic:
         return dataclasses.replace(found, agrees=False, limit=self.explained, note=note)
 
     def gap_with_choices(self, ways: Ways, expected: Tensor | None = None) -> tuple[float, int, float] | None:
-        """Return the gap with the choices made in float64, how many had fallen otherwise, and by what margin.
+        """Return the gap with the choices made in float64, the number of choices that differ without, and their margin.
 
-        None where they cannot be.
+        Return None if they cannot be made.
         """
         try:
             with self.computing(in_float64=True), Choices() as recorded:
@@ -223,7 +226,7 @@ class Arithmetic:
 
 
 def identity_of(inputs: Mapping[str, Any]) -> Hashable:
-    """Return what distinguishes these inputs from others; None where they hold more than tensors and plain values."""
+    """Return a key that distinguishes these inputs from others; None if they contain more than tensors and plain values."""
     parts: list[Hashable] = []
     for name, value in sorted(inputs.items()):
         if isinstance(value, Tensor):

@@ -1,8 +1,8 @@
 """Discrete choices of a forward, recorded and forced: the largest of several numbers, an order, a side of a threshold.
 
-Two runs that round differently may choose differently where two candidates are nearly tied, and then differ by far more than
-rounding. A choice is any operation that makes integers or truth values of floating-point numbers, alone or beside the numbers it
-picked. A record is that of one sequence of operations, and fits the same sequence only, in whatever arithmetic.
+Two runs that round differently may choose differently if two candidates are nearly tied, and then differ by far more than rounding.
+A choice is any operation that returns integers or truth values for floating-point numbers, alone or with the selected numbers. A
+record belongs to one sequence of operations, and fits only the same sequence, in any arithmetic.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrofit.numerics.distances import scale_of
 
 aten = torch.ops.aten
-PICKED = {  # operations that return numbers with their places, and the place of their argument `dim`
+PICKED = {  # operations that return numbers with their indices, and the position of their argument `dim`
     aten.topk.default: 2,
     aten.sort.default: 1,
     aten.sort.stable: 2,
@@ -29,22 +29,22 @@ COMPARED = {aten.eq, aten.ne, aten.lt, aten.le, aten.gt, aten.ge}
 
 
 class OtherChoicesError(Exception):
-    """The operations are not those that were recorded."""
+    """The operations differ from the recorded ones."""
 
 
 class Choices(TorchDispatchMode):
-    """Within this context the choices are recorded in `made`; given some that were, they are made again, however the numbers fall.
+    """Within this context the choices are recorded in `made`; given recorded ones, these are forced, whatever the numbers are.
 
-    Then `changed` is how many would have fallen otherwise, and `margin` how far at most the candidates lay apart, relative to the
-    largest of their numbers. `picks_only` leaves thresholds and roundings aside. Enter it after an arithmetic, so that it sees what
-    the code sees.
+    Then `changed` is the number of choices that would have differed, and `margin` the largest distance of their candidates,
+    relative to the largest of their numbers. `picks_only` ignores thresholds and roundings. Enter it after an arithmetic context,
+    so that it sees the same values as the code.
     """
 
     def __init__(self, forced: list[Tensor] | None = None, *, picks_only: bool = False) -> None:
         super().__init__()
         self.picks_only = picks_only
         self.made: list[Tensor] = []
-        self.sizes: list[tuple[int, int]] = []  # of each choice of the greatest: how many of how many
+        self.sizes: list[tuple[int, int]] = []  # of each choice of the largest: how many of how many
         self.forced = forced
         self.changed, self.margin = 0, 0.0
 
@@ -73,7 +73,7 @@ class Choices(TorchDispatchMode):
         return result
 
     def choose(self, result: Tensor) -> Tensor:
-        """Return the choice that was recorded in its place; `result` itself where it is the same, or none was."""
+        """Return the choice recorded at this place; `result` itself if it is the same, or nothing is recorded."""
         if self.forced is None:
             self.made.append(result.clone())
             return result
@@ -95,14 +95,14 @@ def is_discrete(value: Tensor) -> bool:
 
 
 def dim_of(function: Any, args: Any, kwargs: Any) -> int:
-    """Return the dimension that an operation picks along."""
+    """Return the dimension along which an operation selects."""
     place = PICKED[function]
     found = args[place] if len(args) > place else kwargs.get("dim", -1)
     return int(found)
 
 
 def candidates(function: Any, args: Any, ours: Tensor, theirs: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the numbers between which was chosen, as far as they are known."""
+    """Return the numbers between which the choice was made, as far as they are known."""
     value = args[0]
     if function in PLACES:
         dim = args[1] if len(args) > 1 else None

@@ -2,8 +2,8 @@
 
     error = √(Σ_t w_t ‖y_t − ŷ_t‖² / Σ_t w_t ‖y_t‖²)        w_t = min(1, median_s ‖y_s‖² / ‖y_t‖²)
 
-A trained model gives a few tokens activations hundreds of times longer than the others'. In the weighted error each of them counts
-as a token of the median length does: it is neither left out nor more important than the rest.
+A trained model has a few tokens with activations hundreds of times longer than the others'. In the weighted error each of them
+counts like a token of median length: it is neither ignored nor dominates.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.module_calls import real_rows, real_tokens
 from retrofit.inputs.probes import accepts, logits_of
 
-# How far two ways of computing the same thing may lie apart, relative to the largest magnitude.
+# The largest allowed distance of two ways to compute the same thing, relative to the largest magnitude.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 Batch = tuple[dict[str, object], Tensor]  # inputs, and the dense outputs
 
 
 def distance(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
-    """Return the largest difference relative to the largest magnitude of `other`, or to `least` where that is more.
+    """Return the largest difference relative to the largest magnitude of `b`, or to `least` if that is more.
 
-    It is infinite where shapes differ or only one of two elements is a number.
+    It is infinite if shapes differ or only one of two elements is a number.
     """
     if a.shape != b.shape:
         return float("inf")
@@ -42,7 +42,7 @@ def distance(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
 
 
 def scale_of(value: torch.Tensor, least: float = 0.0) -> float:
-    """Return the largest finite magnitude, or `least` where that is more; 1 where both are zero."""
+    """Return the largest finite magnitude, or `least` if that is more; 1 if both are zero."""
     magnitudes = value.detach().abs().float()
     largest = float(magnitudes.max()) if magnitudes.numel() else 0.0
     if not math.isfinite(largest):
@@ -63,7 +63,7 @@ def kl_divergence(logits: Tensor, dense: Tensor) -> Tensor:
 def token_weights(y: Tensor, *others: Tensor) -> Tensor:
     """Return w of the formula above for each row of y, (tokens, d): (tokens), in float32.
 
-    With `others`, of the same shape, such as what is to be combined into y, the longest of a token's rows counts.
+    With `others`, of the same shape, such as terms to be combined into y, the longest of a token's rows counts.
     """
     lengths = torch.stack([rows.detach().float().square().sum(-1) for rows in (y, *others)]).amax(0)
     median = lengths.median()
@@ -72,12 +72,12 @@ def token_weights(y: Tensor, *others: Tensor) -> Tensor:
 
 
 def weighted_error(found: Tensor, y: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return the error of `found` relative to y, (tokens, d) both, in float32; `weights`, (tokens), are those of y by default."""
+    """Return the error of `found` relative to y, both (tokens, d), in float32; `weights`, (tokens), default to those of y."""
     return squared_weighted_error(found, y, y, weights).sqrt()
 
 
 def squared_weighted_error(found: Tensor, y: Tensor, r: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return its square, relative to r, by whose lengths the tokens are weighted."""
+    """Return the squared error relative to r; the lengths of r give the default weights."""
     weights = token_weights(r) if weights is None else weights
     missed = (found.float() - y.float()).square().sum(-1) @ weights
     return missed / (r.float().square().sum(-1) @ weights).clamp_min(torch.finfo(torch.float32).tiny)
@@ -85,10 +85,10 @@ def squared_weighted_error(found: Tensor, y: Tensor, r: Tensor, weights: Tensor 
 
 @dataclasses.dataclass(frozen=True)
 class DensePredictions:
-    """The dense model's outputs on windows to fit on and on windows held out.
+    """The dense model's outputs on windows to fit on and on held-out windows.
 
-    Where the outputs are logits of a vocabulary the distance from them is the mean KL divergence, in nats a token; else the
-    relative error (`weighted_error`).
+    For logits of a vocabulary the distance from them is the mean KL divergence, in nats per token; otherwise the relative error
+    (`weighted_error`).
     """
 
     fitted: tuple[Batch, ...]
@@ -97,7 +97,7 @@ class DensePredictions:
 
     @classmethod
     def record(cls, model: nn.Module, fitted: Calibration, held_out: Calibration) -> DensePredictions:
-        """Return the outputs of `model`, which is the dense one still; one window a batch."""
+        """Return the outputs of `model`, which is still the dense one; one window per batch."""
         known, other = (tuple(outputs_of(model, part)) for part in (fitted, held_out))
         return cls(known, other, known[0][1].shape[-1] == vocabulary_of(model))
 
@@ -107,7 +107,7 @@ class DensePredictions:
 
     @torch.no_grad()
     def distance(self, model: nn.Module) -> float:
-        """Return how far the outputs of `model` are from the dense ones on the windows held out."""
+        """Return the distance of the outputs of `model` from the dense ones on the held-out windows."""
         with evaluation_mode(model):
             return sum(float(self.distance_of(model, batch)) for batch in self.held_out) / len(self.held_out)
 
@@ -120,9 +120,9 @@ class DensePredictions:
 
     @torch.enable_grad()
     def descend(self, model: nn.Module, parameters: Sequence[nn.Parameter], steps: int, rate: float) -> None:
-        """Make so many steps of Adam with the `parameters`, a window each, to lower the distance on the windows to fit on.
+        """Make `steps` steps of Adam on the `parameters`, one window each, to reduce the distance on the windows to fit on.
 
-        The rate falls to zero along a cosine. No other parameter changes or has a gradient.
+        The learning rate falls to zero along a cosine. No other parameter changes or has a gradient.
         """
         required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         try:
@@ -162,5 +162,5 @@ def outputs_of(model: nn.Module, calibration: Calibration) -> list[Batch]:
 
 
 def real_outputs(model: nn.Module, inputs: dict[str, object]) -> Tensor:
-    """Return the model's outputs for the tokens that are no padding: (tokens, d)."""
+    """Return the model's outputs for the tokens without padding: (tokens, d)."""
     return real_rows(logits_of(model(**inputs)), real_tokens(inputs))

@@ -1,10 +1,10 @@
-"""A forward in a wider arithmetic than the one its model, buffers and inputs are stored in, or in another order of its sums.
+"""A forward in a wider arithmetic than the dtype of its model, buffers and inputs, or with its sums in another order.
 
 Every operation is intercepted below autograd (`TorchDispatchMode`): its narrower floating-point arguments are widened, and so is
-every narrower dtype that the code names. So `.float()` in a norm, a rotary table or a router is wide too, the model is never
-copied, and of its weights one at a time is held in both widths: a large one is multiplied by in slices.
+every narrower dtype that the code names. So `.float()` in a norm, a rotary table or a router is wide too. The model is never
+copied, and only one of its weights at a time exists in both widths: a large one is multiplied in slices.
 
-Tensors that the code writes into stay narrow; what was written is kept in full beside them for as long as the context lasts.
+Tensors that the code writes into stay narrow; the written values are stored in full next to them as long as the context lasts.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ STRICT = {
     torch.conv_transpose2d,
     torch.conv_transpose3d,
     torch.nn.functional.scaled_dot_product_attention,
-    torch.nn.functional.rms_norm,  # these take several widths, and warn of them
+    torch.nn.functional.rms_norm,  # these accept several widths, and warn of them
     torch.rms_norm,
     aten.rms_norm.default,
 }
 
-RANDOM = frozenset(  # operations that draw; attention with a dropout computes first
+RANDOM = frozenset(  # random operations; attention with a dropout computes first
     "bernoulli cauchy exponential geometric log_normal multinomial native_dropout normal normal_functional poisson rand rand_like"
     " randint randint_like randn randn_like random randperm rrelu_with_noise uniform".split()
 )
 
-# where no dtype is named, these draw in the default one
+# if no dtype is named, these use the default one
 OF_DEFAULT = {aten.rand.default, aten.rand.generator, aten.randn.default, aten.randn.generator, aten.normal.float_float}
 
 
@@ -67,16 +67,16 @@ def kind_of(function: OpOverload) -> Kind:
 
 @contextlib.contextmanager
 def as_stored() -> Iterator[None]:
-    """Within this context operations compute in the dtypes of their arguments, whatever arithmetic is in force around it."""
+    """Within this context operations compute in the dtypes of their arguments, whatever arithmetic context surrounds it."""
     with _disable_current_modes():
         yield
 
 
 class SameWidth(TorchFunctionMode):
-    """Within this context a function gets its arguments wide where it refuses, or warns of, several widths before any dispatcher.
+    """Widens the arguments of functions that refuse several widths, or warn of them, before any dispatcher.
 
-    So does one whose arguments need a gradient: autograd then knows of the cast, and the way back is wide too. Gradients of narrow
-    parameters are rounded once, at the end.
+    The same is done if an argument needs a gradient: autograd then records the cast, and the backward pass is wide too. Gradients
+    of narrow parameters are rounded once, at the end.
     """
 
     def __init__(self, widened: Widened) -> None:
@@ -86,7 +86,7 @@ class SameWidth(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if name in BACKWARD:  # wide as it was recorded; the mode would widen what is rounded for the parameters
+        if name in BACKWARD:  # wide as recorded; the mode would widen values that are rounded for the parameters
             with _disable_current_modes():
                 return function(*args, **kwargs)
         if function in STRICT or (torch.is_grad_enabled() and computes(name) and needs_gradient((args, *kwargs.values()))):
@@ -105,7 +105,7 @@ BACKWARD = ("backward", "grad")
 
 
 def computes(name: str) -> bool:
-    """Return whether the function of that name computes something, and neither reads an attribute nor changes a tensor."""
+    """Return whether the function of that name computes something, rather than reading an attribute or changing a tensor."""
     in_place = name.endswith("_") and not name.endswith("__")
     return not in_place and name not in ("__get__", "__set__", "retain_grad", "register_hook", "untyped_storage")
 
@@ -118,10 +118,10 @@ def needs_gradient(value: Any) -> bool:
 
 
 class Widened(TorchDispatchMode):
-    """Within this context everything is computed in `dtype`, float32 or float64, whatever narrower dtype it is stored in.
+    """Within this context everything is computed in `dtype`, float32 or float64, in whatever narrower dtype it is stored.
 
-    What comes out of a forward is of that dtype. Random numbers are drawn as they would be without, and widened. Code that compares
-    dtypes itself before it calls torch (`nn.LSTM`) may refuse what it gets.
+    The outputs of a forward have that dtype. Random numbers are the same as without, and widened. Code that compares dtypes itself
+    before it calls torch (`nn.LSTM`) may refuse its arguments.
     """
 
     supports_higher_order_operators = True
@@ -133,7 +133,7 @@ class Widened(TorchDispatchMode):
         self.written: dict[int, tuple[Tensor, Tensor]] = {}  # storage → its tensor, kept alive, and the wide one
 
     def __enter__(self) -> Widened:
-        self.default = torch.get_default_dtype()  # what integers are divided into
+        self.default = torch.get_default_dtype()  # the dtype of quotients of integers
         if self.is_narrow(self.default):
             torch.set_default_dtype(self.dtype)
         super().__enter__()
@@ -174,7 +174,7 @@ class Widened(TorchDispatchMode):
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Within this context, inside an operation, those that it is made of are intercepted too."""
+        """Within this context, inside an operation, the operations that it consists of are intercepted too."""
         super().__enter__()
         try:
             yield
@@ -187,7 +187,7 @@ class Widened(TorchDispatchMode):
         return WIDTH.get(dtype, 8) < self.width or (dtype is torch.complex64 and self.width == 8)
 
     def widen(self, value: Any) -> Any:
-        """Return the value with every narrow tensor and dtype in it wide."""
+        """Return the value with every narrow tensor and dtype in it widened."""
         if isinstance(value, Tensor):
             if not self.is_narrow(value.dtype):
                 return value
@@ -206,7 +206,7 @@ class Widened(TorchDispatchMode):
         *others, weight = args[: PRODUCTS[function]]
         if not self.is_narrow(weight.dtype) or weight.numel() <= SLICE or self.is_written(weight):
             return None
-        if weight.dim() == 3 and len(weight) == 1:  # of one row of inputs, which torch multiplies as a batch
+        if weight.dim() == 3 and len(weight) == 1:  # one row of inputs, which torch multiplies as a batch
             whole = self.multiply_in_slices(aten.mm.default, (others[0][0], weight[0]))
             return None if whole is None else whole.unsqueeze(0)
         batched = weight.dim() == 3
@@ -214,13 +214,13 @@ class Widened(TorchDispatchMode):
         step = max(1, SLICE * weight.shape[along] // weight.numel())
         first, *rest = map(self.widen, others)
         parts = []
-        memory = torch.empty_like(weight.narrow(along, 0, step), dtype=self.dtype)  # one for all pieces: else the heap falls apart
+        memory = torch.empty_like(weight.narrow(along, 0, step), dtype=self.dtype)  # one for all pieces, which avoids fragmentation
         for start in range(0, weight.shape[along], step):
             narrow = weight.narrow(along, start, min(step, weight.shape[along] - start))
             piece = memory.narrow(along, 0, narrow.shape[along]).copy_(narrow)
             if batched:
                 parts.append(function(first[start : start + step], piece))
-            elif rest:  # addmm: the bias may be one for all columns
+            elif rest:  # addmm: the bias may be the same for all columns
                 bias = first if first.shape[-1:] in ((), (1,)) else first[..., start : start + step]
                 parts.append(aten.addmm(bias, rest[0], piece))
             else:
@@ -255,7 +255,7 @@ class Widened(TorchDispatchMode):
         return bool(self.written) and storage_key(value) in self.written
 
     def wide_memory(self, value: Any) -> Any:
-        """Return the wide memory of what is written into: of the tensor itself, or beside a narrow one."""
+        """Return the wide memory of a written tensor: the tensor itself, or its copy next to a narrow one."""
         if isinstance(value, (tuple, list)):
             return type(value)(map(self.wide_memory, value))
         if not isinstance(value, Tensor) or not self.is_narrow(value.dtype):
@@ -267,7 +267,7 @@ class Widened(TorchDispatchMode):
         return self.widen(value)
 
     def write(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Run the operation on wide memory, and round the result into the narrow one."""
+        """Run the operation on wide memory, and round the result into the narrow tensor."""
         given = bind(function, args, kwargs)
         targets = {name: value for name, value in given.items() if name in written_arguments(function)}
         wide = {name: self.wide_memory(value) for name, value in targets.items()}
@@ -285,7 +285,7 @@ class Widened(TorchDispatchMode):
         return results
 
     def draw(self, function: OpOverload, args: Any, kwargs: Any) -> Any:
-        """Return random numbers as they are drawn without this context in the default dtype, in its width."""
+        """Return the random numbers that are drawn without this context in the default dtype, widened."""
         given = bind(function, args, kwargs)
         targets = [name for name in written_arguments(function) if isinstance(given.get(name), Tensor)]
         if given.get("dtype") is self.dtype or (given.get("dtype") is None and function in OF_DEFAULT):
@@ -319,7 +319,7 @@ def storage_key(value: Tensor) -> int:
 
 @functools.cache
 def is_composite(function: OpOverload) -> bool:
-    """Return whether an operation is made of others, which are then intercepted one by one (as in inference mode)."""
+    """Return whether an operation consists of others, which are then intercepted one by one (as in inference mode)."""
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"))
 
 
@@ -338,7 +338,7 @@ def bind(function: OpOverload, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 def call(function: OpOverload, arguments: dict[str, Any]) -> Any:
-    """Return what an operation returns for arguments by name."""
+    """Return the result of an operation for arguments by name."""
     positional = [
         argument.name for argument in function._schema.arguments if not argument.kwarg_only and argument.name in arguments
     ]
@@ -357,7 +357,7 @@ aten = torch.ops.aten
 
 
 class SplitReductions(TorchDispatchMode):
-    """Within this context products of matrices are summed up in another order."""
+    """Within this context products of matrices are summed in another order."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is aten.mm.default and args[0].shape[1] > 1:

@@ -1,4 +1,4 @@
-"""Calibration data: real inputs, on which approximate passes are fitted."""
+"""Calibration data: the real inputs on which approximate passes are fitted."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.probes import accepts, extent_of, ids_name, run
 from retrofit.surgery.dequantization import quantization_of
 
-LENGTH = 128  # tokens a window of text
-BATCH = 8  # windows a batch
+LENGTH = 128  # tokens per window of text
+BATCH = 8  # windows per batch
 
 
 def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = None) -> Calibration:
-    """Return `given` as batches: texts, token ids (windows, length), or an iterable of batches as `model` takes them.
+    """Return `given` as batches: texts, token ids (windows, length), or an iterable of batches in the form that `model` takes.
 
-    A tensor is what the first of `inputs`, by argument name, stands for; they are derived from the model where not given. Raise
-    `SpecError` where there is nothing, nothing the model takes, or not all that it needs.
+    A single tensor is the first of `inputs` (by argument name); these are inferred from the model if not given. Raises `SpecError`
+    if it is empty, or the model accepts none of it or needs more.
     """
     if isinstance(given, Calibration):
         return given
@@ -51,7 +51,7 @@ def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | N
 
 
 def readable_calibration(model: nn.Module, given: Any) -> Any:
-    """Return `given`, texts as windows of token ids; raise `SpecError` where there is nothing in it, or too little text.
+    """Return `given`, with texts as windows of token ids. Raises `SpecError` if it is empty or the text is too short.
 
     Nothing is captured, and no batch of a dataloader is read.
     """
@@ -63,14 +63,14 @@ def readable_calibration(model: nn.Module, given: Any) -> Any:
 
 
 def texts_of(given: Any) -> list[str]:
-    """Return the texts that calibration data is, none where it is something else."""
+    """Return the texts, if the calibration data is text; else an empty list."""
     if isinstance(given, str):
         return [given]
     return list(given) if isinstance(given, Sequence) and all(isinstance(text, str) for text in given) else []
 
 
 def require_all_arguments(model: nn.Module, batch: Mapping[str, Any]) -> None:
-    """Raise `SpecError` where the batch lacks an argument that the model's forward cannot do without."""
+    """Raises `SpecError` if the batch lacks a required argument of the model's forward."""
     missing = [name for name, parameter in forward_parameters(model).items() if is_required(parameter) and name not in batch]
     if missing:
         raise SpecError(
@@ -112,12 +112,12 @@ def as_batches(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = 
 
 
 def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a batch of one tensor, under the name of the main one of `inputs`; the decoder of a pair gets the same ids."""
+    """Return a batch with this tensor as the main one of `inputs`; the decoder of an encoder-decoder gets the same ids."""
     if not value.is_floating_point():
         value = value.long()
         require_token_ids(model, value)
     if inputs is None:
-        inputs = example_inputs(model, device=torch.device("cpu"))  # their values matter, whatever the model is on
+        inputs = example_inputs(model, device=torch.device("cpu"))  # on the CPU, because their values are read
     first = next(name for name, given_name in inputs.items() if isinstance(given_name, Tensor))
     ids = None if value.is_floating_point() else ids_name(inputs)
     name: str = next(given_name for given_name in (getattr(model, "main_input_name", None), ids, first) if given_name in inputs)  # type: ignore[assignment]
@@ -139,13 +139,13 @@ def named_batch(model: nn.Module, value: Tensor, inputs: Mapping[str, Any] | Non
 
 
 def required_beside(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
-    """Return what the model cannot do without beside token ids, as far as it follows from them."""
+    """Return the arguments that the model requires besides token ids, as far as the ids determine them."""
     parameters = forward_parameters(model)
     return beside_ids(ids, {name: kind for name, kind in kinds_beside_ids(model).items() if is_required(parameters[name])})
 
 
 def require_token_ids(model: nn.Module, ids: Tensor) -> None:
-    """Raise `SpecError` where the integers are no windows of ids that the model has."""
+    """Raises `SpecError` unless the integers are windows of the model's token ids."""
     if ids.dim() != 2 or not ids.numel():
         raise SpecError(
             f"calibration= holds token ids of shape {tuple(ids.shape)}",
@@ -166,7 +166,7 @@ def require_token_ids(model: nn.Module, ids: Tensor) -> None:
 
 
 def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part of a batch that the model's forward takes, labels left out."""
+    """Return the part of a batch that the model's forward accepts, without labels."""
     kept = {name: value for name, value in batch.items() if accepts(model, name) and name != "labels"}
     if not kept:
         raise SpecError(
@@ -180,7 +180,7 @@ def accepted_arguments(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, 
 
 
 def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
-    """Return texts as windows of token ids, by the tokenizer that came with the model, else as bytes: (windows, length)."""
+    """Return texts as windows of token ids, (windows, length), by the tokenizer that came with the model, else as bytes."""
     from retrofit.passbase.tokenization import read_tokenizer
 
     home = origin_of(model)
@@ -188,7 +188,7 @@ def tokenize_texts(model: nn.Module, texts: Sequence[str]) -> Tensor:
 
 
 def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
-    """Return texts as windows of token ids, by `tokenizer`, or as bytes where that is None: (windows, length)."""
+    """Return texts as windows of token ids, (windows, length), by `tokenizer`, or as bytes if it is None."""
     from retrofit.passbase.tokenization import positions_named, text_codec, windows_of
 
     length = min(LENGTH, positions_named(model) or length_taken(model))
@@ -204,9 +204,9 @@ def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) 
 
 
 def length_taken(model: nn.Module) -> int:
-    """Return the tokens of a window, at most `LENGTH`, on which a model runs whose config says nothing of them.
+    """Return the tokens per window, at most `LENGTH`, for a model whose config gives no limit.
 
-    They are those of its example inputs, where it runs on no others.
+    This is the length of its example inputs if it runs on no other length.
     """
     try:
         inputs = example_inputs(model)
@@ -224,14 +224,14 @@ def length_taken(model: nn.Module) -> int:
 
 TOKENIZER: contextvars.ContextVar[Any] = contextvars.ContextVar("tokenizer", default=None)
 HOME: contextvars.ContextVar[Path | None] = contextvars.ContextVar("home", default=None)
-SAVED = object()  # in place of a tokenizer: what passes make of one is in the file that the model is loaded from
+SAVED = object()  # replaces the tokenizer of a saved model: what passes computed from it is in the file
 
 
 @contextlib.contextmanager
 def using_tokenizer(tokenizer: Any, home: Path | None = None) -> Iterator[None]:
-    """Within this context passes find `tokenizer`, an object or a directory; None: the one that came with their model.
+    """Within this context passes use `tokenizer`, an object or a directory; None: the one that came with their model.
 
-    `home` is the directory or file of a model that does not know its own.
+    `home` is the directory or file of a model that does not know where it was loaded from.
     """
     tokens = TOKENIZER.set(tokenizer), HOME.set(home)
     try:
@@ -242,9 +242,9 @@ def using_tokenizer(tokenizer: Any, home: Path | None = None) -> Iterator[None]:
 
 
 def tokenizer_of(model: nn.Module) -> Any:
-    """Return the tokenizer in use, or the one that came with a transformers model; None without one.
+    """Return the tokenizer in use, or the one that came with a transformers model; None if there is none.
 
-    It is `SAVED` where a saved model is loaded, with all that was made of its tokenizer.
+    Return `SAVED` while a saved model is loaded: everything computed from its tokenizer is in its file.
     """
     from retrofit.passbase.tokenization import read_tokenizer
 
@@ -256,13 +256,13 @@ def tokenizer_of(model: nn.Module) -> Any:
 
 
 def came_with(model: nn.Module, tokenizer: Any) -> bool:
-    """Return whether a tokenizer was read from the directory, or the file in it, that the model is from."""
+    """Return whether a tokenizer was read from the directory, or from the GGUF file, that the model was loaded from."""
     home, place = HOME.get() or origin_of(model), Path(str(getattr(tokenizer, "name_or_path", "") or ""))
     return home is not None and place.resolve() == (home.parent if home.is_file() else home).resolve()
 
 
 def origin_of(model: nn.Module) -> Path | None:
-    """Return the directory or GGUF file that a transformers model was loaded from; None where it is not there."""
+    """Return the directory or GGUF file that a transformers model was loaded from; None if it no longer exists."""
     config = getattr(model, "config", None)
     home = Path(str(getattr(config, "name_or_path", "") or ""))
     file = getattr(quantization_of(model), "gguf_file", None)

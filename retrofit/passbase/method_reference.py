@@ -1,10 +1,10 @@
 """References of a pass's modules: independent implementations of their formulas, for verification.
 
-A reference shares no code with the pass. `ModuleReference.compute` gets one call of a module as a `SiteCall` and returns what the
-formula gives, in float64, from the call's arguments, the module's parameters and the options of the pass. What is inside such a
-module and was there before (the dense layer it wraps) is *given*: its results are those of the model's own forward.
+A reference shares no code with the pass. `ModuleReference.compute` gets one call of a module as a `SiteCall`. It returns the
+formula's result in float64, computed from the call's arguments, the module's parameters and the options of the pass. Modules of the
+dense model inside such a module (the layer that it wraps) are *given*: their outputs are taken from the model's own forward.
 
-`MethodReference.wiring` and `start` are about the model as a whole: what reaches the modules, and what they begin with.
+`MethodReference.wiring` and `start` check the model as a whole: the inputs of the modules, and their initial values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NOTHING: Mapping[Any, Any] = {}
 
 
 class Deviation(Exception):
-    """A module does something that the method does not: the text says what."""
+    """A module deviates from the method; the text says how."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Draw:
 class Expected:
     """The arguments that a given child must be called with, and its output."""
 
-    places: Mapping[Place, Tensor]  # the first carries the gradient
-    others: Mapping[Any, Any] | None  # further arguments, by position or keyword; None: they are not looked at
+    places: Mapping[Place, Tensor]  # the first one receives the gradient
+    others: Mapping[Any, Any] | None  # further arguments, by position or keyword; None: not compared
     returned: Any  # as the child returned it, with `leaf` at `key`
     leaf: Tensor
     key: Key
-    irrelevant: Tensor | None = None  # positions of the arguments that nobody reads
+    irrelevant: Tensor | None = None  # positions of the arguments that are never read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +58,11 @@ class OneOf:
 
 
 class SiteCall:
-    """One call of a module under verification: everything in float64 on the CPU, parameters too.
+    """One call of a module under verification; all tensors and parameters in float64 on the CPU.
 
     `inputs` are the model's. `before` are the earlier calls with the same cache; `staying` (batch, tokens) are the tokens of this
-    one that belong to their sequences afterwards (None: all). `losses` are the auxiliary losses that the formula records,
-    `irrelevant` the positions (batch, tokens) whose output nobody reads: padding.
+    call that belong to their sequences afterwards (None: all). `losses` are the auxiliary losses that the formula records,
+    `irrelevant` the positions (batch, tokens) whose output is never read: padding.
     """
 
     def __init__(
@@ -84,10 +84,10 @@ class SiteCall:
         self.expected: dict[str, list[Expected]] = {}
         self.losses: list[Tensor] = []
         self.irrelevant: Tensor | None = None
-        self.kept: dict[str, Any] = {}  # what the formula keeps for later calls with the same cache
+        self.kept: dict[str, Any] = {}  # what the formula stores for later calls with the same cache
 
     def argument(self, place: Place, default: Any = MISSING) -> Any:
-        """Return the argument at a place; raise `Deviation` where it was left out and there is no default."""
+        """Return the argument at a place. Raises `Deviation` if it was left out and there is no default."""
         position, keyword = place
         if keyword is not None and keyword in self.kwargs:
             return self.kwargs[keyword]
@@ -100,11 +100,10 @@ class SiteCall:
     def given(
         self, child: str, places: Mapping[Place, Tensor], key: Key = None, others: Mapping[Any, Any] | None = NOTHING
     ) -> Tensor:
-        """Return what `child`, called with these arguments, returns at `key` (None: first): as it did in the model's forward.
+        """Return the output of `child` in the model's forward for these arguments, at `key` (None: the first item).
 
-        The module must call it with the same, and with its own arguments apart from these and `others` (None: with whatever).
-        A gradient that arrives here goes on to the first of these arguments. What is there at positions that
-        are `irrelevant` by now does not matter.
+        The module must call the child with the same values; `others` are its further arguments (None: not compared). A gradient of
+        the output is passed to the first of these arguments. Values at positions that are `irrelevant` by now are ignored.
         """
         calls = self.expected.setdefault(child, [])
         if len(calls) >= len(self.results.get(child, ())):
@@ -116,7 +115,7 @@ class SiteCall:
         return linked(leaf, shown(next(iter(places.values())), self.irrelevant)) if places else leaf
 
     def draw(self, *operations: str, shape: Sequence[int] = ()) -> Tensor:
-        """Return the next random numbers that the module drew; raise `Deviation` unless by one of these operations, and as many."""
+        """Return the next random numbers that the module drew. Raises `Deviation` if operation or count differ."""
         if not self.draws:
             raise Deviation(f"it draws no {' or '.join(operations)} numbers where the method does")
         draw = self.draws.pop(0)
@@ -128,21 +127,21 @@ class SiteCall:
 
 
 def item(returned: Any, key: Key) -> Any:
-    """Return the item `key` of what a module returned; a mapping is numbered in its order."""
+    """Return item `key` of a module's output; the items of a mapping are numbered in its order."""
     if isinstance(returned, Mapping) and isinstance(key, int):
         return list(returned.values())[key]
     return returned[key]
 
 
 def shown(argument: Any, irrelevant: Tensor | None) -> Any:
-    """Return a stream (batch, tokens, d), zero at the positions that nobody reads; another argument as it is."""
+    """Return a stream (batch, tokens, d) with zeros at the positions that are never read; any other argument unchanged."""
     if irrelevant is None or not isinstance(argument, Tensor) or argument.dim() != 3 or argument.shape[:2] != irrelevant.shape:
         return argument
     return argument.masked_fill(irrelevant.unsqueeze(-1).to(argument.device), 0.0)
 
 
 def linked(leaf: Tensor, argument: Tensor) -> Tensor:
-    """Return `leaf`, whose gradient also goes on to `argument`, by fixed weights of its own for each element."""
+    """Return `leaf`; its gradient is also passed to `argument`, with a fixed weight for each element."""
     if not argument.is_floating_point():
         return leaf
     weights = torch.linspace(0.3, 1.7, argument.numel(), dtype=torch.float64, device=argument.device).reshape(argument.shape)
@@ -154,11 +153,11 @@ def linked(leaf: Tensor, argument: Tensor) -> Tensor:
 class ModuleReference:
     """An independent implementation of a module that a pass installs.
 
-    `given` are its children that were there before, `functions` those that compute an element-wise part of the dense model: the
-    formula calls these too. `key` is the attribute that says where in what the module returns the output is, "" where that is the
-    value itself or its first item. `tokens`: of more tokens in all it computes in another way, `length`: of a sequence with more.
-    `trainings`: how many times it is trained on other random numbers; 0: not by itself, but with others, in
-    `MethodReference.wiring`. `inside`, of a module that runs what it holds on fewer tokens: the model's inputs as that sees them.
+    `given` are its children from the dense model, `functions` those that compute an element-wise part of it: the formula calls
+    these too. `key` names the attribute that says where the output is in the module's return value; "" if it is that value or its
+    first item. The module computes differently with more than `tokens` tokens in all, or with a sequence longer than `length`.
+    `trainings`: how many trainings, each on other random numbers; 0: it is trained with others, in `MethodReference.wiring`, not by
+    itself. `inside`, of a module that runs its content on fewer tokens: the model's inputs as its content gets them.
     """
 
     compute: Callable[[SiteCall], Tensor]
@@ -168,7 +167,7 @@ class ModuleReference:
     tokens: int = 0
     length: int = 0
     trainings: int = 1
-    cached: bool = False  # whether it keeps something in the model's cache
+    cached: bool = False  # whether it stores anything in the model's cache
     inside: Callable[[SiteCall], Inside] | None = None
 
 
@@ -177,7 +176,7 @@ class Inside:
     """The inputs of modules that another module runs on fewer tokens."""
 
     inputs: Mapping[str, Any]  # the model's
-    staying: Tensor | None = None  # (batch, tokens): which belong to their sequences after the call; None: all
+    staying: Tensor | None = None  # (batch, tokens): those that belong to their sequences after the call; None: all
 
 
 @dataclasses.dataclass
@@ -185,32 +184,32 @@ class ObservedSite:
     """A module that a pass installed, and its calls in one forward in evaluation mode."""
 
     path: str
-    dense_path: str  # of what was there in the dense model, where modules that wrap others are not
+    dense_path: str  # of the dense module, if modules that wrap others are not counted
     module: nn.Module
     calls: list[RecordedCall] = dataclasses.field(default_factory=list)
 
 
-Rows = Mapping[str, tuple[Tensor, Tensor]]  # module path → some rows of x, and what the module made of them
+Rows = Mapping[str, tuple[Tensor, Tensor]]  # module path → some input rows x, and the module's outputs for them
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseModules:
     """The recorded modules of a dense model, by path.
 
-    `probes`, `products` and `features` are of the plain projections, which only multiply by one matrix and add a bias.
+    `probes`, `products` and `features` are those of plain projections: one matrix and a bias.
     """
 
-    calls: Rows = dataclasses.field(default_factory=dict)  # the last rows received, and what was returned for them
+    calls: Rows = dataclasses.field(default_factory=dict)  # the last input rows, and the outputs for them
     probes: Rows = dataclasses.field(default_factory=dict)  # random rows, and their products with the matrix
     products: Rows = dataclasses.field(default_factory=dict)  # the rows of `calls`, and their products with the matrix
     features: Mapping[str, tuple[list[int], Tensor]] = dataclasses.field(default_factory=dict)  # input features, rows of the matrix
-    parameters: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # all of them, where they are at hand
+    parameters: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # all of them, if available
     fates: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the parameters; empty without a dense model
 
 
 @dataclasses.dataclass
 class Observed:
-    """A rewritten model, for what a reference says of it as a whole."""
+    """A rewritten model, as the input of checks of the whole model."""
 
     model: nn.Module
     options: Any  # the pass
@@ -218,10 +217,10 @@ class Observed:
     sites: list[ObservedSite]  # of this pass, in the order of their first calls
     dense: DenseModules
     recipe: tuple[Any, ...]  # all the passes, in order
-    training_loss: Callable[[], float | None]  # the model's own, in training mode, always on the same random numbers
-    recorded_losses: Callable[[], float]  # the sum of the auxiliary ones that its modules record, on these numbers too
+    training_loss: Callable[[], float | None]  # the model's own, in training mode, always with the same random numbers
+    recorded_losses: Callable[[], float]  # the sum of the auxiliary losses that its modules record, with the same random numbers
     calibration: Calibration | None = None  # the data that passes were fitted on
-    uncached: Collection[str] = ()  # sites that received no cache though the model decoded on one
+    uncached: Collection[str] = ()  # sites that received no cache although the model decoded with one
     missing: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # sites that were not compared, and why
 
     @property
@@ -229,9 +228,9 @@ class Observed:
         return self.calibration is not None
 
     def dense_stream(self, path: str, dense_path: str, width: int) -> tuple[Tensor, Tensor, float] | None:
-        """Return rows that the dense module there received, what it returned, in float64, and how far rounding may move that.
+        """Return input rows of the dense module, its outputs for them in float64, and the possible error of rounding.
 
-        None where there is no such module for the site at `path`, which the report says.
+        Return None, and note it for the report, if no module of the dense model corresponds to the site at `path`.
         """
         x, y = self.dense.calls.get(dense_path, (None, None))
         if x is None or y is None or not x.shape[-1] == width == y.shape[-1]:
@@ -244,22 +243,22 @@ class Observed:
         self.missing.append((path, why))
 
 
-Problems = Iterator[tuple[str, str]]  # the path of a site, and what is wrong there
+Problems = Iterator[tuple[str, str]]  # the path of a site, and the problem
 ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-4}  # of the largest output, by the dtype that a dense module computed it in
-COARSE = 5e-2  # the same of half precision
-STANDARD_ERRORS = 6  # of a spread: chance goes beyond them less than once in a million times
+COARSE = 5e-2  # relative to the largest output, by the dtype that a dense module computed it in
+STANDARD_ERRORS = 6  # of a spread: chance exceeds them less than once in a million times
 
 
 def may_be_chance(ratio: float, count: int) -> bool:
-    """Return whether so many normal numbers may spread `ratio` times as far as those of their distribution do."""
+    """Return whether the spread of `count` normal numbers can by chance be `ratio` times that of their distribution."""
     return abs(ratio - 1) <= max(0.05, STANDARD_ERRORS / math.sqrt(2 * count))
 
 
-FEWEST = 24  # numbers that have a spread
+FEWEST = 24  # numbers needed to estimate a spread
 
 
 def spread_problem(name: str, value: Tensor, expected: float) -> Iterator[str]:
-    """Yield that a parameter does not begin as normal numbers of the `expected` spread, where it does not."""
+    """Yield a problem if a parameter does not start as normal numbers of the `expected` spread."""
     ratio = float(value.detach().float().std()) / expected if value.numel() >= FEWEST else 1.0
     if not may_be_chance(ratio, value.numel()):
         yield f"{name} begins with {ratio:.2g} times the spread that the method gives it"
@@ -267,12 +266,12 @@ def spread_problem(name: str, value: Tensor, expected: float) -> Iterator[str]:
 
 @dataclasses.dataclass(frozen=True)
 class MethodReference:
-    """The references of the modules of one pass, and what is to hold between them and at their start."""
+    """The references of the modules of one pass, and the conditions on their wiring and initial values."""
 
     modules: Mapping[type[nn.Module], ModuleReference]
     wiring: Callable[[Observed], Problems] | None = None
-    start: Callable[[Observed], Problems] | None = None  # of a model just rewritten
+    start: Callable[[Observed], Problems] | None = None  # for a model just rewritten
 
     def of(self, module: nn.Module) -> ModuleReference | None:
-        """Return the reference of a module, None where it is none of the pass's."""
+        """Return the reference of a module; None if the pass did not install it."""
         return next((self.modules[kind] for kind in type(module).__mro__ if kind in self.modules), None)

@@ -1,4 +1,4 @@
-"""The options of a pass: dataclass fields with documentation, choices and ranges; their values as text and back."""
+"""The options of a pass: dataclass fields with documentation, choices and ranges; conversion of their values to and from text."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def option(
     depths: bool = False,
     weights: Literal["divides", "within"] | None = None,
 ) -> Any:
-    """Return a field of a pass: its default, one line of documentation, and the values it accepts.
+    """Return a field of a pass: its default, one line of documentation, and the accepted values.
 
-    With `depths` its text names depths, `0-5+8`, or is `all` or the default. `weights` says what it is to sizes of weights: it
-    divides one, or is no larger. A model in which that holds for no weight is refused before it is captured.
+    `depths`: its text names depths: `0-5+8`, `all`, or the default. `weights` is its relation to the sizes of weights: it divides
+    one, or is at most one. If that holds for no weight, the model is refused before it is captured.
     """
     given = {"choices": choices, "minimum": minimum, "maximum": maximum, "depths": depths, "weights": weights}
     return dataclasses.field(default=default, metadata={"doc": doc, **given})
 
 
 def format_value(value: Any) -> str:
-    """Return the value of an option as it is written in a spec."""
+    """Return the text of an option's value in a spec."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, tuple):
@@ -45,7 +45,7 @@ def format_value(value: Any) -> str:
 
 
 def require_options(owner: type[Any], given: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Raise `SpecError` where an option that is given, some by their places, is none of the pass, or is given twice."""
+    """Raises `SpecError` if an option, given by position or name, is unknown or given twice."""
     known = [field.name for field in dataclasses.fields(owner)]
     remedy = f"options: {', '.join(known)} (see: retrofit passes {owner.name})" if known else "drop it: the pass has no options"
     if len(given) > len(known):
@@ -59,7 +59,7 @@ def require_options(owner: type[Any], given: Sequence[Any], named: Mapping[str, 
 
 
 def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) -> Any:
-    """Return the value of a field, converted from text where it is text; raise `SpecError` where it cannot be."""
+    """Return the value of a field, converted if it is text. Raises `SpecError` if it is not accepted."""
     hints = typing.get_type_hints(owner)[field.name]
     accepted = [hint for hint in (typing.get_args(hints) or (hints,)) if hint is not type(None)]
     if typing.get_origin(hints) is tuple:
@@ -109,13 +109,13 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
 
 
 def describe(kinds: list[Any]) -> str:
-    """Return the kinds of value in words."""
+    """Return the accepted types in words."""
     words = {int: "an integer", float: "a number", bool: "true or false", str: "text", tuple: "a list a+b+c"}
     return " or ".join(words.get(kind, str(kind)) for kind in kinds)
 
 
 def in_range(kinds: list[Any], field: dataclasses.Field[Any]) -> str:
-    """Return the kinds of value in words, with their range."""
+    """Return the accepted types in words, with their range."""
     minimum, maximum = field.metadata.get("minimum"), field.metadata.get("maximum")
     if maximum is not None:
         return f"{describe(kinds)} from {minimum or 0:g} to {maximum:g}"
@@ -123,7 +123,7 @@ def in_range(kinds: list[Any], field: dataclasses.Field[Any]) -> str:
 
 
 def convert(kind: Any, value: Any) -> Any:
-    """Return `value` as `kind`, None where it is not one."""
+    """Return `value` as `kind`; None if it cannot be converted."""
     if kind is bool:
         if isinstance(value, bool):
             return value
@@ -133,7 +133,7 @@ def convert(kind: Any, value: Any) -> Any:
             return value
         try:
             return int(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value) else None
-        except ValueError:  # more digits than Python reads
+        except ValueError:  # more digits than Python accepts
             return None
     if kind is float:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
@@ -163,16 +163,16 @@ DEPTHS = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?", re.ASCII)
 
 
 def selected_depths(text: str, count: int, owner: str, deepest: int = 0) -> set[int]:
-    """Return the depths that `0-5+8` names among `count` layers, `all` all; raise `SpecError` in the name of the pass `owner`.
+    """Return the depths that `text` names among `count` layers, as in `0-5+8` or `all`. Raises `SpecError`, naming `owner`.
 
-    A depth that only another stack has, of up to `deepest` layers, names nothing here.
+    A depth between `count` and `deepest` (the layers of the deepest stack) exists in another stack only and is ignored here.
     """
     there = max(count, deepest)
     if text == "all":
         return set(range(count))
     chosen: set[int] = set()
     for first, last in depth_ranges(text, owner):
-        if max(first, last) >= there:  # before any depth is listed: a range may be longer than memory
+        if max(first, last) >= there:  # before the depths are listed: a range may exceed the memory
             raise SpecError(
                 f"{owner}: layers={text} names depth {max(first, last)}",
                 why=f"the {'deepest ' if there > count else ''}stack has depths 0 to {there - 1}",
@@ -192,7 +192,7 @@ def selected_depths(text: str, count: int, owner: str, deepest: int = 0) -> set[
 
 
 def selected_layers(anatomy: Anatomy, layers: str, owner: str, stacks: str = "all") -> Iterator[tuple[Stack, int]]:
-    """Yield the stacks of a kind, or all, and their depths that `layers` names, in order."""
+    """Yield the stacks of a kind, or all, each with the depths that `layers` names, in order."""
     for stack in anatomy.stacks:
         if stacks in ("all", stack.kind):
             for depth in sorted(selected_depths(layers, len(stack.layers), owner, anatomy.deepest(stacks))):
@@ -200,7 +200,7 @@ def selected_layers(anatomy: Anatomy, layers: str, owner: str, stacks: str = "al
 
 
 def depth_ranges(text: str, owner: str, option: str = "layers") -> list[tuple[int, int]]:
-    """Return the first and the last number of each part of `0-5+8`, as `option` is written; raise `SpecError` otherwise."""
+    """Return the first and last number of each part of `text`, as in `0-5+8`. Raises `SpecError` if it is malformed."""
     found: list[tuple[int, int]] = []
     for part in text.split("+"):
         named = DEPTHS.fullmatch(part)

@@ -1,7 +1,7 @@
 """The protocol of a pass, a frozen dataclass of hyperparameters with `plan` and `apply`; specs, and the passes installed.
 
-`plan` reads a model's anatomy and returns which sites would be rewritten, which would be left alone and why; it changes nothing.
-`apply` rewrites these sites through an edit. `Pass.rewrite` runs one after the other and returns an account of what was done.
+`plan` reads a model's anatomy and returns which sites would be rewritten, which would not, and why; it changes nothing. `apply`
+rewrites these sites through an edit. `Pass.rewrite` runs both and returns a `Rewrite`, the account of the changes.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ MAX_REASONS = 4  # near misses named in a refusal
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The sites that a pass would rewrite and those it would leave alone, with reasons; subclasses add data for `apply`."""
+    """The sites that a pass would rewrite, and the near misses with their reasons; subclasses add data for `apply`."""
 
     sites: tuple[Site, ...]
     near_misses: tuple[NearMiss, ...] = ()
     new_parameters: int = 0  # by the method's formula, not by counting
     formula: str = ""  # that formula with its numbers filled in
-    exact: bool | None = None  # whether the result computes the dense function, where the options alone do not determine it
-    unseen: tuple[str, ...] = ()  # arguments that the example inputs leave out, and on which it depends whether the plan is right
-    spec: str = ""  # the pass as it is saved, where the plan determines some of its options
+    exact: bool | None = None  # whether the result computes the dense function, if that depends on more than the options
+    unseen: tuple[str, ...] = ()  # arguments missing from the example inputs that may make the plan wrong
+    spec: str = ""  # the pass as it is saved, if the plan determines some of its options
     notes: tuple[str, ...] = ()
-    on_host: bool = False  # whether the new parameters go to the CPU's memory, wherever the model is
+    on_host: bool = False  # whether the new parameters are in the CPU's memory, on whatever device the model is
 
     @property
     def fits_no_form(self) -> bool:
-        """Return whether nothing would be rewritten, and nothing in the model's graph either."""
+        """Return whether the pass rewrites nothing, neither in the model nor in its graph."""
         return not self.sites and bool(self.near_misses) and all(miss.in_any_form for miss in self.near_misses)
 
 
@@ -60,12 +60,12 @@ class AppliedTo:
     """A description of the model that a pass was applied to."""
 
     sites: Names = ()  # module paths at that time
-    ties: tuple[Names, ...] = ()  # the names of every parameter that had several
+    ties: tuple[Names, ...] = ()  # the names of each parameter that had several
     stacks: Stacks = ()  # kind, layers, width, heads
 
     @classmethod
     def from_dict(cls, data: Any) -> AppliedTo:
-        """Return the record from plain data; raise `CheckpointError` where it is not as `to_dict` writes it."""
+        """Return the record from plain data. Raises `CheckpointError` unless it has the form that `to_dict` writes."""
         try:
             stacks = tuple((str(kind), int(layers), int(width), heads) for kind, layers, width, heads in data["stacks"])
             return cls(tuple(map(str, data["sites"])), tuple(tuple(map(str, names)) for names in data["ties"]), stacks)
@@ -82,7 +82,7 @@ class AppliedTo:
         return {"sites": list(self.sites), "ties": list(map(list, self.ties)), "stacks": list(map(list, self.stacks))}
 
     def require_same(self, other: AppliedTo, spec: str) -> None:
-        """Raise `CheckpointError` where the sites or stacks of `other`, found on replaying `spec`, are not these."""
+        """Raises `CheckpointError` if the sites or stacks of `other`, found when replaying `spec`, differ from these."""
         if self.stacks != other.stacks:
             why = f"its stacks are {described(other.stacks)}; the recipe was applied to {described(self.stacks)}"
         elif sorted(self.sites) != sorted(other.sites):
@@ -109,75 +109,73 @@ def described(stacks: Stacks) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Rewrite:
-    """The account of what one pass did to a model."""
+    """The account of the changes that one pass made to a model."""
 
     spec: str  # replayed on a model without weights
     exact: bool
     sites: tuple[Site, ...]
     skipped: tuple[NearMiss, ...] = ()
     new_parameters: int = 0  # by the method's formula, not by counting
-    superseded: int = 0  # elements that earlier passes added and this one removed
+    superseded: int = 0  # elements added by earlier passes and removed by this one
     formula: str = ""  # that formula with its numbers filled in
-    second_step: tuple[str, ...] = ()  # parameters whose gradient is zero until others have moved
+    second_step: tuple[str, ...] = ()  # parameters whose gradient is zero until other parameters have changed
     unreached: tuple[str, ...] = ()  # parameters whose gradient is always zero
-    unseen: tuple[str, ...] = ()  # arguments that the example inputs left out, and on which it depends whether this is right
+    unseen: tuple[str, ...] = ()  # arguments missing from the example inputs that may make the rewrite wrong
     notes: tuple[str, ...] = ()
     applied_to: AppliedTo | None = None
     added: tuple[str, ...] = ()  # the parameters that it added
 
 
 class Dial(Protocol):
-    """The dial of a pass: it blends an installed module from the dense function to the method's, in the pass's own steps."""
+    """The dial of a pass: it blends an installed module from the dense function to the method's, in steps that the pass defines."""
 
     @property
     def name(self) -> str:
-        """Return what is turned, in words."""
+        """Return in words what changes with the dial."""
         ...
 
     def fits(self, site: nn.Module) -> bool:
-        """Return whether the site can be turned."""
+        """Return whether this dial works on the site."""
         ...
 
     def turn(self, site: nn.Module, share: float) -> None:
-        """Make the site compute, at 0, the dense function, if its parameters have the dense values; at 1, what was installed."""
+        """Make the site compute the dense function at `share` 0 (if its parameters are dense), the installed one at 1."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Recovery:
-    """The proposals of a pass for training: stages with a teacher, in steps per step of training the whole model, and rates."""
+    """A pass's proposals for training: how long the stages with a teacher last, relative to the training itself, and rates."""
 
-    align: float = 0.25  # in which the sites learn from the dense ones first
-    anneal: float = 0.0  # of these steps, in which the sites turn from dense to rewritten
-    dial: Dial | None = None  # by which they turn where the run says so; else as mixtures with the dense ones
-    rate: float = 1.0  # learning rate of the parameters that the pass adds, as a multiple of that of the others
-    table_rate: float = 1.0  # the same of tables whose rows are looked up (`RowTables`)
+    align: float = 0.25  # of layer-wise distillation, before the training of the whole model
+    anneal: float = 0.0  # relative to the steps of the whole model's training: the first, in which sites turn to the rewritten form
+    dial: Dial | None = None  # used if the run's settings ask for it; else the outputs of dense and rewritten module are mixed
+    rate: float = 1.0  # learning rate of the new parameters, as a multiple of that of the others
+    table_rate: float = 1.0  # the same for tables whose rows are looked up (`RowTables`)
 
 
 @dataclasses.dataclass(frozen=True)
 class Pass(abc.ABC, Generic[SomePlan]):
     """A method with its hyperparameters; subclasses are frozen dataclasses that declare their fields with `option`.
 
-    They have to have `plan` and `apply`. All else has a default; docs/write_a_pass.md describes it, in section 2.
+    `plan` and `apply` are required. Everything else has a default, described in docs/write_a_pass.md, section 2.
     """
 
-    name: ClassVar[str]  # the class's, as in low-rank for LowRank
+    name: ClassVar[str]  # the class's name in lower case: low-rank for LowRank
     summary: ClassVar[str]  # the first line of its docstring
     paper: ClassVar[str] = "none"
     calibrates: ClassVar[bool] = False  # whether it uses calibration data
-    reads_tokenizer: ClassVar[str] = ""  # a spec with which it uses the model's tokenizer; none: it never does
-    places_by: ClassVar[tuple[str, ...] | None] = (
-        None  # options by which it finds its places, each rewritten once; None: repeatable
-    )
-    already: ClassVar[str] = "it is already rewritten"  # of such a place, after which the pass finds it no more
-    rewrites: ClassVar[str] = "site"  # what a site is, for the refusal: "feed-forward", "attention", …
-    reference: ClassVar[Any] = None  # a `MethodReference`: how else what it installs is computed, for the check `method`
+    reads_tokenizer: ClassVar[str] = ""  # a spec with which it uses the model's tokenizer; "": it never does
+    places_by: ClassVar[tuple[str, ...] | None] = None  # options that select its sites, each rewritten once; None: repeatable
+    already: ClassVar[str] = "it is already rewritten"  # of such a site, in a refusal
+    rewrites: ClassVar[str] = "site"  # the word for a site in a refusal: "feed-forward", "attention", …
+    reference: ClassVar[Any] = None  # a `MethodReference`: an independent implementation of its modules, for the check `method`
     recovery: ClassVar[Recovery] = Recovery()
-    only_masks: ClassVar[bool] = False  # its dial at 0 is the dense function, which `undo` compares; thresholds decide its time
-    not_served: ClassVar[str] = ""  # why a model with it cannot run in an engine that attends by itself, as vLLM; none: it can
+    only_masks: ClassVar[bool] = False  # its dial at 0 gives the dense function, which `undo` compares; thresholds set its time
+    not_served: ClassVar[str] = ""  # why an engine with its own attention, such as vLLM, cannot run the model; "": it can
     candidates: ClassVar[tuple[str, ...]] = ()  # settings that `retrofit plan` tries: options of a spec, "active=4, rank=16"
-    remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # where no site fits and no near miss has one
-    # Where the rewritten model does not run:
+    remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # if no site fits and no near miss has a fix
+    # If the rewritten model does not run:
     way_around: ClassVar[str] = "its code may depend on what is rewritten: exclude that, or use another pass"
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -203,7 +201,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
 
     @property
     def exact_up_to(self) -> int | None:
-        """Return up to how many tokens it computes the dense function, for more another; None where no length decides."""
+        """Return the number of tokens up to which it computes the dense function; None if that does not depend on length."""
         return None
 
     @property
@@ -213,15 +211,15 @@ class Pass(abc.ABC, Generic[SomePlan]):
 
     @property
     def needs_calibration(self) -> bool:
-        """Return whether there is no start without calibration data: `apply` refuses, a model that is loaded has its values."""
+        """Return whether `apply` requires calibration data; a saved model is loaded without it."""
         return False
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
-        """Return the options that have no effect beside the others, by what makes them so, as in "lookup=lsh"."""
+        """Return the options without effect, by the setting that disables them, such as "lookup=lsh"."""
         return {}
 
     def idle_notes(self) -> tuple[str, ...]:
-        """Return what is said of an option that was given and has no effect."""
+        """Return the notes on options that were given and have no effect."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         defaults = {field.name: field.default for field in dataclasses.fields(self)}
         return tuple(
@@ -232,33 +230,32 @@ class Pass(abc.ABC, Generic[SomePlan]):
         )
 
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int] | None:
-        """Return extents that weights which it adds may have, by those of the model's; divisors of any need not be named.
+        """Return extents that the weights it adds may have, given those of the model's; divisors of any may be omitted.
 
-        None: they are not known before it has run. Else options of later passes that no extent allows are refused before anything
-        is captured.
+        Return None if they are not known before it has run. Otherwise, options of later passes that fit no extent are refused
+        before capture.
         """
         return None
 
     @abc.abstractmethod
     def plan(self, anatomy: Anatomy) -> SomePlan:
-        """Return what would be rewritten and what left alone; changes nothing.
+        """Return the sites to rewrite and the near misses; changes nothing.
 
-        Raise `DoesNotFitError` where the model as a whole does not fit; a single place that does not fit is a near miss of the
-        plan.
+        Raises `DoesNotFitError` if the model as a whole does not fit; a single place that does not fit is a near miss of the plan.
         """
 
     @abc.abstractmethod
     def apply(self, plan: SomePlan, edit: Edit) -> None:
-        """Carry the plan out on `edit.model`; findings on the way go to `edit.note`."""
+        """Rewrite the sites of the plan in `edit.model`; report findings to `edit.note`."""
 
     def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
-        """Plan for `anatomy` and carry the plan out through `edit`; raise `DoesNotFitError` where no site fits."""
+        """Plan for `anatomy` and apply the plan through `edit`. Raises `DoesNotFitError` if no site fits."""
         plan = self.fitting_plan(anatomy, edit)
         self.require_room(plan, edit)
         return self.carry_out(plan, edit)
 
     def fitting_plan(self, anatomy: Anatomy, edit: Edit | None = None) -> SomePlan:
-        """Return the plan for this anatomy, the one that the edit has if any; raise `DoesNotFitError` where it has no site."""
+        """Return the plan for this anatomy: the edit's, or a new one. Raises `DoesNotFitError` if it has no site."""
         plan: SomePlan | None = None if edit is None else edit.plans.get(self.spec())
         plan = self.plan(anatomy) if plan is None else plan
         if not plan.sites:
@@ -266,7 +263,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         return plan
 
     def require_room(self, plan: SomePlan, edit: Edit) -> None:
-        """Raise `DoesNotFitError` where what the plan adds does not fit in memory, where it goes there."""
+        """Raises `DoesNotFitError` if the plan's new parameters do not fit in the memory that they go to."""
         first = next(edit.model.parameters(), None)
         if first is None or first.is_meta or edit.keep is not None:
             return
@@ -282,8 +279,8 @@ class Pass(abc.ABC, Generic[SomePlan]):
             )
 
     def carry_out(self, plan: SomePlan, edit: Edit) -> Rewrite:
-        """Carry the plan out and return the account of it."""
-        import torch  # here, so that naming passes never waits for it
+        """Apply the plan and return the account of the changes."""
+        import torch  # deferred, so that naming passes does not import torch
 
         edit.begin_pass(self.name)
         with torch.no_grad():
@@ -302,7 +299,7 @@ class Pass(abc.ABC, Generic[SomePlan]):
         )
 
     def nothing_fits(self, plan: SomePlan) -> DoesNotFitError:
-        """Return the refusal of a plan without sites, from its near misses."""
+        """Return the refusal of a plan without sites, composed from its near misses."""
         reasons = dict.fromkeys(f"{miss.name or 'the model'}: {miss.why}" for miss in plan.near_misses)
         return DoesNotFitError(
             f"no {self.rewrites} of the model can be rewritten",
@@ -315,13 +312,13 @@ class Pass(abc.ABC, Generic[SomePlan]):
         )
 
     def spec(self) -> str:
-        """Return the pass as text with every option, so that a saved recipe keeps its meaning when a default changes."""
+        """Return the pass as text with every option, so that a saved recipe keeps its meaning if a default changes."""
         fields = (f"{field.name}={format_value(getattr(self, field.name))}" for field in dataclasses.fields(self))
         return f"{self.name}({', '.join(fields)})"
 
 
 def first_line(doc: str | None) -> str:
-    """Return the first line of a docstring without its full stop, as a summary has none."""
+    """Return the first line of a docstring without its full stop."""
     return (doc or "").strip().partition("\n")[0].removesuffix(".")
 
 
@@ -340,7 +337,7 @@ def parse_spec(text: str) -> AnyPass:
 
 
 def split_spec(text: str) -> tuple[str, dict[str, str]]:
-    """Return the name in a spec, and the texts of its options; raise `SpecError` where it cannot be read."""
+    """Return the name and the options' texts in a spec. Raises `SpecError` if it cannot be parsed."""
     match = re.fullmatch(r"\s*([A-Za-z][\w-]*)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
     if match is None:
         raise SpecError(
@@ -360,7 +357,7 @@ def split_spec(text: str) -> tuple[str, dict[str, str]]:
 
 
 def make_pass(name: str, options: Mapping[str, Any]) -> AnyPass:
-    """Return the registered pass `name` with `options`; an unknown name or option raises `SpecError` that lists the known ones."""
+    """Return the registered pass `name` with `options`. Raises `SpecError`, listing the known names, if one is unknown."""
     return load_pass(name)(**{key.replace("-", "_"): value for key, value in options.items()})
 
 
@@ -370,7 +367,7 @@ def pass_names() -> list[str]:
 
 
 def load_pass(name: str) -> type[AnyPass]:
-    """Return the class of the pass installed as `name`, else of an imported one of that name."""
+    """Return the class of the pass installed as `name`, or of an imported class with that name."""
     for entry in importlib.metadata.entry_points(group=GROUP):
         if entry.name == name:
             kind = entry.load()
@@ -396,10 +393,10 @@ def subclasses(kind: type[Any]) -> Iterator[type[Any]]:
 
 
 def as_pass(given: AnyPass | str) -> AnyPass:
-    """Return a pass from a pass or from its spec."""
+    """Return `given`, a pass or the spec of one, as a pass."""
     return given if isinstance(given, Pass) else parse_spec(given)
 
 
 def parse_recipe(specs: Iterable[str]) -> Recipe:
-    """Return the recipe of a list of specs."""
+    """Return the recipe for a list of specs."""
     return tuple(parse_spec(spec) for spec in specs)

@@ -1,7 +1,7 @@
-"""The recipe kept with a live model and in its config, and what it was applied to.
+"""The recipe stored with a live model and in its config, and a record of the model that it was applied to.
 
-The record of what it was applied to is plain data: what each pass found (`AppliedTo`) and, of a transformers model, the dense
-config. A recipe replayed on something else is refused where that matters.
+The record is plain data: what each pass found (`AppliedTo`) and, for a transformers model, the dense config. A recipe is not
+replayed on another model if the difference matters.
 
     {"config": {…}, "passes": [{"sites": ["layers.0", …], "ties": [["a.weight", "b.weight"]], "stacks": [["decoder", 4, 64, 8]]}]}
 """
@@ -47,14 +47,14 @@ if TYPE_CHECKING:
     from retrofit.program.program import Program
 
 
-BUNDLE = "retrofit_bundle"  # of the entry in config.json by which a bundle says what it was made of
+BUNDLE = "retrofit_bundle"  # the entry of config.json in which a bundle names its source
 
 
 def store_recipe(model: nn.Module, recipe: Sequence[str], record: Mapping[str, Any] | None = None) -> None:
-    """Store the recipe with the model, to be saved with it, and the record of what it was applied to; an empty one removes both.
+    """Store the recipe and its record on the model, to be saved with it; an empty recipe removes both.
 
-    Without a `record` the stored one stays. A transformers model's bookkeeping is updated: which weights are tied, and that its
-    file keeps its own names. Raises `CheckpointError`, before anything has changed, where the model's config or buffers leave no
+    Without a `record` the stored one remains. For a transformers model, the list of tied weights is updated, and files get the
+    model's own parameter names. Raises `CheckpointError`, before anything has changed, if the model's config or buffers leave no
     room for a recipe.
     """
     record = stored_record(model) if record is None else record
@@ -69,7 +69,7 @@ def stored_recipe(model: nn.Module) -> tuple[str, ...]:
 
 
 def stored_record(model: nn.Module) -> dict[str, Any]:
-    """Return the record of what the model's recipe was applied to (`applied_to`); empty where none was kept."""
+    """Return the record of the model that the recipe was applied to (`applied_to`); empty if there is none."""
     return dict(provenance_of(model).record)
 
 
@@ -78,7 +78,7 @@ CAPTURED: contextvars.ContextVar[tuple[dict[str, Any], Program] | None] = contex
 
 @contextlib.contextmanager
 def lend_program(model: nn.Module, program: Program | None) -> Iterator[None]:
-    """Let `captured_program` return the program of the dense model while what `model` was rewritten from is built again."""
+    """Let `captured_program` return `program`, the dense model's, in this context, in which a rewritten `model` is built again."""
     record = json.loads(json.dumps(stored_record(model)))
     before = CAPTURED.set(None if program is None or len(passes_of(record)) != len(stored_recipe(model)) else (record, program))
     try:
@@ -88,13 +88,13 @@ def lend_program(model: nn.Module, program: Program | None) -> Iterator[None]:
 
 
 def captured_program(record: Mapping[str, Any]) -> Program | None:
-    """Return the program, if it is lent, of the dense model that a recipe with this record was applied to."""
+    """Return the lent program, if any, of the dense model that a recipe with this record was applied to."""
     lent = CAPTURED.get()
     return lent[1] if lent is not None and lent[0] == record else None
 
 
 def new_record(model: nn.Module, config: Mapping[str, Any] | None, accounts: Iterable[Rewrite]) -> dict[str, Any]:
-    """Return the record of a model that passes have rewritten, further than its stored recipe did; `config` is the dense one's."""
+    """Return the record of a model to which further passes were applied; `config` is the dense model's."""
     earlier = stored_record(model)
     passes = [*earlier.get("passes", ()), *(account.applied_to.to_dict() for account in accounts if account.applied_to is not None)]
     kept = earlier.get("config", config) if stored_recipe(model) else config
@@ -102,7 +102,7 @@ def new_record(model: nn.Module, config: Mapping[str, Any] | None, accounts: Ite
 
 
 def dense_config(model: Any) -> dict[str, Any] | None:
-    """Return the config of a transformers model as `config.json` has it, without a recipe or a quantization; None for others."""
+    """Return the config of a transformers model as in `config.json`, without recipe or quantization; None for other models."""
     if not is_transformers(model):
         return None
     config = json.loads(model.config.to_json_string(use_diff=True))
@@ -110,7 +110,7 @@ def dense_config(model: Any) -> dict[str, Any] | None:
 
 
 def store_in_config(model: Any, recipe: Sequence[str], record: Mapping[str, Any]) -> None:
-    """Make `save_pretrained` write the recipe, and the rewritten model's names and ties, also of a part saved by itself."""
+    """Make `save_pretrained`, also of a part of the model, write the recipe and the rewritten model's names and ties."""
     require_room(model)
     saved = rewritten_class(model.config) if stored_recipe(model) else None
     inputs = stored_inputs(model)
@@ -120,7 +120,7 @@ def store_in_config(model: Any, recipe: Sequence[str], record: Mapping[str, Any]
     earlier, own, count = entry_of(model.config) if saved else {}, type(model).__name__, len(stored_recipe(model))
     part, through = earlier.get("part"), list(earlier.get("through") or ())
     if saved and not part and len(recipe) > count and own != (through[-1][0] if through else saved):
-        through.append([own, count])  # what follows was applied to this class
+        through.append([own, count])  # the following passes were applied to this class
     model.config.quantization_config = entry | ({"part": part} if part else {}) | ({"through": through} if through else {})
     for path, inner in parts_with_configs(model):
         if any(f"{site}.".startswith(f"{path}.") for applied in record.get("passes", ()) for site in applied["sites"]):
@@ -131,7 +131,7 @@ def store_in_config(model: Any, recipe: Sequence[str], record: Mapping[str, Any]
 
 
 def parts_with_configs(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the models inside a transformers model that have a config of their own, the outermost of each, with their paths."""
+    """Yield the outermost parts of a transformers model that have their own config, with their paths."""
     seen = {id(model.config)}
     for path, inner in transformers_parts(model):
         if path and id(inner.config) not in seen:
@@ -140,7 +140,7 @@ def parts_with_configs(model: Any) -> Iterator[tuple[str, Any]]:
 
 
 def entry_of(config: Any) -> dict[str, Any]:
-    """Return what a config says of a recipe; empty where it holds none."""
+    """Return the recipe's entry in a config; empty if there is none."""
     found = getattr(config, "quantization_config", None)
     if not is_recipe(found):
         return {}
@@ -148,7 +148,7 @@ def entry_of(config: Any) -> dict[str, Any]:
 
 
 def stored_inputs(model: nn.Module) -> dict[str, Any]:
-    """Return the descriptions of the inputs, on the model or in its config; empty where the inputs were derived from the model."""
+    """Return the input descriptions stored on the model or in its config; empty if the inputs were inferred from the model."""
     if (own := provenance_of(model).inputs) is not None:
         return dict(own)
     return dict(entry_of(getattr(model, "config", None)).get("inputs") or {})
@@ -164,7 +164,7 @@ def remove_from_config(model: Any) -> None:
 
 
 def make_room(model: nn.Module, edit: Edit) -> None:
-    """Make a transformers model ready to carry a recipe; raise `CheckpointError` where it cannot."""
+    """Prepare a transformers model to store a recipe. Raises `CheckpointError` if it cannot."""
     if is_transformers(model):
         require_room(model)
         require_own_recipe(model)
@@ -176,7 +176,7 @@ def make_room(model: nn.Module, edit: Edit) -> None:
 
 @contextlib.contextmanager
 def as_ordinary_model(model: Any) -> Iterator[None]:
-    """Within this context nothing says that the model came through a quantizer, where its weights are not quantized."""
+    """Hide, in this context, that the model was loaded through a quantizer, unless its weights are quantized."""
     edit = Edit(model)
     if came_through_quantizer(model) and not is_recipe(quantization_of(model)) and has_plain_weights(model):
         forget_quantization(model, edit)
@@ -187,15 +187,15 @@ def as_ordinary_model(model: Any) -> Iterator[None]:
 
 
 def rewritten_class(config: Any) -> str | None:
-    """Return the name of the class whose rewriting the recipe in the config is; None where it holds none.
+    """Return the name of the class to which the recipe in the config was applied; None if there is none.
 
-    It is not always the model's own: the base of a rewritten model, saved by itself, is the base of that.
+    It may differ from the model's own class: the base of a rewritten model, saved by itself, has the recipe of the whole model.
     """
     return entry_of(config).get("architecture")
 
 
 def require_own_recipe(model: Any) -> None:
-    """Raise `CheckpointError` where the model's recipe was applied to a larger one around it, on which it is replayed."""
+    """Raises `CheckpointError` if the recipe was applied to a larger model that contained this one, and is replayed on that."""
     entry = entry_of(model.config) if stored_recipe(model) else {}
     if entry.get("part"):
         raise CheckpointError(
@@ -207,7 +207,7 @@ def require_own_recipe(model: Any) -> None:
 
 
 def require_room(model: Any) -> None:
-    """Raise `CheckpointError` where the weights are quantized or a persistent buffer has two names."""
+    """Raises `CheckpointError` if the weights are quantized or a persistent buffer has two names."""
     refuse_bundle(vars(model.config), type(model).__name__)
     refuse_packed(model, "rewritten")
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -221,7 +221,7 @@ def require_room(model: Any) -> None:
 
 
 def refuse_bundle(config: Mapping[str, Any], what: str) -> None:
-    """Raises `CheckpointError` where a config is that of a bundle, whose modules no recipe makes."""
+    """Raises `CheckpointError` if a config is that of a bundle, whose modules no recipe creates."""
     if BUNDLE in config:
         raise CheckpointError(
             f"{what} is a bundle, which retrofit cannot load",
@@ -232,13 +232,13 @@ def refuse_bundle(config: Mapping[str, Any], what: str) -> None:
 
 
 def passes_of(record: Mapping[str, Any] | None) -> tuple[AppliedTo, ...]:
-    """Return what each pass of a stored record was applied to; empty where nothing was recorded."""
+    """Return what each pass of a stored record was applied to; empty if there is no record."""
     passes = (record or {}).get("passes", [])
     return tuple(map(AppliedTo.from_dict, passes if isinstance(passes, list) else [passes]))
 
 
 def tie_as(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
-    """Make the parameters of each group of names one, and all others apart; unknown names are passed over."""
+    """Tie the parameters in each group of names, and no others; ignore unknown names."""
     named = dict(model.named_parameters(remove_duplicate=False))
     wanted = [[name for name in group if name in named] for group in groups]
     if sorted(map(sorted, filter(lambda group: len(group) > 1, wanted))) == sorted(map(sorted, shared_names(iter(named.items())))):
@@ -253,6 +253,6 @@ def tie_as(model: nn.Module, groups: Sequence[Sequence[str]]) -> None:
 
 
 def assign(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Put `parameter` in the place of the model's parameter `name`; as it is, whatever hooks into registering parameters."""
+    """Set the model's parameter `name` to `parameter` itself, past all hooks on the registration of parameters."""
     owner, _, leaf = name.rpartition(".")
     model.get_submodule(owner)._parameters[leaf] = parameter

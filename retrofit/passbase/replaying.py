@@ -1,7 +1,7 @@
 """Replay a saved recipe on a model without weights; find which module of the dense model each rewritten site replaces.
 
-For the latter the recipe is replayed on a copy of the dense model, pass by pass, so that a module is followed through every wrapper
-that later passes put around it or around what it lies in.
+To find it, the recipe is replayed pass by pass on a copy of the dense model, and each module is followed through every wrapper that
+later passes put around it or around a module that contains it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ def replay(
     same_model: bool = True,
     program: Program | None = None,
 ) -> tuple[Rewrite, ...]:
-    """Give `model`, dense and without its weights, the structure that the recipe leads to; return the accounts of the passes.
+    """Apply the recipe to `model`, dense and without weights; return the accounts of the passes.
 
-    `record` is what the recipe was applied to (`applied_to`): its parameters are tied as they were then, whatever is tied now.
-    `program` is that of an equal model with weights: where its inputs are like the model's, this is not captured. Raises
-    `RetrofitError`, the model being what it was, where a pass does not fit, and where it finds other sites in the `same_model`.
+    `record` describes the model that the recipe was applied to (`applied_to`): parameters are tied as they were then. `program` is
+    that of an equal model with weights, used instead of a capture if the inputs are the same. Raises `RetrofitError`, with the
+    model unchanged, if a pass does not fit, or finds other sites although it is the `same_model`.
     """
     passes, recorded = parse_recipe(specs), passes_of(record)
     if recorded:
@@ -75,7 +75,7 @@ def replay(
 
 
 def replayed_inputs(model: nn.Module, descriptions: Mapping[str, Any]) -> dict[str, Any]:
-    """Return inputs like those that a recipe was first applied with, as described; only types and shapes matter to a capture."""
+    """Return inputs with the recorded types and shapes of a recipe's inputs; a capture depends on no values."""
     if not descriptions:
         return named_inputs(model)
     try:
@@ -91,7 +91,7 @@ def replayed_inputs(model: nn.Module, descriptions: Mapping[str, Any]) -> dict[s
 
 
 def input_from_description(note: Any, device: torch.device) -> Any:
-    """Return an input of the types and shapes that `note` describes, as `describe_inputs` writes it."""
+    """Return an input with the type and shape in `note`, a description by `describe_inputs`."""
     if isinstance(note, Mapping):
         if "entries" in note:
             return {key: input_from_description(inner, device) for key, inner in note["entries"].items()}
@@ -102,12 +102,12 @@ def input_from_description(note: Any, device: torch.device) -> Any:
 
 
 def rearranged(edit: Edit) -> dict[str, Fate]:
-    """Return the dense parameters that are stored in another layout, which their names and shapes do not show."""
+    """Return the dense parameters that are stored in another layout; names and shapes do not show it."""
     return {name: fate for name, fate in edit.account().items() if fate.kind == "rearranged"}
 
 
 def added(edit: Edit) -> frozenset[str]:
-    """Return the names of the parameters that this rewrite or an earlier one added: none of the dense model's is there."""
+    """Return the names of the parameters that this rewrite or an earlier one added: those that hold no dense parameter."""
     earlier = provenance_of(edit.model).added or frozenset()
     named = dict(edit.model.named_parameters(remove_duplicate=False))
     dense = {id(named[fate.name]) for name, fate in edit.account().items() if name not in earlier and fate.name in named}
@@ -122,19 +122,19 @@ def recipe(model: nn.Module) -> Recipe | None:
 
 
 def rewrites(model: nn.Module) -> tuple[Rewrite, ...] | None:
-    """Return the accounts of the passes applied to `model`, or replayed when it was loaded; None for a dense model."""
+    """Return the accounts of the passes applied to `model` or replayed on loading; None for a dense model."""
     return provenance_of(rewritten_part(model)).rewrites
 
 
 def added_parameters(model: nn.Module) -> list[nn.Parameter] | None:
-    """Return the parameters that the passes added to `model`; None where that is not known, as in a dense model."""
+    """Return the parameters that passes added to `model`; None if unknown, as for a dense model."""
     part = rewritten_part(model)
     names = provenance_of(part).added
     return None if names is None else [parameter for name, parameter in part.named_parameters() if name in names]
 
 
 def rewritten_part(model: nn.Module) -> nn.Module:
-    """Return `model`, or the one transformers model inside it that carries a recipe where `model` carries none."""
+    """Return `model`, or, if it has no recipe, the one transformers model inside it that has one."""
     if recipe_storage.stored_recipe(model):
         return model
     inside = [part for part in transformers_models(model) if recipe_storage.stored_recipe(part)]
@@ -143,12 +143,12 @@ def rewritten_part(model: nn.Module) -> nn.Module:
 
 @dataclasses.dataclass(frozen=True)
 class CorrespondingSite:
-    """A module of the dense model, and the one that computes its part in the rewritten model: the same call, another function."""
+    """A module of the dense model and the module that replaces it in the rewritten model: the same call, another function."""
 
     dense: str  # paths
     rewritten: str
     method: str  # the name of the pass
-    dial: Dial | None = None  # by which the pass turns it from dense to rewritten
+    dial: Dial | None = None  # of the pass, from the dense function to the rewritten one
 
     def __str__(self) -> str:
         return self.rewritten if self.dense == self.rewritten else f"{self.rewritten} (of the dense model: {self.dense})"
@@ -158,12 +158,12 @@ class CorrespondingSite:
 class Correspondence:
     """The correspondence between a dense model and the model made from it."""
 
-    sites: tuple[CorrespondingSite, ...]  # that approximate passes rewrote, in the order of the model
+    sites: tuple[CorrespondingSite, ...]  # of approximate passes, in the order of the model
     fates: Mapping[str, Fate]  # of the dense parameters
-    places: Mapping[str, str]  # dense module → the same module in the rewritten model, where it is still there; paths
+    places: Mapping[str, str]  # dense module → the same module in the rewritten model, if it is still there; paths
 
     def write_dense(self, model: nn.Module, dense: nn.Module, site: str) -> None:
-        """Write the dense values to the parameters at `site`, a path in `model`, that were the dense model's."""
+        """Set the parameters at `site`, a path in `model`, that come from the dense model to their dense values."""
         named, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
         for name, fate in self.fates.items():
             if not fate.name.startswith(f"{site}.") or fate.name not in named:
@@ -176,7 +176,7 @@ class Correspondence:
 
 
 def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
-    """Return what of `dense` became what of `model`; raise `TrainingError` where it is not the model that `model` was made from."""
+    """Return the correspondence of `dense` and `model`. Raises `TrainingError` if `model` was not made from `dense`."""
     model, dense = rewritten_part(model), rewritten_part(dense)
     specs = recipe_storage.stored_recipe(model)
     if not specs:
@@ -195,9 +195,9 @@ def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
             option="teacher",
         )
     skeleton = without_weights(dense)
-    modules = dict(skeleton.named_modules())  # keeps them alive, so that identities stay theirs
+    modules = dict(skeleton.named_modules())  # a reference to each module, so that no identity is reused
     origin = {id(module): path for path, module in modules.items()}
-    found: dict[str, tuple[nn.Module, AnyPass]] = {}  # by path in the dense model: what computes its part now, and the pass
+    found: dict[str, tuple[nn.Module, AnyPass]] = {}  # by path in the dense model: the module that now replaces it, and the pass
     edit = Edit(skeleton)
     try:
         inputs = replayed_inputs(skeleton, recipe_storage.stored_inputs(model))
@@ -227,7 +227,7 @@ def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
 
 
 def require_equal_shapes(replayed: nn.Module, model: nn.Module) -> None:
-    """Raises `TrainingError` where the parameters of the two do not have the same names and shapes."""
+    """Raises `TrainingError` if the names or shapes of the two models' parameters differ."""
     theirs, ours = shapes_of(replayed), shapes_of(model)
     for name in {**ours, **theirs}:
         if ours.get(name) != theirs.get(name):

@@ -1,4 +1,4 @@
-"""Rows of a report on what passes did to a model or would do to it: short, however many layers there are."""
+"""Rows of a report on the actual or planned changes of passes; short for any number of layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 Cells = tuple[str, str]
 
-MOST = 8  # lines of one kind
-TERMS = re.compile(r"(?<=\d) \+ (?=[\w.]+[:,] )")  # of a formula with a term for each module: `a.0: d = 6 + a.1: d = 6`
+MOST = 8  # lines of each kind
+TERMS = re.compile(r"(?<=\d) \+ (?=[\w.]+[:,] )")  # of a formula with a term per module: `a.0: d = 6 + a.1: d = 6`
 
 
 def rewrite_rows(rewrite: Rewrite) -> list[Cells]:
-    """Return what one pass did."""
+    """Return the rows on the changes that one pass made."""
     return [
         ("recipe", rewrite.spec),
         ("rewritten", f"{plural(len(rewrite.sites), 'site')}, {promise(rewrite.exact)}"),
@@ -32,7 +32,7 @@ def rewrite_rows(rewrite: Rewrite) -> list[Cells]:
 
 
 def plan_rows(spec: str, exact: bool, plan: Plan) -> list[Cells]:
-    """Return what one pass would do."""
+    """Return the rows on the changes that one pass would make."""
     fits = bool(plan.sites)
     would = f"{plural(len(plan.sites), 'site')}, {promise(exact)}" if fits else "no site: apply would refuse it"
     rows = [
@@ -48,7 +48,7 @@ def plan_rows(spec: str, exact: bool, plan: Plan) -> list[Cells]:
 
 
 def separated(accounts: Iterable[list[Cells]]) -> list[Cells]:
-    """Return the rows of several passes, an empty one after each where there are several."""
+    """Return the rows of several passes, separated by empty rows."""
     each = list(accounts)
     gap = [("", "")] if len(each) > 1 else []
     return [row for rows in each for row in (*rows, *gap)]
@@ -63,7 +63,7 @@ def rewritten_lines(sites: Sequence[Site]) -> list[str]:
 
 
 def untouched_lines(near_misses: Sequence[NearMiss]) -> list[str]:
-    """Return each place, the reason and the remedy where there is one."""
+    """Return a line for each near miss: place, reason and fix, if there is one."""
     return [
         one_line(f"{miss.name or 'the model'}: {miss.why}") + (f"\n  fix: {one_line(miss.remedy)}" if miss.remedy else "")
         for miss in near_misses
@@ -71,24 +71,24 @@ def untouched_lines(near_misses: Sequence[NearMiss]) -> list[str]:
 
 
 def note_rows(notes: Iterable[str]) -> list[Cells]:
-    """Return what was found on the way: a table for each kind of measurement, other notes folded as lines."""
+    """Return the rows on the notes: one table for each kind of measurement; similar other notes are folded."""
     return shortened("notes", fold_notes(notes))
 
 
 def listed(title: str, lines: Iterable[str]) -> list[Cells]:
-    """Return the lines as rows under one title, those of one kind folded."""
+    """Return the lines as rows under one title, similar ones folded."""
     return shortened(title, fold_lines(lines))
 
 
 def shortened(title: str, folded: list[str]) -> list[Cells]:
-    """Return the texts as rows under one title, one for each line, at most `MOST` texts, with how many were left out."""
+    """Return the texts as rows under one title, one row a line: at most `MOST` texts, and the number of omitted ones."""
     left_out = [f"and {len(folded) - MOST:,} more"] if len(folded) > MOST else []
     lines = [line for text in [*folded[:MOST], *left_out] for line in text.split("\n")]
     return [("" if number else title, line) for number, line in enumerate(lines)]
 
 
 def aligned(rows: Sequence[Cells]) -> str:
-    """Return the rows as text in two columns; every line of a cell is in its own column."""
+    """Return the rows as text in two columns; the further lines of a cell stay in its column."""
     width = max(len(title) for title, _ in rows)
     lines = [(title if not number else "", line) for title, cell in rows for number, line in enumerate(cell.split("\n"))]
     return "\n".join(f"{title:<{width}}  {line}".rstrip() for title, line in lines)

@@ -1,4 +1,4 @@
-"""Run passes over a model, one after the other; refuse before it is captured what options and sizes of weights rule out."""
+"""Run passes over a model, one after the other; refuse early if options or weight sizes already rule a pass out."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def run_passes(
     program: Program | None = None,
     anatomy: Anatomy | None = None,
 ) -> tuple[tuple[Rewrite, ...], int]:
-    """Let each pass rewrite the result of the one before it; return their accounts and the FLOPs before the first.
+    """Apply the passes one after the other; return their accounts and the FLOPs before the first.
 
-    `program` is the model's, where it is captured already, and `anatomy` what was read in it.
+    `program` is the model's, if it was already captured, and `anatomy` the one already read from it.
     """
     rewrites: list[Rewrite] = []
     dense_flops = 0
@@ -54,7 +54,7 @@ def run_passes(
         except DoesNotFitError as refusal:
             hooks.explain(refusal)
             raise
-        edit.plans.clear()  # the model is another one now
+        edit.plans.clear()  # made for the model before this pass
         hooks.require_kept(model, method.name)
         after = parameter_sizes(model)
         rewrites = list(with_current_names(rewrites, names, modules, edit))
@@ -66,7 +66,7 @@ def run_passes(
 
 
 def applied_to(anatomy: Anatomy, account: Rewrite, ties: Iterable[Iterable[str]]) -> AppliedTo:
-    """Return what the pass of `account` was applied to, a model of this anatomy."""
+    """Return the description of the model, with this anatomy, that the pass of `account` was applied to."""
     stacks = []
     for stack in anatomy.stacks:
         heads = next((branch.heads for layer in stack.layers for branch in layer.attentions), None)  # of its first attention
@@ -75,13 +75,13 @@ def applied_to(anatomy: Anatomy, account: Rewrite, ties: Iterable[Iterable[str]]
 
 
 def new_names(edit: Edit, before: Mapping[int, int]) -> tuple[str, ...]:
-    """Return the names of the parameters that were not among those before, by identity, and replace none."""
+    """Return the names of the parameters not in `before` (identities) that replace no earlier parameter."""
     known = {*before, *(id(parameter) for parameter in edit.replaced.values())}
     return tuple(name for name, parameter in edit.model.named_parameters() if id(parameter) not in known)
 
 
 def require_place(model: nn.Module, method: AnyPass, anatomy: Anatomy) -> Plan:
-    """Return the plan of the first pass; raise `DoesNotFitError`, which names the hooks in its way, where it has no site."""
+    """Return the plan of the first pass. Raises `DoesNotFitError`, naming any hooks that prevent it, if it has no site."""
     try:
         plan: Plan = method.fitting_plan(anatomy)
     except DoesNotFitError as refusal:
@@ -93,7 +93,7 @@ def require_place(model: nn.Module, method: AnyPass, anatomy: Anatomy) -> Plan:
 def with_current_names(
     rewrites: Iterable[Rewrite], parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], edit: Edit
 ) -> tuple[Rewrite, ...]:
-    """Return the accounts of earlier passes with current names; `parameters` and `modules` are those by their old names."""
+    """Return the accounts of earlier passes with current names; `parameters` and `modules` are given by their old names."""
     names = {id(parameter): name for name, parameter in edit.model.named_parameters()}
     places: dict[int, list[str]] = {}
     for path, module in edit.model.named_modules(remove_duplicate=False):
@@ -120,7 +120,7 @@ def with_current_names(
 
 
 def parameter_sizes(model: nn.Module) -> dict[int, int]:
-    """Return the elements of each of the model's parameters, by identity."""
+    """Return the number of elements of each parameter of the model, by identity."""
     return {id(parameter): parameter.numel() for parameter in model.parameters()}
 
 
@@ -130,16 +130,16 @@ def dropped_elements(edit: Edit) -> int:
     return sum(lost.values())
 
 
-SHOWN = 8  # sizes that a refusal names
-NEAREST = 3  # values that a remedy names
+SHOWN = 8  # sizes listed in a refusal
+NEAREST = 3  # values suggested by a fix
 SEE_SIZES = "retrofit inspect shows the sizes of the model's matrices"
 
 
 def refuse_early(model: nn.Module, passes: Recipe) -> None:
-    """Raise `RetrofitError` where its options, earlier passes or the sizes of the weights say that a pass cannot fit."""
+    """Raises `RetrofitError` if the options, earlier passes or the sizes of the weights rule a pass out."""
     require_consistent(passes)
     sizes = None if is_quantized(model) else WeightSizes.of(model)
-    added: frozenset[int] | None = frozenset()  # what the passes before may have added
+    added: frozenset[int] | None = frozenset()  # extents that earlier passes may have added
     for method in passes:
         if sizes is None or added is None:
             return
@@ -149,7 +149,7 @@ def refuse_early(model: nn.Module, passes: Recipe) -> None:
 
 
 def require_consistent(passes: Recipe) -> None:
-    """Raise `DoesNotFitError` where a pass is to rewrite what an equal one before it has, `SpecError` for depths unread."""
+    """Raises `DoesNotFitError` if a pass repeats an earlier equal one at the same sites, `SpecError` if `layers` is malformed."""
     for number, method in enumerate(passes):
         for field in dataclasses.fields(method):
             text = getattr(method, field.name)
@@ -167,7 +167,7 @@ def require_consistent(passes: Recipe) -> None:
 
 
 def leaves_nothing(earlier: AnyPass, later: AnyPass) -> bool:
-    """Return whether the options by which the pass finds its places are the same in both."""
+    """Return whether the options that select the sites are the same in both passes."""
     if type(earlier) is not type(later) or later.places_by is None:
         return False
     covers_all = {
@@ -180,21 +180,21 @@ def leaves_nothing(earlier: AnyPass, later: AnyPass) -> bool:
 
 
 def chosen_by(method: AnyPass) -> str:
-    """Return the options by which a pass finds its places, with their values, as the end of a sentence."""
+    """Return the options that select the sites of a pass, with their values, as the end of a sentence."""
     options = ", ".join(f"{name}={format_value(getattr(method, name))}" for name in method.places_by or ())
     return f": {options}" if options else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class WeightSizes:
-    """The extents of the dimensions of a model's weights: those of its matrices, and all, with the tables of tokens."""
+    """The extents of the model's weights: those of its matrices, and all, with embedding tables."""
 
     matrices: frozenset[int]
     all: frozenset[int]
 
     @staticmethod
     def of(model: nn.Module) -> WeightSizes | None:
-        """Return the sizes of the model's weights; None where they are packed."""
+        """Return the sizes of the model's weights; None if they are packed."""
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         tables |= {id(weight) for weight in [getattr(output_embeddings(model), "weight", None)] if weight is not None}
         matrices, every = set[int](), set[int]()
@@ -210,7 +210,7 @@ class WeightSizes:
 
 
 def output_embeddings(model: nn.Module) -> nn.Module | None:
-    """Return the head of a transformers model, where it has one."""
+    """Return the head of a transformers model, if it has one."""
     try:
         return model.get_output_embeddings()  # type: ignore[operator, no-any-return]
     except (AttributeError, NotImplementedError):
@@ -218,7 +218,7 @@ def output_embeddings(model: nn.Module) -> nn.Module | None:
 
 
 def require_sizes(method: AnyPass, sizes: WeightSizes, added: frozenset[int]) -> None:
-    """Raise `DoesNotFitError` where no size of a weight, nor one `added` before, is one that an option of the pass allows."""
+    """Raises `DoesNotFitError` if an option of the pass allows no extent of a weight, existing or `added`."""
     idle = {name for names in method.idle_options().values() for name in names}
     for field in dataclasses.fields(method):
         rule, value = field.metadata.get("weights"), getattr(method, field.name)
@@ -241,12 +241,12 @@ def require_sizes(method: AnyPass, sizes: WeightSizes, added: frozenset[int]) ->
 
 
 def remedy(name: str, value: int, sizes: frozenset[int]) -> str:
-    """Return the values nearest to the one given that all sizes allow."""
+    """Return the allowed values nearest to the given one, in words."""
     common = math.gcd(*sizes)
     return f"use {name}={nearest_divisors(common, value)}; {SEE_SIZES}" if common > 1 else SEE_SIZES
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
-    """Return the divisors of a number that are nearest to the one wanted, in words."""
+    """Return the divisors of a number nearest to `wanted`, in words."""
     divisors = [size for size in range(1, number + 1) if number % size == 0]
     return " or ".join(map(str, sorted(sorted(divisors, key=lambda size: abs(math.log(size / wanted)))[:NEAREST])))

@@ -1,4 +1,4 @@
-"""Text as windows of token ids: through the model's tokenizer where it has one, else as bytes."""
+"""Text as windows of token ids: by the model's tokenizer if it has one, else as bytes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from retrofit.files import gguf_header
 
 SUFFIXES = (".txt", ".py", ".md")
 BYTES = 256
-MOST_FOR_BYTES = 1024  # ids of a model whose text is read as bytes where there is no tokenizer
+MOST_FOR_BYTES = 1024  # largest vocabulary for which text is read as bytes without a tokenizer
 NEVER_IN_UTF8 = range(0xF8, 0x100)
-SENTINELS = 1024  # more than any window of a sensible length needs
+SENTINELS = 1024  # upper bound; a window of usual length needs fewer
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """A model's tokenizer: the ids of a text, and the special ids."""
+    """A model's tokenizer: it maps text to ids and knows the special ids."""
 
     name: str
     encode: Callable[[str], torch.Tensor]
@@ -37,7 +37,7 @@ class Codec:
 
 
 def read_texts(paths: Iterable[Path]) -> list[str]:
-    """Return the texts in `paths`, files or directories of .txt, .py and .md; raise `TrainingError` and names the file."""
+    """Return the texts in `paths`: files, or directories of .txt, .py and .md. Raises `TrainingError`, naming the file."""
     files = [file for path in paths for file in text_files(path)]
     texts = [read_text(file) for file in files]
     if not any(text.strip() for text in texts):
@@ -48,7 +48,7 @@ def read_texts(paths: Iterable[Path]) -> list[str]:
 
 
 def text_files(path: Path) -> list[Path]:
-    """Return the file itself, or the text files of a directory."""
+    """Return `path` itself if it is a file, or the text files in the directory."""
     if not path.exists():
         raise TrainingError(f"{path}: no such file or directory", remedy="check the path", code="missing")
     if not path.is_dir():
@@ -75,7 +75,7 @@ def read_text(file: Path) -> str:
 
 
 def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
-    """Return the tokenizer in `folder`, or in a GGUF file; None, or `TrainingError` where it is `required`, where there is none."""
+    """Return the tokenizer in a folder or GGUF file; None, or `TrainingError` if `required`, if there is none."""
     if folder.suffix == gguf_header.SUFFIX and folder.is_file():
         return read_gguf_tokenizer(folder, required=required)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -93,7 +93,7 @@ def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
 
 
 def read_gguf_tokenizer(file: Path, *, required: bool) -> Any:
-    """Return the tokenizer in a GGUF file, None where it holds none; raise `TrainingError` where one is `required`."""
+    """Return the tokenizer in a GGUF file; None if it contains none. Raises `TrainingError` if one is `required`."""
     if gguf_header.read_header(file).has_tokenizer:
         return pretrained_tokenizer(file, file.parent, gguf_file=file.name)
     if required:
@@ -108,12 +108,12 @@ def read_gguf_tokenizer(file: Path, *, required: bool) -> Any:
 
 
 def pretrained_tokenizer(path: Path, folder: Path, **where: str) -> Any:
-    """Return the tokenizer that transformers makes of what is at `path`; raise `TrainingError` where it cannot."""
+    """Return transformers' tokenizer for the files at `path`. Raises `TrainingError` if it cannot be created."""
     from transformers import AutoTokenizer
 
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **where)
-    except Exception as error:  # whatever the tokenizer's own code raises
+    except Exception as error:  # of any type, from the tokenizer's own code
         raise TrainingError(
             f"the tokenizer in {path} cannot be read",
             why=first_line(error),
@@ -131,13 +131,13 @@ def codec_for(model: nn.Module, tokenizer: Any = None) -> Codec:
 
 
 def text_codec(model: nn.Module, tokenizer: Any = None) -> Codec:
-    """Return the codec that text is read by; raise `TrainingError` where it would be bytes for a vocabulary of words."""
+    """Return the codec for text. Raises `TrainingError` if it would be bytes and the vocabulary is not made of bytes."""
     require_readable(type(model).__name__, vocabulary_size(model), tokenizer)
     return codec_for(model, tokenizer)
 
 
 def require_readable(name: str, size: int, tokenizer: Any) -> None:
-    """Raise `TrainingError` where a model of so many ids has no tokenizer, and text would be bytes for a vocabulary of words."""
+    """Raises `TrainingError` if the tokenizer is missing and `size` ids are too many for a vocabulary of bytes."""
     if tokenizer is None and size > MOST_FOR_BYTES:
         raise TrainingError(
             f"{name} has {size:,} ids and comes without a tokenizer",
@@ -149,7 +149,7 @@ def require_readable(name: str, size: int, tokenizer: Any) -> None:
 
 
 def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
-    """Return the codec in which byte b is id `start + b`: the first 256 ids in a row that hold no special one, or of all."""
+    """Return the codec in which byte b is id `start + b`, with `start` after the special ids if 256 others are consecutive."""
     if vocabulary < BYTES:
         raise TrainingError(
             f"a vocabulary of {vocabulary} ids is too small for bytes",
@@ -170,7 +170,7 @@ def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
     def decode(ids: Sequence[int]) -> str:
         return bytes(token - start for token in ids if token in plain).decode(errors="replace")
 
-    mask = special.get("mask_token_id", free[0] if free else start)  # start is NUL, which text does not hold
+    mask = special.get("mask_token_id", free[0] if free else start)  # start is NUL, which text does not contain
     unspeakable = [start + byte for byte in reversed(NEVER_IN_UTF8) if start + byte not in taken]
     end = special.get("eos_token_id")
     return Codec(
@@ -179,7 +179,7 @@ def byte_codec(vocabulary: int, special: dict[str, int]) -> Codec:
 
 
 def tokenizer_codec(tokenizer: Any, vocabulary: int, special: dict[str, int]) -> Codec:
-    """Return the codec of a Hugging Face tokenizer; a mask or sentinels it lacks are the top ids that are not special."""
+    """Return the codec of a Hugging Face tokenizer; the highest ordinary ids replace a missing mask or sentinels."""
     words: dict[str, int] = tokenizer.get_vocab()
     if not words or max(words.values()) >= vocabulary:
         raise TrainingError(
@@ -203,7 +203,7 @@ def tokenizer_codec(tokenizer: Any, vocabulary: int, special: dict[str, int]) ->
 
 
 def spare_ids(vocabulary: int, taken: set[int]) -> Iterator[int]:
-    """Yield the ids that nothing else uses, from the top of the vocabulary."""
+    """Yield the unused ids, from the top of the vocabulary."""
     return (token for token in reversed(range(vocabulary)) if token not in taken)
 
 
@@ -216,7 +216,7 @@ def config_special_ids(config: Any) -> dict[str, int]:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Return how many ids a model's input embedding has; raise `TrainingError` where it has none."""
+    """Return the number of ids of a model's input embedding. Raises `TrainingError` if it has none."""
     try:
         weight = model.get_input_embeddings().weight  # type: ignore[operator, union-attr]
     except (AttributeError, NotImplementedError):
@@ -241,19 +241,19 @@ def vocabulary_size(model: nn.Module) -> int:
 
 
 def positions_named(model: nn.Module) -> int | None:
-    """Return how many positions a transformers config says that the model is made for; None where it says nothing."""
+    """Return the number of positions in a transformers config; None if it gives none."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
 
 
 def reading(codec: Codec, windows: torch.Tensor) -> str:
-    """Return how text was read, and how much came of it: `the model's tokenizer: 4,096 tokens, 32 windows of 128`."""
+    """Return how text was tokenized, and the amount: `the model's tokenizer: 4,096 tokens, 32 windows of 128`."""
     count, length = windows.shape
     return f"{codec.name}: {windows.numel():,} tokens, {count:,} window{'' if count == 1 else 's'} of {length}"
 
 
 def windows_of(texts: Iterable[str], codec: Codec, length: int) -> torch.Tensor:
-    """Return all texts, one after the other, cut into windows: (windows, length). What does not fill a window is left out.
+    """Return the texts, concatenated and cut into windows: (windows, length). An incomplete last window is dropped.
 
     A single string is one text.
     """

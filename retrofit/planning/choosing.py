@@ -1,9 +1,9 @@
-"""The choice of replacements that loses least within limits on what it costs.
+"""The choice of replacements with the least loss within limits on its costs.
 
     min q(x) = xᵀ M x      x_i ∈ {0, 1},  Σ_i c_mi x_i ≤ C_m for each cost m,  x_i + x_j ≤ 1 where i and j exclude each other
 
-Where M is diagonal that is a knapsack, which HiGHS solves exactly. With the terms off the diagonal, it solves the problem with q
-linear around the best choice so far, from several starts, and exchanges of one or two replacements improve what it finds.
+If M is diagonal this is a knapsack, which HiGHS solves exactly. With off-diagonal terms, it solves the problem with q linearized
+around the best choice so far, from several starts, and exchanges of one or two replacements improve the result.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Array = NDArray[numpy.float64]
 ROUNDS = 6  # of linear problems from one start
 STARTS = 6  # at random
 SLACK = 1e-9
-TIME, BRIEF = 2.0, 0.3  # seconds of a linear problem: the first, and each of those that may improve on it
+TIME, BRIEF = 2.0, 0.3  # seconds for a linear problem: for the first, and for each that may improve on it
 GAP = 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Replacements to choose from: what they lose together, what each costs, which exclude each other."""
+    """Replacements to choose from: their joint loss, the costs of each, the pairs that exclude each other."""
 
     matrix: Array  # M, (n, n)
-    costs: Mapping[str, Array]  # of each cost what each replacement adds, (n); negative where it saves
-    cliques: tuple[tuple[int, ...], ...]  # of each at most one may be chosen
+    costs: Mapping[str, Array]  # for each cost, its increase by each replacement, (n); negative if it saves
+    cliques: tuple[tuple[int, ...], ...]  # at most one of each may be chosen
 
     @property
     def count(self) -> int:
@@ -50,13 +50,13 @@ class Problem:
         return float(self.matrix[numpy.ix_(index, index)].sum())
 
     def is_allowed(self, chosen: Collection[int], limits: Mapping[str, float]) -> bool:
-        """Return whether the choice keeps the limits and holds nothing that excludes each other."""
+        """Return whether the choice keeps the limits and contains no two replacements that exclude each other."""
         within = all(self.cost(name, chosen) <= most + SLACK for name, most in limits.items())
         return within and all(len(set(clique) & set(chosen)) <= 1 for clique in self.cliques)
 
 
 def cliques_of(paths: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
-    """Return for each innermost module that is replaced, the replacements that replace it or what it lies in."""
+    """Return, for each innermost replaced module, the replacements of it or of a module around it."""
     every = {path for some in paths for path in some}
     innermost = [path for path in every if not any(other != path and inside(other, path) for other in every)]
     found = {tuple(index for index, some in enumerate(paths) if any(inside(path, outer) for outer in some)) for path in innermost}
@@ -70,9 +70,9 @@ def inside(path: str, outer: str) -> bool:
 def choose(
     problem: Problem, limits: Mapping[str, float], starts: Sequence[Collection[int]] = (), seconds: float = math.inf
 ) -> frozenset[int] | None:
-    """Return the best choice found that keeps the limits; None where no choice does. `limits` are the most of each cost.
+    """Return the best choice found within the limits; None if no choice keeps them. `limits` are the upper bounds of each cost.
 
-    After so many `seconds` it is the best so far: of one linear problem at least, and of the `starts`.
+    After `seconds` it returns the best so far, from at least one linear problem and the `starts`.
     """
     until = monotonic() + seconds
     diagonal = numpy.maximum(problem.matrix.diagonal(), 0.0)
@@ -93,7 +93,7 @@ def choose(
 
 
 def follow(problem: Problem, start: frozenset[int], limits: Mapping[str, float], until: float) -> frozenset[int]:
-    """Return the best of the choices that linear problems around one another lead to from `start`."""
+    """Return the best of the choices reached from `start` through successive linear problems."""
     best = current = start
     for _ in range(ROUNDS):
         if monotonic() > until:
@@ -110,7 +110,7 @@ def follow(problem: Problem, start: frozenset[int], limits: Mapping[str, float],
 
 
 def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float], seconds: float = TIME) -> frozenset[int] | None:
-    """Return the choice with the least sum of weights that keeps the limits; None where none is found."""
+    """Return the choice with the least sum of weights within the limits; None if none is found."""
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     rows = [problem.costs[name] for name in limits]
@@ -140,14 +140,14 @@ def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float],
 
 
 def trimmed(problem: Problem, chosen: frozenset[int], limits: Mapping[str, float]) -> frozenset[int] | None:
-    """Return a choice that misses a limit by a rounding error with one more replacement that meets it; None where none does."""
+    """Return `chosen`, which misses a limit by a rounding error, with one more replacement that cures it; None if none does."""
     more = (chosen | {index} for index in range(problem.count) if index not in chosen)
     allowed = [choice for choice in more if problem.is_allowed(choice, limits)]
     return min(allowed, key=problem.loss, default=None)
 
 
 def improved(problem: Problem, chosen: frozenset[int], limits: Mapping[str, float], until: float) -> frozenset[int]:
-    """Return the choice after exchanges of one or two replacements, until none makes it better or the time is over."""
+    """Return the choice after exchanges of one or two replacements, until none improves it or the time is over."""
     rivals = rivals_of(problem)
     while monotonic() <= until:
         moves = single_moves(problem, chosen, rivals)
@@ -160,7 +160,7 @@ def improved(problem: Problem, chosen: frozenset[int], limits: Mapping[str, floa
     return chosen
 
 
-Move = tuple[frozenset[int], int | None]  # what leaves, what enters
+Move = tuple[frozenset[int], int | None]  # what is removed, what is added
 
 
 def rivals_of(problem: Problem) -> list[set[int]]:
@@ -173,7 +173,7 @@ def rivals_of(problem: Problem) -> list[set[int]]:
 
 
 def single_moves(problem: Problem, chosen: frozenset[int], rivals: Sequence[set[int]]) -> list[Move]:
-    """Return a replacement leaves, or one enters and those that it excludes leave."""
+    """Return the moves that remove a replacement, or add one and remove those that it excludes."""
     leaving: list[Move] = [(frozenset({index}), None) for index in chosen]
     return leaving + [(frozenset(rivals[index] & chosen), index) for index in range(problem.count) if index not in chosen]
 
@@ -184,7 +184,7 @@ def moved(chosen: frozenset[int], *moves: Move) -> frozenset[int]:
 
 
 def best_of(problem: Problem, chosen: frozenset[int], moves: Sequence[Move], limits: Mapping[str, float]) -> frozenset[int] | None:
-    """Return the best choice that one move leads to, None where none is better."""
+    """Return the best choice that one move leads to; None if none is better."""
     before = problem.loss(chosen)
     after = [
         choice for choice in (moved(chosen, move) for move in moves) if problem.loss(choice) < before - SLACK * max(1.0, before)
@@ -195,9 +195,9 @@ def best_of(problem: Problem, chosen: frozenset[int], moves: Sequence[Move], lim
 def best_pair(
     problem: Problem, chosen: frozenset[int], moves: Sequence[Move], limits: Mapping[str, float]
 ) -> frozenset[int] | None:
-    """Return the best choice that two moves lead to, None where none is better.
+    """Return the best choice that two moves lead to; None if none is better.
 
-    All pairs are looked at by their difference alone; a pair that excludes each other is not a choice, and is passed over.
+    All pairs are ranked by the difference they make; pairs that exclude each other are skipped.
     """
     if not moves:
         return None
@@ -229,7 +229,7 @@ TRIED = 200  # pairs of moves, from the best on
 
 
 def least_cost(problem: Problem, name: str, limits: Mapping[str, float]) -> frozenset[int] | None:
-    """Return the choice that costs least of one cost within the limits on the others, however much it loses."""
+    """Return the choice with the least of one cost within the limits on the others, whatever its loss."""
     return linear_choice(problem, problem.costs[name], {other: most for other, most in limits.items() if other != name})
 
 
@@ -238,10 +238,10 @@ STDOUT = 1
 
 @contextlib.contextmanager
 def c_output_suppressed() -> Iterator[None]:
-    """Within this context what C writes to stdout is lost, and what Python writes there goes to stderr.
+    """Within this context C's output to stdout is discarded, and Python's goes to stderr.
 
-    HiGHS, which scipy's `milp` runs, prints a line for some solutions whatever its options say; C keeps such lines in a buffer, so
-    that they could come anywhere in what Python prints, or after the JSON of `--json`.
+    HiGHS, run by scipy's `milp`, prints a line for some solutions whatever its options; C buffers such lines, so they could appear
+    anywhere in Python's output, or after the JSON of `--json`.
     """
     try:
         sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""Costs of hybrids and the dense model: seconds per token, forward and training step, measured in turn; bytes, counted.
+"""Costs of hybrids and the dense model: seconds per token, forward and training step, measured alternately; bytes, counted.
 
-Every time is that of the whole model, not of a module called by itself, whose weights would be in a cache by the second call. In
-each round the models take turns, and what counts is the median over the rounds of the ratios to the dense model: a machine that is
-busy for a while slows both.
+Every time is that of the whole model, not of a single module, whose weights would be in a cache by the second call. In each round
+the models take turns; the result is the median over the rounds of the ratios to the dense model, because a machine that is busy for
+a while slows both.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.model_comparison import generated, synchronize
 
 LEAST, MOST = 5, 25  # rounds
-SECONDS = 6.0  # after which no further round begins, where the time is known well enough
-EXACT = 0.01  # the error of a ratio that is small enough
-PATIENCE = 2.0  # times as many seconds, after which none begins
-TOKENS = 16  # decoded in a round: a multiple of the strides at which some tokens cost less
-HURRIED, HURRIED_TOKENS = 2, 8  # rounds, and tokens of one, where little of a limited time is left
+SECONDS = 6.0  # no further round begins after this, if the error is small enough
+EXACT = 0.01  # a sufficiently small error of a ratio
+PATIENCE = 2.0  # a multiple of the seconds after which no round begins
+TOKENS = 16  # decoded per round: a multiple of the strides at which some tokens cost less
+HURRIED, HURRIED_TOKENS = 2, 8  # rounds, and tokens per round, if little of a limited time is left
 PROMPT = 32  # tokens
-FEWEST = 3  # decoded: the first is left out, and so is the time to the second
+FEWEST = 3  # to decode: the first token is ignored, and so is the time to the second
 
-# Shares of a limited time after which each of these ends; the rest is for files.
+# Shares of a limited time at which each of these ends; the rest is for files.
 COSTS, LOSSES, CHOICES, REPORT, FRONT = 0.35, 0.65, 0.72, 0.94, 0.96
 
 Hybrid = Callable[[], AbstractContextManager[nn.Module]]
 Inputs = Mapping[str, Any]
 
 
-class OutOfTime(BaseException):  # no code that tries something and catches what it raises may take it for a failure
+class OutOfTime(BaseException):  # a BaseException, so that code which catches failures does not catch it
     """The time for a part of the plan is over."""
 
 
 class Deadline:
-    """The end of a time that began now, after so many minutes; None: there is none."""
+    """The end of a time that began now, after this number of minutes; None: no end."""
 
     def __init__(self, minutes: float | None) -> None:
         self.began, self.seconds = monotonic(), math.inf if minutes is None else 60 * minutes
@@ -59,19 +59,19 @@ class Deadline:
         return self.seconds < math.inf
 
     def left(self, share: float = REPORT) -> float:
-        """Return the seconds until that share of the time is over, 0 where it is."""
+        """Return the seconds until that share of the time is over; 0 if it is."""
         return max(0.0, self.began + share * self.seconds - monotonic())
 
     def over(self, share: float = REPORT) -> bool:
         return self.left(share) == 0.0
 
     def limit(self, seconds: float) -> AbstractContextManager[object]:
-        """Within this context computing raises `OutOfTime` when so many seconds are over."""
+        """Raise `OutOfTime` from computations in this context once the seconds are over."""
         return contextlib.nullcontext() if seconds == math.inf else Interrupted(monotonic() + seconds)
 
 
 class Interrupted(TorchFunctionMode):
-    """Within this context every call of torch raises `OutOfTime` from a time on."""
+    """Within this context every call of torch raises `OutOfTime` from a given time on."""
 
     def __init__(self, until: float) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Interrupted(TorchFunctionMode):
 
 
 def seconds_of(quantity: str, model: nn.Module, window: Inputs, tokens: int = TOKENS) -> float:
-    """Return the seconds of a decoded token, a mean of so many, of a forward of the window, or of a training step on it."""
+    """Return the seconds for a decoded token (mean of `tokens`), a forward of the window, or a training step on it."""
     if quantity == "decode":
         return seconds_of_token(model, window, tokens)
     return seconds_of_forward(model, window) if quantity == "prefill" else seconds_of_step(model, window)
@@ -97,7 +97,7 @@ def measurable(model: nn.Module, window: Inputs) -> tuple[str, ...]:
 
 
 def decoded_tokens(model: nn.Module, tokens: int = TOKENS) -> int:
-    """Return how many tokens are decoded to time so many: no more than the model has positions for after one of a prompt."""
+    """Return the number of tokens decoded to time `tokens` of them: at most the model's positions after a prompt of one."""
     return min(tokens + 2, positions_of(model) - 1)
 
 
@@ -107,10 +107,10 @@ def positions_of(model: nn.Module) -> int:
 
 @torch.no_grad()
 def seconds_of_token(model: nn.Module, window: Inputs, tokens: int = TOKENS) -> float:
-    """Return the mean time from one token to the next as `generate` decodes them, the first left out."""
+    """Return the mean time from one token to the next when `generate` decodes them, without the first."""
     began: list[float] = []
     count = decoded_tokens(model, tokens)
-    kept = (ids_name(window), ids_name(window, decoder=True))  # of what has a row a window
+    kept = (ids_name(window), ids_name(window, decoder=True))  # arguments with one row per window
     length = min(PROMPT, positions_of(model) - count)
     prompt = {key: value[:1, :length] if isinstance(value, Tensor) and value.dim() == 2 else value for key, value in window.items()}
     prompt = {key: value for key, value in prompt.items() if key in kept or not isinstance(value, Tensor) or value.dim() != 2}
@@ -130,7 +130,7 @@ def seconds_of_forward(model: nn.Module, window: Inputs) -> float:
 
 
 def seconds_of_step(model: nn.Module, window: Inputs) -> float:
-    """Return a forward and a backward of the window, in training mode."""
+    """Return the time of a forward and a backward of the window, in training mode."""
     with preserve_modes(model), preserve_random_state():
         torch.manual_seed(0)
         model.train()
@@ -157,9 +157,9 @@ def timed(action: Callable[[], Any]) -> float:
 def beside(
     dense: Hybrid, others: Sequence[Hybrid], quantity: str, window: Inputs, most_seconds: float = SECONDS, hurried: bool = False
 ) -> tuple[float, list[float]]:
-    """Return the seconds of the dense model, and the share of them that each of the others takes: medians over rounds.
+    """Return the seconds of the dense model, and the time of each other model as a share of it: medians over rounds.
 
-    There are at least `LEAST`; where `hurried` at least `HURRIED`, of fewer tokens.
+    At least `LEAST` rounds; if `hurried`, at least `HURRIED`, of fewer tokens.
     """
     least, tokens = (HURRIED, HURRIED_TOKENS) if hurried else (LEAST, TOKENS)
     models = [dense, *others]
@@ -171,7 +171,7 @@ def beside(
         for index in turns[rounds % len(models) :] + turns[: rounds % len(models)]:
             with models[index]() as model:
                 taken = seconds_of(quantity, model, window, tokens)
-            if rounds:  # the first is for warmth
+            if rounds:  # the first round is a warm-up
                 seconds[index].append(taken)
         ratios = [[own / reference for own, reference in zip(each, seconds[0], strict=True)] for each in seconds[1:]]
         rounds += 1
@@ -179,12 +179,12 @@ def beside(
 
 
 def goes_on(taken: float, given: float, ratios: Sequence[Sequence[float]]) -> bool:
-    """Return whether another round begins: there is time, or there is patience and a ratio is not known well."""
+    """Return whether to start another round: there is time left, or some patience and an inexact ratio."""
     return taken < given or (taken < PATIENCE * given and max(map(error_of_median, ratios)) > EXACT)
 
 
 def error_of_median(values: Sequence[float]) -> float:
-    """Return the standard error of the median of values that are normal but for some outliers."""
+    """Return the standard error of the median of values that are normal except for some outliers."""
     centre = statistics.median(values)
     spread = 1.4826 * statistics.median([abs(value - centre) for value in values])
     return 1.2533 * spread / math.sqrt(len(values))

@@ -1,7 +1,7 @@
 """The measurements for a plan, by name: each is written to a folder at once, so that an interrupted run resumes.
 
-A folder with `measured.json`, which says what they depend on, and the sketches of what each replacement does to the predictions.
-Without a folder they are in memory.
+The folder contains `measured.json`, with the facts that the measurements depend on, and sketches of the effect of each replacement
+on the predictions. Without a folder they are in memory.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class MeasurementStore:
 
     @staticmethod
     def value_in(folder: Path | None, name: str) -> Any:
-        """Return the value called `name` that a folder holds, of whatever plan; None where it holds none."""
+        """Return the value `name` in a folder, of any plan; None if there is none."""
         try:
             return None if folder is None else json.loads((folder / RECORD).read_text(encoding="utf-8"))["values"][name]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # `open` says what is wrong with it
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # `open` reports the problem
             return None
 
     def open(self, folder: Path, *, force: bool) -> None:
-        """Read what the folder holds; raise `PlanningError` where that is of something else and `force` is not given."""
+        """Read the folder's measurements. Raises `PlanningError` if they are of something else, unless `force`."""
         record = folder / RECORD
         if folder.exists() and not (folder.is_dir() and (record.is_file() or not any(folder.iterdir()))):
             raise PlanningError(
@@ -85,7 +85,7 @@ class MeasurementStore:
             file.unlink()
 
     def measure(self, name: str, action: Callable[[], Any]) -> Any:
-        """Return the value called `name`, plain data; measure it by `action` where it is not known yet."""
+        """Return the value `name`, plain data; measure it by `action` if it is not known yet."""
         if name not in self.values:
             self.values[name] = action()
             self.write()
@@ -104,18 +104,18 @@ class MeasurementStore:
                 file.write(json.dumps({"format": FORMAT, "facts": self.facts, "values": self.values}, indent=1).encode())
 
     def file(self, name: str) -> Path | None:
-        """Return the file for tensors of this name; None where nothing is written."""
+        """Return the file for tensors of this name; None if nothing is written."""
         return None if self.folder is None else self.folder / f"{name}.safetensors"
 
     def keep_sketch(self, name: str, sketch: Tensor) -> None:
-        """Store a sketch; it is written before the value that says that it is there."""
+        """Store a sketch; it is written before the value that refers to it."""
         self.sketches[name] = sketch
         if (path := self.file(name)) is not None:
             with whole_file(path, force=True) as file:
                 file.write(save({"u": sketch.to(torch.float16)}))
 
     def sketch(self, name: str) -> Tensor:
-        """Return the sketch called `name`, rounded as it is on disk."""
+        """Return the sketch `name`, rounded as on disk."""
         if name not in self.sketches:
             path = self.file(name)
             assert path is not None
@@ -129,16 +129,16 @@ class MeasurementStore:
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """One replacement that can be chosen: which candidate's, where, what it costs and loses by itself."""
+    """One replacement that can be chosen: its candidate, its place, its costs and its loss by itself."""
 
     candidate: int
     number: int  # among the candidate's replacements
     depths: tuple[int, ...]
     paths: tuple[str, ...]
-    kind: str  # the same of those that take the same time: of one candidate, and one structure
-    costs: dict[str, float]  # that it adds, as shares of the dense model's
+    kind: str  # equal for replacements with equal times: of one candidate and one structure
+    costs: dict[str, float]  # added by it, as shares of the dense model's
     alone: float  # distance
-    sketch: str  # its name; empty where the distance is that of sites which it is taken to be like
+    sketch: str  # its name; "" if the distance is estimated from similar sites
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class CandidateRecord:
     number: int
     candidate: AnyPass
     store: MeasurementStore
-    quantities: tuple[str, ...]  # whose times are measured
+    quantities: tuple[str, ...]  # the ones whose times are measured
     dense_bytes: int
 
     @property
@@ -160,7 +160,7 @@ class CandidateRecord:
         return " ".join(map(str, (self.name, *parts)))
 
     def get(self, *parts: object) -> Any:
-        """Return that value, None where it was not measured."""
+        """Return that value; None if it was not measured."""
         return self.store.values.get(self.key(*parts))
 
     @property
@@ -171,21 +171,21 @@ class CandidateRecord:
 
     @property
     def is_fitted(self) -> bool:
-        """Return whether the candidate was fitted in all its layers, not in a few or in none."""
+        """Return whether the candidate was fitted in all its layers, rather than in a few or none."""
         return self.get("uniform held out") is not None
 
     @property
     def has_losses(self) -> bool:
-        """Return whether what some sites lose is known, and the candidate was not refused."""
+        """Return whether the losses of some sites are known, and the candidate was not refused."""
         return self.get("refused") is None and self.get("sites") is not None and (self.is_fitted or self.sampled[0] > 0)
 
     @property
     def sampled(self) -> tuple[int, int]:
-        """Return of how many sites it is known what they lose, and how many there are."""
+        """Return the number of sites whose loss is known, and the number of sites."""
         return sum(self.alone(index) is not None for index in range(len(self.sites))), len(self.sites)
 
     def alone(self, index: int) -> tuple[float, str] | None:
-        """Return the distance that a site causes by itself, and the name of its sketch; None where it was not measured."""
+        """Return the distance that a site causes by itself, and the name of its sketch; None if it was not measured."""
         for kind, sketch in (("alone", sketch_name), ("sampled", sampled_name)):
             if (found := self.get(kind, index)) is not None:
                 return found["distance"], sketch(self.candidate, index)
@@ -205,15 +205,15 @@ class CandidateRecord:
         return list(added.values())
 
     def share(self, quantity: str) -> float:
-        """Return what the candidate in all layers takes of a quantity, as a share of the dense model's."""
+        """Return the quantity of the candidate in all layers, as a share of the dense model's."""
         return 1 + sum(self.added_by_structure(quantity))
 
     def saves(self, quantity: str) -> bool:
-        """Return whether the sites of one structure together take less of a quantity, by more than the error of a time."""
+        """Return whether all sites of one structure together reduce a quantity, by more than the error of a time."""
         return min(self.added_by_structure(quantity)) < (-NOISE if quantity in self.quantities else 0.0)
 
     def cost_text(self) -> str:
-        """Return the times of the candidate in all its layers, as far as they are known, as the end of a sentence."""
+        """Return the known times of the candidate in all its layers, as the end of a sentence."""
         try:
             shares = [f"{quantity} takes {self.share(quantity):.2f} times as much" for quantity in self.quantities]
         except KeyError:
@@ -221,11 +221,11 @@ class CandidateRecord:
         return f"; {', '.join(shares)}" if shares else ""
 
     def least_text(self, wanted: Collection[str]) -> str:
-        """Return the least that the sites of one structure take of each quantity."""
+        """Return the least value of each quantity over the structures' sites, as text."""
         return ", ".join(f"{name} takes {1 + min(self.added_by_structure(name)):.2f} times as much" for name in wanted)
 
     def choosable(self) -> list[Site]:
-        """Return the sites with what each costs and loses; what was not measured lies between those that were."""
+        """Return the sites with the costs and loss of each; unmeasured ones are interpolated."""
         found, sites = [], self.sites
         known = {index: value for index in range(len(sites)) if (value := self.alone(index)) is not None}
         finite = {index: distance for index, (distance, _) in known.items() if math.isfinite(distance)}
@@ -238,7 +238,7 @@ class CandidateRecord:
         return found
 
     def missing_text(self) -> str:
-        """Return which sites cannot be chosen, or are taken to be like others; empty where there are none."""
+        """Return which sites cannot be chosen, or are estimated from others; "" if there are none."""
         measured, count = self.sampled
         if measured < count:
             return f"{count - measured} of its {count} sites were not measured: assumed to be like the others"
@@ -247,7 +247,7 @@ class CandidateRecord:
 
 
 def between(known: Mapping[int, float], place: int) -> float:
-    """Return the value at a place between those known, on a line of their logarithms; that of the nearest outside of them."""
+    """Return the value at a place, interpolated between known ones linearly in logarithms; outside, the nearest one's."""
     places = sorted(place for place, value in known.items() if value > 0)
     if not places:
         return math.nan
@@ -255,22 +255,22 @@ def between(known: Mapping[int, float], place: int) -> float:
 
 
 def spread(count: int) -> list[int]:
-    """Return the numbers below `count`, each far from those before it: any first few of them are spread over all."""
+    """Return the numbers below `count` in an order in which each is far from those before it: the first few are spread out."""
     bits = max(1, (count - 1).bit_length())
     backwards = (int(f"{number:0{bits}b}"[::-1], 2) for number in range(2**bits))
     return [number for number in backwards if number < count]
 
 
 def variant_name(candidate: AnyPass) -> str:
-    """Return the name of what is stored of a candidate's values."""
+    """Return the name under which a candidate's values are stored."""
     return f"{candidate.name}-{short_hash(candidate.spec().encode())}"
 
 
 def sketch_name(candidate: AnyPass, number: int) -> str:
-    """Return the name of what is stored of a site's effect on the predictions."""
+    """Return the name under which a site's effect on the predictions is stored."""
     return f"{variant_name(candidate)}-{number}"
 
 
 def sampled_name(candidate: AnyPass, number: int) -> str:
-    """Return the same of a site that was fitted in a few layers only."""
+    """Return the same for a site that was fitted in a few layers only."""
     return f"{variant_name(candidate)}-few-{number}"

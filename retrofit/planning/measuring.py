@@ -1,4 +1,4 @@
-"""Measure a model for a plan, each thing once: the sites of candidates, candidates in all layers, choices of the solver."""
+"""Measure a model for a plan, each value once: the sites of candidates, candidates in all layers, choices of the solver."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from retrofit.program.program import Program
 from retrofit.progress import Progress
 from retrofit.training.teaching import short_hash
 
-SAME = 1e-3  # of a distance that is measured again
-SAMPLE = 4  # sites that a candidate is fitted in first, where the time is limited
+SAME = 1e-3  # relative to a distance that is measured again
+SAMPLE = 4  # sites in which a candidate is fitted first, if the time is limited
 NOT_TRIED = "not tried: time limit"
-FEW_ROUNDS = "in few rounds"  # the names of times that were measured in a hurry
+FEW_ROUNDS = "in few rounds"  # suffix of the names of times that were measured in a hurry
 
 
 class Measurements:
-    """Everything measured of one model."""
+    """All measurements of one model."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Measurements:
         self.quantities, self.store, self.seed, self.example_inputs = tuple(quantities), store, seed, example_inputs
         self.seconds, self.progress, self.deadline = seconds, progress, deadline or Deadline(None)
         self.allowance = math.inf  # seconds for one time
-        self.fit_seconds: dict[int, float] = {}  # of a site, by the candidate
+        self.fit_seconds: dict[int, float] = {}  # per site, by candidate
         self.variants: dict[int, Variant] = {}
         self.unfitted: dict[int, Variant] = {}
         self.sites: list[Site] = []
@@ -94,12 +94,12 @@ class Measurements:
     # Candidates, one after the other.
 
     def measure_candidates(self, wanted: Collection[str] = (), limits: Sequence[Mapping[str, float]] = ()) -> None:
-        """Measure the sites of every candidate that fits and saves something of what is `wanted`, as far as the time goes.
+        """Measure the sites of every candidate that fits and reduces one of the `wanted` costs, as far as the time allows.
 
-        First what each costs, which does not depend on values: what saves nothing need not be fitted. Then the first setting of
-        every pass is fitted, and of the others, for each target in turn, what reaches its `limits` on costs with the least to
-        spare, then what comes nearest to them. In a limited time all are first fitted in a few layers. What the time does not
-        suffice for is in `left_out`.
+        Costs come first, because they do not depend on values: a candidate that saves nothing need not be fitted. Then the first
+        setting of every pass is fitted. Of the others follow, for each target in turn, those within its `limits` on costs, with the
+        least to spare first, then those closest to them. In a limited time all are first fitted in a few layers. `left_out` names
+        what the time did not suffice for.
         """
         known = self.with_costs()
         self.unfitted.clear()
@@ -129,11 +129,11 @@ class Measurements:
                     self.left_out[record.name] = text
 
     def with_costs(self) -> list[CandidateRecord]:
-        """Return the candidates that fit, with their costs: a setting of every pass before others, as far as the time goes."""
+        """Return the candidates that fit, with their costs, the first setting of every pass first, as far as the time allows."""
         known: list[CandidateRecord] = []
         ordered = firsts_first(self.records)
         for place, record in enumerate(ordered):
-            left = self.deadline.left(COSTS) if known else self.deadline.left(LOSSES) / 2  # lest one that is slow takes all
+            left = self.deadline.left(COSTS) if known else self.deadline.left(LOSSES) / 2  # so that a slow one does not take all
             self.allowance = left / ((len(ordered) - place) * max(1, len(self.quantities)))
             if self.in_time(record, self.measure_costs, left):
                 known.append(record)
@@ -141,7 +141,7 @@ class Measurements:
         return sorted(known, key=lambda record: record.number)
 
     def in_time(self, record: CandidateRecord, measure: Callable[[CandidateRecord], None], seconds: float) -> bool:
-        """Measure a candidate in so many seconds; return whether that went, and note in `left_out` why not."""
+        """Measure a candidate within the seconds; return whether it was possible, and note in `left_out` why not."""
         try:
             with self.deadline.limit(seconds):
                 return self.fits(record, measure)
@@ -168,11 +168,11 @@ class Measurements:
         ordered = firsts_first(records)
         count = len({record.candidate.name for record in records})
         firsts, others = ordered[:count], ordered[count:]
-        if self.deadline.is_set:  # what needs no fit is known soonest
+        if self.deadline.is_set:  # candidates without a fit are measured fastest
             firsts.sort(key=lambda record: record.candidate.calibrates)
 
         def to_spare(record: CandidateRecord, limit: Mapping[str, float]) -> float:
-            """Return what the candidate in all layers saves more than a target asks for."""
+            """Return by how much the candidate in all layers saves more than a target requires."""
             return min(1 + most - record.share(quantity) for quantity, most in limit.items())
 
         def for_target(limit: Mapping[str, float]) -> list[CandidateRecord]:
@@ -186,13 +186,13 @@ class Measurements:
         return [*firsts, *(self.records[number] for number in numbers)]
 
     def measure_costs(self, record: CandidateRecord) -> None:
-        """Measure what the sites of one candidate are, and the times that they add, on a variant that nothing was fitted in."""
+        """Measure the sites of one candidate, and the times that they add, on an unfitted variant."""
         self.store.measure(record.key("sites"), lambda: self.describe(self.unfitted_variant(record)))
         self.measure_times(record, self.unfitted_variant)
 
     def measure_losses(self, record: CandidateRecord) -> None:
-        """Measure what each site of one candidate does to the outputs by itself, and all of them together."""
-        if not record.is_fitted:  # a fit may find more to change than was seen without it
+        """Measure the effect on the outputs of each site of one candidate by itself, and of all together."""
+        if not record.is_fitted:  # a fit may find more to change than was visible without it
             self.store.put(record.key("sites"), self.describe(self.variant(record)))
             self.measure_times(record, self.variant)
         self.measure_uniform(record)
@@ -202,7 +202,7 @@ class Measurements:
             self.store.measure(record.key("alone", index), functools.partial(self.measure_alone, record, index))
 
     def sample_of(self, record: CandidateRecord) -> list[int]:
-        """Return the depths that a candidate is fitted in first; none where they are no less than all, or time is not limited."""
+        """Return the depths in which a candidate is fitted first; none if these are all, or time is not limited."""
         sites = record.sites
         chosen = [sites[index]["depths"] for index in spread(len(sites))[:SAMPLE]]
         fitted_late = record.candidate.calibrates and not record.candidate.only_masks
@@ -210,7 +210,7 @@ class Measurements:
         return [depth for depths in chosen for depth in depths] if apart else []
 
     def measure_sample(self, record: CandidateRecord) -> None:
-        """Measure what a few sites of one candidate do to the outputs, each by itself and together."""
+        """Measure the effect on the outputs of a few sites of one candidate, each by itself and together."""
         if record.is_fitted or record.get("sampled together") is not None:
             return
         began = monotonic()
@@ -234,21 +234,21 @@ class Measurements:
         self.store.measure(record.key("sampled together"), together)
 
     def seconds_of_all(self, record: CandidateRecord) -> float:
-        """Return about how long fitting one candidate in all its layers will take, by what a few of them took."""
+        """Return an estimate of the time to fit one candidate in all its layers, from that of a few."""
         return self.fit_seconds.get(record.number, 0.0) * len(record.sites)
 
     # Variants.
 
     def variant(self, record: CandidateRecord) -> Variant:
-        """Return the candidate applied to the whole model, taken apart; it is built again after an interruption."""
+        """Return the candidate applied to the whole model, split by layer; it is built again after an interruption."""
         if record.number not in self.variants:
             self.variants[record.number] = self.restored(record) or self.fitted(record)
         return self.variants[record.number]
 
     def unfitted_variant(self, record: CandidateRecord) -> Variant:
-        """Return the same with the values that it has without data; where nothing is fitted, the variant itself.
+        """Return the variant with its values before fitting; if nothing is fitted, the variant itself.
 
-        So for masks: what they save depends on their thresholds.
+        For masks it is the fitted variant: their savings depend on the thresholds.
         """
         if not record.candidate.calibrates or record.candidate.only_masks:
             return self.variant(record)
@@ -263,7 +263,7 @@ class Measurements:
         )
 
     def fitted(self, record: CandidateRecord) -> Variant:
-        """Return the variant, fitted; it is stored where there is a folder."""
+        """Return the variant, fitted; it is stored if there is a folder."""
         self.progress(f"fitting {record.name}")
         variant = self.built(record.candidate)
         if (file := self.store.file(variant_name(record.candidate))) is not None:
@@ -271,7 +271,7 @@ class Measurements:
         return variant
 
     def restored(self, record: CandidateRecord) -> Variant | None:
-        """Return the variant with the values stored; None where there are none, or it does not measure as it did."""
+        """Return the variant with its stored values; None if there are none, or its measurements differ from the stored ones."""
         file = self.store.file(variant_name(record.candidate))
         if file is None or not file.is_file():
             return None
@@ -284,7 +284,7 @@ class Measurements:
         return variant if same else None
 
     def describe(self, variant: Variant) -> list[dict[str, Any]]:
-        """Return what each replacement of a candidate is, without its modules."""
+        """Return a description of each replacement of a candidate, without its modules."""
         return [
             {
                 "depths": list(replacement.depths),
@@ -298,7 +298,7 @@ class Measurements:
     # Times.
 
     def measure_times(self, record: CandidateRecord, variant: Callable[[CandidateRecord], Variant]) -> None:
-        """Measure what a site of each structure of one candidate adds to the times of the dense model, as shares of them."""
+        """Measure what a site of each structure of one candidate adds to the dense model's times, as shares of them."""
         members: dict[str, list[int]] = {}
         for index, site in enumerate(record.sites):
             members.setdefault(site["structure"], []).append(index)
@@ -313,7 +313,7 @@ class Measurements:
                 self.measure_time(record.key(quantity, kind), functools.partial(added, quantity, indices))
 
     def measure_time(self, name: str, action: Callable[[], float]) -> float:
-        """Return the time called `name`, measured by `action` where it is not known; one of few rounds is noted as that."""
+        """Return the time `name`, measured by `action` if not known; a time from few rounds is marked as such."""
 
         def measured() -> float:
             if self.seconds_given() < self.seconds:
@@ -323,17 +323,17 @@ class Measurements:
         return float(self.store.measure(name, measured))
 
     def share(self, replacements: Sequence[Replacement], quantity: str) -> float:
-        """Return the time of a hybrid as a share of the dense model's, measured in turn."""
+        """Return the time of a hybrid as a share of the dense model's, measured alternately."""
         base, (share,) = self.beside(lambda: hybrid(self.dense, replacements), quantity)
         self.store.measure(f"dense {quantity}", lambda: base)
         return share
 
     def seconds_given(self) -> float:
-        """Return the seconds for each of two models that are timed, patience included."""
+        """Return the seconds for timing each of two models, including patience."""
         return min(self.allowance, self.deadline.left() / 4) / (2 * PATIENCE)
 
     def beside(self, other: Hybrid, quantity: str) -> tuple[float, list[float]]:
-        """Return the dense model's time and the share of it that another takes; of fewer rounds where little time is left."""
+        """Return the dense model's time and another's as a share of it, from fewer rounds if little time is left."""
         given = self.seconds_given()
         return beside(
             lambda: contextlib.nullcontext(self.dense),
@@ -347,11 +347,11 @@ class Measurements:
     # Losses.
 
     def measure_alone(self, record: CandidateRecord, index: int) -> dict[str, Any]:
-        """Return the quality of the dense model with one replacement; what it does to the predictions is stored as a sketch."""
+        """Return the quality of the dense model with one replacement; its effect on the predictions is stored as a sketch."""
         return self.alone(self.variant(record)[index], sketch_name(record.candidate, index))
 
     def alone(self, replacement: Replacement, sketch: str) -> dict[str, Any]:
-        """Return the quality of the dense model with one replacement, whose sketch is stored by that name."""
+        """Return the quality of the dense model with one replacement, and store its sketch by that name."""
         found = self.quality([replacement], self.windows, sketch=True)
         assert found.sketch is not None
         self.store.keep_sketch(sketch, found.sketch)
@@ -363,7 +363,7 @@ class Measurements:
             return windows.measure(model, paths, sketch=sketch)
 
     def measure_uniform(self, record: CandidateRecord) -> None:
-        """Measure the candidate wherever it fits: on the windows measured and on those held out."""
+        """Measure the candidate in all its sites, on the windows for measuring and on the held-out ones."""
         for name, windows in (("measured", self.windows), ("held out", self.held_out)):
 
             def uniform(windows: MeasuredWindows = windows) -> dict[str, Any]:
@@ -376,7 +376,7 @@ class Measurements:
     # Choices: sites of several candidates together.
 
     def together(self, chosen: Collection[int]) -> dict[str, Any]:
-        """Return what a choice does to the outputs, measured."""
+        """Return the measured effect of a choice on the outputs."""
 
         def measured() -> dict[str, Any]:
             self.progress(f"measuring {len(chosen)} sites together")
@@ -387,7 +387,7 @@ class Measurements:
         return found
 
     def share_of(self, chosen: Collection[int], quantity: str) -> float:
-        """Return the time of a choice as a share of the dense model's, measured."""
+        """Return the measured time of a choice as a share of the dense model's."""
 
         def measured() -> float:
             self.progress(f"timing {quantity} of {len(chosen)} sites together")
@@ -396,7 +396,7 @@ class Measurements:
         return self.measure_time(f"{quantity} {self.label(chosen)}", measured)
 
     def replacements(self, chosen: Collection[int]) -> list[Replacement]:
-        """Return what a choice puts into the model; of a candidate that was not fitted in all layers what takes the same time."""
+        """Return the replacements of a choice; for a candidate that was not fitted in all layers, ones that take the same time."""
         found = []
         for site in (self.sites[index] for index in sorted(chosen)):
             record = self.records[site.candidate]
@@ -412,7 +412,7 @@ class Measurements:
 
 
 def fair_share(seconds: float, count: int) -> float:
-    """Return the seconds for the first of `count` that follow each other: more than an equal part, since most need less."""
+    """Return the seconds for the first of `count` items: more than an equal share, since most need less."""
     return 2 * seconds / (count + 1)
 
 

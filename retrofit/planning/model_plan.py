@@ -1,4 +1,4 @@
-"""The plan of a model: recipes for targets, what each was predicted and measured to be worth; as tables, files and a picture."""
+"""The plan of a model: recipes for targets, with predicted and measured costs and losses; as tables, files and a picture."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ DISTANCES = {True: "KL from the dense predictions, nats a token", False: "relati
 class Worth:
     """A model's costs, as shares of the dense model's, and its added loss."""
 
-    costs: Mapping[str, float]  # decode, prefill, train, memory: those that were measured
-    distance: float  # KL, or the relative error where the outputs are no logits
+    costs: Mapping[str, float]  # the measured ones of decode, prefill, train, memory
+    distance: float  # KL, or the relative error if the outputs are not logits
     added_loss: float | None
 
     def speed(self, quantity: str) -> float:
@@ -34,10 +34,10 @@ class Worth:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedLayers:
-    """The sites of one pass with one setting, each with its distance alone."""
+    """The sites of one pass with one setting, each with its distance by itself."""
 
     spec: str  # short
-    depths: tuple[int, ...]  # empty where it does not come apart by depth
+    depths: tuple[int, ...]  # empty if it cannot be split by depth
     alone: tuple[float, ...]  # the distance that each causes by itself
 
 
@@ -46,14 +46,14 @@ class PlannedRecipe:
     """The choice for one target."""
 
     target: Target
-    recipe: tuple[str, ...]  # specs, in the order in which they are applied
+    recipe: tuple[str, ...]  # specs, in the order of application
     layers: tuple[PlannedLayers, ...]
     predicted: Worth
-    measured: Worth | None  # of the model really rewritten, on windows that nothing was fitted or chosen on; None: not measured
+    measured: Worth | None  # for the rewritten model, on windows used for neither fit nor choice; None: not measured
 
     @property
     def passes(self) -> Recipe:
-        """Return what `retrofit.apply` takes."""
+        """Return the passes, as arguments of `retrofit.apply`."""
         return parse_recipe(self.recipe)
 
 
@@ -63,27 +63,25 @@ class UniformSetting:
 
     spec: str  # short
     worth: Worth
-    held_out: (
-        Worth | None
-    )  # the same costs, and the distance and loss on the windows of the report; None: predicted from some layers
-    sampled: tuple[int, int] = (0, 0)  # of how many of its sites the loss is known where it is predicted, and of how many it is
+    held_out: Worth | None  # the same costs, and the distance and loss on the held-out windows; None: predicted from some layers
+    sampled: tuple[int, int] = (0, 0)  # of how many of its sites the loss is known if it is predicted, and their number
 
     @property
     def shown(self) -> Worth:
-        """Return what is known best: on the windows of the report where it was measured on them."""
+        """Return the best known values: those on the held-out windows, if measured there."""
         return self.held_out or self.worth
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelPlan:
-    """Plans for all targets, and what they were chosen from."""
+    """Plans for all targets, and the data of the choice."""
 
     planned: tuple[PlannedRecipe, ...]
     uniform: tuple[UniformSetting, ...]
     front: tuple[Worth, ...]  # predicted, of choices from slow to fast
-    main: str  # the cost that the front is drawn over
+    main: str  # the cost on the axis of the front
     are_logits: bool
-    dense_loss: float | None  # on the windows of the report
+    dense_loss: float | None  # on the held-out windows
     dense_seconds: Mapping[str, float]
     left_out: Mapping[str, str]  # candidates that do not fit, or were not tried, and why
     unreached: Mapping[Target, PlanningError]  # targets that no choice reaches, and what can be reached
@@ -100,7 +98,7 @@ class ModelPlan:
         return "\n\n".join(aligned(list(rows_of(self, planned))) for planned in self.planned)
 
     def to_dict(self, planned: PlannedRecipe) -> dict[str, Any]:
-        """Return the plan for one target as plain data: a recipe file, whose notes are the figures."""
+        """Return the plan for one target as plain data: a recipe file with the figures as notes."""
         notes = {
             "target": str(planned.target),
             "layers": [dataclasses.asdict(part) for part in planned.layers],
@@ -125,13 +123,13 @@ class ModelPlan:
         return {"recipe": list(planned.recipe), "version": VERSION, "notes": notes}
 
     def save(self, planned: PlannedRecipe, path: Path, *, force: bool = False) -> None:
-        """Write the plan for one target as a recipe file, which `retrofit apply --recipe` takes."""
+        """Write the plan for one target as a recipe file for `retrofit apply --recipe`."""
         with whole_file(path, force=force) as file:
             file.write(f"{json.dumps(self.to_dict(planned), indent=2)}\n".encode())
 
 
 def plain(worth: Worth) -> dict[str, Any]:
-    """Return costs as shares of the dense model's, and what is lost."""
+    """Return costs as shares of the dense model's, and the losses."""
     return {"costs": dict(worth.costs), "distance": worth.distance, "added_loss": worth.added_loss}
 
 
@@ -154,7 +152,7 @@ def rows_of(plan: ModelPlan, planned: PlannedRecipe) -> Iterator[tuple[str, str]
 
 
 def candidate_rows(uniform: Sequence[UniformSetting], main: str) -> list[tuple[str, str]]:
-    """Return each candidate in all layers, from the least of the cost `main` on: what it takes and loses."""
+    """Return each candidate in all layers, by increasing cost `main`, with its costs and loss."""
     found = []
     for candidate in sorted(uniform, key=lambda setting: setting.worth.costs[main]):
         speed = QUANTITIES[main].kind == "speed"
@@ -171,12 +169,12 @@ def worths(planned: PlannedRecipe) -> list[Worth]:
 
 
 def figures_text(figures: list[str]) -> str:
-    """Return what was predicted, and what was measured where it was."""
+    """Return the predicted figure, and the measured one if there is one."""
     return f"{figures[0]} predicted" + (f", {figures[1]} measured" if len(figures) > 1 else ", not measured")
 
 
 def draw_front(path: Path, plan: ModelPlan, *, force: bool = False) -> Path:
-    """Write a PNG: the predicted front as a line, a point for each uniform setting, and for each plan as it was measured."""
+    """Write a PNG: the predicted front as a line, a point for each uniform setting, and one for each plan as measured."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -212,6 +210,6 @@ def lost(worth: Worth) -> float:
 
 
 def smallest(plan: ModelPlan) -> float:
-    """Return about the least that is lost anywhere: below it the scale is linear."""
+    """Return about the least loss anywhere: below it the scale is linear."""
     values = [lost(worth) for worth in (*plan.front, *(setting.shown for setting in plan.uniform)) if lost(worth) > 0]
     return max(1e-4, min(values, default=1e-2))

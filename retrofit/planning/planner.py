@@ -1,9 +1,9 @@
-"""`plan`: which passes, with which settings, in which layers of a model, for what it is to reach.
+"""`plan`: choose passes, settings and layers of a model for given targets.
 
-Every candidate is applied once to a copy of the model, and each of its sites measured: what it costs, and what it does to the
-outputs by itself. A choice of sites is predicted from these (`predictor`), made (`choosing`), measured as a hybrid, and the
-prediction corrected by what was measured, until the choice stays. The recipe is then applied to the model as any recipe is, and
-measured on text that nothing was fitted or chosen on.
+Every candidate is applied once to a copy of the model, and each of its sites is measured: its costs, and its effect on the outputs
+by itself. From these the effect of a choice of sites is predicted (`predictor`). The best choice (`choosing`) is measured as a
+hybrid, and the prediction corrected by the measurements, until the choice no longer changes. The recipe is then applied to the
+model like any other and measured on text used for neither fit nor choice.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from retrofit.training.teaching import hash_settings, hash_weights
 
 ROUNDS = 6  # of choosing and measuring
 POINTS = 7  # of the front
-HALVINGS = 9  # in looking for the cost at which a loss is reached
-SOLUTIONS = 40  # of a choice: the share of the time that is left for one
+HALVINGS = 9  # of the search for the cost at which a loss is reached
+SOLUTIONS = 40  # the time left is divided by this for each choice
 
 
 @serialized
@@ -65,17 +65,18 @@ def plan(
     force: bool = False,
     progress: Callable[[str], None] | None = None,
 ) -> ModelPlan:
-    """Return recipes for `model`, one for each of the `targets` (`"decode 1.5x"`, `"loss +0.05"`), with what they were predicted to
-    be worth and were measured to be; `model` is left as it was. Without targets only the candidates are measured.
+    """Return recipes for `model`, one for each of the `targets` (`"decode 1.5x"`, `"loss +0.05"`), with predicted and measured
+    costs and losses; `model` is unchanged. Without targets only the candidates are measured.
 
-    `calibration` is text, token ids (windows, length) or batches: passes are fitted on some of it (`tokens`), choices are made on
-    some, and the rest is for the report. `passes` are the candidates: objects, specs, or names of passes that propose settings; all
-    installed passes that propose some where not given. `folder` keeps the measurements, so that an interrupted plan goes on. After
-    the `minutes` the plan is the best so far, and says what they did not suffice for: they decide on how many tokens is fitted and
-    measured, only costs that a target names are timed, and a pass is fitted in a few layers first, which the others are taken to
-    be like. A time is measured for `seconds`. With `measure=False` no recipe is applied.
-    A target that cannot be reached is among the plan's `unreached`. Raises `PlanningError` where none can be, where one cannot be
-    read, or nothing fits.
+    `calibration` is text, token ids (windows, length) or batches: some of it is for fitting passes (`tokens`), some for choosing,
+    and the rest for the report. `passes` are the candidates: objects, specs, or names of passes that propose settings; by default
+    all installed passes that propose some. `folder` stores the measurements, so that an interrupted plan can be resumed. After
+    `minutes` the plan is the best so far, and reports what was left out: the limit decides the number of tokens for fitting and
+    measuring, only costs named in a target are timed, and a pass is fitted first in a few layers, from which the others are
+    estimated. Each time is measured for `seconds`. With `measure=False` no recipe is applied.
+
+    Targets that cannot be reached are in the plan's `unreached`. Raises `PlanningError` if none can be reached, one cannot be
+    parsed, or nothing fits.
     """
     deadline = Deadline(minutes)
     progress = progress or (lambda stage: None)
@@ -142,7 +143,7 @@ def plan(
 
 
 def stored_counts(folder: Path | None, tokens: int | None) -> TokenCounts | None:
-    """Return on how many tokens the measurements in a folder were made, of which `tokens` are fitted on where given."""
+    """Return the numbers of tokens of the measurements in a folder; `tokens`, if given, is the number for fitting."""
     stored = MeasurementStore.value_in(folder, "tokens")
     if stored is None:
         return None
@@ -151,7 +152,7 @@ def stored_counts(folder: Path | None, tokens: int | None) -> TokenCounts | None
 
 
 def token_notes(model: nn.Module, counts: TokenCounts, tokens: int | None, deadline: Deadline) -> list[str]:
-    """Return that measurements of a limited time are used, where the time is not limited any more."""
+    """Return a note if measurements made within a time limit are used without one."""
     usual = TokenCounts.of(model, tokens)
     if deadline.is_set or counts.measured >= usual.measured:
         return []
@@ -162,7 +163,7 @@ def token_notes(model: nn.Module, counts: TokenCounts, tokens: int | None, deadl
 
 
 def quantities_of(model: nn.Module, window: dict[str, Any], targets: Sequence[Target]) -> tuple[str, ...]:
-    """Return the times to measure: decoding where the model generates, a forward, a training step where a target names it."""
+    """Return the times to measure: decoding if the model generates, a forward, and a training step if a target names it."""
     named = {name for target in targets for name in target.costs}
     known = measurable(model, window)
     for name in ("decode", "train"):
@@ -173,12 +174,12 @@ def quantities_of(model: nn.Module, window: dict[str, Any], targets: Sequence[Ta
 
 
 def wanted_costs(targets: Sequence[Target], quantities: Sequence[str]) -> tuple[str, ...]:
-    """Return the costs of which a candidate has to save some: those that a target limits; the first, where one limits none."""
+    """Return the costs of which a candidate must reduce one: those limited by targets; the first, for a target that limits none."""
     return tuple(dict.fromkeys(name for target in targets for name in target.costs or quantities[:1]))
 
 
 def require_quality(measurements: Measurements, targets: Sequence[Target]) -> None:
-    """Raise `PlanningError` where a target limits a quality that the outputs do not have."""
+    """Raises `PlanningError` if a target limits a quality that the outputs do not have."""
     for target in targets:
         limit = target.quality
         if limit is not None and limit.quantity == "loss" and measurements.windows.dense_loss is None:
@@ -197,7 +198,7 @@ def require_quality(measurements: Measurements, targets: Sequence[Target]) -> No
 
 
 class Planner:
-    """The choice for each target, from what was measured."""
+    """The choice for each target, from the measurements."""
 
     def __init__(self, measurements: Measurements, targets: Sequence[Target], progress: Callable[[str], None]) -> None:
         self.measurements, self.targets, self.progress = measurements, tuple(targets), progress
@@ -208,7 +209,7 @@ class Planner:
         self.apart: set[frozenset[str]] = set()  # names of passes that cannot be in one recipe
 
     def refuse_empty(self) -> None:
-        """Raise `PlanningError`: no candidate was measured."""
+        """Raises `PlanningError` because no candidate was measured."""
         reasons = "\n".join(f"{name}: {why}" for name, why in self.measurements.left_out.items())
         if self.more_time():
             raise PlanningError(
@@ -226,11 +227,11 @@ class Planner:
         )
 
     def more_time(self) -> bool:
-        """Return whether the time did not suffice for a candidate."""
+        """Return whether the time was too short for a candidate."""
         return any(why.startswith(NOT_TRIED) for why in self.measurements.left_out.values())
 
     def planned(self, measure: bool, notes: Sequence[str] = ()) -> ModelPlan:
-        """Return the plans for all targets that can be reached, the front, the uniform settings; raise where none can be."""
+        """Return the plans for all reachable targets, the front, the uniform settings. Raises `PlanningError` if there is none."""
         choices: dict[Target, Choice] = {}
         unreached: dict[Target, PlanningError] = {}
         for place, target in enumerate(self.targets):
@@ -268,7 +269,7 @@ class Planner:
         )
 
     def none_reached(self, error: PlanningError, uniform: Sequence[UniformSetting]) -> PlanningError:
-        """Return the error with what was measured of every candidate, and what was left out."""
+        """Return the error with the measurements of every candidate, and what was left out."""
         rows = [("in all layers", ": ".join(row)) for row in candidate_rows(uniform, self.main())]
         rows += [("left out", f"{name}: {why}") for name, why in self.measurements.left_out.items()]
         error.why = "\n".join([error.why, *(f"{title}: {text}" for title, text in rows)])
@@ -277,14 +278,14 @@ class Planner:
         return error
 
     def main(self, target: Target | None = None) -> str:
-        """Return the cost that is to fall: the first that the (first) target limits, else decoding's, else a forward's."""
+        """Return the cost to reduce: the first that the (first) target limits, else decoding's, else a forward's."""
         target = target or next(iter(self.targets), None)
         return next(iter(() if target is None else target.costs), self.measurements.quantities[0])
 
     # Choosing.
 
     def require_reachable(self, target: Target) -> None:
-        """Raise `PlanningError`, which says what can be reached, where no choice keeps the target's limits on costs."""
+        """Raises `PlanningError`, naming what can be reached, if no choice keeps the target's limits on costs."""
         problem, limits = self.predictor.problem(), limits_of(target)
         for name, most in limits.items():
             least = least_cost(problem, name, {})
@@ -316,7 +317,7 @@ class Planner:
         return choose(problem, limits, starts, self.deadline.left(FRONT) / SOLUTIONS)
 
     def choice(self, target: Target) -> Choice:
-        """Return the best choice for a target, of those whose passes can be in one recipe; raise `PlanningError` for none."""
+        """Return the best choice for a target whose passes can be in one recipe. Raises `PlanningError` if there is none."""
         while True:
             found = self.best_without(target, frozenset())
             if found is None:
@@ -328,7 +329,7 @@ class Planner:
                 return found
 
     def nothing_together(self, target: Target) -> PlanningError:
-        """Return the refusal where every limit can be kept, but not all of them at once."""
+        """Return the refusal for limits that can each be kept, but not all at once."""
         what, option = f"the target {str(target)!r} cannot be reached", "targets"
         least = self.chosen(self.predictor.problem(), limits_of(target))
         if target.quality is not None and least is not None:
@@ -355,13 +356,13 @@ class Planner:
         return min(others, key=lambda other: problem.cost(main, other) if target.quality else problem.loss(other), default=None)
 
     def best(self, target: Target, without: frozenset[str]) -> Choice | None:
-        """Return the choice that loses least within the limits on costs; with a limit on the loss the fastest that keeps it."""
+        """Return the choice with the least loss within the limits on costs; with a limit on the loss, the fastest that keeps it."""
         problem = self.predictor.problem(without)
         limits = {**limits_of(target), **({"barred": 0.5} if without else {})}
         if target.quality is None:
             return self.chosen(problem, limits)
         main = self.main(target)
-        if main in limits:  # the least loss within the limits keeps the other limit, or nothing does
+        if main in limits:  # if the least loss within the limits does not keep the other limit, no choice does
             found = self.chosen(problem, limits)
             return found if found is not None and self.keeps_quality(target, found) else None
         fastest = least_cost(problem, main, limits)
@@ -379,19 +380,19 @@ class Planner:
         return best
 
     def keeps_quality(self, target: Target, chosen: Choice) -> bool:
-        """Return whether a choice keeps the target's limit on what is lost, where there is one."""
+        """Return whether a choice keeps the target's limit on the loss, if it has one."""
         quality = target.quality
         return quality is None or self.predictor.lost(quality.quantity, chosen) <= quality.value
 
     def settle(self, target: Target, until: float = math.inf, *, timing: bool = True) -> Choice:
-        """Return the choice for a target once measuring it no longer changes it; its time is measured too where `timing`."""
+        """Return the choice for a target once measuring it no longer changes it; with `timing`, its time is measured too."""
         chosen: Choice = frozenset()
         for _ in range(ROUNDS):
             self.progress(f"choosing for {target}")
             try:
                 following = self.choice(target)
             except PlanningError:
-                if chosen:  # what was predicted to reach it was measured not to
+                if chosen:  # predicted to reach it, and measured not to
                     break
                 raise
             if following == chosen:
@@ -407,7 +408,7 @@ class Planner:
         return chosen
 
     def measure(self, target: Target, chosen: Choice, timing: bool) -> None:
-        """Measure what a choice loses, and where `timing` what it takes, and correct the predictions."""
+        """Measure the loss of a choice, and with `timing` its times, and correct the predictions."""
         predicted = self.predictor.worth(chosen).distance
         if not self.predictor.is_estimated(chosen):
             self.predictor.learn(chosen, self.measurements.together(chosen))
@@ -417,13 +418,13 @@ class Planner:
                 self.predictor.learn_time(name, chosen)
 
     def choice_at_last(self, target: Target, chosen: Choice) -> Choice:
-        """Return the choice for a target when all targets have been timed, by which one settled on may just miss its own."""
-        with suppress(PlanningError):  # where none reaches it any more, what was settled on is the nearest
+        """Return the final choice for a target, after all are timed: better times may show that the settled one just misses it."""
+        with suppress(PlanningError):  # if none reaches it any more, the settled one is the closest
             chosen = self.settle(target, timing=False)
         return self.best_measured(target, chosen)
 
     def best_measured(self, target: Target, chosen: Choice) -> Choice:
-        """Return the best of all choices measured, settings in all layers among them; `chosen` where none reaches the target."""
+        """Return the best of all measured choices, including uniform settings; `chosen` if none reaches the target."""
         predictor, limits, main = self.predictor, limits_of(target), self.main(target)
         problem = predictor.problem()
 
@@ -438,7 +439,7 @@ class Planner:
         return min(reached, key=rank, default=chosen)
 
     def require_finite(self, target: Target, chosen: Choice) -> None:
-        """Raise `PlanningError` where the outputs of a choice contain NaN or Inf."""
+        """Raises `PlanningError` if the outputs of a choice contain NaN or Inf."""
         if not self.predictor.is_finite(chosen):
             recipe = "; ".join(candidate.spec() for candidate in self.predictor.recipe(chosen))
             raise PlanningError(
@@ -450,7 +451,7 @@ class Planner:
             )
 
     def nothing_within(self, target: Target) -> PlanningError:
-        """Return the refusal where what the least site loses is more than the target allows."""
+        """Return the refusal for a target that allows less than the least loss of any site."""
         assert target.quality is not None
         name, problem, main = target.quality.quantity, self.predictor.problem(), self.main(target)
         useful = [index for index in range(problem.count) if problem.cost(main, {index}) < 0]
@@ -468,7 +469,7 @@ class Planner:
     # Which passes can be in one recipe.
 
     def clash(self, chosen: Choice) -> bool:
-        """Return whether two passes of the choice cannot be in one recipe, and note them in `apart`."""
+        """Return whether two passes of the choice cannot be in one recipe, and record them in `apart`."""
         recipe = self.predictor.recipe(chosen)
         names = [candidate.name for candidate in recipe]
         if len(set(names)) == 1:
@@ -483,17 +484,17 @@ class Planner:
         return len(self.apart) > before
 
     def first_refused(self, recipe: Sequence[AnyPass]) -> int | None:
-        """Return the place of the first pass of a recipe that rewrites less after those before it; None where all fit."""
+        """Return the position of the first pass of a recipe that rewrites less after those before it; None if all fit."""
         try:
             found = plan_of(self.measurements.dense, *recipe, example_inputs=self.measurements.example_inputs)
-        except RetrofitError:  # without weights it cannot be seen: the recipe itself will tell
+        except RetrofitError:  # cannot be determined without weights; applying the recipe will show it
             return None
         return next((place for place, planned in enumerate(found.passes) if not planned.fits), None)
 
-    # What comes of it.
+    # The results.
 
     def planned_recipe(self, target: Target, chosen: Choice, measure: bool, seconds: float) -> PlannedRecipe:
-        """Return the plan for a target; the model rewritten by it is measured where the `seconds` suffice for that."""
+        """Return the plan for a target, with the rewritten model measured if the `seconds` suffice."""
         recipe = self.predictor.recipe(chosen)
         measured = None
         with suppress(OutOfTime), self.deadline.limit(seconds):
@@ -509,7 +510,7 @@ class Planner:
         return PlannedRecipe(target, specs, tuple(layers), self.predictor.worth(chosen), measured)
 
     def rewritten_worth(self, recipe: Sequence[AnyPass]) -> Worth:
-        """Return what the model rewritten by a recipe is worth: its times beside the dense model's, and on windows held out."""
+        """Return costs and loss of the model rewritten by a recipe, relative to the dense model's and on held-out windows."""
         measurements = self.measurements
 
         def measured() -> dict[str, Any]:
@@ -540,7 +541,7 @@ class Planner:
         return Worth(found["costs"], self.predictor.shown(found["distance"]), added)
 
     def front(self) -> list[Worth]:
-        """Return what the best choices are predicted to be worth, from the dense model's cost to the least that can be reached."""
+        """Return the predicted values of the best choices, from the dense model's cost to the least reachable one."""
         main, problem = self.main(), self.predictor.problem()
         fastest = least_cost(problem, main, {})
         least = 0.0 if fastest is None else problem.cost(main, fastest)
@@ -554,5 +555,5 @@ class Planner:
 
 
 def limits_of(target: Target) -> dict[str, float]:
-    """Return the most that each limited cost may add to the dense model's share of 1."""
+    """Return the upper limit of each cost minus the dense model's share of 1."""
     return {name: most - 1.0 for name, most in target.costs.items()}

@@ -1,4 +1,4 @@
-"""The text of a plan in three parts: windows to fit passes on, windows to measure hybrids on, windows held out for the report."""
+"""The text of a plan in three parts: windows to fit passes on, windows to measure hybrids on, held-out windows for the report."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from retrofit.training.teaching import short_hash
 from retrofit.training.windows import WINDOW, numbered_windows
 
 FIT_TOKENS, MEASURED_TOKENS, HELD_OUT_TOKENS = 16384, 2048, 4096
-LARGE = 20_000_000  # parameters, from which on half as many tokens are fitted and measured on
-SHARE = 0.005  # of a limited time that one forward of all windows measured may take: candidates take about sixty
-TWICE = 0.5  # seconds of a forward that is timed a second time, lest the first was slow for once
-PART = 5  # one window in so many at most is measured on, and as many are held out
+LARGE = 20_000_000  # parameters; larger models are fitted and measured on half as many tokens
+SHARE = 0.005  # of a limited time, for one forward of all measured windows: candidates take about sixty
+TWICE = 0.5  # seconds; a faster forward is timed a second time, because the first may have been slow by chance
+PART = 5  # at most one window in PART is measured on, and as many are held out
 FEWEST = 5  # windows
 
 Batch = Mapping[str, Any]
@@ -35,19 +35,19 @@ Batch = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class PlanningData:
-    """Batches as the model takes them; those that are measured have labels where a loss can be computed."""
+    """Batches in the form that the model takes; the measured ones have labels if a loss can be computed."""
 
     fitted: Calibration
     measured: tuple[Batch, ...]
     held_out: tuple[Batch, ...]
-    shift: int | None  # of the labels, None where there is no loss
+    shift: int | None  # of the labels; None if there is no loss
     no_loss: str  # why there is none
     fingerprint: str
     counts: TokenCounts
 
     @property
     def window(self) -> dict[str, Any]:
-        """Return the first window measured, without labels: what is timed."""
+        """Return the first measured window, without labels: the input for timing."""
         first = self.measured[0]
         return {name: value[:1] if isinstance(value, Tensor) else value for name, value in first.items() if name != "labels"}
 
@@ -62,7 +62,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, model: nn.Module, tokens: int | None = None, affordable: float = math.inf) -> TokenCounts:
-        """Return what suits the size of a model, of which so many may be measured on; `tokens` are fitted on where given."""
+        """Return the numbers for a model's size, with at most `affordable` tokens to measure on; `tokens`, if given, to fit on."""
         share = 1 if sum(parameter.numel() for parameter in model.parameters()) < LARGE else 2
         return cls(
             tokens or int(min(FIT_TOKENS // share, 2 * affordable)),
@@ -72,7 +72,7 @@ class TokenCounts:
 
     @classmethod
     def in_time(cls, model: nn.Module, tokens: int | None, seconds: float, window: Batch) -> TokenCounts:
-        """Return the same for a plan in so many seconds, by the time that the model takes for a window."""
+        """Return the numbers for a plan within `seconds`, by the time that the model takes for a window."""
         if seconds == math.inf:
             return cls.of(model, tokens)
         return cls.of(model, tokens, SHARE * seconds * length_of(dict(window)) / seconds_of_run(model, window))
@@ -98,9 +98,9 @@ def planning_data(
 ) -> PlanningData:
     """Return `given`, texts, token ids (windows, length) or batches, in three parts of `counts` tokens.
 
-    Where these are not given they are what suits the model, a plan in so many `seconds`, and `tokens` to fit on. `inputs` by
-    argument name are examples, derived from the model where not given. Raise `PlanningError` where the text is too short,
-    `SpecError` where it is nothing the model takes.
+    By default these depend on the model, the plan's `seconds`, and `tokens` to fit on. `inputs` by argument name are examples,
+    inferred from the model if not given. Raises `PlanningError` if the text is too short, `SpecError` if the model does not accept
+    it.
     """
     if isinstance(given, str) or (isinstance(given, (list, tuple)) and given and all(isinstance(text, str) for text in given)):
         given = windows_of_texts(model, [given] if isinstance(given, str) else given, tokenizer)
@@ -129,7 +129,7 @@ def planning_data(
 
 
 def windows_of_texts(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> Tensor:
-    """Return texts as windows of token ids; raise `PlanningError` where they do not fill one."""
+    """Return texts as windows of token ids. Raises `PlanningError` if they do not fill one."""
     try:
         return tokenize_texts(model, texts) if tokenizer is None else calibration_windows(model, texts, tokenizer)
     except SpecError as error:
@@ -137,7 +137,7 @@ def windows_of_texts(model: nn.Module, texts: Sequence[str], tokenizer: Any) -> 
 
 
 def split(count: int, measured: int, held_out: int, fitted: int) -> tuple[list[int], list[int], list[int]]:
-    """Return the numbers of the windows to fit on, to measure on and to hold out, each at even distances."""
+    """Return the numbers of the windows to fit on, to measure on and to hold out, each evenly spaced."""
     if count < FEWEST:
         raise PlanningError(
             f"the text fills only {count} windows",
@@ -155,7 +155,7 @@ def split(count: int, measured: int, held_out: int, fitted: int) -> tuple[list[i
 
 
 def evenly(numbers: Sequence[int], most: int) -> list[int]:
-    """Return at most so many of the numbers, at even distances."""
+    """Return at most `most` of the numbers, evenly spaced."""
     count = min(most, len(numbers))
     return [numbers[(2 * index + 1) * len(numbers) // (2 * count)] for index in range(count)]
 
@@ -163,8 +163,9 @@ def evenly(numbers: Sequence[int], most: int) -> list[int]:
 def examples_of(
     model: nn.Module, windows: Tensor, tokenizer: Any, inputs: Mapping[str, Any] | None
 ) -> tuple[Callable[[int], dict[str, Any]], int | None, str]:
-    """Return three: windows by their number, as the model takes them, with labels where it computes a loss; by how much outputs
-    precede these; why there is no loss."""
+    """Return three: windows by number, in the model's form, with labels if it computes a loss; the shift of labels relative to
+    outputs; and why there is no loss.
+    """
     try:
         objective = objective_for(add_loss(model), codec_for(model, tokenizer), windows[0].long())
     except RetrofitError as error:

@@ -2,14 +2,16 @@
 
     q(S) = Σ_i k_i + 2 Σ_{i<j} g_ij r_ij √(k_i k_j)        K(S) = a · q(S)^b        t(S) = Σ_s n_s(S) c_s
 
-k_i is the distance that replacement i causes alone, r_ij the cosine between what i and j do to the predictions (u in `quality`):
-errors that point the same way add up to more than their sum, others cancel. With g = 1 that is the second order; in a trained model
-less of it is seen than the cosines say, and of some candidates more than of others. So g is one number for each pair of candidates,
-fitted to all hybrids that were measured, of a candidate in all its places first; a and b are fitted to the same, and are 1 where
-the outputs are close to the dense ones. The loss added is a share of K, that of the hybrids measured whose K is nearest.
+k_i is the distance caused by replacement i alone, r_ij the cosine between the effects of i and j on the predictions (u in
+`quality`): errors in the same direction add up to more than their sum, others cancel. With g = 1 this is the second-order
+approximation; in a trained model the interaction is weaker than the cosines suggest, and for some candidates stronger than for
+others. So g is one number for each pair of candidates, fitted to all measured hybrids, those of one candidate in all its sites
+first; a and b are fitted to the same, and are 1 if the outputs are close to the dense ones. The added loss is a share of K: that of
+the measured hybrids with the nearest K.
 
-n_s is how many of the replacements S have structure s: those of one structure take the same time. c is the least-squares solution
-for everything timed, the replacements of one structure in all layers, and choices. No time is exact, and each says more about all.
+n_s is the number of replacements in S with structure s: those of one structure take the same time. c is the least-squares solution
+for all timings, of the replacements of one structure in all layers and of choices. No time is exact, and each adds information on
+all.
 """
 
 from __future__ import annotations
@@ -23,16 +25,16 @@ from numpy.typing import NDArray
 
 Array = NDArray[numpy.float64]
 
-PULLS = (0.05, 0.5)  # by how much log a and b − 1 are drawn to 0
-NEAR = 0.35  # in log K: how fast a hybrid measured counts less the farther it is
-MOST = 4.0  # that g may be
-PULL = 0.1  # by how much g is drawn to what the two candidates' own say
+PULLS = (0.05, 0.5)  # strength of the pull of log a and b − 1 to 0
+NEAR = 0.35  # in log K: how fast the weight of a measured hybrid decreases with its distance
+MOST = 4.0  # upper bound on g
+PULL = 0.1  # strength of the pull of g to the value of the two candidates by themselves
 FLOOR = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredTogether:
-    """A hybrid that was measured: its replacements, their distance from the dense model, the loss added."""
+    """A measured hybrid: its replacements, their distance from the dense model, the added loss."""
 
     chosen: tuple[int, ...]
     distance: float
@@ -41,7 +43,7 @@ class MeasuredTogether:
 
 @dataclasses.dataclass(frozen=True)
 class JointError:
-    """q as a matrix: k on the diagonal, r_ij √(k_i k_j) off it; and how K follows from it."""
+    """q as a matrix, with k on the diagonal and r_ij √(k_i k_j) off it; and the parameters of K."""
 
     matrix: Array
     a: float = 1.0
@@ -50,26 +52,26 @@ class JointError:
 
     @classmethod
     def of(cls, alone: Sequence[float], cosines: Array) -> JointError:
-        """Return from k, (n), and r, (n, n)."""
+        """Return the error for k, (n), and r, (n, n)."""
         root = numpy.sqrt(numpy.maximum(numpy.asarray(alone, dtype=float), FLOOR))
         matrix = numpy.outer(root, root) * cosines
         numpy.fill_diagonal(matrix, root**2)
         return cls(matrix)
 
     def together(self, chosen: Collection[int]) -> float:
-        """Return q of the replacements chosen."""
+        """Return q of the chosen replacements."""
         index = numpy.asarray(sorted(chosen), dtype=int)
         return max(0.0, float(self.matrix[numpy.ix_(index, index)].sum()))
 
     def distance(self, chosen: Collection[int]) -> float:
-        """Return K of the replacements chosen."""
+        """Return K of the chosen replacements."""
         return self.of_together(self.together(chosen))
 
     def of_together(self, q: float) -> float:
         return self.a * q**self.b if q > 0 else 0.0
 
     def added_loss(self, distance: float) -> float:
-        """Return the loss that goes with a distance."""
+        """Return the loss that corresponds to a distance."""
         finite = [hybrid for hybrid in self.measured if FLOOR < hybrid.distance < math.inf]
         known = [(hybrid.distance, hybrid.added_loss) for hybrid in finite if hybrid.added_loss is not None]
         if not known:
@@ -79,9 +81,9 @@ class JointError:
         return distance * sum(shares) / sum(weights)
 
     def expected(self, chosen: Collection[int], measured: Sequence[MeasuredTogether]) -> float:
-        """Return about what K is, for `fitted` to know what counts: no more than where nearly as much adds up and was measured.
+        """Return an estimate of K, as a reference for `fitted`: at most the K measured where nearly as much adds up.
 
-        Small errors add up, large ones do not: predictions that are gone cannot go further.
+        Small errors add up, large ones do not: predictions that are already lost cannot get worse.
         """
         q = max(self.together(chosen), FLOOR)
         nearest = min(measured, key=lambda hybrid: abs(math.log(max(self.together(hybrid.chosen), FLOOR) / q)), default=None)
@@ -89,7 +91,7 @@ class JointError:
         return added_up if nearest is None else min(added_up, nearest.distance)
 
     def counted(self, candidates: Sequence[int], measured: Sequence[MeasuredTogether]) -> JointError:
-        """Return with the g by which q is nearest to what was measured; `candidates` has the candidate of each replacement."""
+        """Return the error with the g for which q is closest to the measurements; `candidates` has each replacement's candidate."""
         from scipy.optimize import lsq_linear
 
         names = sorted(set(candidates))
@@ -119,7 +121,7 @@ class JointError:
         return dataclasses.replace(self, matrix=matrix)
 
     def fitted(self, measured: Sequence[MeasuredTogether], near: float) -> JointError:
-        """Return with a and b of the hybrids measured, those counting most whose distance is near `near`."""
+        """Return the error with a and b fitted to the measured hybrids, weighted by the closeness of their distance to `near`."""
         points = [(self.together(hybrid.chosen), hybrid.distance) for hybrid in measured]
         known = [
             (math.log(q), math.log(found), closeness(found, near)) for q, found in points if q > FLOOR and FLOOR < found < math.inf
@@ -138,13 +140,13 @@ class JointError:
 
 
 def closeness(distance: float, other: float) -> float:
-    """Return how much a measurement at one distance says about another: 1 where they are the same, never 0."""
+    """Return the weight of a measurement at one distance for another: 1 if they are equal, never 0."""
     apart = math.log(max(distance, FLOOR)) - math.log(max(other, FLOOR))
     return math.exp(-0.5 * (apart / NEAR) ** 2) + 1e-3
 
 
 def cosines_of(sketches: Sequence[Array]) -> Array:
-    """Return the cosines between vectors, (n, n); one without length has none with any other."""
+    """Return the cosines between vectors, (n, n); those of a zero vector with others are 0."""
     stacked = numpy.stack([numpy.asarray(sketch, dtype=numpy.float32) for sketch in sketches])
     lengths = numpy.linalg.norm(stacked, axis=1, keepdims=True)
     stacked = stacked / numpy.maximum(lengths, FLOOR)
@@ -153,11 +155,11 @@ def cosines_of(sketches: Sequence[Array]) -> Array:
     return found
 
 
-Timed = Mapping[frozenset[int], float]  # what choices were measured to add
+Timed = Mapping[frozenset[int], float]  # the measured increase for each choice
 
 
 def joint_cost(kinds: Sequence[str], alone: Sequence[float], timed: Timed) -> Array:
-    """Return c of each replacement, (n): as each was measured with its like, `alone`, where no choice was timed."""
+    """Return c of each replacement, (n): without timed choices the value measured with those of its structure, `alone`."""
     found = numpy.asarray(alone, dtype=float)
     if not timed:
         return found

@@ -22,19 +22,19 @@ Choice = frozenset[int]  # numbers of sites
 
 
 class Predictor:
-    """Predicts what the sites of `measurements` are worth together."""
+    """Predicts costs and loss of the sites of `measurements` together."""
 
     def __init__(self, measurements: Measurements) -> None:
         self.measurements = measurements
         self.sites: list[Site] = measurements.sites
         self.known: dict[tuple[int, ...], MeasuredTogether] = {}
         self.timed: dict[str, dict[Choice, float]] = {name: {} for name in measurements.quantities}
-        self.pairs = self.joint = self.second_order()  # as the cosines say, and as fitted to what was measured
+        self.pairs = self.joint = self.second_order()  # from the cosines, and fitted to measurements
         for chosen, found in self.measured_before():
             self.learn(chosen, found)
 
     def second_order(self) -> JointError:
-        """Return the prediction from what each site does alone."""
+        """Return the prediction from the effects of each site alone."""
         sketches = {
             index: self.measurements.store.sketch(site.sketch).numpy() for index, site in enumerate(self.sites) if site.sketch
         }
@@ -44,7 +44,7 @@ class Predictor:
         return JointError.of([site.alone for site in self.sites], with_means(cosines, candidates, list(sketches)))
 
     def measured_before(self) -> Iterator[tuple[Choice, dict[str, Any]]]:
-        """Yield what was measured of each candidate in all its layers, or in a few, as choices."""
+        """Yield the measurements of each candidate in all its layers, or in a few, as choices."""
         for number, chosen in self.uniform_choices():
             record = self.measurements.records[number]
             found, few = record.get("uniform measured"), record.get("sampled together")
@@ -61,22 +61,22 @@ class Predictor:
     # Learning.
 
     def learn(self, chosen: Collection[int], found: dict[str, Any]) -> None:
-        """Take account of what a choice was measured to do to the outputs."""
+        """Use the measured effect of a choice on the outputs for later predictions."""
         index = tuple(sorted(chosen))
         self.known[index] = MeasuredTogether(index, found["distance"], self.added(found["loss"]))
         self.joint = self.pairs.counted([site.candidate for site in self.sites], list(self.known.values()))
 
     def learn_time(self, name: str, chosen: Choice) -> None:
-        """Measure the time of a choice, and take account of it."""
+        """Measure the time of a choice, and use it for later predictions."""
         if name != "memory":
             self.timed[name][chosen] = self.measurements.share_of(chosen, name) - 1.0
 
     # Predicting.
 
     def problem(self, without: Collection[str] = ()) -> Problem:
-        """Return what is to be chosen from, but for the sites of some passes, which cost more than any limit allows.
+        """Return the problem of choice, except for the sites of the passes in `without`, whose cost exceeds any limit.
 
-        That errors cancel is not counted on: sites would be chosen for it that save nothing.
+        Errors that cancel are not counted: otherwise sites that save nothing would be chosen for that effect.
         """
         kinds = [site.kind for site in self.sites]
         costs = {
@@ -88,7 +88,7 @@ class Predictor:
         return Problem(numpy.maximum(self.joint.matrix, 0.0), costs, cliques_of([site.paths for site in self.sites]))
 
     def worth(self, chosen: Collection[int]) -> Worth:
-        """Return what a choice is predicted to be worth; what it loses is what it was measured to lose, where it was."""
+        """Return the predicted costs and loss of a choice; the loss is the measured one, if measured."""
         problem = self.problem()
         costs = {name: 1.0 + problem.cost(name, chosen) for name in problem.costs}
         measured = self.known.get(tuple(sorted(chosen)))
@@ -109,16 +109,16 @@ class Predictor:
         return worth.added_loss
 
     def shown(self, distance: float) -> float:
-        """Return a distance as it is reported: the relative error, not its square."""
+        """Return a distance as reported: the relative error, not its square."""
         return distance if self.measurements.windows.are_logits else math.sqrt(max(0.0, distance))
 
     def added(self, loss: float | None, *, held_out: bool = False) -> float | None:
-        """Return what a loss is more than the dense model's on the same windows."""
+        """Return a loss minus the dense model's on the same windows."""
         dense = (self.measurements.held_out if held_out else self.measurements.windows).dense_loss
         return None if loss is None or dense is None else loss - dense
 
     def is_finite(self, chosen: Collection[int]) -> bool:
-        """Return whether the outputs of a choice are free of NaN and Inf, as far as it was measured."""
+        """Return whether the outputs of a choice are free of NaN and Inf, as far as measured."""
         measured = self.known.get(tuple(sorted(chosen)))
         return measured is None or math.isfinite(measured.distance)
 
@@ -130,7 +130,7 @@ class Predictor:
         return self.measurements.candidates[self.sites[index].candidate].name
 
     def uniform_settings(self) -> list[UniformSetting]:
-        """Return every candidate in all its sites, as it was measured; its times as they are fitted to everything timed."""
+        """Return every candidate in all its sites, as measured; its times are fitted to all timings."""
         found, problem = [], self.problem()
         for number, chosen in self.uniform_choices():
             record = self.measurements.records[number]
@@ -148,7 +148,7 @@ class Predictor:
         return found
 
     def recipe(self, chosen: Collection[int]) -> tuple[AnyPass, ...]:
-        """Return the passes of a choice, each in the layers chosen for it; what replaces whole layers, or none, comes last."""
+        """Return the passes of a choice, each in its chosen layers: passes without depths late, those for whole layers last."""
         layers = {path for some in self.measurements.layers.values() for path in some}
         found: list[tuple[int, int, AnyPass]] = []
         for number, candidate in enumerate(self.measurements.candidates):
@@ -161,7 +161,7 @@ class Predictor:
 
 
 def with_means(cosines: numpy.ndarray[Any, Any], candidates: Sequence[int], known: Sequence[int]) -> numpy.ndarray[Any, Any]:
-    """Return the cosines; those of sites that are not `known` are the means over the known sites of the same two candidates."""
+    """Return the cosines; for sites not in `known`, the means over the known sites of the same two candidates."""
     which, is_known = numpy.asarray(candidates), numpy.isin(numpy.arange(len(candidates)), known)
     pairs = is_known[:, None] & is_known & ~numpy.eye(len(which), dtype=bool)
     found = cosines.copy()

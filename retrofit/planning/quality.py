@@ -1,13 +1,13 @@
 """Quality of a hybrid on windows of text: the distance of its outputs from the dense ones, and the loss.
 
-Where the outputs are logits, the distance is the KL divergence from the dense predictions, in nats a token. To second order it is
+For logits, the distance is the KL divergence from the dense predictions, in nats per token. To second order it is
 
     KL ≈ ½ Σ_v p_v (δ_v − E_p δ)² = ½ ‖u‖²        δ = log q − log p, u_v = √p_v (δ_v − E_p δ)
 
-so that the product of the u of two hybrids is what both together add beyond the sum. u is kept as `SKETCH` random projections a
-token. Where the outputs are no logits the distance is their squared relative error, and u the difference itself.
+so the inner product of the u of two hybrids is the excess of their joint distance over the sum. u is stored as `SKETCH` random
+projections per token. For other outputs the distance is their squared relative error, and u the difference itself.
 
-`Verdict` says the same of a model that was rewritten, in the user's terms.
+`Verdict` describes the quality of a rewritten model in the user's terms.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 def vocabularies(model: nn.Module) -> set[int]:
-    """Return how many logits a token has, by what the model says and by the table that its graph looks ids up in."""
+    """Return the possible numbers of logits per token: the model's config's, and that of the table that its graph indexes."""
     found = {vocabulary_of(model)} - {0}
     with contextlib.suppress(TrainingError):
         found.add(vocabulary_size(model))
@@ -47,10 +47,10 @@ def vocabularies(model: nn.Module) -> set[int]:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredBatch:
-    """Inputs of some windows, what the outputs should predict, and what the dense model returns."""
+    """Inputs of some windows, the targets of the outputs, and the dense model's outputs."""
 
     inputs: Mapping[str, Any]
-    labels: Tensor | None  # (tokens), as the outputs are; IGNORED where nothing is predicted
+    labels: Tensor | None  # (tokens), in the order of the outputs; IGNORED where nothing is predicted
     dense: Tensor  # log-probabilities, (tokens, V), or outputs, (tokens, d)
 
 
@@ -58,7 +58,7 @@ class MeasuredBatch:
 class Quality:
     """The distance of outputs from the dense ones."""
 
-    distance: float  # KL in nats a token, or the squared relative error
+    distance: float  # KL in nats per token, or the squared relative error
     loss: float | None  # nats a token
     sketch: Tensor | None = None  # of u: (tokens · SKETCH)
 
@@ -76,7 +76,7 @@ class MeasuredWindows:
     def of(
         cls, model: nn.Module, batches: Sequence[Mapping[str, Any]], layers: Sequence[str], shift: int | None
     ) -> MeasuredWindows:
-        """Return the windows of `batches`, whose labels an output precedes by `shift`; `layers` are recalled, none where empty."""
+        """Return the windows of `batches`, whose labels are `shift` after the outputs; the outputs of any `layers` are cached."""
         found = []
         are_logits, sizes = False, vocabularies(model)
         with evaluation_mode(model), torch.no_grad():
@@ -104,7 +104,7 @@ class MeasuredWindows:
 
     @torch.no_grad()
     def measure(self, model: nn.Module, replaced: Sequence[str] = ("",), *, sketch: bool = False) -> Quality:
-        """Return the quality of a hybrid whose modules at the paths `replaced` are other than the dense ones."""
+        """Return the quality of a hybrid whose modules at the paths `replaced` differ from the dense ones."""
         distances, sketches, losses, tokens, labelled = 0.0, [], 0.0, 0, 0
         with evaluation_mode(model):
             for number, batch in enumerate(self.batches):
@@ -139,9 +139,9 @@ def divergence(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def squared_error(dense: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the terms of the squared relative error, (tokens), no token deciding by its length, and their roots, (tokens, d).
+    """Return the terms of the squared relative error, (tokens), in which no long token dominates, and their roots, (tokens, d).
 
-    Their mean over the tokens is the error, and they are as KL's: half the square of u.
+    Their mean over the tokens is the error, and they relate to u as KL's terms do: half its square.
     """
     weights = token_weights(dense)
     scale = ((dense.square().sum(-1) @ weights) / len(dense)).clamp_min(TINY)
@@ -156,7 +156,7 @@ def projections(width: int, device: torch.device) -> Tensor:
 
 
 def outputs_of(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Return the outputs for the tokens that are no padding, (tokens, d), and which tokens those are, None where all."""
+    """Return the outputs for the tokens without padding, (tokens, d), and a mask of these tokens, None if all."""
     outputs = logits_of(run(model, inputs))
     mask = next((mask for mask in real_tokens(inputs) if mask.shape == outputs.shape[:-1]), None)
     return (outputs.reshape(-1, outputs.shape[-1]) if mask is None else outputs[mask]), mask
@@ -168,23 +168,23 @@ Batch = Mapping[str, Any]
 class PrefixCache:
     """The outputs of each call of each layer for each batch, in the order in which the layers run.
 
-    Where the model does not compute the same with its first layers' outputs recalled, however many, nothing is: some leave a later
-    layer more than they return, such as keys and values that it attends to.
+    Nothing is cached if the model's outputs change when its first layers' outputs are replayed, for any number of layers: some
+    layers pass more to a later one than their output, such as keys and values.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], batches: Sequence[Batch]) -> None:
         self.model = model
         self.calls: list[list[tuple[str, Any]]] = []  # of each batch
-        self.returned: dict[str, int] = {}  # by the path of a module: how many layers had returned when it was first called
+        self.returned: dict[str, int] = {}  # by the path of a module: the number of layers that had returned before its first call
         recorded = [path for path in paths if path]
         if batches:
-            first = first_row(batches[0])  # to try it, once for each layer
+            first = first_row(batches[0])  # for a test, once per layer
             self.calls = [self.record(first, recorded)]
             self.calls = [self.record(batch, recorded) for batch in batches] if self.is_faithful(first) else [[] for _ in batches]
 
     @torch.no_grad()
     def record(self, batch: Batch, paths: Sequence[str]) -> list[tuple[str, Any]]:
-        """Return which layer returned what, call by call."""
+        """Return the layers' outputs with their names, call by call."""
         calls: list[tuple[str, Any]] = []
 
         def keep(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -200,7 +200,7 @@ class PrefixCache:
         return calls
 
     def is_faithful(self, batch: Batch) -> bool:
-        """Return whether the model returns the same bits with its layers recalled: with all, and with those before each."""
+        """Return whether the model returns the same bits with its layers' outputs replayed: all, and those before each layer."""
         layers = dict.fromkeys(path for path, _ in self.calls[0])
         try:
             with evaluation_mode(self.model):
@@ -209,13 +209,13 @@ class PrefixCache:
                     with self.recalled(0, replaced):
                         if not same_bits(logits_of(run(self.model, batch)), expected):
                             return False
-        except Exception:  # whatever the model's own code raises where its layers did not run
+        except Exception:  # of any type: the model's own code may need layers that did not run
             return False
         return True
 
     @contextlib.contextmanager
     def recalled(self, number: int, replaced: Sequence[str]) -> Iterator[None]:
-        """Within this context the layers that run before any module at the paths `replaced` return what they did for the batch."""
+        """Replay, in this context, the outputs for the batch of the layers that run before any module at the paths `replaced`."""
         count = min((self.returned.get(path, 0) for path in replaced), default=len(self.calls[number]))
         known, later = self.calls[number][:count], {path for path, _ in self.calls[number][count:]}  # a shared layer runs later too
         outputs: dict[str, list[Any]] = {}
@@ -252,21 +252,21 @@ def forward_replaced(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None
 
 
 def copied(value: Any) -> Any:
-    """Return the value with tensors of its own: a model may change one in place."""
+    """Return the value with copies of its tensors: a model may change one in place."""
     return map_tensors(value, lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf)
 
 
-HELD_BACK = 8  # windows at most, and one in so many: the rest is fitted on
-FEWEST = 4  # windows of which one is held back
-MOST_NUMBERS = 2**26  # dense predictions that are kept: 256 MiB in float32
-TRAIN_FROM = 0.1  # nats a token, of loss or of KL, or relative squared error: from there on a model is to be trained before use
-SURE = 2.0  # standard errors that a change has to exceed
+HELD_BACK = 8  # at most this number of windows, and at most one in HELD_BACK
+FEWEST = 4  # with fewer windows, all are used for both parts
+MOST_NUMBERS = 2**26  # dense predictions that are stored: 256 MiB in float32
+TRAIN_FROM = 0.1  # nats per token of loss or KL, or relative squared error; from here on the model should be trained before use
+SURE = 2.0  # standard errors that a significant change exceeds
 
 
 def hold_back(windows: Tensor) -> tuple[Tensor, Tensor]:
     """Return windows of token ids in two parts: to fit on, and held back, spread over the text.
 
-    Of fewer than `FEWEST` both parts are all.
+    With fewer than `FEWEST` windows both parts are all windows.
     """
     if len(windows) < FEWEST:
         return windows, windows[:HELD_BACK]
@@ -280,25 +280,25 @@ def hold_back(windows: Tensor) -> tuple[Tensor, Tensor]:
 class Verdict:
     """The effect of a rewrite on some windows; losses in nats per token, None if the model computes none."""
 
-    text: str  # in words: "held-out" or what else the windows are
+    text: str  # in words: "held-out" or another description of the windows
     before: float | None
     after: float | None
-    distance: float  # KL divergence from the dense predictions in nats a token, or the relative squared error of the outputs
-    noise: float | None  # the standard error of what was added, None of a single window
+    distance: float  # KL divergence from the dense predictions in nats per token, or the relative squared error of the outputs
+    noise: float | None  # the standard error of the increase; None for a single window
 
     @property
     def added(self) -> float:
-        """Return the loss added; where there is none, the distance of the outputs."""
+        """Return the added loss; without a loss, the distance of the outputs."""
         return self.distance if self.before is None or self.after is None else self.after - self.before
 
     @property
     def within_noise(self) -> bool:
-        """Return whether what was added is no more than windows of text differ by chance."""
+        """Return whether the increase is within the sampling error of the text."""
         return self.noise is not None and abs(self.added) <= SURE * self.noise and not self.needs_training
 
     @property
     def needs_training(self) -> bool:
-        """Return whether as much was added, or predictions are as far from the dense ones, that it should be trained before use."""
+        """Return whether increase or distance are so large that the model should be trained before use."""
         return max(self.added, self.distance) >= TRAIN_FROM
 
     def __str__(self) -> str:
@@ -309,7 +309,7 @@ class Verdict:
 
     @property
     def advice(self) -> str:
-        """Return what to do about it."""
+        """Return advice for the user."""
         if self.needs_training:
             return "train it before use"
         return "within noise" if self.within_noise else "usable as it is; training recovers part of the loss"
@@ -317,14 +317,14 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class DenseOutputs:
-    """Windows of text, and what the dense model makes of them: what a rewritten one is held against."""
+    """Windows of text and the dense model's outputs for them, for comparison with a rewritten model."""
 
     text: str
     windows: MeasuredWindows
 
     @classmethod
     def of(cls, model: nn.Module, ids: Tensor, tokenizer: Any = None, *, text: str = "held-out") -> DenseOutputs:
-        """Return the dense outputs for as many of the windows as there is room for; raise `RetrofitError` where there are none."""
+        """Return the dense outputs for as many windows as fit in memory. Raises `RetrofitError` if there are none."""
         example, shift, _ = examples_of(model, ids.long(), tokenizer, None)
         device = next(model.parameters()).device
         found: list[Any] = []
@@ -344,7 +344,7 @@ class DenseOutputs:
         return cls(text, whole)
 
     def verdict(self, model: nn.Module) -> Verdict:
-        """Return what the rewritten `model` lost on the same windows."""
+        """Return the effect of the rewrite on the same windows, for the rewritten `model`."""
         before, found = [], []
         for batch in self.windows.batches:
             part = dataclasses.replace(self.windows, batches=(batch,))
@@ -362,5 +362,5 @@ class DenseOutputs:
 
 
 def standard_error(values: Sequence[float]) -> float | None:
-    """Return that of their mean; None of a single one."""
+    """Return the standard error of the mean; None for a single value."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None

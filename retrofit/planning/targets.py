@@ -46,14 +46,14 @@ PART = re.compile(r"([A-Za-z]+)\s*([+-]?)(\d+(?:\.\d*)?|\.\d+|inf|nan)\s*(x?)", 
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """One quantity and the least speed, or the most of anything else, that it may have."""
+    """One quantity and the least speed, or the most of anything else, allowed."""
 
     quantity: str
     value: float
 
     @property
     def most(self) -> float:
-        """Return the most of the dense model's cost that is allowed, or the most that may be added."""
+        """Return the largest allowed share of the dense model's cost, or the largest allowed increase."""
         return 1.0 / self.value if QUANTITIES[self.quantity].kind == "speed" else self.value
 
     def __str__(self) -> str:
@@ -72,17 +72,17 @@ class Target:
 
     @property
     def costs(self) -> dict[str, float]:
-        """Return the most of each limited cost, as a share of the dense model's."""
+        """Return the upper bound of each limited cost, as a share of the dense model's."""
         return {limit.quantity: limit.most for limit in self.limits if limit.quantity in COSTS}
 
     @property
     def quality(self) -> Limit | None:
-        """Return the limit on what is lost, where there is one."""
+        """Return the limit on the loss or error, if there is one."""
         return next((limit for limit in self.limits if limit.quantity not in COSTS), None)
 
 
 def parse_target(text: str) -> Target:
-    """Return the target that a text names; raise `PlanningError` where it cannot be read or asks for nothing."""
+    """Return the target in a text. Raises `PlanningError` if it cannot be parsed or asks for nothing."""
     limits = [parse_limit(part.strip(), text) for part in text.split(",")]
     names = [limit.quantity for limit in limits]
     for name in names:
@@ -137,7 +137,7 @@ def parse_limit(part: str, text: str) -> Limit:
 
 
 def parse_targets(texts: Sequence[str]) -> tuple[Target, ...]:
-    """Return the targets of several texts, each once; raise `PlanningError` where there is none."""
+    """Return the targets of several texts, each once. Raises `PlanningError` if there is none."""
     if not texts:
         raise PlanningError("no target given", remedy=READABLE, code="missing")
     return tuple(dict.fromkeys(parse_target(text) for text in texts))

@@ -1,4 +1,4 @@
-"""The candidates of a plan, and variants: a candidate applied once to the whole model, taken apart by layer, and kept on disk.
+"""The candidates of a plan, and variants: a candidate applied once to the whole model, split by layer, and stored on disk.
 
 A hybrid is the dense model with the modules of some layers of some variants in it.
 """
@@ -35,13 +35,14 @@ from retrofit.surgery.dequantization import TRACES
 from retrofit.surgery.edit import Edit
 from retrofit.surgery.wrappers import Wrapper
 
-ALL_LAYERS = "layers"  # the option by which a pass is limited to some depths
+ALL_LAYERS = "layers"  # the option that limits a pass to some depths
 
 
 def candidates_of(given: AnyPass | str | Sequence[AnyPass | str] | None) -> tuple[AnyPass, ...]:
-    """Return the candidates: passes and specs as given, the family of a pass that is only named; those of all passes for None.
+    """Return the candidates: passes and specs as given, the proposed settings of passes given by name; those of all passes for
+    None.
 
-    Raise `SpecError` where one cannot be read, `PlanningError` where there is none.
+    Raises `SpecError` if one cannot be parsed, `PlanningError` if there is none.
     """
     named = pass_names() if given is None else [given] if isinstance(given, (str, Pass)) else given
     families = [family(candidate, required=given is not None) for candidate in named]
@@ -59,7 +60,7 @@ def candidates_of(given: AnyPass | str | Sequence[AnyPass | str] | None) -> tupl
 
 
 def family(candidate: AnyPass | str, *, required: bool) -> list[AnyPass]:
-    """Return the settings that a named pass proposes, itself where it proposes none and is `required`; any other spec as it is."""
+    """Return the settings that a named pass proposes, the pass itself if `required` and without any; any other spec as it is."""
     if not isinstance(candidate, str) or "(" in candidate:
         return [parse_spec(candidate) if isinstance(candidate, str) else candidate]
     kind = load_pass(candidate.strip())
@@ -79,12 +80,12 @@ def takes_layers(candidate: AnyPass) -> bool:
 
 
 def limited_to(candidate: AnyPass, depths: Iterable[int]) -> AnyPass:
-    """Return the pass in layers of these depths only."""
+    """Return the pass limited to layers of these depths."""
     return dataclasses.replace(candidate, **{ALL_LAYERS: depths_text(depths)})
 
 
 def depths_text(depths: Iterable[int]) -> str:
-    """Return depths as the option `layers` names them: `0-5+8`."""
+    """Return depths in the form of the option `layers`: `0-5+8`."""
     runs: list[list[int]] = []
     for depth in sorted(set(depths)):
         if runs and runs[-1][-1] == depth - 1:
@@ -101,16 +102,16 @@ LayerPaths = Mapping[int, tuple[str, ...]]  # the layers of all stacks by depth
 class Replacement:
     """The modules with which a candidate replaces dense ones, in the layers of some depths or in all."""
 
-    depths: tuple[int, ...]  # that the recipe names; empty where the candidate does not come apart by depth
-    modules: Mapping[str, nn.Module]  # by the path of what they replace
-    model: nn.Module | None = None  # the rewritten model itself, where its modules alone do not make it
+    depths: tuple[int, ...]  # named in the recipe; empty if the candidate cannot be split by depth
+    modules: Mapping[str, nn.Module]  # by the path of the module that they replace
+    model: nn.Module | None = None  # the rewritten model itself, if its modules alone do not make it
 
     @property
     def paths(self) -> tuple[str, ...]:
         return ("",) if self.model is not None else tuple(self.modules)
 
 
-Variant = tuple[Replacement, ...]  # a rewritten copy of the model, taken apart
+Variant = tuple[Replacement, ...]  # a rewritten copy of the model, split
 
 
 def layers_by_depth(anatomy: Anatomy) -> LayerPaths:
@@ -130,9 +131,9 @@ def rewritten_copy(
     example_inputs: Any = None,
     program: Program | None = None,
 ) -> tuple[nn.Module, dict[int, Tensor]]:
-    """Return a copy of `dense` rewritten by the passes, and by the identity of its tensors the dense ones they were copied from.
+    """Return a copy of `dense` rewritten by the passes, and the dense original of each of its copied tensors, by identity.
 
-    The `program` of `dense` is captured where not given.
+    The `program` of `dense` is captured if not given.
     """
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(dense, memo)
@@ -163,9 +164,9 @@ def build_variant(
     *,
     fit: bool = True,
 ) -> Variant:
-    """Return the candidate applied to all of the model, taken apart; raise `DoesNotFitError` where it fits nowhere.
+    """Return the candidate applied to the whole model, split by depth. Raises `DoesNotFitError` if it fits nowhere.
 
-    It is fitted on the data where `fit`; else only its structure is what it will be.
+    With `fit` it is fitted on the data; otherwise only its structure is final.
     """
     rewritten, originals = rewritten_copy(dense, (candidate,), data if fit else None, seed, example_inputs, program)
     rewritten.eval()
@@ -183,7 +184,7 @@ def build_variant(
 
 
 def require_same_arguments(dense: nn.Module, rewritten: nn.Module, data: Calibration) -> None:
-    """Raise `DoesNotFitError` where the rewritten model does not take all that the dense one does of each batch."""
+    """Raises `DoesNotFitError` unless the rewritten model accepts all arguments in the batches that the dense one accepts."""
     gone = [name for name in data.batches[0] if accepts(dense, name) and not accepts(rewritten, name)]
     if gone:
         raise DoesNotFitError(
@@ -195,7 +196,7 @@ def require_same_arguments(dense: nn.Module, rewritten: nn.Module, data: Calibra
 
 
 def comes_apart(dense: nn.Module, rewritten: nn.Module, replacements: Sequence[Replacement], data: Calibration) -> bool:
-    """Return whether the model with all replacements computes what the rewritten one does, on a window of the data."""
+    """Return whether the model with all replacements computes the same as the rewritten one, on a window of the data."""
     window = next(windows_of_batch(data.batches[0]))
     with evaluation_mode(rewritten):
         expected = logits_of(run(rewritten, named_inputs(rewritten, window)))
@@ -205,7 +206,7 @@ def comes_apart(dense: nn.Module, rewritten: nn.Module, replacements: Sequence[R
 
 
 def by_depth(changed: Mapping[str, nn.Module], layers: LayerPaths) -> list[tuple[tuple[int, ...], dict[str, nn.Module]]] | None:
-    """Return the changed modules by depth; depths that share a module go together. None where a module is in no layer."""
+    """Return the changed modules by depth, depths that share a module together; None if a module is in no layer."""
     groups: list[tuple[set[int], dict[str, nn.Module]]] = []
     for path, module in changed.items():
         depths = {depth for depth, paths in layers.items() if any(is_inside(path, layer) for layer in paths)}
@@ -228,9 +229,10 @@ def is_inside(path: str, outer: str) -> bool:
 
 @contextlib.contextmanager
 def hybrid(dense: nn.Module, replacements: Sequence[Replacement]) -> Iterator[nn.Module]:
-    """Within this context the model with these replacements: `dense` itself, which is afterwards what it was, or another.
+    """Yield the model with these replacements: `dense` itself, which is restored afterwards, or another model.
 
-    Weights that a replacement shares with the dense model are laid out as in evaluation, so that no time is that of doing it.
+    Weights that a replacement shares with the dense model have their evaluation layout, so that timings do not include preparing
+    it.
     """
     whole = next((replacement.model for replacement in replacements if replacement.model is not None), None)
     if whole is not None:
@@ -250,14 +252,14 @@ def hybrid(dense: nn.Module, replacements: Sequence[Replacement]) -> Iterator[nn
 
 
 def added_bytes(dense: nn.Module, replacement: Replacement) -> int:
-    """Return the bytes of parameters and buffers that the model has more with this replacement."""
+    """Return by how many bytes this replacement increases the model's parameters and buffers."""
     before = own_bytes(dense)
     with hybrid(dense, (replacement,)) as model:
         return own_bytes(model) - before
 
 
 def structure(replacement: Replacement) -> str:
-    """Return what makes two replacements cost the same: classes and shapes of what is replaced, without the numbers of layers."""
+    """Return a text that is equal for replacements of equal cost: classes and shapes of the modules, without layer numbers."""
     modules = [replacement.model] if replacement.model is not None else list(replacement.modules.values())
     parts = []
     for module in modules:
@@ -269,15 +271,15 @@ def structure(replacement: Replacement) -> str:
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
-OWN = "retrofit_"  # attributes in which the library keeps its books
-ORIGINS = {*TRACES, "name_or_path"}  # attributes that say where the weights came from
+OWN = "retrofit_"  # attributes with the library's own records
+ORIGINS = {*TRACES, "name_or_path"}  # attributes that describe the origin of the weights
 PLAIN = (bool, int, float, str, tuple)
 
 
 def changed_modules(dense: nn.Module, rewritten: nn.Module) -> dict[str, nn.Module]:
-    """Return the outermost modules of `rewritten`, a copy of `dense` that was edited, that are not what they were, by path.
+    """Return the outermost modules of `rewritten`, an edited copy of `dense`, that have changed, by path.
 
-    The path is "" where the model itself is another: its own parameters, hooks, children or forward.
+    The path is "" if the model itself has changed: its own parameters, hooks, children or forward.
     """
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
@@ -298,7 +300,7 @@ def changed_modules(dense: nn.Module, rewritten: nn.Module) -> dict[str, nn.Modu
 
 
 def is_same_shell(module: nn.Module, other: nn.Module) -> bool:
-    """Return whether two modules are the same but for what is in their children."""
+    """Return whether two modules are equal except for the contents of their children."""
     same_code = (
         module.code == other.code
         if isinstance(module, fx.GraphModule) and isinstance(other, fx.GraphModule)
@@ -322,14 +324,14 @@ def same_tensors(table: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def is_same_tensor(tensor: Tensor | None, other: Tensor | None) -> bool:
-    """Return whether two tensors hold the same."""
+    """Return whether two tensors have equal values."""
     if tensor is None or other is None or tensor.shape != other.shape or tensor.dtype != other.dtype:
         return False
     return tensor is other or torch.equal(tensor, other)
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """Return what a module holds that is plain data, and whether its forward is its class's; not where its weights came from."""
+    """Return a module's attributes that are plain data, except the origin of weights, and whether its forward is its class's."""
     kept = {
         name: value
         for name, value in plain_attributes(module).items()
@@ -339,10 +341,10 @@ def settings(module: nn.Module) -> dict[str, Any]:
 
 
 def share_unchanged(module: nn.Module, originals: dict[int, Tensor]) -> None:
-    """Replace the parameters and buffers in `module` that are still what they were copied from by those tensors themselves.
+    """Replace the parameters and buffers in `module` that still equal their originals by those tensors.
 
-    `originals` has the tensor that each was copied from by the identity of the copy. So what was tied stays tied, and a hybrid of
-    the model and this module has no second copy of anything.
+    `originals` has the tensor that each was copied from, by the identity of the copy. Ties are kept, and a hybrid of the model and
+    this module has no second copy of any tensor.
     """
     for part in module.modules():
         for table in (part._parameters, part._buffers):
@@ -353,7 +355,7 @@ def share_unchanged(module: nn.Module, originals: dict[int, Tensor]) -> None:
 
 
 def own_tensors(variant: Variant, dense: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor in the replacements that is not the dense model's, under a name of its own."""
+    """Yield each tensor of the replacements that is not the dense model's, with a unique name."""
     known = {id(tensor) for tensor in (*dense.parameters(), *dense.buffers())}
     for number, replacement in enumerate(variant):
         for path, module in replacement.modules.items():
@@ -364,7 +366,7 @@ def own_tensors(variant: Variant, dense: nn.Module) -> Iterator[tuple[str, Tenso
 
 
 def save_variant(file: Path, variant: Variant, dense: nn.Module) -> None:
-    """Write the values of the replacements to `file`; nothing where the variant is a whole model."""
+    """Write the values of the replacements to `file`; does nothing if the variant is a whole model."""
     if all(replacement.model is None for replacement in variant):
         values = {name: tensor.cpu().clone().contiguous() for name, tensor in own_tensors(variant, dense)}
         with whole_file(file, force=True) as stream:
@@ -373,7 +375,7 @@ def save_variant(file: Path, variant: Variant, dense: nn.Module) -> None:
 
 @torch.no_grad()
 def restore_variant(file: Path, variant: Variant, dense: nn.Module) -> bool:
-    """Give the replacements, of one structure with those saved, the values in `file`; return whether that went."""
+    """Load the values in `file` into the replacements, of the same structure as the saved ones; return whether that succeeded."""
     try:
         kept = load_file(file)
     except (OSError, SafetensorError):

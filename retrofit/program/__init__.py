@@ -1,1 +1,1 @@
-"""A model as a program: captured, functionalized, its data flow, its cost."""
+"""A model as a program: its captured and functionalized graph, data flow and cost."""

@@ -1,7 +1,7 @@
 """The effect of each ATen operation on a token's representation, in one place for every analysis.
 
-The vocabulary: an operation *carries* an operand when its result is that operand up to layout, scale, offset, mask or
-normalisation. It is *heavy* when it multiplies representations by weights or by one another, or mixes tokens.
+An operation *carries* an operand if its result is that operand up to layout, scale, offset, mask or normalization. It is *heavy* if
+it multiplies representations by weights or by one another, or mixes tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ ATTENTION = frozenset(
     "flex_attention".split()
 )
 PRODUCT = frozenset("matmul mm bmm baddbmm addmm addbmm einsum bilinear tensordot mv dot linear _grouped_mm grouped_mm".split())
-ADDED_PRODUCT = frozenset("addmm addbmm baddbmm".split())  # their first operand is added to the product of the others
+ADDED_PRODUCT = frozenset("addmm addbmm baddbmm".split())  # the first operand is added to the product of the others
 CONVOLUTION = frozenset(
     "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc".split()
 )
@@ -57,19 +57,19 @@ POOLING = frozenset(
 ROUTING = frozenset("topk sort argsort argmax".split())
 CONJUNCTION = frozenset("bitwise_and logical_and __and__".split())
 COMPARISON = frozenset("eq ne lt le gt ge".split())
-NO_GRADIENT = frozenset("detach round floor ceil trunc sign sgn heaviside".split())  # nothing learns through them
+NO_GRADIENT = frozenset("detach round floor ceil trunc sign sgn heaviside".split())  # the gradient does not pass through them
 LIKE = frozenset(
     "zeros_like ones_like full_like empty_like rand_like randn_like new_zeros new_ones new_full new_empty sym_size size".split()
-)  # their result depends on the operand's shape only
+)  # the result depends on the operand's shape only
 
 
 def op(node: fx.Node) -> str:
-    """Return the operation's name without namespace, overload or in-place underscore; the node's kind where it is none."""
+    """Return the operation's name without namespace, overload or in-place underscore; for other nodes, their kind."""
     return op_name(node.target) if node.op == "call_function" else node.op
 
 
 def op_name(target: Any) -> str:
-    """Return the name of an operation without namespace, overload or in-place underscore; of another function its own."""
+    """Return the name of an operation without namespace, overload or in-place underscore, or the name of another function."""
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name.partition("::")[2]
         return name if name.startswith("__") else name.rstrip("_")
@@ -89,9 +89,9 @@ def is_all_zeros(node: fx.Node) -> bool:
 
 
 def shape(node: Any) -> tuple[int, ...] | None:
-    """Return the shape of the node's value, None where it is no tensor.
+    """Return the shape of the node's value; None if it is not a tensor.
 
-    A dynamic size is the one it was captured with; a size that depends on the data is 0.
+    A dynamic size is the one of the capture; a size that depends on the data is 0.
     """
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor):
@@ -113,7 +113,7 @@ def is_float(node: fx.Node) -> bool:
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Return whether the operation multiplies by weights or mixes tokens; operations of unknown namespaces count as such."""
+    """Return whether the operation multiplies by weights or mixes tokens, or is of an unknown namespace."""
     name = op(node)
     if node.op != "call_function" or name == "getitem":
         return False
@@ -125,7 +125,7 @@ def is_heavy(node: fx.Node) -> bool:
 
 
 def is_product(function: Any) -> bool:
-    """Return whether a function that Python code calls, an operator or one of torch, is one that `is_heavy` calls a product."""
+    """Return whether a function called by Python code, an operator or one of torch, is a product in the sense of `is_heavy`."""
     namespace = "aten"
     if isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         packet: Any = function.overloadpacket if isinstance(function, torch._ops.OpOverload) else function
@@ -134,7 +134,7 @@ def is_product(function: Any) -> bool:
 
 
 def mixes_tokens(node: fx.Node) -> bool:
-    """Return whether the operation by itself lets one position read another (attention aside)."""
+    """Return whether the operation alone (attention excluded) makes one position depend on another."""
     name = op(node)
     if name in CONVOLUTION:
         return not is_pointwise_convolution(node)
@@ -142,7 +142,7 @@ def mixes_tokens(node: fx.Node) -> bool:
 
 
 def is_pointwise_convolution(node: fx.Node) -> bool:
-    """Return whether a convolution is a matrix for each position: a kernel of one place, no position left out or added."""
+    """Return whether a convolution is one matrix for each position: kernel size 1, without stride or padding."""
     before, kernel, after = shape(node.args[0]), shape(node.args[1]), shape(node)
     return bool(before and kernel and after) and set(kernel[2:]) == {1} and before[2:] == after[2:]  # type: ignore[index]
 
@@ -190,14 +190,14 @@ def carried_operands(node: fx.Node, depends: set[fx.Node]) -> list[fx.Node]:
 
 
 def same_width_operand(node: fx.Node, out: tuple[int, ...]) -> list[fx.Node]:
-    """Return the first operand, where its last dimension is that of the result."""
+    """Return the first operand, if its last dimension equals that of the result."""
     source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     before = shape(source)
     return [source] if source is not None and before and before[-1] == out[-1] else []
 
 
 def carried_by_arithmetic(node: fx.Node, out: tuple[int, ...], depends: set[fx.Node]) -> list[fx.Node]:
-    """Return the one operand of a sum or product that the other only shifts, scales or masks."""
+    """Return the operand of a sum or product that the other operand only shifts, scales or masks."""
     left = node.args[0] if node.args else None
     right = node.args[1] if len(node.args) > 1 else None
     if not isinstance(right, fx.Node):
@@ -206,12 +206,12 @@ def carried_by_arithmetic(node: fx.Node, out: tuple[int, ...], depends: set[fx.N
         return [right] if (shape(right) or (0,))[-1:] == out[-1:] else []
 
     def minor(part: fx.Node) -> bool:
-        """Return a scale, offset or mask: independent of the inputs' content, or one number a position."""
+        """Return whether `part` is a scale, offset or mask: independent of the inputs' content, or one number per position."""
         size = shape(part)
         return part not in depends or size is None or not size or size[-1] == 1 or not is_float(part)
 
     def major(part: fx.Node) -> bool:
-        """Return a representation as wide as the result."""
+        """Return whether `part` is a representation as wide as the result."""
         size = shape(part)
         return part in depends and bool(size) and size[-1] == out[-1]  # type: ignore[index]
 

@@ -1,11 +1,11 @@
-"""The data flow of a captured program: what each value depends on, and where a heavy operation lies in between.
+"""The data flow of a captured program: the dependences of each value, and the heavy operations on the paths between values.
 
-The ancestors of every node are a bit mask, a Python integer with one bit for each node, so that "does this depend on that" is one
-`&`; all of them together cost one pass over the nodes. `networkx` holds the same edges as a graph (`Dataflow.graph`), for users of
-`Anatomy.graph` and for the layout of drawings; no query here goes through it. `backward_slice` and `forward_slice` are walks over
-the `fx` nodes themselves, for programs whose masks nobody needs.
+The ancestors of a node are a bit mask, a Python integer with one bit per node, so that a query for a dependence is one `&`; all
+masks together cost one pass over the nodes. `networkx` has the same edges as a graph (`Dataflow.graph`), for users of
+`Anatomy.graph` and for the layout of drawings; no query here uses it. `backward_slice` and `forward_slice` are walks over the `fx`
+nodes, for programs without masks.
 
-Inputs that are states of earlier tokens, where no cache object stores them: the model takes them and returns them longer.
+Also here: inputs that are states of earlier tokens. A model without a cache object takes them and returns them extended.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from retrofit.program.program import MUTATION, Call, Program
 class Dataflow:
     """Ancestors, heavy ancestors and carried operands of every node of `program`.
 
-    What reads only the shape of an operand (`zeros_like`) does not depend on it. The words *heavy* and *carry* are those of
-    `aten_ops`.
+    An operation that reads only the shape of an operand (`zeros_like`) does not depend on it. `aten_ops` defines *heavy* and
+    *carry*.
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.nodes = [node for node in program.graph.nodes if node.op != "output"]
         self.position = {node: index for index, node in enumerate(self.nodes)}
-        self.ancestors: dict[fx.Node, int] = {}  # bit mask, the node itself included
+        self.ancestors: dict[fx.Node, int] = {}  # bit mask, including the node itself
         self.heavy_ancestors: dict[
             fx.Node, int
-        ] = {}  # bit mask of those with a heavy operation on a path to the node, itself included
+        ] = {}  # bit mask of the ancestors with a heavy operation on a path to the node, which may be the node itself
         self.depends: set[fx.Node] = set()  # the nodes that depend on the contents of the inputs, not only on their shapes
         self.carried_operands: dict[fx.Node, list[fx.Node]] = {}  # the operands that each node carries
-        self.queries: set[fx.Node] = set()  # where streams begin that are the same for all inputs; they count as inputs
+        self.queries: set[fx.Node] = set()  # starts of streams that are the same for all inputs; they count as inputs
         for node in self.nodes:
             self.visit(node)
         if found := constant_streams(self):
@@ -66,7 +66,7 @@ class Dataflow:
         ]
 
     def visit(self, node: fx.Node) -> None:
-        """The masks of `node`, from those of its operands."""
+        """Compute the masks of `node` from those of its operands."""
         operands = [] if op(node) in LIKE else [part for part in node.all_input_nodes if part in self.position]
         mask, heavy = 1 << self.position[node], 0
         for part in operands:
@@ -79,12 +79,12 @@ class Dataflow:
 
     @functools.cached_property
     def named(self) -> dict[str, fx.Node]:
-        """The nodes by name."""
+        """Return the nodes by name."""
         return {node.name: node for node in self.nodes}
 
     @functools.cached_property
     def operations_of_calls(self) -> dict[Call, set[str]]:
-        """The operations in each call itself; "heavy" for those that are."""
+        """Return the operations computed in each call itself; "heavy" represents the heavy ones."""
         found: dict[Call, set[str]] = {}
         for node in self.nodes:
             found.setdefault(self.call_of(node), set()).add("heavy" if is_heavy(node) else op(node))
@@ -92,7 +92,7 @@ class Dataflow:
 
     @functools.cached_property
     def trained(self) -> set[fx.Node]:
-        """The floats that get a gradient from an output: it depends on them through floats, not by comparison or choice alone."""
+        """Return the floats with a gradient: an output depends on them through floats, not only by comparison or selection."""
         found = {node for name, node in self.program.outputs.items() if is_float(node) and not name.startswith(MUTATION)}
         for node in reversed(self.nodes):
             if node in found and op(node) not in NO_GRADIENT | LIKE:
@@ -112,28 +112,28 @@ class Dataflow:
         return bool(self.ancestors[late] & self.bit(early))
 
     def reaches_through_heavy_op(self, early: fx.Node, late: fx.Node) -> bool:
-        """Return whether `late` depends on `early` along a path with a heavy operation on it, be it `late` itself."""
+        """Return whether `late` depends on `early` along a path with a heavy operation, which may be `late` itself."""
         return bool(self.heavy_ancestors[late] & self.bit(early))
 
     def between(self, early: fx.Node, late: fx.Node) -> list[fx.Node]:
-        """Return the nodes on the paths from `early` (left out) to `late` (included), in order."""
+        """Return the nodes on the paths from `early` (excluded) to `late` (included), in order."""
         above, bit = self.ancestors[late], self.bit(early)
         first, last = self.position[early], self.position[late]
         return [node for node in self.nodes[first + 1 : last + 1] if above & self.bit(node) and self.ancestors[node] & bit]
 
     def carried_chain(self, node: fx.Node) -> list[fx.Node]:
-        """`node`, the one operand it carries, the one that this carries, and so on upwards."""
+        """Return `node`, the single operand that it carries, the one that this carries, and so on upwards."""
         chain = [node]
         while len(self.carried_operands[chain[-1]]) == 1:
             chain.append(self.carried_operands[chain[-1]][0])
         return chain
 
     def call_of(self, node: fx.Node) -> Call:
-        """Return the innermost module call the node was computed in."""
+        """Return the innermost module call in which the node was computed."""
         return self.program.owner.get(node, self.program.root)
 
     def parameters_of(self, nodes: list[fx.Node]) -> dict[str, int]:
-        """Name and element count of every parameter that `nodes` read, directly or through operations on weights alone."""
+        """Return name and element count of each parameter that `nodes` read, directly or through operations on weights alone."""
         sizes: dict[str, int] = {}
         pending, seen = list(nodes), set(nodes)
         while pending:
@@ -166,7 +166,7 @@ class Dataflow:
 
 
 def constant_streams(flow: Dataflow) -> set[fx.Node]:
-    """Return where streams begin that are the same for all inputs until a layer adds something of these: a decoder's queries."""
+    """Return the starts of streams that are constant until a layer adds a function of the inputs: a decoder's queries."""
     found: set[fx.Node] = set()
     for node in flow.nodes:
         if op(node) != "add" or node not in flow.depends:
@@ -182,7 +182,11 @@ def constant_streams(flow: Dataflow) -> set[fx.Node]:
 
 
 def constant_chain(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
-    """`node`, which depends on no input, and the stream above it: what it carries, and of a sum the term that the other reads."""
+    """Return `node`, which depends on no input, and the stream above it.
+
+    That is its carried operand, the one that this carries, and so on; in a sum, the term that another term depends on through a
+    heavy operation.
+    """
     chain = [node]
     computed = {earlier for earlier in flow.nodes[: flow.position[node] + 1] if earlier.op == "call_function"}
     while True:
@@ -197,17 +201,17 @@ def constant_chain(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
 
 
 def has_parts(node: fx.Node) -> bool:
-    """Return whether the value is several tensors."""
+    """Return whether the value consists of several tensors."""
     return isinstance(node.meta.get("val"), (tuple, list))
 
 
 def is_assertion(node: fx.Node) -> bool:
-    """Return whether the operation only checks something about its operands."""
+    """Return whether the operation only asserts a property of its operands."""
     return op(node).startswith("_assert")
 
 
 def backward_slice(results: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that the results depend on, themselves included."""
+    """Return the nodes that the results depend on, including the results."""
     found: set[fx.Node] = set()
     pending = list(results)
     while pending:
@@ -219,7 +223,7 @@ def backward_slice(results: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def forward_slice(sources: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return the sources, and those of `nodes`, which come in order, that depend on one of them."""
+    """Return the sources and those of `nodes`, given in order, that depend on one of them."""
     found = set(sources)
     for node in nodes:
         if not found.isdisjoint(node.all_input_nodes):
@@ -228,7 +232,7 @@ def forward_slice(sources: Iterable[fx.Node], nodes: Iterable[fx.Node]) -> set[f
 
 
 def state_inputs(program: Program) -> list[str]:
-    """Return the inputs that an output extends: it is such an input joined with more, and nothing else."""
+    """Return the inputs that an output extends: the output is such an input concatenated with more, and nothing else."""
     found: list[str] = []
     for output in program.outputs.values():
         pending: list[tuple[fx.Node, bool]] = [(output, False)]
@@ -242,7 +246,7 @@ def state_inputs(program: Program) -> list[str]:
 
 
 def refuse_state_inputs(program: Program, name: str) -> None:
-    """Raises `DoesNotFitError` where the model takes states; `name` is the pass whose layers need more of earlier tokens."""
+    """Raises `DoesNotFitError` if the model takes states as inputs; `name` is the pass whose layers need more of earlier tokens."""
     if found := state_inputs(program):
         raise DoesNotFitError(
             f"the model takes the states of earlier tokens as inputs, such as {found[0]}",
@@ -254,10 +258,10 @@ def refuse_state_inputs(program: Program, name: str) -> None:
 
 
 def number_is_loss(program: Program, model: nn.Module) -> bool:
-    """Return whether a single number that `model` returns in a tuple is its loss, wherever it is and whatever its targets.
+    """Return whether a single number that `model` returns in a tuple is its loss, at any position and for any targets.
 
-    It is where a call without targets returns none. Where the program was captured with targets, a loss is what alone depends on
-    one of the inputs. A model that takes `labels` returns its loss as transformers' models do.
+    It is the loss if a call without targets returns no number. If the program was captured with targets, the loss is the only
+    output that depends on one of the inputs. A model that takes `labels` returns its loss as transformers' models do.
     """
     if "labels" in forward_parameters(model):
         return False

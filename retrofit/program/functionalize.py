@@ -1,12 +1,12 @@
-"""Functionalize a graph: in-place operations become pure ones.
+"""Functionalize a graph: replace in-place operations by pure ones.
 
-`torch` can do that for any program by tracing it once more, which is slow. Here each operation is visited once, in order, with an
-alias analysis: which values may share memory, which are views and of what, and which node holds the current contents of each. A
-value read after an in-place write is read from its current node, a view is computed again, and what was written into a view is
+`torch` can functionalize any program by tracing it again, which is slow. Here each operation is visited once, in order, with an
+alias analysis: which values may share memory, which are views of which base, and which node holds the current contents of each. A
+value read after an in-place write is read from its current node, a view is computed again, and contents written into a view are
 scattered into its base.
 
-What is computed anew may lie in memory in another order than what was written into. From there on a view becomes a reshape, and
-an operation that reads strides gets a copy in the order of the trace.
+A recomputed value may have another memory layout than the one that was written into. Its views become reshapes, and operations that
+read strides get a copy in the traced layout.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor, fx
 from retrofit.program.aten_ops import ACTIVATION, ATTENTION, CONVOLUTION, NORM, PRODUCT, extent, op
 
 aten: Any = torch.ops.aten
-# Operations whose result never lies in the memory of an operand. An einsum of one operand may only transpose it.
+# Operations whose result never shares memory with an operand. An einsum of one operand may only transpose it.
 NON_ALIASING = (PRODUCT | CONVOLUTION | ATTENTION | NORM | ACTIVATION) - {"einsum"}
-# The operation, with its operands, that puts a view's new contents back into its base: from the base before the write, the new
+# The operation, with its operands, that writes a view's new contents back into its base: from the base before the write, the new
 # contents, and the view's other arguments.
 ViewInverse = Callable[..., tuple[Any, tuple[Any, ...]]]
 VIEW_INVERSES: dict[Any, ViewInverse] = {
@@ -43,7 +43,7 @@ VIEWS = {
     aten.squeeze.dim,
     aten.squeeze.dims,
 }
-# Operations whose result lies in memory in one order, in whatever order their operands do.
+# Operations whose result has one memory layout, whatever the layout of their operands.
 FIXED_LAYOUT = frozenset(("linear", "mm", "bmm", "addmm", "baddbmm", "layer_norm", "native_layer_norm", "embedding"))
 BY_STRIDES = {  # operations that read an operand's strides
     aten.as_strided.default,
@@ -66,10 +66,10 @@ def mutates(node: fx.Node) -> bool:
 
 
 def functionalize(graph: fx.Graph) -> bool:
-    """Rewrites the graph so that no operation writes into an operand; returns whether that was possible.
+    """Rewrite the graph so that no operation writes into an operand; return whether that was possible.
 
-    The graph is left as it is where an operation writes into an input or a weight, or into memory that a value read later may or
-    may not share, and where it holds a `vmap`, which depends on the order of its operations.
+    The graph is unchanged if an operation writes into an input or a weight, or into memory that a value read later may or may not
+    share, and if it contains a `vmap`, which depends on the order of its operations.
     """
     if any(getattr(node.target, "__module__", "") == VMAP for node in graph.nodes):
         return False
@@ -86,19 +86,19 @@ def functionalize(graph: fx.Graph) -> bool:
 
 
 class Functionalizer:
-    """Rewrites a graph in order, with an alias analysis of what it has visited."""
+    """Rewrites a graph in order, with an alias analysis of the visited nodes."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
         self.aliases: dict[fx.Node, set[fx.Node]] = {}  # value → the values that may share its memory, itself included
         self.view_base: dict[fx.Node, fx.Node] = {}  # view → its base
         self.write_target: dict[fx.Node, fx.Node] = {}  # result of an in-place operation → the value it was written into
-        self.current: dict[fx.Node, fx.Node | None] = {}  # value → the node of its current contents; None: to be computed again
+        self.current: dict[fx.Node, fx.Node | None] = {}  # value → the node with its current contents; None: to be computed again
         self.inserted: list[fx.Node] = []
-        self.relaid: set[fx.Node] = set()  # values that may lie in memory in another order than when they were captured
+        self.relaid: set[fx.Node] = set()  # values whose memory layout may differ from the captured one
 
     def run(self) -> None:
-        """No operation writes into an operand; raises `UnknownValueError` half way where the contents of a value are not known."""
+        """Make all operations pure. Raises `UnknownValueError`, half way, if the contents of a value are not known."""
         for node in list(self.graph.nodes):
             operands = node.all_input_nodes
             for operand in operands:
@@ -120,7 +120,7 @@ class Functionalizer:
                 self.graph.erase_node(node)
 
     def current_value(self, node: fx.Node, reader: fx.Node) -> fx.Node:
-        """Return the node with the current contents of `node` where `reader` reads it; a stale view is computed again there."""
+        """Return the node with the contents of `node` at the time `reader` reads it; a stale view is computed again there."""
         if node in self.write_target:
             return self.current_value(self.write_target[node], reader)
         value = self.current.get(node, node)
@@ -137,7 +137,7 @@ class Functionalizer:
         return value
 
     def follow_layout(self, node: fx.Node) -> None:
-        """`node` computes the same of values that lie in memory in another order; `UnknownValueError` where it cannot."""
+        """Make `node` compute the same on values in another memory layout. Raises `UnknownValueError` if it cannot."""
         if self.relaid.isdisjoint(node.all_input_nodes):
             return
         if node.target in BY_STRIDES:
@@ -155,13 +155,13 @@ class Functionalizer:
             self.relaid.add(node)
 
     def add_alias(self, node: fx.Node, others: list[fx.Node]) -> None:
-        """`node` may share memory with the others, and with what these may share it with."""
+        """Record that `node` may share memory with the others, and with all that these may share memory with."""
         family = {node}.union(*(self.aliases.get(member, {member}) for member in others if holds_tensors(member)))
         for member in family:
             self.aliases[member] = family
 
     def rewrite_in_place_op(self, node: fx.Node, operands: list[fx.Node]) -> None:
-        """Make the operation pure: it returns the new contents of what it wrote into, and all aliases of that are stale."""
+        """Make the operation pure: it returns the new contents of its target, whose aliases all become stale."""
         written, pure = operands[0], functional_overload(node)
         family = self.aliases.get(written, {written})
         if pure is None or any(view.op != "call_function" for view in family):
@@ -185,7 +185,7 @@ class Functionalizer:
             self.relaid.add(value)
 
     def view_chain(self, written: fx.Node, reader: fx.Node) -> list[tuple[fx.Node, fx.Node | None]]:
-        """`written`, its base, the base of that, and so on as far as views have inverses; each with its base's current node."""
+        """Return `written`, its base, the base of that, and so on while views have inverses; each with its base's current node."""
         chain: list[tuple[fx.Node, fx.Node | None]] = []
         link = written
         while link in self.write_target or (link in self.view_base and link.target in VIEW_INVERSES and not link.kwargs):
@@ -202,13 +202,13 @@ class Functionalizer:
 
 
 def fills_memory_in_order(value: Tensor) -> bool:
-    """Return whether the value, dynamic sizes as captured, is contiguous from the start of its memory."""
+    """Return whether the value (dynamic sizes as captured) is contiguous from the start of its memory."""
     in_order = torch.empty([extent(size) for size in value.shape], device="meta").stride()
     return [extent(step) for step in value.stride()] == [*in_order] and extent(value.storage_offset()) == 0
 
 
 def reaches_beyond(node: fx.Node) -> bool:
-    """Return whether a value read by strides reaches beyond the elements of the operand."""
+    """Return whether a value read by strides extends beyond the elements of the operand."""
     value, (whole, *_) = node.meta.get("val"), node.all_input_nodes
     if node.target is not aten.as_strided.default or not isinstance(value, Tensor):
         return False
@@ -222,14 +222,15 @@ def holds_tensors(node: fx.Node) -> bool:
 
 
 def inverse_permutation(order: list[int]) -> list[int]:
-    """Return the permutation that undoes `order`."""
+    """Return the inverse of the permutation `order`."""
     return [[dim % len(order) for dim in order].index(place) for place in range(len(order))]
 
 
 def replace_nondifferentiable_copies(graph: fx.Graph) -> None:
-    """Turn every `aten.copy`, the pure form of `copy_`, into a cast with a clone, of an expansion where the shapes differ.
+    """Replace every `aten.copy`, the pure form of `copy_`, by a cast with a clone, after an expansion if the shapes differ.
 
-    It has no derivative itself. The clone lies in memory as what it was written into did, or else no view depends on that.
+    `aten.copy` has no derivative. The clone gets the memory layout of the value that was written into; if it does not, views become
+    reshapes.
     """
     for node in list(graph.nodes):
         if node.target is not aten.copy.default or not isinstance(node.args[1], fx.Node):
@@ -253,9 +254,9 @@ def replace_nondifferentiable_copies(graph: fx.Graph) -> None:
 
 
 def may_alias_operand(node: fx.Node) -> bool:
-    """Return whether the value may lie in the memory of an operand: it is a view of one, or the operand itself.
+    """Return whether the value may share memory with an operand: as a view of it, or as the operand itself.
 
-    The schema of a composite operation does not say (`type_as`, and dropout in evaluation).
+    The schema of a composite operation does not say this (`type_as`, and dropout in evaluation).
     """
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
@@ -269,7 +270,7 @@ def may_alias_operand(node: fx.Node) -> bool:
 
 
 def is_result_of_its_own(node: fx.Node) -> bool:
-    """Return whether the value is one of several that an operation returns, in memory that it shares with none of the others."""
+    """Return whether the value is one of several results of an operation and shares memory with none of the others."""
     if node.target is not operator.getitem:
         return False
     source: Any = node.args[0]
@@ -278,7 +279,7 @@ def is_result_of_its_own(node: fx.Node) -> bool:
 
 
 def functional_overload(node: fx.Node) -> Any:
-    """Return the operation that returns what `node`, such as `x.add_(y)`, writes into its first operand; None without one."""
+    """Return the pure operation that returns what `node`, such as `x.add_(y)`, writes into its first operand; None without one."""
     target: Any = node.target
     schema = target._schema
     namespace, _, name = schema.name.partition("::")

@@ -1,4 +1,4 @@
-"""A captured program: the graph, what its placeholders hold, and every module call with its inputs and outputs."""
+"""A captured program: the graph, the contents of its placeholders, and every module call with its inputs and outputs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
 from retrofit.inputs.module_calls import watched
 
-MUTATION = "mutation "  # before a number, in the name of an output that is the new value of a buffer
+MUTATION = "mutation "  # before a number: the name of an output that is the new value of a buffer
 
 Key = int | str | None
 
 
 @dataclasses.dataclass
 class Call:
-    """One call of one module: the node passed as each argument, the node returned as each output."""
+    """One call of one module: the node passed as each argument, and the node returned as each output."""
 
     path: str
     index: int  # 0 for the first call of that module, 1 for its second
-    number: int  # position among all calls, in the order they began
+    number: int  # position among all calls, in the order of their starts
     parent: Call | None
     names: tuple[str, ...] = ()  # the other paths of its module, by which it may have been called
     inputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
     outputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
-    kept: dict[str, fx.Node] = dataclasses.field(default_factory=dict)  # by attribute: the tensors that its code left in the module
+    kept: dict[str, fx.Node] = dataclasses.field(default_factory=dict)  # by attribute: the tensors that its code left on the module
 
     def __hash__(self) -> int:
         return self.number
@@ -42,44 +42,44 @@ class Call:
 
     @property
     def chain(self) -> Iterator[Call]:
-        """This call and the calls around it, innermost first."""
+        """Yield this call and the calls around it, innermost first."""
         call: Call | None = self
         while call is not None:
             yield call
             call = call.parent
 
     def encloses(self, other: Call) -> bool:
-        """Return whether `other` is this call, or was made while it ran."""
+        """Return whether `other` is this call, or was made during it."""
         return any(call is self for call in other.chain)
 
 
 @dataclasses.dataclass
 class Program:
-    """A captured model: its graph, what each placeholder holds, its module calls."""
+    """A captured model: its graph, the contents of each placeholder, its module calls."""
 
     graph: fx.Graph
     parameters: dict[fx.Node, str]  # placeholder → parameter name
     buffers: dict[fx.Node, str]  # placeholder → buffer name
     constants: dict[fx.Node, str]
-    inputs: dict[fx.Node, str]  # placeholder → name of the argument
-    outputs: dict[str, fx.Node]  # name of the output → node
-    calls: list[Call]  # the root call, of the model itself, first
-    owner: dict[fx.Node, Call]  # the innermost call a node was computed in
+    inputs: dict[fx.Node, str]  # placeholder → argument name
+    outputs: dict[str, fx.Node]  # output name → node
+    calls: list[Call]  # the first is the root call, of the model itself
+    owner: dict[fx.Node, Call]  # the innermost call in which a node was computed
     values: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)  # of the constants and buffers
     examples: dict[str, Any] = dataclasses.field(default_factory=dict)  # the arguments it was captured with, by name
-    returns: Any = None  # the class that the model's outputs come in
-    constant_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # by name: what it returns that is no tensor
-    results: tuple[str, ...] = ()  # the names of all that it returns, in order
-    layout: Any = None  # how these nest, in the terms of torch's pytree
-    branches: bool = False  # whether the code branches on values: the program then holds the branches these inputs take
+    returns: Any = None  # the class of the model's output
+    constant_outputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # by name: outputs that are not tensors
+    results: tuple[str, ...] = ()  # the names of all outputs, in order
+    layout: Any = None  # their nesting, as a pytree spec of torch
+    branches: bool = False  # whether the code branches on values: the program then holds the branches that these inputs take
 
     @property
     def root(self) -> Call:
-        """The call of the model itself."""
+        """Return the call of the model itself."""
         return self.calls[0]
 
     def replace_node(self, gone: fx.Node, by: fx.Node) -> None:
-        """Replace the node `gone` by the node `by` wherever it is read, returned or taken, and erase it."""
+        """Replace the node `gone` by the node `by` in all users, outputs and calls, and erase it."""
         gone.replace_all_uses_with(by)
         of_calls = (table for call in self.calls for table in (call.inputs, call.outputs, call.kept))
         tables: list[dict[Any, fx.Node]] = [self.outputs, *of_calls]
@@ -99,7 +99,7 @@ SLICED = re.compile(r"slice\((None|\d+), (?:None|-?\d+), (None|\d+)\)\.(\d+)")
 
 
 def calls_from_metadata(exported: torch.export.ExportedProgram) -> list[Call]:
-    """Return the module calls in the metadata of an exported program, without inputs and outputs, which it does not hold."""
+    """Return the module calls in the metadata of an exported program, which does not contain their inputs and outputs."""
     calls = {("", 0): Call("", 0, 0, None)}
     for node in exported.graph.nodes:
         parent = calls["", 0]
@@ -110,7 +110,7 @@ def calls_from_metadata(exported: torch.export.ExportedProgram) -> list[Call]:
 
 
 def innermost_call(node: fx.Node, by_path: Mapping[tuple[str, int], Call], root: Call) -> Call:
-    """Return the call a node was traced in, by its module stack."""
+    """Return the call in which a node was traced, by its module stack."""
     call = base = root
     for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
         path, index = without_slices(path), int(key.partition("@")[2] or 0)
@@ -123,10 +123,10 @@ def innermost_call(node: fx.Node, by_path: Mapping[tuple[str, int], Call], root:
 
 
 def call_below(path: str, index: int, base: Call, by_path: Mapping[tuple[str, int], Call]) -> Call | None:
-    """Return the call of the module at `path` below the module of `base`, perhaps inside a wrapper; None where there is none.
+    """Return the call of the module at `path` below the module of `base`, possibly inside a wrapper; None if there is none.
 
-    Where some module has two names, the tracer restarts its paths at a module that the code did not reach by its name. Its call
-    counter, `index`, then belongs either to the module or to the one where the path restarted.
+    If a module has two names, the tracer restarts its paths at a module that the code did not reach by its name. Its call counter,
+    `index`, then belongs either to the module or to the one at which the path restarted.
     """
     for around in ("", "layer.", "layer.layer."):
         for count in (index, base.index):
@@ -139,17 +139,17 @@ def call_below(path: str, index: int, base: Call, by_path: Mapping[tuple[str, in
 def without_slices(path: str) -> str:
     """Return the module's own path, `layers.1`, for one through a slice of a module list, `layers.slice(None, 4, None).1`.
 
-    Where some module has two names, the tracer records the expression by which each was reached.
+    If a module has two names, the tracer records the expression by which each was reached.
     """
     return SLICED.sub(lambda found: str(slice_bound(found[1], 0) + slice_bound(found[2], 1) * int(found[3])), path)
 
 
 def slice_bound(text: str, otherwise: int) -> int:
-    """Return a start or step as it is written in a slice, with its default."""
+    """Return a start or step as written in a slice, or its default."""
     return otherwise if text == "None" else int(text)
 
 
-KEPT = "attribute "  # before the name, in a marker of what a call left in its module
+KEPT = "attribute "  # before the name, in the marker of a tensor that a call stored on its module
 
 
 # ── Markers ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,12 +167,12 @@ class Marker:
             return item
         if add_marker(item, self.call, self.leaves, repr(key)):
             return item
-        if id(item) not in self.marked:  # once: modules compare arguments with `is`
+        if id(item) not in self.marked:  # only once: modules compare arguments with `is`
             self.marked[id(item)] = torch.ops.retrofit.mark(item, self.call, self.leaves, repr(key))
         return self.marked[id(item)]
 
     def mark_all(self, value: Any) -> Any:
-        """`value` with a marker on every tensor in it, one level of tuple, list or mapping deep."""
+        """Return `value` with a marker on every tensor in it, one level of tuple, list or mapping deep."""
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return type(value)(*(self.mark(item, position) for position, item in enumerate(value)))
         if isinstance(value, (tuple, list)):
@@ -186,9 +186,9 @@ class Marker:
 
 
 def add_marker(item: torch.Tensor, *how: Any) -> bool:
-    """Add a marker of `item` to the graph that is being traced; return whether the trace knows its node.
+    """Add a marker of `item` to the graph being traced; return whether the trace knows its node.
 
-    The node alone, not the operation: a dispatch under fake tensors takes longer than everything else that is done for a call.
+    Adds the node without running the operation: a dispatch under fake tensors takes longer than all other work for a call.
     """
     mode = get_proxy_mode()
     tracked = None if mode is None else get_proxy_slot(item, mode.tracer, None)
@@ -233,25 +233,25 @@ def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
         with watched({path: module for path, module in model.named_modules() if path}, before=before, after=after):
             yield calls
     finally:
-        for module, known in names:  # `torch.export` restores what was there before, and leaves what is new: tensors of the trace
+        for module, known in names:  # `torch.export` restores existing attributes and leaves new ones: tensors of the trace
             for name in tensor_attributes(module).keys() - known:
                 delattr(module, name)
 
 
 def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that the module holds past its parameters and buffers."""
+    """Return the tensors that are attributes of the module, but neither parameters nor buffers."""
     return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
 def restore_users(graph: fx.Graph) -> None:
-    """Tell every node its users again: `torch.export` clears those of the result of a region under `no_grad`."""
+    """Restore the users of every node: `torch.export` clears those of the result of a region under `no_grad`."""
     for node in graph.nodes:
         for operand in node.all_input_nodes:
             operand.users.setdefault(node)
 
 
 def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
-    """Remove the markers and give the calls their inputs and outputs; return the innermost call of every node."""
+    """Remove the markers and set the calls' inputs and outputs; return the innermost call of every node."""
     owner: dict[fx.Node, Call] = {}
     mark = torch.ops.retrofit.mark.default
     by_path = CallsByPath(calls)
@@ -275,7 +275,7 @@ def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
 
 
 class CallsByPath(dict[tuple[str, int], Call]):
-    """Calls by path and index; of a module with several paths, whose calls the tracer counts by path, the one under way."""
+    """Calls by path and index; for a module with several paths, whose calls the tracer counts by path, the current call."""
 
     def __init__(self, calls: list[Call]) -> None:
         super().__init__({(call.path, call.index): call for call in calls})
@@ -287,7 +287,7 @@ class CallsByPath(dict[tuple[str, int], Call]):
 
 
 def parse_key(text: str) -> Key:
-    """Return the key that a marker holds as its `repr`."""
+    """Return the key from its `repr` in a marker."""
     if text == "None":
         return None
     return int(text) if text.lstrip("-").isdigit() else text[1:-1]
@@ -351,7 +351,7 @@ def output_names(exported: torch.export.ExportedProgram) -> list[str]:
 
 
 class Graph(fx.GraphModule):
-    """A graph module whose copies have all its attributes: config, examples, what was rewritten."""
+    """A graph module whose copies keep all its attributes: config, examples, the record of rewrites."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graph:
         new: Graph = super().__deepcopy__(memo)  # type: ignore[assignment]
@@ -360,7 +360,7 @@ class Graph(fx.GraphModule):
 
 
 def register_tensor(root: nn.Module, name: str, value: Tensor, saved: bool = True) -> None:
-    """`value` is the parameter or buffer called `name` of `root`; plain modules are added for the path to it."""
+    """Register `value` as the parameter or buffer `name` of `root`; plain modules are added for the path to it."""
     path, _, leaf = name.rpartition(".")
     owner = root
     for piece in filter(None, path.split(".")):

@@ -1,8 +1,8 @@
 """The stable interface between the library and its passes: all names that a pass may import.
 
-This file is the core. What fewer passes need is in the rings around it: in `retrofit.sdk.anatomy` what models consist of, in
-`program` the graph behind it, in `modules` what parts of a model are replaced by, in `data` what a start is fitted to. A pass
-imports from these and from its own package, and from nothing else of `retrofit`. docs/write_a_pass.md builds one.
+This module is the core. Names that fewer passes need are in submodules: `retrofit.sdk.anatomy` for the parts of models, `program`
+for the captured graph, `modules` for replacements and wrappers, `data` for fitting a start. A pass imports from these and from its
+own package, and from nothing else in `retrofit`. docs/write_a_pass.md builds a pass.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# What a pass is: options, a plan of what would be rewritten, an edit that does it.
+# The definition of a pass: options, a plan of the rewrite, an edit that makes it.
 from retrofit.passbase.protocol import Pass as Pass
 from retrofit.passbase.protocol import Plan as Plan
 from retrofit.passbase.protocol import Rewrite as Rewrite
@@ -22,7 +22,7 @@ from retrofit.passbase.options import selected_layers as selected_layers
 from retrofit.surgery.edit import Edit as Edit
 from retrofit.surgery.edit import Rearranged as Rearranged
 
-# What `plan` reads and what it finds.
+# Inputs and results of `plan`.
 from retrofit.anatomy.anatomy import Anatomy as Anatomy
 from retrofit.anatomy.parts import Stack as Stack
 from retrofit.anatomy.parts import Layer as Layer
@@ -47,7 +47,7 @@ from retrofit.surgery.wrappers import find_argument as find_argument
 from retrofit.surgery.wrappers import map_first as map_first
 from retrofit.surgery.wrappers import with_item as with_item
 
-# The method's formula once more, for the check `method`.
+# The independent implementation, for the check `method`.
 from retrofit.passbase.method_reference import MethodReference as MethodReference
 from retrofit.passbase.method_reference import ModuleReference as ModuleReference
 from retrofit.passbase.method_reference import Inside as Inside
@@ -65,7 +65,7 @@ RINGS = ("anatomy", "program", "modules", "data")
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        """Return a name of a ring: `retrofit.sdk` had them all once, and passes elsewhere may import them from here."""
+        """Return a name of a submodule: `retrofit.sdk` once had all names, and other packages may still import them from here."""
         for ring in () if name.startswith("__") else RINGS:
             module = importlib.import_module(f"{__name__}.{ring}")
             if hasattr(module, name):

@@ -1,4 +1,4 @@
-"""Data to fit a start to, and running a model on it: calibration, recorded calls, errors by token, memory, progress."""
+"""Data for fitting a start, and running a model on it: calibration, recorded calls, weighted errors, memory, progress."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from retrofit.inputs.calibration import split_calibration as split_calibration
 from retrofit.inputs.calibration import evenly_spaced as evenly_spaced
 from retrofit.inputs.calibration import windows_of_batch as windows_of_batch
 
-# Calls of modules, to repeat them with what replaces the module.
+# Calls of modules, to be repeated with a replacement.
 from retrofit.inputs.module_calls import RecordedCall as RecordedCall
 from retrofit.inputs.module_calls import watched as watched
 from retrofit.inputs.module_calls import float_tensors as float_tensors
 
-# Errors in which no token decides by its length.
+# Errors in which no long token dominates.
 from retrofit.numerics.distances import DensePredictions as DensePredictions
 from retrofit.numerics.distances import outputs_of as outputs_of
 from retrofit.numerics.distances import token_weights as token_weights
 from retrofit.numerics.distances import weighted_error as weighted_error
 
-# Inputs: names, those left out of the example, trials with others.
+# Inputs: names, arguments missing from the example, trials with others.
 from retrofit.inputs.example_inputs import forward_parameters as forward_parameters
 from retrofit.inputs.optional_inputs import left_out as left_out
 from retrofit.inputs.probes import accepts as accepts
@@ -34,7 +34,7 @@ from retrofit.inputs.probes import is_per_token as is_per_token
 from retrofit.inputs.probes import ids_name as ids_name
 from retrofit.inputs.example_inputs import vocabulary_of as vocabulary_of
 
-# A model left as it was found.
+# Runs that leave a model unchanged.
 from retrofit.inputs.model_state import evaluation_mode as evaluation_mode
 from retrofit.inputs.model_state import preserve_state as preserve_state
 from retrofit.inputs.model_memory import without_weights as without_weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Feed-forwards that replace others.
+# Replacements of feed-forwards.
 from retrofit.anatomy.feed_forwards import FeedForwardBlock as FeedForwardBlock
 from retrofit.anatomy.feed_forwards import RowMajor as RowMajor
 from retrofit.anatomy.feed_forwards import PackableRows as PackableRows
@@ -33,7 +33,7 @@ from retrofit.surgery.cache_memory import is_growing as is_growing
 from retrofit.surgery.cache_memory import staying_tokens as staying_tokens
 from retrofit.surgery.cache_memory import packs_sequences as packs_sequences
 
-# Calls of torch's fused attention, and the tokens that a mask shows.
+# Calls of torch's fused attention, and the tokens visible in a mask.
 from retrofit.surgery.wrappers import FUSED_ARGUMENTS as FUSED_ARGUMENTS
 from retrofit.surgery.wrappers import AnsweredFusedAttention as AnsweredFusedAttention
 from retrofit.surgery.wrappers import MULTI_HEAD as MULTI_HEAD
@@ -43,10 +43,10 @@ from retrofit.surgery.wrappers import query_positions as query_positions
 from retrofit.surgery.wrappers import unpadded_tokens as unpadded_tokens
 from retrofit.surgery.wrappers import visible_keys as visible_keys
 
-# Whether weights are those of files, of which no copy may be in memory.
+# Whether weights are mapped from files, so that no copy may be in memory.
 from retrofit.files.memory import weights_are_mapped as weights_are_mapped
 
-# Tables whose rows are looked up by indices that follow from the ids.
+# Tables whose rows are looked up by indices computed from the ids.
 from retrofit.surgery.row_tables import RowTables as RowTables
 from retrofit.surgery.row_tables import release_zeros as release_zeros
 
@@ -56,7 +56,7 @@ from retrofit.surgery.auxiliary_losses import auxiliary_losses as auxiliary_loss
 from retrofit.program.dataflow import number_is_loss as number_is_loss
 from retrofit.surgery.auxiliary_losses import record_auxiliary_loss as record_auxiliary_loss
 
-# One of two ways to compute the same, which an exported program chooses by the sizes of its input.
+# Selection between two ways to compute the same, by the input sizes of an exported program.
 from retrofit.program.tracing import cond as cond
 from retrofit.program.tracing import holds_one_way as holds_one_way
 from retrofit.program.tracing import is_exporting as is_exporting

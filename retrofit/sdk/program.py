@@ -1,4 +1,4 @@
-"""The captured program behind an anatomy: a graph of ATen operations, the module calls they were made in, their data flow."""
+"""The captured program behind an anatomy: a graph of ATen operations, their module calls and their data flow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from retrofit.program.dataflow import refuse_state_inputs as refuse_state_inputs
 from retrofit.program.capture import Trial as Trial
 from retrofit.program.capture import failed_trials as failed_trials
 
-# What a node is: its operation, its shape, its dtype, constants, operands that become its result.
+# The properties of a node: operation, shape, dtype, constants, carried operands.
 from retrofit.program.aten_ops import op as op
 from retrofit.program.aten_ops import op_name as op_name
 from retrofit.program.aten_ops import shape as shape

@@ -1,9 +1,9 @@
 """Models on disk: `save` and `load` for `.pt` files and Hugging Face directories.
 
 A `.pt` file is `{"format", "architecture", "config", "recipe", "state_dict"}` in torch's own container, with the shapes of the
-`inputs` that the recipe was applied with where they were given, and nothing in it is code: it reads with
-`torch.load(path, weights_only=True)`. A directory is what `save_pretrained` writes. Both keep the recipe, and loading replays it on
-the empty dense model before the weights go in; a `.pt` file's weights are mapped from the file, not copied.
+`inputs` that the recipe was applied with, if they were given. It contains no code: `torch.load(path, weights_only=True)` reads it.
+A directory has the format of `save_pretrained`. Both contain the recipe. Loading replays it on the empty dense model before the
+weights are filled in; a `.pt` file's weights are mapped from the file, not copied.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from retrofit.storage.sampled_files import write_no_zeros
 
 @serialized
 def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: Any = None) -> Path:
-    """Write the model with its recipe to `path`, a `.pt`, `.pt2` or `.onnx` file or else a directory, whole or not at all.
+    """Write the model with its recipe to `path`, a `.pt`, `.pt2` or `.onnx` file or else a directory, completely or not at all.
 
-    An `.onnx` file is for inference, as `export_onnx` writes it. A directory holds the `tokenizer` too, where one is given.
+    An `.onnx` file is for inference, as written by `export_onnx`. In a directory the `tokenizer`, if given, is saved too.
 
-    Raises `CheckpointError` where something is there already (unless `force`), where nothing can be written, and for a model that
-    could not be built again from what the file says.
+    Raises `CheckpointError` if `path` exists (unless `force`), cannot be written, or would not determine how to build the model
+    again.
     """
     path = as_path(path)
     require_savable(model, path)
@@ -63,7 +63,7 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
 
 
 def require_savable(model: nn.Module, path: Path) -> None:
-    """Raises `CheckpointError` where the name, or the model itself, says already that it cannot be saved there."""
+    """Raises `CheckpointError` if the name, or the model itself, already shows that it cannot be saved there."""
     require_writable_kind(path)
     refuse_packed_layers(uncompiled(model), CheckpointError, "saved", "which a file of tensors does not hold")
     if path.suffix in FILES:
@@ -78,7 +78,7 @@ def require_savable(model: nn.Module, path: Path) -> None:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model itself, where torch.compile put its wrapper around it."""
+    """Return the model itself, without torch.compile's wrapper."""
     return getattr(model, "_orig_mod", model)
 
 
@@ -91,12 +91,12 @@ def load(
     build: Callable[[], nn.Module] | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> nn.Module:
-    """Return the model saved at `path`, rewritten as its recipe says, in eval mode, its weights in `dtype` or as they were saved.
+    """Return the model saved at `path`, rewritten by its recipe, in eval mode, its weights in `dtype` or as saved.
 
-    An `.onnx` file becomes a graph module that trains (`from_onnx`), a `.gguf` file the transformers model it was made from.
+    An `.onnx` file becomes a graph module that trains (`from_onnx`), a `.gguf` file the transformers model that it was made from.
 
-    `config` is the directory (or config.json) that describes a file of bare weights; `build` makes the dense model that a file's
-    weights belong to; `allow_pickle` admits files that can run code when they are read. Raises `CheckpointError`, and says why.
+    `config` is the directory (or config.json) that describes a file of bare weights; `build` creates the dense model for a file's
+    weights; `allow_pickle` permits files that can run code when they are read. Raises `CheckpointError`, with the reason.
     """
     path, dtype = as_path(path), as_dtype(dtype)
     if not path.exists():
@@ -134,7 +134,7 @@ def load(
 
 
 def require_no_description(path: Path, kind: str, config: object, build: object = None) -> None:
-    """Raises `CheckpointError` where a file or directory that describes its model comes with another description of it."""
+    """Raises `CheckpointError` if a second description is given for a file or directory that already describes its model."""
     given = [name for name, value in (("config= (--config)", config), ("build=", build)) if value is not None]
     if given:
         raise CheckpointError(
@@ -143,7 +143,7 @@ def require_no_description(path: Path, kind: str, config: object, build: object 
 
 
 def as_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
-    """Return the dtype, also from its name."""
+    """Return the dtype, given as such or by name."""
     dtype = getattr(torch, given, None) if isinstance(given, str) else given
     if given is not None and not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"{given!r} is not a dtype", remedy="use float32, bfloat16 or float16", option="dtype", code="choice")

@@ -1,6 +1,6 @@
-"""A rewritten model saved with what came with the dense one: tokenizer, chat template, other modules of a pipeline, the model card.
+"""A rewritten model saved with the dense one's other files: tokenizer, chat template, other modules of a pipeline, the model card.
 
-The card is the README.md of the directory: it says what the passes did, in front of what it said before.
+The card is the README.md of the directory: the changes made by the passes, followed by its earlier text.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from retrofit.storage.directories import MODULES, module_folders, transformer_fo
 from retrofit.storage.sampled_files import write_no_zeros
 
 BEGIN, END = OF_A_RECIPE, "<!-- retrofit: end -->"
-FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # the metadata that a card on the Hugging Face hub begins with
+FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # the metadata at the beginning of a card on the Hugging Face hub
 METADATA = "---\nlibrary_name: transformers\ntags:\n- retrofit\n---\n"
 OURS = re.compile(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
 
 
 def write_card(model: nn.Module, folder: Path, replaced: Path | None = None) -> None:
-    """README.md in `folder` says which passes `model` went through; a dense model's says nothing of passes.
+    """Describe, in README.md in `folder`, the passes that `model` went through; for a dense model remove that description.
 
-    What a card said before comes after that, its metadata before it; what was said of an earlier recipe is gone. The card before is
-    that in `folder`, or else that in the directory `replaced`, whose place the folder takes, where there is one.
+    The earlier text follows the description, and its metadata precede it; the description of an earlier recipe is removed. The
+    earlier text is that of README.md in `folder`, or else in the directory `replaced` that the folder will replace, if there is
+    one.
     """
     former = replaced / CARD if replaced is not None else None
     if former is not None and former.is_file() and not former.is_symlink() and not (folder / CARD).exists():
@@ -48,7 +49,7 @@ def write_card(model: nn.Module, folder: Path, replaced: Path | None = None) -> 
 
 
 def put_on_card(text: str, folder: Path) -> None:
-    """README.md in `folder` says this of the model, before what it said of the dense one."""
+    """Put `text` into README.md in `folder`, before the text on the dense model."""
     file = folder / CARD
     before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
     found = FRONT.match(before)
@@ -59,7 +60,7 @@ def put_on_card(text: str, folder: Path) -> None:
 
 
 def take_off_card(folder: Path) -> None:
-    """README.md in `folder` says what it said of the dense model; where that was nothing it is gone."""
+    """Restore the dense model's README.md in `folder`; delete it if it was empty."""
     file = folder / CARD
     if not says_recipe(file):
         return
@@ -72,7 +73,7 @@ def take_off_card(folder: Path) -> None:
 
 
 def description(model: nn.Module) -> str | None:
-    """Return what is said of a retrofitted model, as Markdown; None of a dense one."""
+    """Return the description of a retrofitted model, as Markdown; None for a dense one."""
     part = rewritten_part(model)
     specs = recipe_storage.stored_recipe(part)
     if not specs:
@@ -97,7 +98,7 @@ def description(model: nn.Module) -> str | None:
 
 
 def row(spec: str) -> str:
-    """Return what a pass does; of one that is not installed any more, only its name and options."""
+    """Return the row on a pass; only name and options if the pass is no longer installed."""
     try:
         pass_ = as_pass(spec)
     except RetrofitError:
@@ -105,28 +106,28 @@ def row(spec: str) -> str:
     return f"| `{pass_.spec()}` | {pass_.summary} | {pass_.paper} | {'the same' if pass_.exact else 'another'} |"
 
 
-WEIGHTS = (  # how the names of files of weights end
+WEIGHTS = (  # endings of the names of weight files
     *(".safetensors", ".bin", ".pt", ".pth", ".pt2", ".ckpt", ".h5", ".keras", ".msgpack", ".ot", ".tflite", ".pte", ".mlmodel"),
     *(".onnx", ".gguf", ".index.json", ".xml", "_data"),
 )
 
 
 def has_companions(source: Path) -> bool:
-    """Return whether more than a model may be at `source`."""
+    """Return whether there may be other files than the model's at `source`."""
     return source.is_dir() or source.suffix == gguf_header.SUFFIX
 
 
 def tokenizer_place(source: Path) -> Path:
-    """Return where the tokenizer of the model at `source` would be."""
+    """Return the place of the tokenizer of the model at `source`."""
     return transformer_folder(source) if source.is_dir() else source
 
 
 def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, force: bool) -> Path:
-    """Write the model to the directory `output`, and with it what else `source` holds, a directory's files byte for byte.
+    """Write the model to the directory `output`, together with the other files of `source`, byte for byte.
 
-    Left out are hidden files, folders of anything but chat templates, and the weights of the dense model in whatever format; other
-    modules keep theirs. README.md says what the model is now before what it said. Raises `CheckpointError` where a
-    link leads out of the directory.
+    Excluded are hidden files, folders except those of chat templates, and the dense model's weights in any format; the weights of
+    other modules are included. README.md describes the model, followed by its earlier text. Raises `CheckpointError` if a link
+    leads out of the directory.
     """
     with whole_directory(output, force=force) as draft, write_no_zeros():
         if not source.is_dir():
@@ -145,7 +146,7 @@ def save_with_companions(model: PreTrainedModel, source: Path, output: Path, *, 
 
 
 def add_companions(model: PreTrainedModel, source: Path, files: list[Path], folder: Path, output: Path) -> None:
-    """Beside the model in `folder`, which will be `output`, are those files of `source` that it did not write, and the card."""
+    """Add to `folder`, later `output`, the files of `source` that the model's own do not replace, and the card."""
     for file in files:
         copy = folder / file.relative_to(source)
         if not copy.exists():
@@ -155,7 +156,7 @@ def add_companions(model: PreTrainedModel, source: Path, files: list[Path], fold
 
 
 def companion_files(source: Path) -> list[Path]:
-    """Return the files of a directory that are kept with a rewritten model; none of them is a link that leads out of the directory.
+    """Return the files of a directory that are saved with a rewritten model; none of them is a link out of the directory.
 
     Raises `CheckpointError` for such a link, and for one to another directory.
     """
@@ -166,7 +167,7 @@ def companion_files(source: Path) -> list[Path]:
         for place, folders, names in os.walk(source):
             inner = Path(place)
             if not others.isdisjoint((inner, *inner.parents)):
-                files += [inner / name for name in sorted(names)]  # a module of the pipeline, whole
+                files += [inner / name for name in sorted(names)]  # a complete module of the pipeline
             else:
                 folders[:] = sorted(name for name in folders if not name.startswith("."))
                 files += kept_files(inner) if inner != source else ()
@@ -179,14 +180,14 @@ def companion_files(source: Path) -> list[Path]:
 
 
 def kept_files(folder: Path) -> Iterator[Path]:
-    """Yield the files right in a directory that are neither hidden nor weights."""
+    """Yield the files directly in a directory that are neither hidden nor weights."""
     for file in sorted(folder.iterdir()):
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(WEIGHTS):
             yield file
 
 
 def is_within(file: Path, source: Path) -> bool:
-    """Return whether the file lies in the directory, links followed, or with its revision in a cache of the Hugging Face hub."""
+    """Return whether the file, links followed, lies in the directory, or with its revision in a cache of the Hugging Face hub."""
     real, target = source.resolve(), file.resolve()
     snapshots = next((place for place in real.parents if place.name == "snapshots"), None)
     blobs = snapshots and snapshots.parent / "blobs"  # models--name/snapshots/revision/… links to models--name/blobs

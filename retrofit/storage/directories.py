@@ -1,7 +1,7 @@
-"""Hugging Face directories: the model that `config.json` and the weights next to it describe; directories of sentence-transformers.
+"""Hugging Face directories, whose `config.json` and weight files define a model; directories of sentence-transformers.
 
-The latter hold a list of modules, in `modules.json`, one of which is a transformer. `EmbeddingComparison` measures how far the
-embeddings of such a directory move when its transformer is rewritten.
+The latter contain a list of modules, `modules.json`; one of them is a transformer. `EmbeddingComparison` measures how much the
+embeddings of such a directory change when its transformer is rewritten.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ MODULES, CONFIG = "modules.json", "config.json"
 
 
 def transformer_folder(path: Path) -> Path:
-    """Return the folder of the transformers model in a directory: the directory itself, or the one that its `modules.json` names.
+    """Return the folder of the transformers model in a directory: the directory itself, or the one named in its `modules.json`.
 
-    Raises `CheckpointError` where the modules hold no transformer, or several.
+    Raises `CheckpointError` if the modules include no transformer, or several.
     """
     if not (path / MODULES).is_file():
         return path
@@ -72,9 +72,9 @@ def is_pipeline(path: Path) -> bool:
 
 @serialized
 def load_pipeline(path: Path) -> Any:
-    """Return the whole sentence-transformers model in a directory, its transformer rewritten as its recipe says, in eval mode.
+    """Return the whole sentence-transformers model in a directory, its transformer rewritten by its recipe, in eval mode.
 
-    Raises `CheckpointError` where the package is missing, and where the modules hold no transformer, or several.
+    Raises `CheckpointError` if the package is missing, or the modules include no transformer, or several.
     """
     transformer_folder(path)
     try:
@@ -91,14 +91,14 @@ def load_pipeline(path: Path) -> Any:
 
 
 def other_modules(path: Path) -> list[str]:
-    """Return the kinds of a pipeline's modules other than its transformer, in order: `Pooling`, `Normalize`."""
-    module_folders(path)  # raises where the list is not one
+    """Return the kinds of a pipeline's modules except its transformer, in order: `Pooling`, `Normalize`."""
+    module_folders(path)  # raises if it is not a list of modules
     inside, listed = transformer_folder(path), json.loads((path / MODULES).read_text(encoding="utf-8"))
     return [str(entry.get("type", entry["path"])).rpartition(".")[2] for entry in listed if path / entry["path"] != inside]
 
 
 def module_folders(path: Path) -> list[Path]:
-    """Return the folders that `modules.json` names, each once, those of a module's own modules below it included."""
+    """Return the folders that `modules.json` names, each once, including those of a module's own modules."""
     try:
         named = json.loads((path / MODULES).read_text(encoding="utf-8"))
         direct = [path / entry["path"] for entry in named]
@@ -117,7 +117,7 @@ def module_folders(path: Path) -> list[Path]:
 
 
 def names_transformer(config: Path) -> bool:
-    """Return whether the file is the config of a transformers model, and not of another module."""
+    """Return whether the file is the config of a transformers model, not of another module."""
     try:
         content: Any = json.loads(config.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -125,7 +125,7 @@ def names_transformer(config: Path) -> bool:
     return isinstance(content, dict) and "model_type" in content
 
 
-TEXTS = 64  # lines that are embedded
+TEXTS = 64  # lines to embed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +138,7 @@ class EmbeddingComparison:
 
     @staticmethod
     def of(path: Path, model: nn.Module, files: list[Path]) -> EmbeddingComparison | None:
-        """Return the comparison for the dense `model` of the pipeline at `path`; None if `path` is none, or the text is empty."""
+        """Return the comparison for the dense `model` of the pipeline at `path`; None if it is no pipeline, or there is no text."""
         texts = spread(read_texts(files))
         if not is_pipeline(path) or not texts:
             return None
@@ -147,7 +147,7 @@ class EmbeddingComparison:
         return EmbeddingComparison(pipeline, texts, encode(pipeline, texts))
 
     def measured(self, model: nn.Module) -> str:
-        """Return the cosines of the embeddings with the rewritten `model` to those of the dense one."""
+        """Return, in words, the cosine similarities of the embeddings with the rewritten `model` to those of the dense one."""
         put_transformer(self.pipeline, model)
         cosines = torch.cosine_similarity(encode(self.pipeline, self.texts), self.dense, dim=-1)
         return (
@@ -157,13 +157,13 @@ class EmbeddingComparison:
 
 
 def spread(texts: list[str]) -> list[str]:
-    """At most `TEXTS` lines that are not empty, from all over the texts."""
+    """Return at most `TEXTS` non-empty lines, spread over all texts."""
     lines = [line.strip() for text in texts for line in text.splitlines() if line.strip()]
     return [lines[at * len(lines) // TEXTS] for at in range(TEXTS)] if len(lines) > TEXTS else lines
 
 
 def put_transformer(pipeline: Any, model: nn.Module) -> None:
-    """`model` is the transformers model inside the pipeline."""
+    """Set the transformers model inside the pipeline to `model`."""
     inside = transformers_models(pipeline)[0]
     owner, name = next(
         (module, name) for module in pipeline.modules() for name, child in module.named_children() if child is inside
@@ -179,12 +179,12 @@ def encode(pipeline: Any, texts: list[str]) -> Tensor:
 # ── Models in directories ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-OTHER_SHAPES = "ignore_mismatched_sizes"  # what transformers says of weights that do not fit; which they are, it logs
+OTHER_SHAPES = "ignore_mismatched_sizes"  # in transformers' error about weights that do not fit; it logs their names
 
 
 @contextlib.contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Whatever fails is a `RetrofitError` that names the file."""
+    """Raise any error in this context as a `RetrofitError` that names the file."""
     try:
         yield
     except RetrofitError as error:
@@ -206,13 +206,13 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 
 
 LEFT_OUT = "retrofit_left_out"  # an attribute of models
-UNCOUNTED = 100_000  # tensors, of weights that are no safetensors
+UNCOUNTED = 100_000  # assumed number of tensors, for weights that are not in safetensors files
 
 
 def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, path: Path) -> nn.Module:
     """Return the transformers model that config.json describes, with these weights, under its own or its published names.
 
-    Without `dtype` it has that of the weights, whatever the config says of those it was published with.
+    Without `dtype` the model gets that of the weights, even if the config says otherwise.
     """
     directory = config if config.is_dir() else config.parent
     kind = directory_class(directory)
@@ -225,7 +225,7 @@ def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: tor
 
 
 def usual_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
-    """Return the dtype that most numbers of the weights are in; None where none of them can be computed with."""
+    """Return the most frequent floating-point dtype of the weights, by elements; None if no dtype allows computation."""
     counts: dict[torch.dtype, int] = {}
     for tensor in tensors:
         if tensor.is_floating_point() and tensor.dtype.itemsize > 1:
@@ -234,12 +234,12 @@ def usual_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype | None:
 
 
 def is_narrower(weight: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Return whether the weight cannot hold the numbers that were saved."""
+    """Return whether the weight's dtype cannot represent all saved values."""
     return torch.promote_types(weight.dtype, saved.dtype) != weight.dtype
 
 
 def load_directory(path: Path, dtype: torch.dtype | None, device_map: str | None = None) -> nn.Module:
-    """Return the transformers model in the directory, or in one of sentence-transformers, every weight of it from there.
+    """Return the transformers model in the directory, or in one of sentence-transformers, with every weight from there.
 
     With `device_map="meta"` it has no weights, and is otherwise the same.
     """
@@ -261,14 +261,14 @@ def load_directory(path: Path, dtype: torch.dtype | None, device_map: str | None
 
 
 def mention_left_out(model: nn.Module, names: list[str]) -> None:
-    """Weights in the files that the model has no part for, as another task's head, are named in a warning and kept in mind."""
+    """Warn of weights in the files for which the model has no module, such as another task's head, and record them."""
     model.__dict__[LEFT_OUT] = tuple(names)
     if names:
         warnings.warn(f"left out, as {type(model).__name__} has no part for it: {first_few(names)}", stacklevel=2)
 
 
 def left_out(model: nn.Module) -> tuple[str, ...]:
-    """Return the weights that were in the model's files and are not in the model."""
+    """Return the names of weights in the model's files that are not in the model."""
     found: tuple[str, ...] = getattr(model, LEFT_OUT, ())
     return found
 

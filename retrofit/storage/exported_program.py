@@ -1,13 +1,14 @@
-"""Models as exported programs: `.pt2` files in and out.
+"""Models as exported programs: reading and writing `.pt2` files.
 
-A `.pt2` file is what `torch.export.save` writes: a graph, its weights, an example of its inputs. Read, it is a graph module; to be
-written, a model is exported again with dynamic shapes, and the recipe is an extra file in the archive. Of a rewritten graph the
-dense program is there too, at which torch.export.load does not look: the recipe is replayed on it, so that the passes' own modules,
-and what they do in training, are there again. It has no weights: those in the file are the rewritten program's.
+A `.pt2` file is written by `torch.export.save`: a graph, its weights, an example of its inputs. It is read as a graph module. To
+write a model, it is exported again with dynamic shapes, and the recipe becomes an extra file in the archive. For a rewritten graph
+the archive also contains the dense program, which torch.export.load ignores. The recipe is replayed on it, so that the passes' own
+modules exist again, with their behaviour in training. The dense program has no weights: those in the file are the rewritten
+program's.
 
-Some of a file would run as code when it is read. Torch unpickles sample inputs and some weights and constants, loads compiled
-libraries, evaluates sizes as Python expressions, calls whatever in `torch` a node names, and writes names into the source of the
-graph. Each of these is admitted here only in the form in which it cannot run anything but operators on tensors.
+Some contents of a file would run as code when it is read. Torch unpickles sample inputs and some weights and constants, loads
+compiled libraries, evaluates sizes as Python expressions, calls any function in `torch` that a node names, and writes names into
+the source of the graph. Each of these is accepted here only in a form in which it can run nothing but operators on tensors.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ CASTS = ("_to_copy", "to", "clone", "alias", "_assert_tensor_metadata")
 def example_tensors(exported: torch.export.ExportedProgram) -> dict[str, Tensor]:
     """Return the tensors among the program's example inputs, by name.
 
-    Programs are often exported on zeros, ones or counted ids. Nothing can be measured on these, so ids are drawn for them.
+    Programs are often exported on zeros, ones or consecutive ids, on which nothing can be measured; such ids are replaced by random
+    ones.
     """
     args, kwargs = exported.example_inputs or ((), {})
     named = zip(exported.graph_signature.user_inputs, tree_leaves((args, kwargs)), strict=False)
@@ -64,7 +66,7 @@ def example_tensors(exported: torch.export.ExportedProgram) -> dict[str, Tensor]
 
 
 def drawn_ids(exported: torch.export.ExportedProgram, held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Ids for the inputs by which the program looks up its largest table; a numbering is taken for positions beside others."""
+    """Return random ids for the inputs that index the largest table; if it has other inputs, consecutive ids are positions."""
     nodes = {node.name: node for node in exported.graph.nodes if node.op == "placeholder"}
     rows = {name: max(table_rows(nodes[name]), default=0) for name, value in held.items() if is_per_token(value) and name in nodes}
     tables = {name: count for name, count in rows.items() if count}
@@ -78,7 +80,7 @@ def drawn_ids(exported: torch.export.ExportedProgram, held: dict[str, Tensor]) -
 
 
 def table_rows(ids: fx.Node) -> Iterator[int]:
-    """Yield how many rows each table has that is looked up by `ids` or a copy of them."""
+    """Yield the number of rows of each table that is indexed by `ids` or a copy of them."""
     for user in ids.users:
         name = getattr(user.target, "_opname", "")
         if name == "embedding" and user.args[1] is ids:
@@ -88,11 +90,11 @@ def table_rows(ids: fx.Node) -> Iterator[int]:
             yield from table_rows(user)
 
 
-NAME = re.compile(r"[\w.:+-]*")  # what stays one word in the source of a graph
-SIZE = re.compile(r"[\w ()=,.'+\-*/%<>!&|~]*")  # the characters of an expression of sizes
+NAME = re.compile(r"[\w.:+-]*")  # a text that remains one word in the source of a graph
+SIZE = re.compile(r"[\w ()=,.'+\-*/%<>!&|~]*")  # the characters in an expression of sizes
 OPERATOR = re.compile(r"torch\.ops\.(aten|prims|quantized_decomposed|torchvision|retrofit)\.(\w+)\.(\w+)")
-MIXTURES = "torch.ops.transformers.grouped_mm_fallback.default"  # the products of all experts, of transformers' own
-ON_FILES = ("from_file", "save")  # operators that read and write them
+MIXTURES = "torch.ops.transformers.grouped_mm_fallback.default"  # the products of all experts, in transformers
+ON_FILES = ("from_file", "save")  # operators that read and write files
 PYTHON_OPERATORS = frozenset(
     f"_operator.{name}"
     for name in "eq ne le ge lt gt neg pos mul add sub floordiv truediv mod pow and_ or_ xor lshift rshift getitem".split()
@@ -105,16 +107,16 @@ WITH_GRAPHS = frozenset(  # operators that take graphs and run them
     for name in "wrap_with_set_grad_enabled wrap_with_autocast cond while_loop scan map_impl associative_scan flex_attention "
     "tag_activation_checkpoint invoke_subgraph".split()
 )
-PICKLED = (  # how names of pickled objects begin; torch 2.11 knows one kind of them
+PICKLED = (  # beginnings of the names of pickled objects; torch 2.11 has one kind of them
     constants.CUSTOM_OBJ_FILENAME_PREFIX,
     getattr(constants, "OPAQUE_OBJ_FILENAME_PREFIX", "opaque_obj_"),
 )
-IMPORTS = ("__enum__", "default_factory_module")  # keys of a tree of arguments by which torch imports a module
+IMPORTS = ("__enum__", "default_factory_module")  # keys of a tree of arguments that make torch import a module
 TEXTS = ("as_string", "as_strings", "metadata", "guards_code", "opset_version")  # data, or never read by this project
 
 
 def refuse_code(path: Path) -> None:
-    """Nothing in the exported program at `path` runs when it is read and called; else `CheckpointError`."""
+    """Raises `CheckpointError` if anything in the exported program at `path` would run as code when it is read and called."""
     reader = PT2ArchiveReader(str(path))
     records = reader.get_file_names()
     if any(record.startswith(constants.AOTINDUCTOR_DIR) for record in records):
@@ -138,7 +140,7 @@ def is_code(path: Path, why: str) -> CheckpointError:
 
 
 def pickled_records(reader: PT2ArchiveReader, model: str, path: Path) -> Iterator[str]:
-    """Yield the records of a model that torch unpickles; raises for those that it unpickles without any limits."""
+    """Yield the records of a model that torch unpickles. Raises `CheckpointError` for those unpickled without limits."""
     records = reader.get_file_names()
     yield constants.SAMPLE_INPUTS_FILENAME_FORMAT.format(model)
     for folder, configured in (
@@ -158,7 +160,7 @@ def pickled_records(reader: PT2ArchiveReader, model: str, path: Path) -> Iterato
 
 
 def refuse_pickle(content: bytes, record: str, path: Path) -> None:
-    """Raise unless the pickle holds tensors and plain data, which torch unpickles without running code."""
+    """Raises `CheckpointError` unless the pickle holds tensors and plain data, which torch unpickles without running code."""
     if not content:
         return
     try:
@@ -168,7 +170,7 @@ def refuse_pickle(content: bytes, record: str, path: Path) -> None:
 
 
 def refuse_program(value: Any, path: Path, key: str = "") -> None:
-    """Raise unless every string in the program is a name, an operator or an expression of sizes, as its entry takes."""
+    """Raises `CheckpointError` unless each string in the program is a name, operator or expression of sizes, as its key needs."""
     if isinstance(value, dict):
         for name, item in value.items():
             require(is_size(name) if key == "range_constraints" else NAME.fullmatch(name), name, path)
@@ -196,13 +198,13 @@ def require(admitted: Any, text: str, path: Path) -> None:
 
 
 def refuse_module_paths(metadata: Any, path: Path) -> None:
-    """Raise where module paths of a node's metadata hold quotation marks: they become source code."""
+    """Raises `CheckpointError` if module paths of a node's metadata contain quotation marks: they become source code."""
     stack = metadata.get("nn_module_stack", "") if isinstance(metadata, dict) else ""
     require(re.fullmatch(r"[^\"'\\\n]*", str(stack)), str(stack), path)
 
 
 def refuse_tree(value: Any, path: Path) -> None:
-    """Raise where the tree of a call's arguments or results names a module to import, or its keys are no names."""
+    """Raises `CheckpointError` if the tree of a call's arguments or results names a module to import, or its keys are no names."""
     if isinstance(value, dict):
         for name, item in value.items():
             require(name not in IMPORTS, name, path)
@@ -226,7 +228,7 @@ def as_json(text: str) -> Any:
 
 
 def is_operator(target: str) -> bool:
-    """Return whether a node's target computes on tensors and numbers and does nothing else."""
+    """Return whether a node's target computes on tensors and numbers and has no other effect."""
     if target in PYTHON_OPERATORS or target in WITH_GRAPHS or target == MIXTURES:
         return True
     match = OPERATOR.fullmatch(target)
@@ -250,7 +252,7 @@ def is_size(text: str) -> bool:
 def is_arithmetic(node: ast.AST) -> bool:
     if isinstance(node, ast.Call):
         return isinstance(node.func, ast.Name) and is_sympy(node.func.id)
-    if isinstance(node, ast.Constant):  # of a symbol's name only a word
+    if isinstance(node, ast.Constant):  # in a symbol's name, only a word
         return not isinstance(node.value, str) or re.fullmatch(r"\w+", node.value) is not None
     if isinstance(node, ast.Name):
         return not node.id.startswith("__")
@@ -259,13 +261,13 @@ def is_arithmetic(node: ast.AST) -> bool:
 
 
 def is_sympy(name: str) -> bool:
-    """Return whether a class of expressions is called so, of sympy's or of torch's."""
+    """Return whether this is the name of a class of expressions, of sympy or torch."""
     kind = getattr(functions, name, None) or getattr(sympy, name, None)
     return isinstance(kind, type) and issubclass(kind, sympy.Basic)
 
 
 def leave_out_parameters(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """`program`, with a single zero for each of its parameters, which takes no room in a file; tied ones share theirs."""
+    """Return `program` with a single zero for each of its parameters, which takes no space in a file; tied ones share it."""
     zeros: dict[int, Tensor] = {}
     for name, held in program.state_dict.items():
         if isinstance(held, nn.Parameter):
@@ -275,7 +277,7 @@ def leave_out_parameters(program: torch.export.ExportedProgram) -> torch.export.
 
 
 def give_back_parameters(program: torch.export.ExportedProgram) -> None:
-    """Give the parameters that `leave_out_parameters` left out their shapes again, as zeros."""
+    """Restore the shapes of the parameters that `leave_out_parameters` left out, with zeros."""
     shapes = dict(parameter_shapes(program))
     require_memory(sum(shape.numel() * shape.element_size() for shape in shapes.values()), "the weights of its dense program")
     made: dict[int, nn.Parameter] = {}
@@ -286,7 +288,7 @@ def give_back_parameters(program: torch.export.ExportedProgram) -> None:
 
 
 def parameter_shapes(program: torch.export.ExportedProgram) -> Iterator[tuple[str, Any]]:
-    """Yield each parameter's name, and its value in the trace, which has a shape alone."""
+    """Yield each parameter's name, and its value in the trace, which has only a shape."""
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     for input_spec in program.graph_signature.input_specs:
         if input_spec.kind is InputKind.PARAMETER and input_spec.target is not None:
@@ -298,7 +300,7 @@ def rewrite_again(
 ) -> fx.GraphModule:
     """Return the graph of `dense`, rewritten by the recipe, with the weights of the `rewritten` program.
 
-    Raises `RetrofitError` where the recipe does not lead from one program to the other.
+    Raises `RetrofitError` if the recipe does not transform one program into the other.
     """
     give_back_parameters(dense)
     model = from_exported(dense)
@@ -312,7 +314,7 @@ def rewrite_again(
     for path, module in model.named_modules():
         for leaf in module._non_persistent_buffers_set:
             value = held.get(f"{path}.{leaf}" if path else leaf)
-            if isinstance(value, Tensor):  # of the dtype and on the device that the model was saved in
+            if isinstance(value, Tensor):  # of the dtype and on the device that the model was saved with
                 module._buffers[leaf] = value
     return model
 
@@ -320,34 +322,34 @@ def rewrite_again(
 Programs = dict[str, torch.export.ExportedProgram]  # of a file, by their names in it
 
 RECIPE = "retrofit.json"  # the extra file with the recipe
-MODEL, DENSE = "model", "dense"  # the program that torch loads, and the one it was made from
+MODEL, DENSE = "model", "dense"  # the program that torch loads, and the one that it was made from
 
 
 def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_inputs: Any = None) -> Path:
-    """Write the model to `path` as an exported program of any batch and length its code allows, with its recipe."""
+    """Write the model to `path` as an exported program for any batch size and length that its code allows, with its recipe."""
     require_values(model, "exported", "load its weights first")
     inputs = (
         replayed_inputs(model, recipe_storage.stored_inputs(model))
         if example_inputs is None
         else named_inputs(model, example_inputs)
     )
-    inputs = {name: value.contiguous() for name, value in inputs.items() if isinstance(value, Tensor)}  # else only such strides run
+    inputs = {name: value.contiguous() for name, value in inputs.items() if isinstance(value, Tensor)}  # only such strides run
     try:
         programs = {MODEL: export_program(model, inputs)}
-    except Exception as error:  # whatever the model's own code raises
+    except Exception as error:  # of any type, from the model's own code
         raise CheckpointError(
             f"{type(model).__name__} cannot be exported", why=first_line(error), remedy="save it as a .pt file", code="unwritable"
         ) from error
     dense = dense_graph(model)
     if dense is not None:
-        with contextlib.suppress(Exception):  # it can be run without
+        with contextlib.suppress(Exception):  # the program runs without it
             on_cpu = {name: value.cpu() for name, value in inputs.items()}
             programs[DENSE] = leave_out_parameters(export_program(dense.empty(), on_cpu))
     recipe = json.dumps(list(recipe_storage.stored_recipe(model)))
     with whole_file(path, force=force) as file, unbroken(file) as sink:
         try:
             package_pt2(sink, exported_programs=programs, extra_files={RECIPE: recipe})
-        except NotImplementedError as error:  # a class of the model's own among what it takes or returns
+        except NotImplementedError as error:  # a class of the model's own among its inputs or outputs
             raise CheckpointError(
                 f"{path} cannot be written",
                 why=first_line(error),
@@ -358,7 +360,7 @@ def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_
 
 
 def export_program(model: nn.Module, inputs: dict[str, Any]) -> torch.export.ExportedProgram:
-    """Return what the model computes in evaluation mode, for any batch and length its code allows."""
+    """Return the model's program in evaluation mode, for any batch size and length that its code allows."""
     with evaluation_mode(model), torch.no_grad(), silence_tracer(), disable_cache(model):
         return with_dynamic_shapes(
             model,
@@ -370,7 +372,7 @@ def export_program(model: nn.Module, inputs: dict[str, Any]) -> torch.export.Exp
 def load_exported(path: Path, *, allow_pickle: bool = False) -> fx.GraphModule:
     """Return the exported program at `path` as a graph module in evaluation mode.
 
-    Raises `CheckpointError` where it is none, or runs code when it is read and is not admitted by `allow_pickle`.
+    Raises `CheckpointError` if it is not an exported program, or would run code when read and `allow_pickle` is not set.
     """
     try:
         with silence_tracer():
@@ -391,7 +393,7 @@ def load_exported(path: Path, *, allow_pickle: bool = False) -> fx.GraphModule:
 
 
 def graph_of(programs: Programs, recipe: list[str], path: Path) -> fx.GraphModule:
-    """Return the rewritten program as a graph module, with the passes' own modules where the recipe can be replayed."""
+    """Return the rewritten program as a graph module, with the passes' own modules if the recipe can be replayed."""
     program = programs[MODEL]
     examples = example_tensors(program)
     if recipe and DENSE in programs:
@@ -409,16 +411,16 @@ def graph_of(programs: Programs, recipe: list[str], path: Path) -> fx.GraphModul
 
 
 def read_data(path: Path) -> tuple[Programs, list[str]]:
-    """Return the programs and the recipe in a file that runs no code when it is read; raises where it could."""
+    """Return the programs and the recipe in a file. Raises `CheckpointError` if it could run code when it is read."""
     require_unpacked_fits(path)
     refuse_code(path)
-    return read_archive(path)  # torch.export.load would go on with an older format where this fails
+    return read_archive(path)  # if this fails, torch.export.load would try an older format
 
 
 def read_archive(path: Path) -> tuple[Programs, list[str]]:
-    """Return the programs and the recipe in a file of the format that torch writes today."""
+    """Return the programs and the recipe in a file of torch's current format."""
     content = load_pt2(str(path))
-    programs = {MODEL: content.exported_programs[MODEL]}  # a KeyError where torch would not load it either
+    programs = {MODEL: content.exported_programs[MODEL]}  # a KeyError if torch could not load it either
     if DENSE in content.exported_programs:
         programs[DENSE] = content.exported_programs[DENSE]
     for program in programs.values():
@@ -427,7 +429,7 @@ def read_archive(path: Path) -> tuple[Programs, list[str]]:
 
 
 def read_trusted(path: Path) -> tuple[Programs, list[str]]:
-    """Return the programs and the recipe in a file of any format that torch reads, which may run code."""
+    """Return the programs and the recipe in a file of any format that torch reads; this may run code."""
     with contextlib.suppress(Exception):
         return read_archive(path)
     extra = {RECIPE: ""}
@@ -436,7 +438,7 @@ def read_trusted(path: Path) -> tuple[Programs, list[str]]:
 
 
 def parse_recipe(text: str) -> list[str]:
-    """Return the recipe in the extra file; none where there is no such file."""
+    """Return the recipe in the extra file; empty if there is no such file."""
     recipe = json.loads(text or "[]")
     if not (isinstance(recipe, list) and all(isinstance(spec, str) for spec in recipe)):
         raise ValueError(f"its recipe is {text[:80]}")

@@ -1,7 +1,7 @@
-"""Models built again: empty from their class and config, and filled with exactly the weights that a file holds.
+"""Models built again: first empty, from their class and config, then filled with exactly the weights in a file.
 
-A transformers model is its class name and its config. Any other module is `package.module:Class`, or
-`package.module:Class(package.module:Config)` where its one argument is a dataclass, and the fields it was built from.
+A transformers model is described by its class name and its config. Any other module is `package.module:Class`, or
+`package.module:Class(package.module:Config)` if its one argument is a dataclass, and the fields of its config.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BUILD = (
 
 
 def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
-    """Return the architecture and config to build the model's dense form from; raises `CheckpointError` where nothing could."""
+    """Return the architecture and config that build the model's dense form. Raises `CheckpointError` if there are none."""
     kind = type(model)
     if isinstance(model, fx.GraphModule):
         raise CheckpointError(
@@ -83,7 +83,7 @@ def describe_architecture(model: nn.Module) -> tuple[str, dict[str, Any]]:
 
 
 def transformers_config(model: PreTrainedModel) -> dict[str, Any]:
-    """Return the model's config and generation config as `save_pretrained` would write them."""
+    """Return the model's config and generation config in the form written by `save_pretrained`."""
     if is_quantized(model):
         raise CheckpointError(
             f"{type(model).__name__} is quantized, which a .pt checkpoint does not hold",
@@ -100,7 +100,7 @@ def transformers_config(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def importable_name(kind: type, what: str) -> str:
-    """`package.module:Class`; raises for a class that has no such name."""
+    """Return `package.module:Class`. Raises `CheckpointError` for a class without such a name."""
     if "<locals>" in kind.__qualname__:
         raise CheckpointError(
             f"the {what} class {kind.__qualname__} cannot be imported again",
@@ -112,7 +112,7 @@ def importable_name(kind: type, what: str) -> str:
 
 
 def takes_config(kind: type, config: Mapping[str, Any]) -> bool:
-    """Return whether the class is built from one argument, or by the config's entries as keywords."""
+    """Return whether the class is built from one argument, or from the config's entries as keywords."""
     return takes_one_argument(kind) or takes_keywords(kind, config)
 
 
@@ -131,7 +131,7 @@ def takes_keywords(kind: type, config: Mapping[str, Any]) -> bool:
 
 
 def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], type | None]:
-    """Return the model's class and, where it has one, its config's; with `imports` a module that has not been imported may be."""
+    """Return the model's class and its config's, if it has one; `imports` permits importing a module."""
     match = REFERENCE.fullmatch(architecture)
     if match is None:
         kind, config_kind = transformers_class(architecture), None
@@ -151,7 +151,7 @@ def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], ty
 
 
 def transformers_class(name: str) -> type[PreTrainedModel] | None:
-    """Return the transformers model class of that name: the library's, or one that was derived and imported; None for others."""
+    """Return the transformers model class of that name, from the library or an imported subclass; None for others."""
     kind = getattr(transformers, name, None)
     if isinstance(kind, type) and issubclass(kind, PreTrainedModel):
         return kind
@@ -181,7 +181,7 @@ def resolve(name: str, *, imports: bool) -> Any:
 
 
 def empty_model(kind: type[nn.Module], config_kind: type | None, config: dict[str, Any]) -> nn.Module:
-    """Return the model on the CPU, its parameters zeros, its buffers as its constructor makes them."""
+    """Return the model on the CPU, with zeros as parameters and the buffers that its constructor creates."""
     built = config_kind(**config) if config_kind is not None else config
     by_name = config_kind is None and config.keys() == inspect.signature(kind).parameters.keys()  # a dict of arguments
     with skip_initialisation():
@@ -193,7 +193,7 @@ def empty_model(kind: type[nn.Module], config_kind: type | None, config: dict[st
 
 @contextlib.contextmanager
 def skip_initialisation() -> Iterator[None]:
-    """Parameters keep whatever memory they were given: `torch.nn.init` fills only tensors that are not parameters."""
+    """Leave parameters uninitialized in this context: `torch.nn.init` fills only tensors that are not parameters."""
 
     def skipping(fill: Any) -> Any:
         return lambda tensor, *args, **kwargs: tensor if isinstance(tensor, nn.Parameter) else fill(tensor, *args, **kwargs)
@@ -211,9 +211,9 @@ def skip_initialisation() -> Iterator[None]:
 # ── Filled with weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-MORE = 50  # times as many parameters as a file holds tensors may be registered: experts apart, layers rewritten
+MORE = 50  # allowed number of parameters per tensor of the file: experts apart, layers rewritten
 ALWAYS = 2_000  # parameters
-SLACK = 4  # times the memory: a parameter is registered again where a recipe moves it
+SLACK = 4  # allowed multiple of the memory: a parameter is registered again when a recipe moves it
 
 
 # ── Bounded construction ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,9 +221,9 @@ SLACK = 4  # times the memory: a parameter is registered again where a recipe mo
 
 @contextlib.contextmanager
 def no_larger_than(tensors: int, *, in_memory: bool = True) -> Iterator[None]:
-    """Within this context a model is built for so many tensors of a file, and filled with them.
+    """Within this context a model is built for this number of tensors of a file, and filled with them.
 
-    Raises `CheckpointError` where it gets many times as many parameters, or, if it goes to memory, larger ones than could be there.
+    Raises `CheckpointError` if it gets many times as many parameters, or, if they are in memory, more than can fit there.
     """
     most, limit = MORE * tensors + ALWAYS, SLACK * memory_limit() if in_memory else 0
     count = size = 0
@@ -256,11 +256,11 @@ def too_large(why: str) -> CheckpointError:
     )
 
 
-ATTENTION = "attn_implementation"  # how the keys end by which a config chooses the code of attentions
+ATTENTION = "attn_implementation"  # the endings of the keys by which a config chooses the attention implementation
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """Return what the file holds; raise `CheckpointError` if it is no config, or names code that transformers would run."""
+    """Return the contents of a config file. Raises `CheckpointError` if it is no config, or names code for transformers to run."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(config, dict):
@@ -274,7 +274,7 @@ def read_config(file: Path) -> dict[str, Any]:
 
 
 def refuse_foreign_code(config: dict[str, Any], place: str) -> None:
-    """The config chooses no attention from a repository, whose compiled code would be fetched and run; else `CheckpointError`."""
+    """Raises `CheckpointError` if the config chooses an attention from a repository, which would be downloaded and run."""
     for name in chosen_attentions(config):
         if "/" in name:
             raise CheckpointError(
@@ -286,7 +286,7 @@ def refuse_foreign_code(config: dict[str, Any], place: str) -> None:
 
 
 def chosen_attentions(value: Any, key: str = "") -> Iterator[str]:
-    """Yield the names of attentions in a config, and in the configs in it."""
+    """Yield the names of attention implementations in a config and its sub-configs."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from chosen_attentions(item, key if key.endswith(ATTENTION) else str(name))
@@ -303,9 +303,9 @@ LARGER = "rewrite it on disk, with --stream, or use a machine with more memory"
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of the model in a directory, none where it has none; a single file comes before shards.
+    """Return the safetensors files of the model in a directory, possibly none; a single file has priority over shards.
 
-    Raises `CheckpointError` where the index cannot be read, or names a file that is missing or outside the directory.
+    Raises `CheckpointError` if the index cannot be read, or names a file that is missing or outside the directory.
     """
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
@@ -313,7 +313,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor as the index says it, nothing where there is none."""
+    """Return the file of each tensor from the index; empty if there is no index."""
     index = folder / INDEX
     if not index.is_file():
         return {}
@@ -340,9 +340,9 @@ def weight_map(folder: Path) -> dict[str, str]:
 
 
 def extents_of(folder: Path) -> dict[str, Extent]:
-    """Return where each tensor of the model in a directory lies, by its name in the files.
+    """Return the place of each tensor of the model in a directory, by its name in the files.
 
-    Raises `CheckpointError` where a file is damaged, or a name is in two files.
+    Raises `CheckpointError` if a file is damaged, or a name is in two files.
     """
     found: dict[str, Extent] = {}
     for file in weight_files(folder):
@@ -356,9 +356,9 @@ def extents_of(folder: Path) -> dict[str, Extent]:
 
 
 def require_whole_weights(folder: Path, *, in_memory: bool) -> int:
-    """Return the number of tensors in the safetensors files of a directory, each whole; they fit in memory where they go there.
+    """Return the number of tensors in the safetensors files of a directory, after checking that each is complete.
 
-    Raises `CheckpointError`, and has read nothing but headers.
+    Reads only headers. Raises `CheckpointError`, also if with `in_memory` they exceed the memory.
     """
     extents = extents_of(folder)
     if in_memory:
@@ -383,9 +383,10 @@ def fill_model(
     inputs: Mapping[str, Any] | None = None,
     record: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """Return the model, rewritten by the recipe, with exactly these weights: the tensors themselves, tied where the model's were.
+    """Return the model, rewritten by the recipe, with exactly these weights: the tensors themselves, tied as in the saved model.
 
-    `inputs` describes those that the recipe was applied with, where they were given, and `record` is what it was applied to.
+    `inputs` describes those that the recipe was applied with, if they were given; `record` describes the model that it was applied
+    to.
     """
     recipe = tuple(recipe)
     if recipe:
@@ -410,7 +411,7 @@ def fill_model(
 
 
 def is_same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors are one in memory or hold equal values."""
+    """Return whether two tensors share memory or have equal values."""
     return a.data_ptr() == b.data_ptr() or torch.equal(a, b)
 
 
@@ -422,7 +423,7 @@ def fill_transformers(
     dtype: torch.dtype | None,
     path: Path,
 ) -> nn.Module:
-    """Return the transformers model of this config and recipe with these weights, built and filled by `from_pretrained` itself."""
+    """Return the transformers model of this config and recipe with these weights, built and filled by `from_pretrained`."""
     fields = dict(config)
     refuse_foreign_code(fields, str(path))
     generation = fields.pop("generation_config", None)
@@ -464,7 +465,7 @@ def from_state(
 
 
 def restore_dtypes(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) -> None:
-    """Cast each weight that was saved in another dtype than its neighbours to that dtype."""
+    """Restore each weight whose dtype differs from the saved one to the saved tensor."""
     for name, tensor in state.items():
         weight = model.get_parameter_or_buffer(name)
         if weight.dtype != tensor.dtype:
@@ -472,7 +473,7 @@ def restore_dtypes(model: PreTrainedModel, state: Mapping[str, torch.Tensor]) ->
 
 
 def require_match(missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[tuple[str, Any, Any]]) -> None:
-    """Raise `CheckpointError` with the first few differences unless the weights are the model's by name and shape."""
+    """Raises `CheckpointError`, listing the first differences, unless the weights match the model's by name and shape."""
     problems = [f"missing: {name}" for name in sorted(missing)]
     problems += [f"not in the model: {name}" for name in sorted(unexpected)]
     problems += [f"{name} is {list(saved)}, the model's {list(own)}" for name, saved, own in sorted(mismatched)]
@@ -486,10 +487,11 @@ def require_match(missing: Iterable[str], unexpected: Iterable[str], mismatched:
 
 
 def require_all_used(model: PreTrainedModel, unexpected: Iterable[str]) -> None:
-    """No weight is left over for one more element of a list in the model, or for a parameter that one of its modules lacks.
+    """Raises `CheckpointError` if a weight belongs to a further element of a list in the model, or to a missing parameter of a
+    module.
 
-    Else `CheckpointError`: config.json describes a smaller model. Left out, as transformers leaves it out, is what the model has no
-    part of, as another task's head, and what the architecture declares not to need.
+    In this case config.json describes a smaller model. Other weights are ignored, as in transformers: those of parts that the model
+    does not have, such as another task's head, and those that the architecture declares unnecessary.
     """
     prefix = f"{model.base_model_prefix}."
     dropped = sorted(name for name in unexpected if lacks(model, name) or lacks(model, name.removeprefix(prefix)))
@@ -503,7 +505,7 @@ def require_all_used(model: PreTrainedModel, unexpected: Iterable[str]) -> None:
 
 
 def lacks(model: nn.Module, name: str) -> bool:
-    """Return whether the parameter is of one more element of a list in the model, or one that a module could have and has not."""
+    """Return whether the parameter belongs to a further element of a list in the model, or is one that a module lacks."""
     *path, leaf = name.split(".")
     module: nn.Module | None = model
     for part in path:

@@ -1,7 +1,7 @@
-"""GGUF files: the model whose config, weights and tokenizer a file of llama.cpp holds, unpacked by transformers' own reader.
+"""GGUF files: the model whose config, weights and tokenizer are in a file of llama.cpp, unpacked by transformers' own reader.
 
-What a file says of its model and that reader leaves out is written into the config, or refused: how positions are rotated and
-stretched, for one, of which the reader takes the base at most.
+Properties of the model that this reader ignores are written into the config, or the file is refused. An example is the scaling of
+rotary positions, of which the reader takes at most the base.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from retrofit.process import quiet
 from retrofit.storage.filling import ONLY_DATA, no_larger_than, require_all_used, require_match, transformers_class
 from retrofit.surgery.dequantization import forget_quantization, skeleton_of
 
-# ggml's key, after the architecture, and the entries of configs that mean the same.
-SIZES = {  # a wrong one shows, because the weights do not fit
+# ggml's key, after the architecture, and the config entries with the same meaning.
+SIZES = {  # an error is evident, because the weights do not fit
     "context_length": ("max_position_embeddings",),
     "attention.key_length": ("head_dim", "global_head_dim"),
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
 }
-FUNCTION = {  # a wrong one shows nowhere: the model computes something else
+FUNCTION = {  # an error is not evident: the model computes another function
     "attention.sliding_window": ("sliding_window",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "final_logit_softcapping": ("final_logit_softcapping",),
@@ -44,7 +44,7 @@ EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 
 
 def take_settings(config: Any, path: Path, header: Header) -> None:
-    """Set the numbers of the file in the config; raise `CheckpointError` where that is not possible."""
+    """Set the file's numbers in the config. Raises `CheckpointError` if that is not possible."""
     settings = settings_of(header)
     for key, names in SIZES.items():
         if settings.get(key):
@@ -57,20 +57,20 @@ def take_settings(config: Any, path: Path, header: Header) -> None:
             name = f"{header.architecture}.{key}"
             raise another_function(path, f"its metadata say {name} = {value}, and {type(config).__name__} has no place for it")
     width, scores = settings.get("attention.key_length"), getattr(config, "query_pre_attn_scalar", None)
-    if width and scores and width != scores:  # 27B Gemmas, of which llama.cpp knows it by their depth
+    if width and scores and width != scores:  # 27B Gemmas, which llama.cpp recognizes by their depth
         kind = type(config).__name__
         why = f"it does not say what attention scores are divided by: √{scores} in {kind}, its heads are {width} wide"
         raise another_function(path, why)
 
 
 def settings_of(header: Header) -> Mapping[str, Any]:
-    """Return the metadata of the file's architecture, by their keys without its name."""
+    """Return the metadata on the file's architecture, by key without the architecture's name."""
     prefix = f"{header.architecture}."
     return {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
 
 
 def take(config: Any, names: tuple[str, ...], value: float) -> bool:
-    """Return whether one of these entries of the config has the value now; it is written where there is but one of them."""
+    """Return whether an entry of these names in the config has the value; set it if the config has exactly one."""
     there = [name for name in names if hasattr(config, name)]
     held = [getattr(config, name) for name in there]
     if any(isinstance(number, (int, float)) and math.isclose(number, value, rel_tol=1e-6) for number in held):
@@ -89,7 +89,7 @@ def another_function(path: Path, why: str) -> CheckpointError:
     )
 
 
-DIVISORS = "rope_freqs.weight"  # the tensor with a number for each frequency, by which it is divided
+DIVISORS = "rope_freqs.weight"  # the tensor with a divisor for each frequency
 LLAMA_3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {
     "original_context_length": "original_max_position_embeddings",
@@ -101,9 +101,9 @@ WITHOUT_EFFECT = ("type", "factor", "finetuned", "original_context_length")
 
 
 def stretch_positions(config: Any, path: Path, header: Header) -> None:
-    """Stretch rotary positions in the config as the file does; raise `CheckpointError` where that is not possible."""
+    """Set the scaling of rotary positions in the config to the file's. Raises `CheckpointError` if that is not possible."""
     every = getattr(config, "rope_parameters", None) or {}
-    rope = every.get("full_attention", every)  # where layers have a sliding window, the others are stretched
+    rope = every.get("full_attention", every)  # if layers have a sliding window, the others are scaled
     settings = settings_of(header)
     if rope and settings.get("rope.freq_base"):
         rope["rope_theta"] = settings["rope.freq_base"]
@@ -125,7 +125,7 @@ def head_width(config: Any) -> int:
 
 
 def require_rotated(model: PreTrainedModel, path: Path, header: Header) -> None:
-    """Raise `CheckpointError` unless the model rotates as many numbers of a head as the file says."""
+    """Raises `CheckpointError` unless the model rotates as many dimensions of a head as the file says."""
     rotated = settings_of(header).get("rope.dimension_count")
     frequencies = [len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     if rotated and frequencies and rotated // 2 not in frequencies:
@@ -133,10 +133,10 @@ def require_rotated(model: PreTrainedModel, path: Path, header: Header) -> None:
 
 
 def said_scaling(path: Path, header: Header) -> dict[str, Any]:
-    """Return what the metadata say, as entries of transformers' `rope_parameters`."""
+    """Return the scaling in the metadata, as entries of transformers' `rope_parameters`."""
     prefix = f"{header.architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
-    kind = scaling.get("type", "linear")  # as llama.cpp takes it
+    kind = scaling.get("type", "linear")  # llama.cpp's default
     factor = scaling.get("factor") or header.metadata.get(f"{header.architecture}.rope.scale_linear") or 1.0
     if not isinstance(factor, (int, float)) or not factor > 0:
         raise unknown(path, f"its metadata say {prefix}factor = {factor}")
@@ -158,7 +158,7 @@ def read_divisors(path: Path) -> torch.Tensor:
 
 
 def require_divided(config: Any, layer_type: dict[str, str], rope: dict[str, Any], divisors: torch.Tensor, path: Path) -> None:
-    """Raise `CheckpointError` unless the frequencies that transformers computes from the config are the file's."""
+    """Raises `CheckpointError` unless the frequencies that transformers computes from the config are the file's."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         return
@@ -184,8 +184,8 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  #
 def load_gguf(path: Path, dtype: torch.dtype | None) -> nn.Module:
     """Return the model in the file, its weights unpacked: in `dtype`, in the file's own if nothing in it is packed, or in float32.
 
-    Raises `CheckpointError` where the file is no GGUF file or not whole, where transformers cannot read its architecture, and where
-    the package `gguf` is missing.
+    Raises `CheckpointError` if it is no GGUF file or incomplete, if transformers cannot read its architecture, or if the package
+    `gguf` is missing.
     """
     header = read_header(path)
     require_package(path)
@@ -208,7 +208,7 @@ def require_package(path: Path) -> None:
 
 
 def require_whole(path: Path, header: Header) -> None:
-    """Raise `CheckpointError` unless the file is a whole model and holds every byte of its tensors."""
+    """Raises `CheckpointError` unless the file holds a whole model and every byte of its tensors."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     parts = header.metadata.get("split.count", 0)
@@ -249,7 +249,7 @@ def require_whole(path: Path, header: Header) -> None:
 
 
 def own_dtype(header: Header) -> torch.dtype:
-    """Return the dtype of a file without packed weights, whose norms may be float32 where the rest is not; else float32."""
+    """Return the dtype of a file without packed weights, even if its norms are in float32; else float32."""
     from gguf import GGMLQuantizationType
 
     named = {GGMLQuantizationType(tensor.type).name for tensor in header.tensors}
@@ -258,11 +258,11 @@ def own_dtype(header: Header) -> torch.dtype:
 
 
 def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrainedModel:
-    """Return the model of the first class, language models first, each of whose weights the file holds."""
+    """Return the model in the first class, language models first, all of whose weights are in the file."""
     place: dict[str, Any] = {"gguf_file": path.name, **ONLY_DATA}
     try:
         config = AutoConfig.from_pretrained(path.parent, **place)
-    except Exception as error:  # whatever the reader's code raises
+    except Exception as error:  # of any type, from the reader's code
         raise unreadable(path, header, error) from error
     take_settings(config, path, header)
     stretch_positions(config, path, header)
@@ -296,7 +296,7 @@ def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrain
 
 
 def of_other_sizes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.Size]]:
-    """Return the parameters with another shape than the config gives them, and both: older transformers take them as they are."""
+    """Return the parameters whose shapes differ from the config's, with both shapes: older transformers accept them."""
     sizes = {name: parameter.shape for name, parameter in skeleton_of(model).named_parameters()}
     return [
         (name, parameter.shape, sizes[name])
@@ -306,7 +306,7 @@ def of_other_sizes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.
 
 
 def require_all_read(model: PreTrainedModel, header: Header) -> None:
-    """Raise `CheckpointError` where a tensor of the file is left out: transformers' reader drops those it has no place for."""
+    """Raises `CheckpointError` if a tensor of the file is ignored: transformers' reader skips tensors that the model lacks."""
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
     places = {DIVISORS, *get_gguf_hf_weights_map(model, processor)}
     dropped = [
@@ -329,7 +329,7 @@ def candidate_classes(config: Any) -> list[Any]:
 
 
 def unpacked() -> dict[str, Any]:
-    """Return what keeps a transformers that could compute on packed weights from leaving them packed."""
+    """Return the settings that make transformers unpack the weights, if it could also compute on packed ones."""
     kind = getattr(transformers, "GgufConfig", None)
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 

@@ -1,4 +1,4 @@
-"""The weights in a model's files compared with a rewritten model's, before and after transformers reads them."""
+"""Compare the weights in a model's files with those of a rewritten model, before and after transformers reads them."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from retrofit.surgery.dequantization import is_packed
 
 
 def openings_of(model: Any, part: str) -> list[Any]:
-    """Return transformers' conversions of names by which `model` reads the weights of `part` in a file of the whole model."""
+    """Return transformers' renamings by which `model` finds the weights of `part` in a file of the whole model."""
     from transformers.conversion_mapping import (
         get_model_conversion_mapping,
-    )  # not before: transformers is still importing itself when it reads this file
+    )  # deferred: transformers is still importing itself when it imports this module
 
     renamings = (found for found in get_model_conversion_mapping(model) if not hasattr(found, "operations"))
     return [found for found in renamings if renamed(f"{part}.weight", [found]) == "weight"]
 
 
 def renamed(name: str, renamings: Collection[Any]) -> str:
-    """Return the name in the model of a tensor that has this one in a file."""
+    """Return the name in the model of a tensor with this name in a file."""
     for renaming in renamings:
         name = renaming.rename_source_key(name)[0]
     return name
 
 
 def require_part(model: Any, entry: Any, held: set[str], openings: Collection[Any]) -> None:
-    """Raise `CheckpointError` where the files are the whole model's, in which transformers does not find a part's weights."""
+    """Raises `CheckpointError` if the files are the whole model's and transformers would not find the part's weights in them."""
     inside = {name for name in held if name.startswith(f"{entry.part}.")} if entry.part and not openings else ()
     own, prefix = model.state_dict(), f"{model.base_model_prefix}."
     if inside and {name.removeprefix(prefix) for name in held}.isdisjoint(own):
@@ -55,11 +55,11 @@ def endings(name: str) -> list[str]:
 
 
 def require_names(model: Any, held: set[str], rewritten: set[str], new: Collection[str] = ()) -> None:
-    """Raise `CheckpointError` where a tensor of a rewritten module is not among the names in the files, or one there is not read.
+    """Raises `CheckpointError` if a rewritten module's tensor is missing in the files, or one in the files would not be read.
 
-    Of the tensors, the files need not have the `new` ones.
+    The `new` tensors may be missing.
     """
-    from retrofit.storage.other_models import in_any  # not before, as above
+    from retrofit.storage.other_models import in_any  # deferred, as above
 
     prefix = f"{model.base_model_prefix}."
     known = held | {name.removeprefix(prefix) for name in held} | {prefix + name for name in held}
@@ -82,12 +82,12 @@ def require_names(model: Any, held: set[str], rewritten: set[str], new: Collecti
 
 
 def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
-    """Raise `CheckpointError` where weights that are to be loaded lie in a module that a recipe rewrote, and have no place there.
+    """Raises `CheckpointError` if weights to be loaded belong to a rewritten module and have no place there.
 
-    PEFT passes over them without a word: those of an adapter that was trained on the dense model. `weights` are their names, with
-    `prefix` before those in the model.
+    PEFT ignores them silently: those of an adapter that was trained on the dense model. `weights` are their names, with `prefix`
+    before the names in the model.
     """
-    from retrofit.storage.other_models import in_any  # not before, as above
+    from retrofit.storage.other_models import in_any  # deferred, as above
 
     sites = recorded_sites(model)
     inside = [name for key in weights if key.startswith(prefix) and in_any(name := key.removeprefix(prefix), sites)]
@@ -106,7 +106,7 @@ def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
 
 
 def after_hooks(model: Any, weights: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the weights under the names that the pre-hooks of the model's modules, which torch calls as it loads, give them."""
+    """Return the weights, renamed by the pre-hooks that torch calls when the model's modules load them."""
     renamed = dict(weights)
     for path, module in model.named_modules(remove_duplicate=False):
         for hook in module._load_state_dict_pre_hooks.values():
@@ -117,18 +117,21 @@ def after_hooks(model: Any, weights: Mapping[str, Any], prefix: str) -> dict[str
 def recorded_sites(model: Any) -> set[str]:
     """Return the paths in `model` that the passes of its recipe have rewritten."""
     sites = {site for applied in recipe_storage.passes_of(recipe_storage.stored_record(model)) for site in applied.sites}
-    return sites & {path for path, _ in model.named_modules(remove_duplicate=False)}  # another class does not have them all
+    return sites & {path for path, _ in model.named_modules(remove_duplicate=False)}  # a model of another class has only some
 
 
 def require_shapes(model: Any, mismatched: Collection[tuple[Any, ...]]) -> None:
-    """Raise `CheckpointError` where weights of a rewritten module have other shapes in the files; `mismatched` has names first."""
-    from retrofit.storage.other_models import changed_settings, in_any  # not before, as above
+    """Raises `CheckpointError` if weights of a rewritten module have other shapes in the files.
+
+    The first item of each entry of `mismatched` is a name.
+    """
+    from retrofit.storage.other_models import changed_settings, in_any  # deferred, as above
 
     sites = recorded_sites(model)
     names = sorted(name for name, *_ in mismatched if in_any(name, sites))
     if names:
         changes: list[str] = []
-        with contextlib.suppress(Exception):  # whatever the class makes of a damaged record
+        with contextlib.suppress(Exception):  # of any type: the class may fail on a damaged record
             was = type(model.config).from_dict(dict(recipe_storage.stored_record(model)["config"]))
             changes = changed_settings(was.to_dict(), model.config.to_dict())
         remedy = "load it with the config it was saved with" if changes else REMOVE_RECIPE
@@ -139,9 +142,9 @@ REMOVE_RECIPE = 'if they are dense weights, remove the recipe ("quantization_con
 
 
 def wrong_weights(model: Any, what: str, names: list[str], remedy: str = REMOVE_RECIPE) -> CheckpointError:
-    """Return the error that names the weights of a model that are not those of its recipe."""
+    """Return the error that names the weights of a model that do not match its recipe."""
     recipe = ", ".join(recipe_storage.stored_recipe(model))
-    named = str(model.config.name_or_path)  # "None" of weights that were in memory
+    named = str(model.config.name_or_path)  # "None" for weights that were in memory
     place = f"{named}: " if Path(named).exists() else ""
     return CheckpointError(
         f"{place}the weights do not match the recipe {recipe}",
@@ -152,13 +155,13 @@ def wrong_weights(model: Any, what: str, names: list[str], remedy: str = REMOVE_
 
 
 def require_filled(model: Any, rewritten: set[str], shapes: dict[str, torch.Size], new: Collection[str] = ()) -> None:
-    """Raise `CheckpointError` where a tensor has another shape than in the skeleton, or is of a rewritten module and not loaded.
+    """Raises `CheckpointError` if a tensor's shape differs from the skeleton's, or a rewritten module's tensor was not loaded.
 
-    The `new` tensors need not have been loaded.
+    The `new` tensors need not be loaded.
     """
-    from retrofit.storage.other_models import in_any  # not before: transformers is still importing itself when it reads this file
+    from retrofit.storage.other_models import in_any  # deferred: transformers is still importing itself when it imports this module
 
-    state = {  # what a quantizer packed came from the file, and what its layers have besides is its own
+    state = {  # packed tensors are compared by the quantizer; its layers have further ones of their own
         name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in shapes and not is_packed(tensor)
     }
     wrong = [name for name, tensor in state.items() if not tensor.is_meta and tensor.shape != shapes[name]]

@@ -1,8 +1,8 @@
-"""A skeleton that is about to be rewritten, compared with the model that its recipe was applied to.
+"""Compare a skeleton, before it is rewritten, with the model that its recipe was applied to.
 
-The record kept with a recipe (`retrofit.passbase.recipe_storage`) has the dense config, so that model can be built again, without
-weights. Where the two differ (fewer layers, other heads, another vocabulary) both are rewritten, and what the recipe puts into the
-skeleton has to be what it puts there in that model; what only a tensor's shape shows is left to the weights.
+The record stored with a recipe (`retrofit.passbase.recipe_storage`) contains the dense config, so that this model can be built
+again, without weights. If the two differ (fewer layers, other heads, another vocabulary), both are rewritten, and the recipe must
+change both in the same way. Differences that only the shape of a tensor shows are left to the check of the weights.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from retrofit.surgery.transformers_bookkeeping import BOOKS, attention_of, share
 from retrofit.surgery.wrappers import holds_guards
 
 SAFETENSORS = ".safetensors"
-PASSING = ("training", "name_or_path", ATTRIBUTE)  # attributes of a model that are not of its structure
+PASSING = ("training", "name_or_path", ATTRIBUTE)  # attributes of a model that do not belong to its structure
 Structure = dict[str, tuple[type, dict[str, Any], dict[str, Any]]]  # by path: class, plain attributes, shapes of own tensors
 
 
 def recorded_skeleton(kind: type[Any], record: Mapping[str, Any], like: Any) -> Any:
-    """Return the dense model of class `kind` that a recipe was applied to, made as skeletons are; None where it was not recorded.
+    """Return the dense model of class `kind` that a recipe was applied to, as a skeleton; None if it was not recorded.
 
-    It attends by the implementation of `like`, the model that is loaded, and is captured with the same inputs. Raises
-    `CheckpointError` where its config cannot be read.
+    Its attention implementation and the inputs of its capture are those of `like`, the model being loaded. Raises `CheckpointError`
+    if its config cannot be read.
     """
     fields = record.get("config")
     if not fields or kind.config_class is None:
@@ -50,7 +50,7 @@ def recorded_skeleton(kind: type[Any], record: Mapping[str, Any], like: Any) -> 
         config = kind.config_class.from_dict(copy.deepcopy(dict(fields)))
         config._attn_implementation = attention_of(like.config)
         model = kind(config)
-    except Exception as error:  # whatever transformers and the class make of a damaged config
+    except Exception as error:  # of any type: transformers and the class may fail on a damaged config
         raise CheckpointError(
             f"the {kind.__name__} that the recipe was applied to cannot be rebuilt",
             why=f"{type(error).__name__}: {error}",
@@ -63,14 +63,14 @@ def recorded_skeleton(kind: type[Any], record: Mapping[str, Any], like: Any) -> 
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """Return what there is in the model, without values."""
+    """Return the structure of each module in the model, without values."""
     return {path: structure_of_module(module) for path, module in model.named_modules(remove_duplicate=False)}
 
 
 def structure_of_module(module: nn.Module) -> tuple[type, dict[str, Any], dict[str, Any]]:
-    """Return the class of a module (of a graph module its code), its plain attributes and the shapes of its own tensors."""
+    """Return the class of a module (for a graph module, its code), its plain attributes and the shapes of its own tensors."""
     attributes = {name: plain(value) for name, value in vars(module).items() if not name.startswith("_") and name not in PASSING}
-    if isinstance(module, fx.GraphModule):  # each has a class of its own
+    if isinstance(module, fx.GraphModule):  # each has its own class
         return fx.GraphModule, {"code": module.code}, {name: tuple(tensor.shape) for name, tensor in own_tensors(module)}
     return type(module), attributes, {name: tuple(tensor.shape) for name, tensor in own_tensors(module)}
 
@@ -80,7 +80,7 @@ def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def plain(value: Any) -> Any:
-    """Return a value that compares equal for equal numbers, texts and containers of them, and for equal classes of all else."""
+    """Return a value that is equal for equal numbers, texts and containers of them, and for all other objects of the same class."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (tuple, list)):
@@ -91,9 +91,9 @@ def plain(value: Any) -> Any:
 
 
 def require_equal_rewrite(model: Any, dense: Mapping[str, nn.Module], whole: Any, whole_dense: Mapping[str, nn.Module]) -> None:
-    """Raise `CheckpointError` where the recipe has not put into `model` what it puts into `whole`, as far as both have the places.
+    """Raises `CheckpointError` unless the recipe has changed `model` in the same way as `whole`, in the modules that both have.
 
-    `dense` and `whole_dense` are the modules that each had before, by path.
+    `dense` and `whole_dense` are the modules before the rewrite, by path.
     """
     ours, theirs = structure_of(model), structure_of(whole)
     new, recorded = (
@@ -119,14 +119,14 @@ def require_equal_rewrite(model: Any, dense: Mapping[str, nn.Module], whole: Any
 
 
 def known_ancestor(path: str, modules: Mapping[str, Any]) -> str:
-    """Return the longest path that `modules` has and `path` lies in, or is."""
+    """Return the longest path in `modules` that equals or contains `path`."""
     while path not in modules:
         path = path.rpartition(".")[0]
     return path
 
 
 def table_sizes(whole: Any, model: Any) -> tuple[int, int]:
-    """Return how many rows the two models' token tables have: tokens may have been added since; zeros where there is no table."""
+    """Return the numbers of rows of both models' token tables, (0, 0) without tables: tokens may have been added since."""
     sizes = []
     for network in (whole, model):
         with contextlib.suppress(NotImplementedError, AttributeError):
@@ -135,7 +135,7 @@ def table_sizes(whole: Any, model: Any) -> tuple[int, int]:
 
 
 def same_module(ours: Any, theirs: Any, tables: tuple[int, int]) -> bool:
-    """Return whether two modules differ at most in sizes that their tensors show, or their models' token tables."""
+    """Return whether two modules differ at most in sizes that their tensors show, or in the size of the token tables."""
     (kind, attributes, shapes), (other_kind, other_attributes, other_shapes) = ours, theirs
     if kind is not other_kind or attributes.keys() != other_attributes.keys() or shapes.keys() != other_shapes.keys():
         return False
@@ -146,25 +146,25 @@ def same_module(ours: Any, theirs: Any, tables: tuple[int, int]) -> bool:
 
 
 def ties_in(model: nn.Module, *structures: Structure) -> set[frozenset[str]]:
-    """Return the groups of names that are one parameter, as far as all the structures have them."""
+    """Return the groups of names that are one parameter, restricted to names in all the structures."""
     names = set.intersection(*({f"{path}.{name}" for path, entry in found.items() for name in entry[2]} for found in structures))
     groups = (frozenset(names.intersection(group)) for group in shared_names(model.named_parameters(remove_duplicate=False)))
     return {group for group in groups if len(group) > 1}
 
 
 def config_differences(whole: Any, model: Any) -> list[str]:
-    """Return what the configs of the two models differ in, one text a setting."""
+    """Return the differences between the configs of the two models, one text per setting."""
     return changed_settings(whole.config.to_dict(), model.config.to_dict())
 
 
 def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return what two configs, as dictionaries, differ in, one text a setting."""
+    """Return the differences between two configs, given as dictionaries, one text per setting."""
     then, now = dict(settings_in(before)), dict(settings_in(after))
     return [f"{key} is {now[key]}, and was {then[key]}" for key in then if key in now and now[key] != then[key]]
 
 
 def settings_in(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a config and of the configs in it that are of the model itself, by dotted name."""
+    """Yield the settings of the model itself in a config and its sub-configs, by dotted name."""
     for key, value in config.items():
         if key.startswith("_") or key in ("quantization_config", "architectures", "dtype"):
             continue
@@ -175,7 +175,7 @@ def settings_in(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[st
 
 
 def names_in_files(files: Sequence[str] | None) -> set[str] | None:
-    """Return the names of the tensors in a model's files, read without their values; None where they are not known."""
+    """Return the names of the tensors in a model's files, without reading values; None if they cannot be determined."""
     if not files:
         return None
     names: set[str] = set()
@@ -186,7 +186,7 @@ def names_in_files(files: Sequence[str] | None) -> set[str] | None:
                     names.update(opened.keys())
             else:
                 names.update(torch.load(file, map_location="meta", weights_only=True))
-        except Exception as error:  # whatever is wrong with the file, transformers says so when it reads it
+        except Exception as error:  # of any type: transformers reports the damage when it reads the file
             logging.getLogger(__name__).debug("%s: %s", file, error)
             return None
     return names
@@ -201,26 +201,27 @@ def in_any(name: str, paths: Iterable[str]) -> bool:
 
 
 REGISTRIES = ("_modules", "_parameters", "_buffers")
-GONE = object()  # the value of what a module no longer holds
+GONE = object()  # the value of a deleted attribute or entry
 
 Changes = Mapping[str, Mapping[Any, Any]]  # the table, "" for attributes → the name in it → the value
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A dense skeleton of one of the classes that a model had, one after the other, and the passes that were applied to it."""
+    """A dense skeleton of one of the classes that a model had successively, and the passes that were applied to it."""
 
     model: Any
     recipe: Sequence[str] = ()
-    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of what these passes were applied to
+    record: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the model that these passes were applied to
 
 
 def rewrite_by_steps(steps: Sequence[Step]) -> tuple[list[bool], frozenset[str]]:
-    """Rewrite the model of each step by its passes, and before that by what the earlier ones did to what it shares with the last.
+    """Rewrite the model of each step by its passes, after transferring to it the earlier changes of the parts it shares with the
+    last.
 
-    Tied weights are tied in all of them. What a class does not have is dense in the next. Return of each step whether the last
-    model cannot do without it, and the names of that model's tensors which its predecessor does not have. Raises `CheckpointError`
-    where two classes cannot have the same in what they share.
+    Tied weights are tied in all of them. A part that a class lacks is dense in the next. Return for each step whether the last
+    model depends on it, and the names of that model's tensors that its predecessor lacks. Raises `CheckpointError` if the shared
+    part of two classes cannot be the same.
     """
     links = [Link(step.model, before.model) for before, step in itertools.pairwise(steps)]
     done, needed = tuple(steps[0].recipe), [True]
@@ -238,7 +239,7 @@ def rewrite_by_steps(steps: Sequence[Step]) -> tuple[list[bool], frozenset[str]]
 
 
 class Link:
-    """Two classes that a model had one after the other: the skeletons of `whole`, the first, and of `model`, both dense so far."""
+    """Two classes that a model had successively: the skeletons of `whole`, the first, and of `model`, both dense so far."""
 
     def __init__(self, model: Any, whole: Any) -> None:
         self.common = Common(model, whole)
@@ -246,7 +247,7 @@ class Link:
         self.before = {module: Contents.of(module) for module in self.common.whole_modules.values()}
 
     def carry_over(self, recipe: Sequence[str]) -> set[str]:
-        """Rewrite in `model` what it shares with `whole`, now rewritten by the recipe; return the names of what that changed."""
+        """Transfer to `model` what the recipe changed in its shared part of `whole`; return the names of the changed parts."""
         common, model, whole = self.common, self.common.model, self.common.whole
         common.require_shared(recipe)
         edit, losses = Edit(model), take_auxiliary_losses(whole)
@@ -267,7 +268,7 @@ class Link:
 
 
 def runnable_inputs(model: Any) -> dict[str, Any] | None:
-    """Return inputs on which the skeleton runs without values, None where there are none; the model is in evaluation mode."""
+    """Return inputs on which the skeleton runs without values; None if there are none. Puts the model in evaluation mode."""
     try:
         inputs = {name: value for name, value in named_inputs(model.eval()).items() if isinstance(value, torch.Tensor)}
     except CaptureError:
@@ -279,7 +280,7 @@ def runnable_inputs(model: Any) -> dict[str, Any] | None:
 
 
 class Common:
-    """The modules and parameters of a dense model, `whole`, that `model` has too, under the same names in a file."""
+    """The modules and parameters that `model` shares with `whole`, a dense model, under the same names in a file."""
 
     def __init__(self, model: Any, whole: Any) -> None:
         self.model, self.whole = model, whole
@@ -296,7 +297,7 @@ class Common:
         self.different = named ^ {*self.modules, *self.parameters}  # names in `model`
 
     def name(self, name: str) -> str | None:
-        """Return the name in `model` of the module or parameter called `name` in `whole`; None where it can have none."""
+        """Return the name in `model` of a module or parameter of `whole`; None if it can have none."""
         if is_inside(name, self.whole_base):
             return ".".join(part for part in (self.base, name[len(self.whole_base) :].lstrip(".")) if part)
         return None if is_inside(name, self.base) else name
@@ -310,7 +311,7 @@ class Common:
         return type(self.modules[str(self.name(path))]) is type(self.whole_modules[path])
 
     def require_shared(self, recipe: Sequence[str]) -> None:
-        """Raise `CheckpointError` where the shared weights have other names in a file, or the shared stacks other depths."""
+        """Raises `CheckpointError` if the shared weights have other names in a file, or the shared stacks other depths."""
         if self.base and self.whole_base and self.base != self.whole_base:
             raise refusal(
                 self, recipe, f"transformers finds no weight of {self.base} in a file that has those of {self.whole_base}"
@@ -327,7 +328,7 @@ class Common:
         return {name: parameter for name, parameter in self.parameters.items() if name not in theirs}
 
     def own_tensors(self) -> frozenset[str]:
-        """Return the names of the tensors, now, of modules of the dense `model` that lie in a part which only it has."""
+        """Return the current names of the tensors in parts that only the dense `model` has."""
         places, found = {module: path for path, module in self.modules.items()}, set()
         now = dict(self.model.named_modules(remove_duplicate=False))
         for name in self.model.state_dict():
@@ -338,7 +339,7 @@ class Common:
         return frozenset(found)
 
     def correspondence(self) -> dict[int, Any]:
-        """Return what of `model` corresponds to what of `whole`, by identity: a memo for copies."""
+        """Return for each shared object of `whole`, by identity, the one of `model`: a memo for copies."""
         memo: dict[int, Any] = {}
         for theirs, ours in self.pairs.values():
             memo[id(theirs)] = ours
@@ -351,13 +352,13 @@ class Common:
         return memo
 
     def is_of_one_class(self, name: str) -> bool:
-        """Return whether a name in `model` lies in a module or parameter that one of the two dense classes does not have."""
+        """Return whether a name in `model` lies in a module or parameter that one of the two dense classes lacks."""
         parts = name.split(".")
         return any(".".join(parts[:length]) in self.different for length in range(1, len(parts) + 1))
 
 
 def path_of(part: nn.Module, model: nn.Module) -> str:
-    """Return the path of `part` in `model`, the empty one where it is `model` itself."""
+    """Return the path of `part` in `model`; "" if it is `model` itself."""
     return next(path for path, module in model.named_modules() if module is part)
 
 
@@ -366,7 +367,7 @@ def is_inside(path: str, outer: str) -> bool:
 
 
 class Interface:
-    """The shapes that the outermost shared modules of `whole` return, which a part that only `model` has may read."""
+    """The shapes returned by the outermost shared modules of `whole`, which parts that only `model` has may read."""
 
     def __init__(self, common: Common, paths: list[str], inputs: Mapping[str, Any]) -> None:
         self.common, self.paths, self.inputs = common, paths, inputs
@@ -374,14 +375,14 @@ class Interface:
 
     @classmethod
     def of(cls, common: Common) -> Interface:
-        """Return that of the dense model; of no module where `model` has no parameters of its own."""
+        """Return the interface of the dense model; empty if `model` has no parameters of its own."""
         whole = common.whole.eval()
         inputs = replaying.replayed_inputs(whole, recipe_storage.stored_inputs(whole))
         paths = outermost_shared(common, whole, "") if common.own_parameters() else []
         return cls(common, paths, {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)})
 
     def shapes(self) -> dict[str, list[torch.Size]]:
-        """Return the shapes by path; nothing where the model does not run without values."""
+        """Return the shapes by path; empty if the model does not run without values."""
         found: dict[str, list[torch.Size]] = {}
         modules = {path: self.common.whole.get_submodule(path) for path in self.paths}
 
@@ -393,7 +394,7 @@ class Interface:
         return found if runs else {}
 
     def changed(self) -> str:
-        """Return which of the modules returns other shapes now, "" where none does."""
+        """Return a text that names a module which now returns other shapes; "" if there is none."""
         now = self.shapes()
         path = next((path for path in now if path in self.dense and now[path] != self.dense[path]), None)
         if path is None:
@@ -403,7 +404,7 @@ class Interface:
 
 
 def outermost_shared(common: Common, module: nn.Module, path: str) -> list[str]:
-    """Return the paths of the shared modules inside `module` that lie in no other; `whole` itself is none."""
+    """Return the paths of the shared modules inside `module` that lie in no other; `whole` itself is not among them."""
     found: list[str] = []
     for name, child in module.named_children():
         inner = f"{path}.{name}".lstrip(".")
@@ -423,13 +424,13 @@ class Contents:
 
     @classmethod
     def of(cls, module: nn.Module) -> Contents:
-        """Return what `module` holds now, without what retrofit and transformers note about whole models."""
+        """Return the module's current contents, without retrofit's and transformers' records about whole models."""
         held = {name: value for name, value in vars(module).items() if name not in BOOKS and not name.startswith("retrofit_")}
         tables = {name: table_of(value) for name, value in held.items() if isinstance(value, (dict, set))}
         return cls({"": {name: value for name, value in held.items() if name not in tables}, **tables})
 
     def changes(self, now: Contents) -> Changes:
-        """Return what is not the same in `now`: the value there, or `GONE`."""
+        """Return the differences in `now`: the new value, or `GONE`."""
         found = {}
         for table, new in now.tables.items():
             old = self.tables.get(table, {})
@@ -465,9 +466,9 @@ def changed_parts(common: Common, changes: Mapping[nn.Module, Changes]) -> set[s
 
 
 def transfer(common: Common, changes: Mapping[nn.Module, Changes], changed: Collection[str], edit: Edit) -> str:
-    """Change the modules of `model` as those of `whole` were changed; return why that cannot be, "" where it can.
+    """Apply the changes of `whole` to the modules of `model`; return the reason if that is impossible, else "".
 
-    What the model lacks is left out.
+    Changes of parts that the model lacks are ignored.
     """
     model, whole, memo = common.model, common.whole, common.correspondence()
     kinds = type(whole).__name__, type(model).__name__
@@ -507,7 +508,7 @@ def apply_changes(module: nn.Module, table: str, values: Mapping[Any, Any], edit
 
 
 def unfit_parameter(common: Common) -> str:
-    """Return why a parameter of a part that only `model` has does not fit the rewritten part, "" where all do."""
+    """Return why a parameter of a part that only `model` has does not fit the rewritten part; "" if all do."""
     model, whole = common.model, common.whole
     present, kept = ({id(parameter) for parameter in network.parameters()} for network in (model, whole))
     for name, parameter in common.own_parameters().items():
@@ -521,7 +522,7 @@ def unfit_parameter(common: Common) -> str:
 
 
 def take_auxiliary_losses(whole: nn.Module) -> ForwardWithAuxiliaryLosses | None:
-    """Return the forward of `whole` no longer adds losses to its own; return the one that did, None where none did."""
+    """Remove the addition of auxiliary losses from the forward of `whole`; return the forward that added them, or None."""
     forward = vars(whole).get("forward")
     if not isinstance(forward, ForwardWithAuxiliaryLosses):
         return None
@@ -535,7 +536,7 @@ def take_auxiliary_losses(whole: nn.Module) -> ForwardWithAuxiliaryLosses | None
 
 
 def carry_accounts(common: Common) -> None:
-    """Give the model the accounts of `whole` under its own names; those of the passes only where it has every site."""
+    """Copy the accounts of `whole` to the model, with its names; those of the passes only if it has every site."""
     model, whole = common.model, common.whole
     names, paths = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
     theirs, accounts = provenance_of(whole), replaying.rewrites(whole) or ()
@@ -575,7 +576,7 @@ def renamed(theirs: Iterable[str], common: Common, names: Collection[str]) -> tu
 
 
 def rewrite_by_itself(common: Common, recipe: Sequence[str], why: str) -> None:
-    """Replay the recipe on the loaded class; raises `CheckpointError` where that makes another model of the shared part."""
+    """Replay the recipe on the loaded class. Raises `CheckpointError` if that makes the shared part another model."""
     model, whole = common.model, common.whole
     try:
         replaying.replay(model, recipe)

@@ -1,4 +1,4 @@
-"""A `.pt` file: what it holds of a model, and the model rebuilt from what it holds."""
+"""A `.pt` file: its contents for a model, and the model rebuilt from them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from retrofit.storage.filling import describe_architecture, empty_model, fill_mo
 
 SAVE_AGAIN = "save it again with retrofit.save"
 FORMAT = "retrofit/1"
-WRAPPERS = 2  # around a model whose weights were saved
+WRAPPERS = 2  # wrappers that may be around a model whose weights were saved
 
 
 def checkpoint_contents(model: nn.Module) -> dict[str, Any]:
-    """Return what a `.pt` file holds of the model."""
+    """Return the contents of a `.pt` file for the model."""
     architecture, config = architecture_in_file(model)
     recipe = list(recipe_storage.stored_recipe(model))
     inputs = recipe_storage.stored_inputs(model) if recipe else {}
@@ -46,7 +46,7 @@ def checkpoint_contents(model: nn.Module) -> dict[str, Any]:
 
 
 def architecture_in_file(model: nn.Module) -> tuple[str, dict[str, Any]]:
-    """Return what a `.pt` file says of how to build the model; raises `CheckpointError` where that would be another one."""
+    """Return the architecture and config that a `.pt` file holds. Raises `CheckpointError` if they would build another model."""
     if holds_adapters(model):
         raise CheckpointError(
             f"{type(model).__name__} has adapters, which a .pt file cannot hold",
@@ -58,7 +58,7 @@ def architecture_in_file(model: nn.Module) -> tuple[str, dict[str, Any]]:
 
 
 def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors as a plain dict, tied ones still one storage, and none that would drag a larger storage into the file."""
+    """Return the tensors as a plain dict: tied ones share their storage, and no tensor drags a larger storage into the file."""
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise CheckpointError(
@@ -88,7 +88,7 @@ def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
-    """Return what the file holds; raises `CheckpointError` where it is not whole, or is code and not admitted by `allow_pickle`."""
+    """Return the file's contents. Raises `CheckpointError` if it is incomplete, or contains code without `allow_pickle`."""
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": not allow_pickle}
     options |= {"pickle_module": pickle_of_any_version()} if allow_pickle else {}
     try:
@@ -125,10 +125,10 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
 
 
 class Unpickler(pickle.Unpickler):
-    """Unpickles models that were pickled when a class of ours lay in another file."""
+    """Unpickles models that were pickled when a class of retrofit lay in another file."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what the file names; of ours, from the one file that defines it now."""
+        """Return the object that the file names; for retrofit's own, from the module that defines it now."""
         try:
             return super().find_class(module, name)
         except (ImportError, AttributeError):
@@ -153,14 +153,14 @@ def modules_defining(name: str) -> list[str]:
 
 
 def pickle_of_any_version() -> types.ModuleType:
-    """Return a `pickle` for `torch.load` that reads with our `Unpickler`."""
+    """Return a `pickle` module for `torch.load` that reads with our `Unpickler`."""
     module = types.ModuleType("pickle")
     vars(module).update({**vars(pickle), "Unpickler": Unpickler})
     return module
 
 
 def can_be_mapped(path: Path) -> bool:
-    """Return whether tensors lie in the file as they are: torch's container before 1.6 is no archive, others may be packed."""
+    """Return whether tensors can be mapped: torch's container before 1.6 is no archive, and others may be compressed."""
     if not zipfile.is_zipfile(path):
         return False
     with path.open("rb") as file, zipfile.ZipFile(file) as archive:
@@ -170,7 +170,7 @@ def can_be_mapped(path: Path) -> bool:
 
 
 def require_held(content: Any, path: Path) -> Any:
-    """`content`; raises `CheckpointError` where its tensors repeat the little that the file holds beyond what fits in memory."""
+    """Return `content`. Raises `CheckpointError` if its tensors expand few bytes of the file to more than the memory."""
     tensors = list(tensors_in(content))
     repeated = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()]
     require_memory(sum(tensor.numel() * tensor.element_size() for tensor in repeated), f"{path}: what its tensors repeat")
@@ -178,7 +178,7 @@ def require_held(content: Any, path: Path) -> Any:
 
 
 def fills_records(content: Any, path: Path) -> bool:
-    """Return whether each tensor's storage is as long as its record: of a shorter one torch silently maps the next one too."""
+    """Return whether each tensor's storage is as long as its record: for a shorter record, torch silently maps the next one too."""
     held = [tensor.untyped_storage() for tensor in tensors_in(content)]
     storages = {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
     with zipfile.ZipFile(path) as archive:
@@ -188,7 +188,7 @@ def fills_records(content: Any, path: Path) -> bool:
 
 
 def tensors_in(content: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a file's content, in containers and modules however deep."""
+    """Yield the tensors in a file's content, at any depth of containers and modules."""
     if isinstance(content, torch.Tensor):
         yield content
     elif isinstance(content, nn.Module):
@@ -245,9 +245,9 @@ def rebuild_model(
 def fill_unwrapped(
     fill: Callable[[Mapping[str, torch.Tensor]], nn.Module], state: Mapping[str, torch.Tensor], wrappers: int = WRAPPERS
 ) -> nn.Module:
-    """Return the model that `fill` makes of these weights, also where they were saved with the wrappers around it.
+    """Return `fill(state)`; if that fails, again without the wrappers' prefix in the names of the weights.
 
-    Each name begins with the wrappers' then: of a compiled model (`_orig_mod.…`), of one trained on several devices (`module.…`).
+    Compiled models have the prefix `_orig_mod.`, models trained on several devices `module.`.
     """
     try:
         return fill(state)
@@ -261,7 +261,7 @@ def fill_unwrapped(
 
 
 def is_checkpoint(content: Any) -> bool:
-    """Return whether the file is one of this format; raises for a later one or one with entries missing."""
+    """Return whether the file has this format. Raises `CheckpointError` for a later version or if entries are missing."""
     if not isinstance(content, dict) or not str(content.get("format", "")).startswith("retrofit/"):
         return False
     if content["format"] != FORMAT:
@@ -290,7 +290,7 @@ def is_state_dict(content: Any) -> bool:
 
 
 def describe_content(content: Any) -> str:
-    """Return what something is, in a few words."""
+    """Return a short description of the content."""
     if isinstance(content, Mapping):
         return f"a mapping with {first_few(map(str, content)) or 'nothing'}"
     return kind_of(content)

@@ -1,11 +1,11 @@
-"""A recipe and a quantization in one config: the recipe is replayed, then transformers' own quantizer does its part.
+"""A recipe and a quantization in one config: first the recipe is replayed, then transformers' own quantizer runs.
 
     "quantization_config": {"quant_method": "retrofit", "recipe": ["sparse-ffn(…)"], …,
                             "quantization": {"quant_method": "torchao", …}}
 
-The quantizer is transformers' own, of its own class as far as anybody can see, with three things added: the skeleton it gets is
-the rewritten model's, the weights keep the names they have there, and what is saved says both. Where quantizers pack the weights of
-linear layers in place, so are the matrices that sparse feed-forwards keep by rows (`feed_forward_blocks.PackableRows`).
+The quantizer is an instance of transformers' own class with three additions: it receives the rewritten model's skeleton, the
+weights keep their names in that skeleton, and the saved config holds both recipe and quantization. If a quantizer packs the weights
+of linear layers in place, it also packs the matrices that sparse feed-forwards store by rows (`feed_forward_blocks.PackableRows`).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from retrofit.surgery.dequantization import transpose_again, transposed_layers
 
 
 class ReplayFirst(HfQuantizer):
-    """The steps of a quantizer that come first where there is a recipe: mixed into its class."""
+    """The quantizer's methods that replay a recipe first; mixed into its class."""
 
-    replay: Any  # RecipeReplay: what happens to a skeleton without a quantization
-    entry: dict[str, Any]  # what config.json says of the recipe alone
-    transposed: list[str]  # the paths of linear layers that hold their weight transposed
-    rows: dict[str, bool]  # the paths of the matrices kept by rows, and whether the quantizer packs them in place
+    replay: Any  # RecipeReplay: prepares a skeleton for a recipe without a quantization
+    entry: dict[str, Any]  # the entry of config.json for the recipe alone
+    transposed: list[str]  # the paths of linear layers with a transposed weight
+    rows: dict[str, bool]  # the paths of the matrices stored by rows, and whether the quantizer packs them in place
 
     def preprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """The skeleton is the rewritten model's, prepared for the packed weights."""
+        """Turn the skeleton into the rewritten model's, prepared for the packed weights."""
         model.config.quantization_config = self.replay.quantization_config
         self.replay.preprocess_model(model)
         self.entry = dict(model.config.quantization_config)
@@ -42,7 +42,7 @@ class ReplayFirst(HfQuantizer):
         self.rows = {path: self.packs_in_place(model, path) for path in paths}
 
     def packs_in_place(self, model: Any, path: str) -> bool:
-        """Return whether the quantizer packs the matrix at `path` as the weight of a linear layer, which it is from now on."""
+        """Return whether the quantizer packs the matrix at `path` like the weight of a linear layer; make it one if so."""
         module = model.get_submodule(path)
         if type(module) is not RowMajor:  # replaced by a layer of the quantizer's own
             return False
@@ -53,11 +53,11 @@ class ReplayFirst(HfQuantizer):
         return False
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Return the conversions of the quantizer alone: the file has the model's own names apart from parts of a packed weight."""
+        """Return only the quantizer's conversions: except for parts of packed weights, the file has the model's own names."""
         return super().update_weight_conversions([], *args, **kwargs)  # type: ignore[no-any-return]
 
     def postprocess_model(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        """The model is quantized, its config says so and holds the recipe, and every other weight has its value."""
+        """Mark the model as quantized, with the recipe in its config, and check that every other weight has its value."""
         super().postprocess_model(model, *args, **kwargs)
         for path in [path for path, packed in self.rows.items() if packed]:
             if type(model.get_submodule(path)) not in (PackableRows, RowMajor):
@@ -73,19 +73,19 @@ class ReplayFirst(HfQuantizer):
         self.replay.finish(model)
 
     def remove_quantization_config(self, model: Any) -> None:
-        """Make the config say only that the model is a rewritten one."""
+        """Make the config describe only a rewritten model."""
         super().remove_quantization_config(model)
         transpose_again(model, self.transposed)
         for path, packed in self.rows.items():
             module: Any = model.get_submodule(path)
-            if type(module) is not RowMajor:  # a layer that the quantizer has put in, and made a linear one again, is transposed
+            if type(module) is not RowMajor:  # a layer of the quantizer that was made linear again is transposed
                 weight = module.weight if packed else nn.Parameter(module.weight.detach().t().contiguous())
                 model.set_submodule(path, RowMajor(weight, module.bias))
         model.config.quantization_config = self.entry
 
 
 def replaying_quantizer(config: Any, replay: Any) -> HfQuantizer:
-    """Return the quantizer of the config's quantization, which replays the config's recipe by a `replay` of it first."""
+    """Return the quantizer of the config's quantization, extended to replay the config's recipe with `replay` first."""
     quantizer = auto.AutoHfQuantizer.from_config(config.quantization, pre_quantized=config.packed)
     kind = type(quantizer)
     quantizer.__class__ = type(kind.__name__, (ReplayFirst, kind), {"__module__": kind.__module__})

@@ -1,4 +1,4 @@
-"""Recipe files: passes with their options, kept together in a file that people write and programs read.
+"""Recipe files: passes with their options, in a file that people write and programs read.
 
     # a comment                  [                                  {
     sparse-qkv(modules=16)         "sparse-qkv(modules=16)",          "version": 1,
@@ -7,8 +7,8 @@
         layers=1-10,                "layers": "1-10"}               }
     )                            ]
 
-What begins with a bracket or a brace is JSON, anything else is text. A rewritten model is read for its recipe: its directory, the
-`config.json` in it, or its `.pt` file.
+A file that begins with a bracket or a brace is JSON, any other is text. The recipe of a rewritten model is read from its directory,
+the `config.json` in it, or its `.pt` file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from retrofit.files.model_folders import FILES, as_path
 from retrofit.passbase.protocol import AnyPass, Recipe, make_pass, parse_spec
 
 VERSION = 1  # of the JSON object
-SHOWN = 60  # characters of what is no pass
-LARGEST = 16 << 20  # bytes: a config.json with a table of labels stays below
+SHOWN = 60  # characters shown of a text that is not a pass
+LARGEST = 16 << 20  # bytes; a config.json with a table of labels is smaller
 KEYS = {"recipe": "a list of passes", "version": "an integer", "notes": "anything"}
 OF_A_MODEL = ("model_type", "architectures", "quantization_config", "transformers_version")  # keys of a config.json
 READABLE = (
@@ -34,10 +34,10 @@ READABLE = (
 
 
 def read_recipe(path: str | Path) -> Recipe:
-    """Return the passes in a recipe file, or those that the model at `path` was rewritten with.
+    """Return the passes in a recipe file, or the recipe of the rewritten model at `path`.
 
-    Raises `SpecError`, which names the file and the line or the number of the pass that cannot be read, and `CheckpointError`
-    for a `.pt` file that cannot.
+    Raises `SpecError`, naming the file and the line or number of the pass, if one cannot be read, and `CheckpointError` if a `.pt`
+    file cannot be read.
     """
     file = as_path(path)
     passes = []
@@ -52,7 +52,7 @@ def read_recipe(path: str | Path) -> Recipe:
 
 
 def pass_of(spec: str | Mapping[str, Any]) -> AnyPass:
-    """Return the pass that a text names, or an object of its name and options."""
+    """Return the pass for a spec, or for an object of its name and options."""
     if isinstance(spec, str):
         return parse_spec(spec)
     name = spec.get("pass")
@@ -63,16 +63,16 @@ def pass_of(spec: str | Mapping[str, Any]) -> AnyPass:
     return make_pass(name, {option: value for option, value in spec.items() if option != "pass"})
 
 
-# What a file holds.
+# The contents of a file.
 
 
 def specs_in(file: Path) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
-    """Yield each pass as it is written in a file, and where it is."""
+    """Yield each pass as written in a file, with its place."""
     if file.is_dir():
         from retrofit.storage.directories import (
             CONFIG,
             transformer_folder,
-        )  # it imports torch
+        )  # imports torch
 
         config = transformer_folder(file) / CONFIG
         if not config.is_file():
@@ -109,7 +109,7 @@ def read_text(file: Path) -> str:
 
 
 def specs_in_text(file: Path, text: str) -> Iterator[tuple[str, str]]:
-    """Yield each pass in a text of one pass a line, or of several lines up to the parenthesis that ends it."""
+    """Yield each pass in a text, and its line: one pass a line, or several lines up to the closing parenthesis."""
     begun, lines = 0, list[str]()
     for number, line in enumerate(text.splitlines(), start=1):
         part = line.partition("#")[0].strip()
@@ -134,7 +134,7 @@ def specs_in_text(file: Path, text: str) -> Iterator[tuple[str, str]]:
 
 
 def parse_json(file: Path, text: str) -> Any:
-    """Return what a text in JSON holds; a key that is there twice, or a number that is none, is an error."""
+    """Return the data in a JSON text. Raises `SpecError` for duplicate keys and for NaN or infinity."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         held = dict(pairs)
@@ -154,7 +154,7 @@ def parse_json(file: Path, text: str) -> Any:
 
 
 def recipe_in_json(file: Path, data: Any) -> Any:
-    """Return the list of passes in what a file in JSON holds: itself, or that of a recipe or of a model's config."""
+    """Return the list of passes in the data of a JSON file: the data itself, a recipe object, or a model's config."""
     if not isinstance(data, dict):
         return data
     if "recipe" not in data and any(key in data for key in OF_A_MODEL):
@@ -204,7 +204,7 @@ def recipe_of_checkpoint(file: Path) -> Any:
 
 
 def numbered(file: Path, found: Any) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
-    """Yield each pass of a list, and where it is; raise `SpecError` where it is no list of passes."""
+    """Yield each pass of a list, and its place. Raises `SpecError` if it is not a list of passes."""
     if not isinstance(found, list):
         raise SpecError(f"{file} is not a recipe", why="it holds no list of passes", remedy=READABLE, code="no-recipe")
     for number, spec in enumerate(found, start=1):

@@ -1,7 +1,7 @@
-"""Replays a recipe on the empty skeleton that `from_pretrained` is about to fill: to transformers a quantizer, but of nothing.
+"""Replays a recipe on the empty skeleton that `from_pretrained` is about to fill: for transformers, a quantizer that packs nothing.
 
-Imported by `retrofit.storage.transformers_hook` when transformers is; its interface is transformers' `HfQuantizer`. Where a config
-holds a quantization with the recipe, `retrofit.storage.quantized_recipes` lets the quantizer of that do its part afterwards.
+`retrofit.storage.transformers_hook` imports it when transformers is imported; it implements transformers' `HfQuantizer`. If a
+config holds a quantization with the recipe, `retrofit.storage.quantized_recipes` runs its quantizer afterwards.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ class RecipeConfig(QuantizationConfigMixin):
 
     quant_method: Any = METHOD
     recipe: list[str] = dataclasses.field(default_factory=list)
-    architecture: str | None = None  # the class it was applied to
-    part: str | None = None  # the path in that class of the model that is saved, where it is one inside
-    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # dtype and shape of the inputs it was captured with
+    architecture: str | None = None  # the class that it was applied to
+    part: str | None = None  # the path in that class of the saved model, if it is a part
+    inputs: dict[str, Any] = dataclasses.field(default_factory=dict)  # dtype and shape of the inputs of the capture
     applied_to: dict[str, Any] = dataclasses.field(default_factory=dict)  # the record of `retrofit.passbase.recipe_storage`
-    quantization: Any = None  # what another quantizer does after the replay: its config, or that as a dictionary
-    packed: bool = True  # whether it has done so in the file
-    through: list[list[Any]] = dataclasses.field(default_factory=list)  # classes it had since, each after how many passes
+    quantization: Any = None  # the config of a quantizer that runs after the replay, as an object or a dictionary
+    packed: bool = True  # whether the weights in the file are packed by it
+    through: list[list[Any]] = dataclasses.field(default_factory=list)  # later classes of the model, each after how many passes
 
     def __post_init__(self) -> None:
-        """Raises `CheckpointError` where somebody wrote a recipe that is no list of passes, or a record that is none."""
+        """Raises `CheckpointError` if the recipe is not a list of passes, or the record has another form than retrofit's."""
         if not isinstance(self.recipe, list) or not all(isinstance(spec, str) for spec in self.recipe):
             raise CheckpointError(
                 f"the recipe {self.recipe!r} is not a list of passes",
@@ -76,7 +76,7 @@ class RecipeConfig(QuantizationConfigMixin):
                 )
 
     def to_dict(self) -> dict[str, Any]:
-        """As `config.json` has it."""
+        """Return the entry as it is in `config.json`."""
         kept = {key: copy.deepcopy(value) for key, value in vars(self).items() if key not in ("quantization", "packed")}
         if self.quantization is not None:
             kept["quantization"] = self.quantization if isinstance(self.quantization, dict) else self.quantization.to_dict()
@@ -84,43 +84,43 @@ class RecipeConfig(QuantizationConfigMixin):
 
 
 class RecipeReplay(HfQuantizer):
-    """Rewrites the skeleton before its weights arrive, and checks these afterwards."""
+    """Rewrites the skeleton before its weights are loaded, and checks the weights afterwards."""
 
     quantization_config: RecipeConfig
-    new: frozenset[str] = frozenset()  # the names of tensors that no file has to have: of another head, as its class makes it
-    openings: Collection[Any] = ()  # the conversions that find a part's weights in a file of the whole model
+    new: frozenset[str] = frozenset()  # the names of tensors that files may lack: another head's, as its class initializes it
+    openings: Collection[Any] = ()  # the renamings that find a part's weights in a file of the whole model
 
     def __new__(cls, quantization_config: RecipeConfig, **kwargs: Any) -> Any:
-        """Itself; where the config holds a quantization too, the quantizer of that, which replays the recipe first."""
+        """Return a `RecipeReplay`; if the config also holds a quantization, its quantizer, which replays the recipe first."""
         if quantization_config.quantization is None:
             return super().__new__(cls)
-        from retrofit.storage import quantized_recipes  # not before: transformers is still importing itself then
+        from retrofit.storage import quantized_recipes  # deferred: transformers is still importing itself then
 
         return quantized_recipes.replaying_quantizer(quantization_config, cls)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RecipeReplay:
-        """Itself: transformers copies a quantizer with every rule by which it reads weights, and this one holds the model."""
+        """Return itself: transformers copies a quantizer with each of its weight conversions, and this one holds the model."""
         return self
 
     def __bool__(self) -> bool:
-        """False: where transformers tests only whether there is a quantization, a weight is cast as in any other model."""
+        """Return False, so that transformers casts weights as in a model without quantization."""
         return False
 
     def is_serializable(self) -> bool:
-        """True: the weights are ordinary ones."""
+        """Return True: the weights are ordinary ones."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """True: the weights are ordinary ones."""
+        """Return True: the weights are ordinary ones."""
         return True
 
     def preprocess_model(
         self, model: Any, dtype: torch.dtype | None = None, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
-        """Make the skeleton the rewritten model's; `model` is on the meta device.
+        """Turn the skeleton `model`, on the meta device, into the rewritten model's.
 
-        Raises `CheckpointError` where the names in the files are not those of the rewritten modules.
+        Raises `CheckpointError` if the names in the files are not those of the rewritten modules.
         """
         entry = self.quantization_config
         self.dense = set(model.modules())
@@ -138,7 +138,7 @@ class RecipeReplay(HfQuantizer):
         self.shapes = shapes_of(model)
         self.frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
         if entry.recipe:
-            from retrofit.storage.other_models import names_in_files  # not before, as above
+            from retrofit.storage.other_models import names_in_files  # deferred, as above
 
             held = names_in_files(checkpoint_files)
             if held is not None:
@@ -152,7 +152,7 @@ class RecipeReplay(HfQuantizer):
         return list(self.openings)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> None:
-        """Every new parameter and buffer has its value, and nothing on the model says that it came through a quantizer."""
+        """Check that every new parameter and buffer has its value; remove the traces of a quantizer from the model."""
         del model.hf_quantizer
         transformers_bookkeeping.keep_own_names(model)
         recipe_storage.store_recipe(model, self.quantization_config.recipe, self.quantization_config.applied_to)
@@ -163,7 +163,7 @@ class RecipeReplay(HfQuantizer):
         return {path for path, module in model.named_modules(remove_duplicate=False) if module not in self.dense}
 
     def finish(self, model: Any) -> None:
-        """Every new parameter and buffer has its value, and what a pass froze is frozen."""
+        """Check the loaded tensors, compute the remaining buffers of new modules, and freeze what a pass froze."""
         transformers_bookkeeping.align_weights(model)
         require_filled(model, self.rewritten(model), self.shapes, self.new)
         for name in self.frozen:
@@ -172,7 +172,7 @@ class RecipeReplay(HfQuantizer):
 
 
 def register() -> None:
-    """transformers replays the recipe of a config that holds one."""
+    """Register this class with transformers, so that it replays the recipe of a config."""
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantization_config(METHOD)(RecipeConfig)
         auto.register_quantizer(METHOD)(RecipeReplay)
@@ -181,10 +181,10 @@ def register() -> None:
 
 
 def merge_configs(own: Callable[..., Any], stored: Any, given: Any) -> Any:
-    """transformers' merging of the config in a directory and the one that `from_pretrained` is given, `own`, and what we add to it.
+    """Merge the config of a directory with the one given to `from_pretrained`, by `own` and by retrofit's additions.
 
-    A recipe and a quantization do not contradict one another: the quantization given follows the recipe. Where the directory
-    holds both, the quantization there is merged with the one given as if the recipe were not there.
+    A recipe and a quantization are compatible: the given quantization is applied after the recipe. If the directory holds both, its
+    quantization is merged with the given one as if there were no recipe.
     """
     if not is_recipe(stored) or is_recipe(given):
         return own(stored, given)
@@ -198,11 +198,11 @@ def merge_configs(own: Callable[..., Any], stored: Any, given: Any) -> Any:
 
 
 def rewrite_configured() -> None:
-    """Have models built, filled and saved as their recipes say.
+    """Extend transformers so that models are built, filled and saved by their recipes.
 
-    `from_config`, given a config that holds a recipe, returns the model that the recipe makes of a freshly drawn one. A model that
-    lacks the recipe of the files it is filled from, or would be saved without that of a part, is refused, and so are weights, an
-    adapter's too, that have no place in what the recipe made.
+    `from_config`, given a config with a recipe, returns a newly initialized model rewritten by the recipe. A model is refused if it
+    lacks the recipe of the files that fill it, or would be saved without that of a part; so are weights, also of an adapter, that
+    have no place in the rewritten model.
     """
     models = sys.modules["transformers.modeling_utils"].PreTrainedModel
     own, save = models._from_config.__func__, models.save_pretrained
@@ -221,7 +221,7 @@ def rewrite_configured() -> None:
 
 
 def load_tensors(model: Any, own: Callable[..., None], weights: Mapping[str, Any], prefix: str, *args: Any) -> None:
-    """Load the tensors of one module by torch's `own`; raise `CheckpointError` where others would be lost in a rewritten model."""
+    """Load the tensors of one module by torch's `own`. Raises `CheckpointError` if others would be lost in a rewritten model."""
     if recipe_storage.stored_recipe(model):
         require_places(model, after_hooks(model, weights, prefix), prefix)
     own(model, weights, prefix, *args)
@@ -230,9 +230,9 @@ def load_tensors(model: Any, own: Callable[..., None], weights: Mapping[str, Any
 def load_weights(
     own: Callable[..., Any], model: Any, state_dict: Any = None, checkpoint_files: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Fill the model by transformers' `own`; raise `CheckpointError` where it lacks the recipe of its files."""
+    """Fill the model by transformers' `own`. Raises `CheckpointError` if the model lacks the recipe of its files."""
     loaded = own(model, state_dict, checkpoint_files, *args, **kwargs)
-    if recipe_storage.stored_recipe(model):  # else `RecipeReplay` has compared them, but for an adapter's
+    if recipe_storage.stored_recipe(model):  # without one, `RecipeReplay` has compared them, except for an adapter's
         require_places(model, loaded[0].unexpected_keys, "")
         require_shapes(model, loaded[0].mismatched_keys)
     elif checkpoint_files:
@@ -241,14 +241,14 @@ def load_weights(
 
 
 def require_recipe_of_files(model: Any, file: Path, missing: Collection[str], unread: Collection[str]) -> None:
-    """Raise `CheckpointError` where weights of a module that the recipe beside the file has rewritten were missing or not read."""
+    """Raises `CheckpointError` if weights of a module that the recipe beside `file` rewrites were missing or not read."""
     entries = list(recipes_in(config_beside(file)))
     passes = [applied for entry in entries for applied in recipe_storage.passes_of(entry.get("applied_to"))]
     base = f"{model.base_model_prefix}."
     ends = tuple({f".{site.removeprefix(base)}" for applied in passes for site in applied.sites})
     if not ends:
         return
-    from retrofit.storage.other_models import in_any  # not before: transformers is still importing itself when it reads this file
+    from retrofit.storage.other_models import in_any  # deferred: transformers is still importing itself when it imports this module
 
     sites = {path for path, _ in model.named_modules(remove_duplicate=False) if f".{path}".endswith(ends)}
     lost = [
@@ -265,7 +265,7 @@ def require_recipe_of_files(model: Any, file: Path, missing: Collection[str], un
 
 
 def config_beside(file: Path) -> Any:
-    """Return the config in the directory of a file of weights, None where there is none that can be read."""
+    """Return the config in the directory of a weights file; None if there is none or it cannot be read."""
     try:
         return json.loads((file.parent / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -273,7 +273,7 @@ def config_beside(file: Path) -> Any:
 
 
 def recipes_in(config: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield what a config, as `config.json` has it, and the configs in it say of recipes."""
+    """Yield the recipe entries of a config, in the form of `config.json`, and of its sub-configs."""
     for key, value in config.items() if isinstance(config, Mapping) else ():
         if key == "quantization_config" and is_recipe(value) and value.get("recipe"):
             yield value
@@ -282,7 +282,7 @@ def recipes_in(config: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def require_saved_recipes(model: Any) -> None:
-    """Raise `CheckpointError` where a part of the model was rewritten, and no config that is saved with it says how."""
+    """Raises `CheckpointError` if a part of the model was rewritten and no config saved with the model holds its recipe."""
     saved = [entry["recipe"] for entry in recipes_in(model.config.to_dict())]
     for path, part in transformers_bookkeeping.transformers_parts(model):
         recipe = list(recipe_storage.entry_of(part.config).get("recipe") or ())
@@ -296,15 +296,15 @@ def require_saved_recipes(model: Any) -> None:
             )
 
 
-BUILDING = contextvars.ContextVar("building", default=False)  # within a call of `from_config`: models build their parts by it
+BUILDING = contextvars.ContextVar("building", default=False)  # true within `from_config`, by which models also build their parts
 
 
 def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) -> Any:
-    """Return the model of class `kind` that transformers' `own` makes of the config, rewritten as the recipe in the config says.
+    """Return transformers' model of class `kind` for the config (by `own`), rewritten by the config's recipe.
 
-    A config that is being loaded, or is that of a part of a rewritten model, is left to who loads it; a base class, which others
-    build by this call, is dense. Raises `CheckpointError` for any other class than the recipe was applied to,
-    unless the model is made without weights, as part of another that is loaded.
+    For a config that is being loaded, or that of a part of a rewritten model, the caller rewrites the model; a base class, which
+    other classes build by this call, is dense. Raises `CheckpointError` for any other class than that of the recipe, unless the
+    model is created without weights, as part of another one that is loaded.
     """
     entry = getattr(config, "quantization_config", None)
     if BUILDING.get() or not (isinstance(entry, dict) and is_recipe(entry)) or entry.get("part"):
@@ -316,7 +316,7 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
         model, dense = rewrite_drawn(own, kind, config, entry, kwargs)
     else:
         model = own(kind, config, **kwargs)
-        if all(parameter.is_meta for parameter in model.parameters()):  # it is filled from a file later
+        if all(parameter.is_meta for parameter in model.parameters()):  # filled from a file later
             dense, _ = rewrite_as_part(model, RecipeConfig.from_dict(copy.deepcopy(entry)), None)
         elif model.base_model is model:
             return model
@@ -327,7 +327,7 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
                 remedy=f"build {architecture}, or remove the recipe from a copy of the config: del config.quantization_config",
                 code="other-model",
             )
-    with torch.device("cpu"):  # what no file holds has values, though the weights may have none yet
+    with torch.device("cpu"):  # tensors that no file holds get values, even if the weights have none yet
         for module in set(model.modules()) - dense:
             for name in module._non_persistent_buffers_set:
                 buffer = module._buffers[name]
@@ -339,13 +339,13 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
 def rewrite_drawn(
     own: Callable[..., Any], kind: Any, config: Any, entry: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Any, set[nn.Module]]:
-    """Return the model that transformers' `own` makes of the config, rewritten by its recipe, and the modules it had before."""
+    """Return transformers' model for the config (by `own`), rewritten by its recipe, and its modules before the rewrite."""
     token = BUILDING.set(True)
     try:
         model = own(kind, copy.deepcopy(config), **settings)
     finally:
         BUILDING.reset(token)
-    from retrofit.passbase import replaying  # not before: transformers is still importing itself when it reads this file
+    from retrofit.passbase import replaying  # deferred: transformers is still importing itself when it imports this module
 
     dense = set(model.modules())
     replaying.replay(model, list(entry["recipe"]), entry.get("applied_to"))
@@ -354,7 +354,7 @@ def rewrite_drawn(
 
 
 def unfreeze(model: nn.Module) -> None:
-    """Set every parameter to be trained, those too that the class freezes, as transformers does when it reads weights."""
+    """Make every floating-point parameter trainable, also those that the class freezes, as transformers does on loading."""
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
 
@@ -367,12 +367,12 @@ def rewrite_skeleton(
     same: bool = True,
     program: Program | None = None,
 ) -> set[nn.Module]:
-    """Give the skeleton the structure that the recipe leads to; return the modules it had before.
+    """Rewrite the skeleton by the recipe; return the modules that it had before.
 
-    It is tied as the `record` says of what the recipe was applied to, and has to have its sites where it is the `same` model.
-    `program` is that of an equal model, where there is one.
+    It is tied as in `record`, the description of the model that the recipe was applied to; with `same`, it must have the recorded
+    sites. `program` is that of an equal model, if there is one.
     """
-    from retrofit.passbase import replaying  # not before: transformers is still importing itself when it reads this file
+    from retrofit.passbase import replaying  # deferred: transformers is still importing itself when it imports this module
 
     dense = prepare(model)
     replaying.replay(model, recipe, record, same_model=same, program=program)
@@ -383,11 +383,11 @@ def rewrite_skeleton(
 
 
 def rewrite_same_class(model: Any, entry: RecipeConfig) -> set[nn.Module]:
-    """Rewrite a skeleton of the class that was saved, as that was; return the modules it had before.
+    """Rewrite a skeleton of the class that was saved in the same way; return the modules that it had before.
 
-    Raises `CheckpointError` where its config is another one and the recipe makes something else of it.
+    Raises `CheckpointError` if its config differs and the recipe therefore makes another model of it.
     """
-    from retrofit.storage.other_models import recorded_skeleton, require_equal_rewrite, structure_of  # not before, as above
+    from retrofit.storage.other_models import recorded_skeleton, require_equal_rewrite, structure_of  # deferred, as above
 
     whole = recorded_skeleton(type(model), entry.applied_to, model)
     if whole is None:
@@ -404,12 +404,12 @@ def rewrite_same_class(model: Any, entry: RecipeConfig) -> set[nn.Module]:
 
 
 def rewrite_inner_part(model: Any, entry: RecipeConfig) -> tuple[set[nn.Module], frozenset[str]]:
-    """Give `model`, a part of the class that was rewritten, what the recipe puts there.
+    """Rewrite `model`, a part of the class that was rewritten, as the recipe rewrote that part.
 
     It may have a head or a pooler of its own. Return the modules that are not new, and the names of the tensors that were not
-    saved. Raises `CheckpointError` where it is not that part, as it was recorded.
+    saved. Raises `CheckpointError` if it is not that part, as it was recorded.
     """
-    from retrofit.storage.filling import transformers_class  # not before, as above
+    from retrofit.storage.filling import transformers_class  # deferred, as above
     from retrofit.storage.other_models import Link, config_differences, recorded_skeleton, structure_of
 
     kind = transformers_class(str(entry.architecture))
@@ -441,16 +441,16 @@ def rewrite_inner_part(model: Any, entry: RecipeConfig) -> tuple[set[nn.Module],
         for name, value in vars(module).items():
             if value is part.config:
                 vars(module)[name] = config
-    record_provenance(model, recipe=tuple(entry.recipe))  # its config says of which class and part
+    record_provenance(model, recipe=tuple(entry.recipe))  # its config names class and part
     recipe_storage.store_recipe(model, entry.recipe, entry.applied_to)
     transformers_bookkeeping.keep_on_one_device(model, dense)
     return dense, new
 
 
 def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple[set[nn.Module], frozenset[str]]:
-    """Give `model`, of another class than the recipe was applied to, the part that it shares with that class as it was there.
+    """Rewrite the part that `model` shares with the class of the recipe in the same way as there.
 
-    `saved` is the class it was saved as last. Return the modules that are not new, and the names of the tensors that were not
+    `saved` is the class that it was last saved as. Return the modules that are not new, and the names of the tensors that were not
     saved.
     """
     from retrofit.inputs.example_inputs import forward_parameters
@@ -495,7 +495,7 @@ def rewrite_as_part(model: Any, entry: RecipeConfig, saved: str | None) -> tuple
 
 def skeleton_of(kind: Any, entry: RecipeConfig, like: Any) -> Any:
     """Return a dense skeleton of a class that a model had before it became `like`."""
-    from retrofit.storage.other_models import recorded_skeleton  # not before, as above
+    from retrofit.storage.other_models import recorded_skeleton  # deferred, as above
 
     skeleton = recorded_skeleton(kind, entry.applied_to, like) or kind(copy.deepcopy(like.config))
     unfreeze(skeleton)
@@ -504,11 +504,11 @@ def skeleton_of(kind: Any, entry: RecipeConfig, like: Any) -> Any:
 
 
 def prepare(skeleton: Any) -> set[nn.Module]:
-    """Move the skeleton to the meta device, tie what it says is tied, and return its modules."""
+    """Move the skeleton to the meta device, tie the weights that it declares tied, and return its modules."""
     modules = set(skeleton.modules())
     for module in modules:
         for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.is_meta:  # `torch.Tensor(size)` is on the CPU whatever the default is
+            if parameter is not None and not parameter.is_meta:  # `torch.Tensor(size)` ignores the default device
                 module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
     transformers_bookkeeping.tie(skeleton)
     return modules
@@ -527,9 +527,9 @@ def untie(model: Any) -> None:
 
 
 def tie_as_saved(model: Any, held: set[str], declared: Mapping[str, str]) -> None:
-    """Let transformers tie the weights of which the files hold one name, and leave apart those of which they hold both.
+    """Tie the weights of which the files hold one name, through transformers, and leave apart those with both names in the files.
 
-    The recipe was replayed on what was tied when it was applied; `declared` are the ties of the config, as it is now.
+    The recipe was replayed with the ties of the model it was applied to; `declared` are the ties of the current config.
     """
     named = dict(model.named_parameters(remove_duplicate=False))
     ties = {
@@ -547,7 +547,7 @@ def tie_as_saved(model: Any, held: set[str], declared: Mapping[str, str]) -> Non
 
 
 def rebuild_buffers(model: nn.Module, dense: set[nn.Module]) -> None:
-    """The non-persistent buffers of new modules hold what their modules say."""
+    """Compute the non-persistent buffers of new modules, by the modules' own method."""
     for path, module in model.named_modules():
         if module in dense or not module._non_persistent_buffers_set:
             continue

@@ -1,8 +1,8 @@
-"""Safetensors files with holes: a hole takes no time to write and none of the disk, and reads as zeros.
+"""Safetensors files with holes: a hole takes no time to write and no disk space, and reads as zeros.
 
-Zeros are not written (`write_no_zeros`): a table that starts at zero is in its file as in any other, and costs nothing yet. A
-checkpoint that is read back and thrown away holds a sample of each large weight (`write_samples`), and else what a file says about
-it: its name, shape, dtype and place.
+Zeros are not written (`write_no_zeros`): a table that starts at zero is in its file, as in any other, without using space. A
+checkpoint that is only read back and deleted contains a sample of each large weight (`write_samples`), and otherwise the entry for
+it: name, shape, dtype and place.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import safetensors.torch
 import torch
 from torch import nn
 
-WHOLE = 1 << 20  # bytes: a weight of no more is written whole
-BLOCK, BLOCKS = 4096, 16  # of a larger one, so many blocks of so many bytes
-RUN = 1 << 20  # bytes that are written, or left out, at once
+WHOLE = 1 << 20  # bytes: larger weights are sampled
+BLOCK, BLOCKS = 4096, 16  # number and size in bytes of the blocks of a sample
+RUN = 1 << 20  # bytes that are written or skipped at once
 ZEROS = bytearray(RUN)
 
 Tensors = Mapping[str, torch.Tensor]
@@ -27,7 +27,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @contextlib.contextmanager
 def writing_by(write: Callable[[Path, Tensors, dict[str, str]], bool]) -> Iterator[None]:
-    """Within this context `save_pretrained` writes safetensors by `write`; as it does elsewhere where that returns False."""
+    """Make `save_pretrained` write safetensors by `write` in this context, and as usual if that returns False."""
     transformers = sys.modules["transformers.modeling_utils"]
     save_file = transformers.safe_save_file  # type: ignore[attr-defined]
 
@@ -44,9 +44,9 @@ def writing_by(write: Callable[[Path, Tensors, dict[str, str]], bool]) -> Iterat
 
 @contextlib.contextmanager
 def write_samples(model: nn.Module) -> Iterator[None]:
-    """Within this context `save_pretrained` writes a sample of each large parameter of `model`.
+    """Make `save_pretrained` write a sample of each large parameter of `model` in this context.
 
-    Whatever else it writes, and a weight that it converts on its way, is written whole.
+    Everything else, including a weight that it converts, is written whole.
     """
     large = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters() if is_large(parameter)}
 
@@ -61,7 +61,7 @@ def write_samples(model: nn.Module) -> Iterator[None]:
 
 
 def write_no_zeros() -> contextlib.AbstractContextManager[None]:
-    """Return a context in which `save_pretrained` leaves a hole in the file for each large run of zeros in a large weight."""
+    """Return a context in which `save_pretrained` leaves a hole in the file for each long run of zeros in a large weight."""
 
     def write(path: Path, tensors: Tensors, metadata: dict[str, str]) -> bool:
         plain = all(type(tensor) in (torch.Tensor, nn.Parameter) for tensor in tensors.values())
@@ -78,7 +78,7 @@ def starts_with_zeros(weight: torch.Tensor) -> bool:
 
 
 def write_safetensors(path: Path, tensors: Tensors, sampled: set[str], metadata: dict[str, str]) -> None:
-    """Write a safetensors file of contiguous tensors, with holes in those that are `sampled` and where others are zero.
+    """Write a safetensors file of contiguous tensors, with holes in `sampled` tensors and at runs of zeros in others.
 
     The format: the length of a header in 8 bytes, the header as JSON, then the bytes of the tensors one after the other.
     """
@@ -109,30 +109,30 @@ def write_safetensors(path: Path, tensors: Tensors, sampled: set[str], metadata:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return what safetensors calls a dtype."""
+    """Return safetensors' name of a dtype."""
     text = safetensors.torch.save({"": torch.empty(0, dtype=dtype)})
     header = json.loads(text[8 : 8 + int.from_bytes(text[:8], "little")])
     return str(header[""]["dtype"])
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor, one after the other."""
+    """Return the bytes of a contiguous tensor as a flat tensor."""
     return value.detach().reshape(-1).view(torch.uint8)
 
 
 def blocks(size: int) -> Iterator[tuple[int, int]]:
-    """Yield the places of a sample in `size` bytes: blocks evenly spread, the first and the last bytes among them."""
+    """Yield the places of a sample in `size` bytes: evenly spaced blocks, including the first and the last bytes."""
     starts = {max(0, size - BLOCK) * number // (BLOCKS - 1) for number in range(BLOCKS)}
     return ((start, min(size, start + BLOCK)) for start in sorted(starts))
 
 
 def runs(size: int) -> Iterator[tuple[int, int]]:
-    """Yield the places of `size` bytes that are written, or left out, at once."""
+    """Yield the places of `size` bytes, in runs that are each written or skipped."""
     return ((start, min(size, start + RUN)) for start in range(0, size, RUN))
 
 
 def is_large(weight: torch.Tensor) -> bool:
-    """Return whether a sample of the weight is enough."""
+    """Return whether the weight is large enough to be sampled."""
     return weight.nbytes > WHOLE
 
 

@@ -1,18 +1,18 @@
-"""A retrofitted transformers model is saved and loaded by the stock `save_pretrained` and `from_pretrained`.
+"""Saving and loading a retrofitted transformers model by the stock `save_pretrained` and `from_pretrained`.
 
-The recipe travels in the place that transformers keeps for "this skeleton must be changed before the weights fit it":
-`config.quantization_config`. `install` puts its reader, `retrofit.storage.recipe_quantizer`, into transformers' table of
-quantizers as soon as that table exists, without importing transformers. It is called by `import torch` (the entry point of the
-group `torch.backends` is in `retrofit_transformers`), so programs need not import retrofit, and by `import retrofit`. Nothing is
-quantized, and nothing says so on the live model: `hf_quantizer`, `is_quantized` and `quantization_method` are never left behind,
-so `Trainer`, PEFT, `.half()` and `generate` see an ordinary model.
+The recipe is stored in `config.quantization_config`, where transformers looks for changes of a skeleton that come before its
+weights. `install` adds `retrofit.storage.recipe_quantizer`, which reads it, to transformers' table of quantizers as soon as that
+table exists, without importing transformers. `import torch` calls it (the entry point of the group `torch.backends` is in
+`retrofit_transformers`), so programs need not import retrofit, and so does `import retrofit`. Nothing is quantized, and the live
+model has no trace of a quantizer: `hf_quantizer`, `is_quantized` and `quantization_method` are removed, so `Trainer`, PEFT,
+`.half()` and `generate` see an ordinary model.
 
-What a pass's modules must do to survive the trip (the skeleton is built on the meta device and then filled from the file):
+A skeleton is built on the meta device and then filled from the file. The modules of a pass therefore need to fulfil:
 
-- every buffer is persistent, so that it is loaded like a weight; one that is not has its module's `rebuild_buffers()` called after
-  loading, which must set the values from the module's own attributes on the buffers' present device;
-- a module registered at several places holds no persistent buffers (a frozen parameter does the same and can be tied);
-- parameters have the dtype and device of the weights they are used with, or name a dtype of their own.
+- every buffer is persistent, so that it is loaded like a weight; for others, `rebuild_buffers()` of their module is called after
+loading and must compute the values from the module's own attributes on the buffers' current device; - a module registered at
+several places holds no persistent buffers (a frozen parameter does the same and can be tied); - parameters have the dtype and
+device of the weights that they are used with, or name a dtype of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODELS = "transformers.modeling_utils"  # the module that builds models from con
 
 
 def install() -> None:
-    """From now on transformers replays recipes, whether it has been imported or will be."""
+    """Make transformers replay recipes from now on, whether it is already imported or not."""
     for name, (defined, act) in ACTIONS.items():
         if hasattr(sys.modules.get(name), defined):
             act()
@@ -37,14 +37,14 @@ def install() -> None:
 
 
 def register() -> None:
-    """transformers' tables hold the recipe's reader."""
+    """Add the recipe's reader to transformers' tables."""
     from retrofit.storage import recipe_quantizer
 
     recipe_quantizer.register()
 
 
 def build_rewritten() -> None:
-    """transformers builds a model from a config that holds a recipe as the recipe makes it."""
+    """Make transformers apply the recipe of a config when it builds a model from it."""
     from retrofit.storage import recipe_quantizer
 
     recipe_quantizer.rewrite_configured()
@@ -54,7 +54,7 @@ ACTIONS = {TABLE: ("register_quantizer", register), MODELS: ("PreTrainedModel", 
 
 
 class Watcher(importlib.abc.MetaPathFinder):
-    """Finds what the other finders find, and has transformers' module `name` prepared once it has been imported."""
+    """An import finder that finds what the other finders find, and prepares transformers' module `name` once it is imported."""
 
     def __init__(self, name: str) -> None:
         self.name = name

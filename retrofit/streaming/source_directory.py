@@ -30,11 +30,11 @@ from retrofit.surgery.transformers_bookkeeping import leave_weights_mapped, tie
 
 SAVE_ONCE = "save it as one first, if it fits in memory: retrofit.save(retrofit.load(path), 'directory/')"
 
-Place = Callable[[str, nn.Parameter], None]  # of a parameter that is not in a file, by its name in the model
+Place = Callable[[str, nn.Parameter], None]  # called with a parameter that is not in a file and its name in the model
 
 
 def require_directory(source: Path) -> None:
-    """Raise `CheckpointError` unless it is a directory."""
+    """Raises `CheckpointError` unless it is a directory."""
     if not source.is_dir():
         raise CheckpointError(
             f"{source} cannot be streamed", why="--stream reads a directory of safetensors", remedy=SAVE_ONCE, code="no-model"
@@ -42,7 +42,7 @@ def require_directory(source: Path) -> None:
 
 
 def source_extents(folder: Path) -> dict[str, Extent]:
-    """Return where each tensor of the model in a directory lies, by its name in the files; raise `CheckpointError` without any."""
+    """Return the place of each tensor of the model in a directory, by its name. Raises `CheckpointError` if there is none."""
     found = extents_of(folder)
     if not found:
         raise CheckpointError(
@@ -58,7 +58,7 @@ def model_without_weights(folder: Path) -> Any:
     """Return the model on the meta device, rewritten by its recipe, with the configuration and ties of the model loaded whole."""
     with name_file_in_errors(folder):
         model: Any = load_directory(folder, None, device_map="meta")
-    if apart(model):  # the files hold both weights, and whether these are equal, and so tied, cannot be seen without them
+    if apart(model):  # if the files hold both weights, only their values show whether they are equal, and so tied
         files = TensorFiles()
         tied = model_on_files(folder, files, lambda name, parameter: drop_values(parameter, files)).all_tied_weights_keys
         model.all_tied_weights_keys = {target: source for target, source in model.all_tied_weights_keys.items() if target in tied}
@@ -67,19 +67,19 @@ def model_without_weights(folder: Path) -> Any:
 
 
 def apart(model: Any) -> bool:
-    """Return whether weights that a transformers model takes for tied are several."""
+    """Return whether weights that a transformers model lists as tied are separate."""
     named = dict(model.named_parameters(remove_duplicate=False))
     return any(named.get(target) is not named.get(source) for target, source in model.all_tied_weights_keys.items())
 
 
 def drop_values(parameter: nn.Parameter, files: TensorFiles) -> None:
-    """Free the memory of the parameter, unless it is that of a file."""
+    """Free the memory of the parameter, unless it is mapped from a file."""
     if is_worth_moving(parameter, files):
         parameter.data = parameter.new_empty(0)
 
 
 def model_on_files(folder: Path, files: TensorFiles, place: Place) -> Any:
-    """Return the model, its weights where they lie in the files; those that loading computes go to `place`, one at a time."""
+    """Return the model, its weights mapped from the files; those computed on loading are passed to `place`, one at a time."""
     kind: type[Any] = directory_class(folder)
     state = {name: files.tensor(extent) for name, extent in source_extents(folder).items()}
     config = config_class(kind).from_pretrained(folder, **ONLY_DATA)
@@ -96,7 +96,7 @@ def model_on_files(folder: Path, files: TensorFiles, place: Place) -> Any:
 
 
 def model_as_it_lies(folder: Path, files: TensorFiles) -> Any | None:
-    """Return the model, its weights where they lie in the files; None where loading computes one that takes much memory."""
+    """Return the model with its weights mapped from the files; None if loading computes one that takes much memory."""
     computed: list[str] = []
 
     def refuse(name: str, parameter: nn.Parameter) -> None:
@@ -106,7 +106,7 @@ def model_as_it_lies(folder: Path, files: TensorFiles) -> Any | None:
 
     try:
         model = model_on_files(folder, files, refuse)
-    except Exception:  # transformers makes errors of its own of what is raised while it loads
+    except Exception:  # transformers replaces errors raised while it loads by its own
         if computed:
             return None
         raise
@@ -115,7 +115,7 @@ def model_as_it_lies(folder: Path, files: TensorFiles) -> Any | None:
 
 @contextlib.contextmanager
 def one_weight_at_a_time() -> Iterator[None]:
-    """Within this context transformers computes no weight before the one before it is in the model."""
+    """Within this context transformers computes a weight only after the previous one is in the model."""
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     before = os.environ.get(name)
     os.environ[name] = "1"
@@ -130,7 +130,7 @@ def one_weight_at_a_time() -> Iterator[None]:
 
 @contextlib.contextmanager
 def each_parameter(place: Place) -> Iterator[None]:
-    """Within this context `place` gets every parameter on the CPU that a module registers, with its path from the outermost."""
+    """Within this context `place` gets every parameter registered on the CPU, with its path from the outermost module."""
     parents: dict[int, tuple[nn.Module, nn.Module, str]] = {}  # by the id of the child, which is kept alive
 
     def on_module(parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -158,13 +158,13 @@ def each_parameter(place: Place) -> Iterator[None]:
 
 
 def same_file_contents(files: list[Path]) -> list[list[Any]]:
-    """Return what changes when a file does: name, size, time of the last change."""
+    """Return data that changes when a file does: name, size, time of the last change."""
     found = [(file.name, file.stat()) for file in files]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in found]
 
 
 def bytes_computed_on_loading(model: nn.Module, sources: dict[str, Extent]) -> dict[str, int]:
-    """By name, the sizes of the parameters that no file holds as they are: merged from several tensors, or of another dtype."""
+    """Return by name the sizes of the parameters that no file holds as such: merged from several tensors, or of another dtype."""
     held = {(extent.dtype, extent.shape, name.rpartition(".")[2]) for name, extent in sources.items()}
     return {
         name: parameter.nbytes

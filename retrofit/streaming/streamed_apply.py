@@ -1,11 +1,11 @@
-"""`apply_streamed`: a model on disk rewritten into another directory, with one site of it in memory at a time.
+"""`apply_streamed`: rewrite a model on disk into another directory, with one of its sites in memory at a time.
 
-The passes run twice. First on the model without weights: that shows whether they fit, what the result's tensors are, and so how
-much room they take and where each will lie. Then on the model itself, whose weights are mapped from its files: the code, the order
-and the random numbers are those of `apply`, and so is every bit of what it makes. What a pass puts into the model goes to its place
-in the result as soon as it is there; what no pass touched is copied from file to file at the end. The model itself is captured, and
-both runs read that program; one whose weights are computed on loading has none before there is a place for them, and is captured
-in each run.
+The passes run twice. The first run, on the model without weights, determines whether they fit, which tensors the result has, how
+much space they need and where each will lie. The second run is on the model itself, with weights mapped from its files: code, order
+and random numbers are those of `apply`, so the result is the same bit for bit. Each new parameter is written to its place in the
+result at once; tensors that no pass changed are copied from file to file at the end. The model itself is captured, and both runs
+use that program. A model whose weights are computed on loading has no weights before there is a place for them, and is captured in
+each run.
 """
 
 from __future__ import annotations
@@ -79,10 +79,10 @@ ELSEWHERE = "it needs the whole model in memory: use retrofit verify without --s
 
 @serialized
 def verify_directory(model: Path, dense: Path | None, progress: Progress | None = None) -> Report:
-    """Return the report on the model in a directory, held against the one in the directory `dense` where one is named.
+    """Return the report on the model in a directory, compared with the one in the directory `dense`, if given.
 
-    Where loading one merges weights, these are in files beside `model` meanwhile. Raises `CheckpointError` where there is no room
-    for them, and where something is no directory of safetensors.
+    Weights that are merged on loading are stored in temporary files beside `model`. Raises `CheckpointError` if there is no space
+    for them, or a directory is not one of safetensors.
     """
     progress = progress or (lambda stage: None)
     for place in filter(None, (model, dense)):
@@ -114,9 +114,9 @@ def verify_directory(model: Path, dense: Path | None, progress: Progress | None 
 def verify_streamed(
     folder: Path, result: Path, applied: Applied, rewrites: tuple[Rewrite, ...], aside: Path, progress: Progress
 ) -> Report:
-    """Return the report on the model in the directory `result`, read from its files; raise `VerificationError` if a check fails.
+    """Return the report on the model in the directory `result`, read from its files. Raises `VerificationError` if a check fails.
 
-    What loading the model in `folder` computes is kept in the directory `aside`.
+    The weights computed on loading the model in `folder` are stored in the directory `aside`.
     """
     files = TensorFiles()
     with kept_out_of_memory(files):
@@ -140,9 +140,9 @@ def verify_streamed(
 
 @contextlib.contextmanager
 def model_on_disk(directory: Path, beside: Path) -> Iterator[Any]:
-    """Within this context the model in a directory of safetensors runs on its mapped weights.
+    """Yield the model in a directory of safetensors, running on its mapped weights.
 
-    Those that loading computes are in files beside `beside` meanwhile.
+    Weights computed on loading are stored in temporary files beside `beside`.
     """
     files = TensorFiles()
     with draft_folder(beside.resolve()) as aside, kept_out_of_memory(files):
@@ -150,7 +150,7 @@ def model_on_disk(directory: Path, beside: Path) -> Iterator[Any]:
 
 
 def with_others(report: Report) -> Report:
-    """Return the report, with every check that was not made."""
+    """Return the report with an entry for every check that was not made."""
     others = (CheckResult(name, "skipped", "", ELSEWHERE, 0.0) for name in CHECKS if name not in STREAMED)
     return dataclasses.replace(report, checks=(*report.checks, *others))
 
@@ -158,30 +158,30 @@ def with_others(report: Report) -> Report:
 # ── From directory to directory ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-ROOM = 1 << 26  # bytes for what is written besides the weights
+ROOM = 1 << 26  # bytes for the files other than weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Layouts:
-    """The layouts that a run on the model without weights shows."""
+    """The layouts determined by the run on the model without weights."""
 
     applied: Applied  # its model has no weights
-    data: Calibration | None  # what the passes fit to
+    data: Calibration | None  # the data that the passes fit to
     result: ModelLayout
     new: tuple[Expected, ...]
-    loaded: dict[str, str]  # names in the result of the dense parameters that it holds as they are
-    aside: int  # at most so many bytes are needed on the way
-    computed: int  # so many bytes of the dense model are not in its files as they are
+    loaded: dict[str, str]  # names in the result of dense parameters that it holds unchanged
+    aside: int  # upper bound on the bytes of temporary files
+    computed: int  # bytes of the dense model's parameters that are not in its files as such
 
 
 @dataclasses.dataclass(frozen=True)
 class Mapped:
-    """The model itself, its weights where they lie in its files, before anything is done to it."""
+    """The model itself, its weights mapped from its files, before any change."""
 
     files: TensorFiles
     model: Any
     program: Program
-    random_state: torch.Tensor  # of the generator after the capture, as it is in `apply`
+    random_state: torch.Tensor  # of the generator after the capture, as in `apply`
 
 
 @serialized
@@ -196,14 +196,14 @@ def apply_streamed(
     progress: Progress | None = None,
     shard_size: int = SHARD,
 ) -> Applied:
-    """Write the model in the directory `source`, rewritten by `passes`, to the directory `output`, bit for bit as `apply` makes it.
+    """Rewrite the model in the directory `source` by `passes` and write it to the directory `output`, bit for bit as `apply` would.
 
-    At no time is more in memory than what one site of a pass takes. Random starts are those of `torch.manual_seed(seed)`. With
-    `calibration`, the data of `apply`, the model runs on its mapped weights, and what its modules receive is kept in files. A run
-    that was stopped goes on where it was when it is started again. The model of what is returned has no weights.
+    The memory used at a time is that of one site of a pass. Random starts are those of `torch.manual_seed(seed)`. With
+    `calibration`, the data of `apply`, the model runs on its mapped weights, and the recorded inputs of its modules are stored in
+    files. A stopped run is resumed when it is started again. The model of the returned `Applied` has no weights.
 
-    Raises `CheckpointError` before anything is written where the source is not a directory of safetensors, where the result does
-    not fit on the disk and where `output` exists (unless `force`), `DoesNotFitError` where a pass does not fit.
+    Raises `CheckpointError` before anything is written if the source is not a directory of safetensors, the result does not fit on
+    the disk, or `output` exists (unless `force`), and `DoesNotFitError` if a pass does not fit.
     """
     source, output = Path(source), Path(output)
     progress = progress or (lambda stage: None)
@@ -225,7 +225,7 @@ def apply_streamed(
             place = unfinished.folder / folder.relative_to(source)
             place.mkdir(parents=True, exist_ok=True)
             accounts = write_weights(folder, place, layouts, mapped, recipe, seed, unfinished, progress)
-            del mapped  # its files may be of parameters that were set aside
+            del mapped  # its files may belong to parameters that were set aside
             progress(f"writing {output}")
             keep_weights_alone(unfinished.folder, place, layouts.result)
             write_configuration(layouts.applied.model, place)
@@ -239,7 +239,7 @@ def apply_streamed(
 
 
 def require_directories(source: Path, output: Path) -> None:
-    """Raise `CheckpointError` unless a stream goes from one directory to another."""
+    """Raises `CheckpointError` unless the stream goes from one directory to another."""
     require_directory(source)
     if is_file_name(output):
         raise CheckpointError(
@@ -251,7 +251,7 @@ def require_directories(source: Path, output: Path) -> None:
 
 
 def map_and_capture(folder: Path, seed: int, progress: Progress) -> Mapped | None:
-    """Return the model on its mapped weights and its program; None where loading computes weights, which need a place first."""
+    """Return the model on its mapped weights and its program; None if loading computes weights, which need a place first."""
     files = TensorFiles()
     with kept_out_of_memory(files):
         progress("mapping its weights")
@@ -273,9 +273,9 @@ def run_without_weights(
     progress: Progress,
     shard_size: int,
 ) -> Layouts:
-    """Return what the passes make of the model, but for its values; raises `DoesNotFitError` where they do not fit.
+    """Return the result of the passes on the model, without values. Raises `DoesNotFitError` if they do not fit.
 
-    `computed` has the sizes of what no file holds as it is.
+    `computed` has the sizes of the parameters that no file holds as such.
     """
     if mapped is not None:
         cast_as_run(model, mapped.model)
@@ -304,14 +304,14 @@ def run_without_weights(
 
 
 def cast_as_run(skeleton: nn.Module, model: nn.Module) -> None:
-    """Cast the weights of the skeleton to the dtypes that the model has after it ran: some code casts its own (a router)."""
+    """Cast the weights of the skeleton to the dtypes of the model after a run: some code casts its own (a router)."""
     with torch.no_grad():
         for own, other in zip(skeleton.parameters(), model.parameters(), strict=True):
             own.data = own.data.to(other.dtype)
 
 
 def require_room(output: Path, layouts: Layouts, verify: bool) -> None:
-    """Raise `CheckpointError` unless the disk has room for all that will be written; what an earlier run left counts as room."""
+    """Raises `CheckpointError` unless the disk has space for everything to be written, including space that an earlier run used."""
     left = unfinished_of(output)
     held = sum(512 * file.stat().st_blocks for file in left.rglob("*") if file.is_file()) if left.is_dir() else 0
     aside = max(layouts.aside, layouts.computed if verify else 0)
@@ -327,7 +327,7 @@ def require_room(output: Path, layouts: Layouts, verify: bool) -> None:
 
 
 def digest_of(data: Calibration) -> str:
-    """Another one for other data."""
+    """Return a digest that differs for different data."""
     digest = hashlib.sha256()
     for batch in data.batches:
         for name, value in sorted(batch.items()):
@@ -338,7 +338,7 @@ def digest_of(data: Calibration) -> str:
 
 
 def identity_of(folder: Path, layouts: Layouts, seed: int) -> dict[str, Any]:
-    """Return what a run must have in common with one that was stopped to go on from there."""
+    """Return the data in which a run must agree with a stopped one in order to resume it."""
     return {
         "source": [str(folder.resolve()), *same_file_contents([folder / "config.json", *weight_files(folder)])],
         "recipe": [rewrite.spec for rewrite in layouts.applied.rewrites],
@@ -359,9 +359,9 @@ def write_weights(
     unfinished: Unfinished,
     progress: Progress,
 ) -> tuple[Rewrite, ...]:
-    """Write every tensor of the result to its file in `place`; return what the passes say of what they did."""
+    """Write every tensor of the result to its file in `place`; return the accounts of the passes."""
     files = TensorFiles() if mapped is None else mapped.files
-    if layouts.data is not None:  # some are fitted where they lie: a file may hold values of half a fit
+    if layouts.data is not None:  # some are fitted in place: a file may hold values of an incomplete fit
         unfinished.steps.difference_update(tensor.name for tensor in layouts.new)
     with ResultFiles(place, layouts.result, files, unfinished) as result, kept_out_of_memory(files):
         if mapped is None:
@@ -373,7 +373,7 @@ def write_weights(
             model = mapped.model
         with one_thread():
             for name, parameter in model.named_parameters():
-                if name not in layouts.loaded:  # the others when they are copied
+                if name not in layouts.loaded:  # the others are checked when they are copied
                     require_finite_weight(name, parameter)
                     files.release()
         order = ParametersInOrder(model)
@@ -400,7 +400,7 @@ def write_weights(
 
 
 def write_rest(model: nn.Module, result: ResultFiles, dense: set[str], progress: Progress) -> None:
-    """Write every tensor that no edit has put into place; raise `RetrofitError` where the `dense` ones contain NaN or Inf."""
+    """Write every tensor that no edit has written. Raises `RetrofitError` if the `dense` ones contain NaN or Inf."""
     tensors = saved_by_layout(model, result.layout)
     done = 0
     with one_thread():
@@ -414,7 +414,7 @@ def write_rest(model: nn.Module, result: ResultFiles, dense: set[str], progress:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Within this context torch computes in one thread: what is read once from a file is there no sooner for several."""
+    """Within this context torch uses one thread: several do not speed up values that are read once from a file."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -424,7 +424,7 @@ def one_thread() -> Iterator[None]:
 
 
 def saved_by_layout(model: nn.Module, layout: ModelLayout) -> dict[str, torch.Tensor]:
-    """Return the tensors that the layout names, of its shapes and dtypes; else `CheckpointError`."""
+    """Return the tensors of the layout. Raises `CheckpointError` if shapes or dtypes differ."""
     tensors = model.state_dict()
     for name, extent in layout.extents.items():
         if name not in tensors or (tuple(tensors[name].shape), tensors[name].dtype) != (extent.shape, extent.dtype):
@@ -433,7 +433,7 @@ def saved_by_layout(model: nn.Module, layout: ModelLayout) -> dict[str, torch.Te
 
 
 def require_same(accounts: Sequence[Rewrite], planned: Sequence[Rewrite]) -> None:
-    """Raise `CheckpointError` unless the passes did with weights what they did without."""
+    """Raises `CheckpointError` unless the passes made the same changes with weights as without."""
     for account, other in zip(accounts, planned, strict=True):
         if (account.spec, account.sites) != (other.spec, other.sites):
             raise differs(f"{account.spec} was {other.spec} without weights, or rewrote other sites")
@@ -449,7 +449,7 @@ def differs(why: str) -> CheckpointError:
 
 
 def keep_weights_alone(folder: Path, place: Path, layout: ModelLayout) -> None:
-    """In `folder` is nothing but the model's weights in `place`: what a run that was stopped put there besides may be cut short."""
+    """Delete everything in `folder` except the model's weights in `place`: other files of a stopped run may be incomplete."""
     weights = {place / INDEX, *(place / shard.file for shard in layout.shards)}
     for file in list(folder.rglob("*")):
         if not file.is_dir() and file not in weights:
@@ -457,7 +457,7 @@ def keep_weights_alone(folder: Path, place: Path, layout: ModelLayout) -> None:
 
 
 def write_configuration(model: Any, place: Path) -> None:
-    """Write to `place` what `save_pretrained` writes besides weights."""
+    """Write to `place` the files that `save_pretrained` writes besides weights."""
     beside = place / ".configuration"
     shutil.rmtree(beside, ignore_errors=True)
     with quiet():

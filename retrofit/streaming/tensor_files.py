@@ -1,6 +1,6 @@
-"""The tensors of safetensors files, mapped one by one: what is read is in memory only until it is released.
+"""The tensors of safetensors files, mapped one by one: data that was read stays in memory only until it is released.
 
-What modules receive on calibration data is kept in such files too.
+Recorded inputs of modules on calibration data are stored in such files too.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from retrofit.files.safetensors_header import DTYPES, METADATA, Extent
 from retrofit.storage.filling import INDEX, WEIGHTS
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CACHE_LINE = 64  # bytes; tensors that torch makes begin at a multiple
-PIECE = 1 << 23  # bytes that are copied at a time: few enough to stay in a processor's cache
+CACHE_LINE = 64  # bytes; torch's own tensors begin at a multiple
+PIECE = 1 << 23  # bytes copied at a time: few enough to stay in a processor's cache
 RESIDENT = 1 << 29  # bytes of files that may stay in memory before they are released
 EVERY = 0.02  # seconds
 
 
 def header_and_extents(file: Path, tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, Extent]]:
-    """Return the beginning of a safetensors file of such tensors, and where each is to be written.
+    """Return the beginning of a safetensors file of these tensors, and the place of each.
 
-    Those whose bytes fill whole cache lines come first, and the first begins a line, so that all of these begin one.
+    Tensors whose bytes fill whole cache lines come first, and the first begins at a cache line, so that all of these do.
     """
     order = sorted(tensors, key=lambda name: (tensors[name].nbytes % CACHE_LINE != 0, -tensors[name].itemsize))
     entries: dict[str, Any] = {METADATA: {"format": "pt"}}
@@ -65,14 +65,14 @@ def header_and_extents(file: Path, tensors: Mapping[str, Tensor]) -> tuple[bytes
 
 
 class TensorFiles:
-    """Files whose tensors are mapped: what of them is in memory can be read there again."""
+    """Files with mapped tensors: pages in memory can be read from them again."""
 
     def __init__(self) -> None:
         self.maps: dict[Path, mmap.mmap] = {}
         self.extents: dict[int, Extent] = {}  # by the address of the storage
 
     def tensor(self, extent: Extent, *, writable: bool = False) -> Tensor:
-        """Return the tensor that lies there; where it is writable, what is written into it is written into the file."""
+        """Return the tensor at this place; with `writable`, values written into it are written into the file."""
         if extent.size == 0:
             return torch.empty(extent.shape, dtype=extent.dtype)
         whole = self.maps.get(extent.file)
@@ -85,7 +85,7 @@ class TensorFiles:
         return flat.view(extent.shape)
 
     def find(self, tensor: Tensor) -> Extent | None:
-        """Return where the bytes of a mapped tensor lie, in order and without gaps; None of any other."""
+        """Return the place of a mapped tensor whose bytes lie there in order and without gaps; None for any other."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         whole = self.extents.get(tensor.untyped_storage().data_ptr())
@@ -99,7 +99,7 @@ class TensorFiles:
         return tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() in self.extents
 
     def release(self) -> None:
-        """Nothing of the files is in this process's memory; what is read again comes from the file."""
+        """Release all memory of the files; later reads come from the files."""
         for mapping in self.maps.values():
             if hasattr(mmap, "MADV_DONTNEED"):
                 mapping.madvise(mmap.MADV_DONTNEED)
@@ -107,7 +107,7 @@ class TensorFiles:
 
 @contextlib.contextmanager
 def reserved_file(file: Path, header: bytes, size: int) -> Iterator[int]:
-    """Yield the descriptor of a file that begins with the header and has its size on the disk already; it may have existed."""
+    """Yield the descriptor of a file, new or existing, with this header and its full size allocated on disk."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         if os.fstat(descriptor).st_size != size:
@@ -121,7 +121,7 @@ def reserved_file(file: Path, header: bytes, size: int) -> Iterator[int]:
 
 
 def write_at(descriptor: int, start: int, content: memoryview) -> None:
-    """Write the bytes into the file from there on."""
+    """Write the bytes into the file, beginning at `start`."""
     done = 0
     while done < len(content):
         done += os.pwrite(descriptor, content[done : done + PIECE], start + done)
@@ -134,9 +134,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def copy_bytes(source: Extent, descriptor: int, start: int, seen: Callable[[Tensor], None] | None = None) -> None:
-    """Copy the bytes of a tensor in one file to another from `start` on; `seen` gets its numbers piece by piece on the way.
+    """Copy the bytes of a tensor from one file to another, beginning at `start`; `seen` gets the values piece by piece.
 
-    Read and written by way of a buffer they are looked at without being read once more, and no page has to be mapped.
+    With a buffer the values can be inspected without a second read, and no pages need to be mapped.
     """
     buffer = bytearray(min(PIECE, source.size))
     whole = memoryview(buffer)
@@ -153,16 +153,16 @@ def copy_bytes(source: Extent, descriptor: int, start: int, seen: Callable[[Tens
 
 
 def forget_pages(descriptor: int, start: int = 0, size: int = 0) -> None:
-    """Let the system drop the file's pages, all from `start` on where `size` is 0: nobody reads it again soon.
+    """Let the system drop the file's pages, all from `start` on if `size` is 0: they will not be read again soon.
 
-    Else a model larger than memory drives out everything else there, and to make room takes longer than to copy.
+    Otherwise a model larger than memory displaces everything else in memory, and freeing memory takes longer than copying.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(descriptor, start, size, os.POSIX_FADV_DONTNEED)
 
 
 def read_at(descriptor: int, start: int, into: memoryview) -> None:
-    """Read the bytes of the file from there on into the buffer."""
+    """Read the bytes of the file from `start` on into the buffer."""
     done = 0
     while done < len(into):
         count = os.preadv(descriptor, [into[done:]], start + done)
@@ -173,7 +173,7 @@ def read_at(descriptor: int, start: int, into: memoryview) -> None:
 
 @contextlib.contextmanager
 def kept_out_of_memory(files: TensorFiles) -> Iterator[None]:
-    """Within this context the files are released whenever much of them is in memory, and no weight of theirs is copied there."""
+    """Release the files, in this context, whenever much of them is in memory; copy none of their weights to memory."""
     stopped = threading.Event()
 
     def watch() -> None:
@@ -194,26 +194,26 @@ def kept_out_of_memory(files: TensorFiles) -> Iterator[None]:
 
 
 def mapped_bytes() -> int:
-    """Return how much of this process's memory is that of files; 0 where the system does not say."""
+    """Return how many bytes of this process's memory are mapped from files; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[2]) * mmap.PAGESIZE
     except (OSError, IndexError, ValueError):
         return 0
 
 
-FILE = 1 << 28  # bytes of a file, and more only where one tensor takes more
+FILE = 1 << 28  # bytes of a file; more only if a single tensor is larger
 SMALL = 1 << 16  # bytes; a smaller tensor stays in memory, a new one until the end
 
 
 class RecordingsOnDisk:
-    """Puts tensors into files in `folder`, one after the other."""
+    """Stores tensors in files in `folder`, one after the other."""
 
     def __init__(self, folder: Path, files: TensorFiles) -> None:
         self.folder, self.files = folder, files
-        self.count = self.room = self.end = 0  # files, bytes of the last one, and how many of them are taken
+        self.count = self.room = self.end = 0  # files, bytes of the last one, and bytes used in it
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, mapped from a file, where it takes much memory."""
+        """Return the tensor, mapped from a file if it is large."""
         if tensor.nbytes < SMALL or tensor.device.type != "cpu" or tensor.requires_grad or self.files.is_mapped(tensor):
             return tensor
         self.end += -self.end % CACHE_LINE
@@ -240,7 +240,7 @@ SHARD = 2_000_000_000  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """One file: how it begins, how long it is."""
+    """One file: its header and its length."""
 
     file: Path  # in the model's directory
     header: bytes
@@ -249,20 +249,20 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class ModelLayout:
-    """The files of a model's weights, and where each tensor lies in them."""
+    """The files of a model's weights, and the place of each tensor in them."""
 
     shards: tuple[Shard, ...]
-    extents: dict[str, Extent]  # by name; of a tied weight only the name that it is saved by
-    index: str  # what model.safetensors.index.json says; "" where there is one file
+    extents: dict[str, Extent]  # by name; for a tied weight only the name under which it is saved
+    index: str  # contents of model.safetensors.index.json; "" if there is one file
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Return the size in bytes."""
         return sum(shard.size for shard in self.shards)
 
     @property
     def digest(self) -> str:
-        """The same for the same files, tensors and places."""
+        """Return a digest that is the same for the same files, tensors and places."""
         return hashlib.sha256(b"\0".join(str(shard.file).encode() + shard.header for shard in self.shards)).hexdigest()
 
     @staticmethod
@@ -289,7 +289,7 @@ class ModelLayout:
 
 
 def saved_tensors(model: Any) -> dict[str, Tensor]:
-    """Return what `save_pretrained` writes of a rewritten model, by name: of tied weights one, and nothing that it leaves out."""
+    """Return, by name, the tensors that `save_pretrained` writes for a rewritten model: one of each group of tied weights."""
     left_out = {*(model._keys_to_ignore_on_save or ()), *model.all_tied_weights_keys}
     return {name: tensor for name, tensor in model.state_dict().items() if name not in left_out}
 
@@ -302,12 +302,12 @@ class ParametersInOrder:
         self.seen: dict[int, nn.Parameter] = {}
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """An edit put these into the model."""
+        """Number these parameters, which an edit has put into the model."""
         for _ in self.new_among(parameters):
             pass
 
     def new_among(self, parameters: Iterable[nn.Parameter]) -> Iterator[tuple[int, nn.Parameter]]:
-        """Yield those that are met for the first time, with their numbers."""
+        """Yield the parameters that are new, with their numbers."""
         for parameter in parameters:
             if id(parameter) not in self.before and id(parameter) not in self.seen:
                 self.seen[id(parameter)] = parameter
@@ -318,17 +318,17 @@ class ParametersInOrder:
 class Expected:
     """A parameter as it was on the model without weights."""
 
-    name: str  # in the result; "" where a later edit removed it
+    name: str  # in the result; "" if a later edit removed it
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Return the size in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def require(self, parameter: nn.Parameter) -> None:
-        """Raise `CheckpointError` unless `parameter` is this one."""
+        """Raises `CheckpointError` unless `parameter` has the same shape and dtype."""
         found = tuple(parameter.shape), parameter.dtype
         if found != (self.shape, self.dtype):
             raise CheckpointError(
@@ -340,7 +340,7 @@ class Expected:
 
 
 def expected_parameters(order: ParametersInOrder, model: nn.Module, saved: Mapping[str, object]) -> tuple[Expected, ...]:
-    """Return what the edits put into the model without weights, and what became of it; `saved` has the names that are written."""
+    """Return the parameters that the edits put into the model without weights, with their final names if in `saved`."""
     names = {id(parameter): name for name, parameter in model.named_parameters(remove_duplicate=False) if name in saved}
     return tuple(
         Expected(names.get(id(parameter), ""), tuple(parameter.shape), parameter.dtype) for parameter in order.seen.values()
@@ -350,24 +350,24 @@ def expected_parameters(order: ParametersInOrder, model: nn.Module, saved: Mappi
 # ── The files of a result ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-STEP = 1 << 28  # bytes that are written between two records of what is on the disk
+STEP = 1 << 28  # bytes written between two records of progress
 
 
 class SetAside:
-    """Parameters that have no place in a result, in files of their own for as long as somebody reads them."""
+    """Parameters that have no place in a result, in files of their own while they are in use."""
 
     def __init__(self, folder: Path, files: TensorFiles) -> None:
         self.folder, self.files, self.count = folder, files, 0
         folder.mkdir(exist_ok=True)
 
     def __call__(self, name: str, parameter: nn.Parameter) -> None:
-        """The parameter's values are in a file and no longer in memory, where they are not few."""
+        """Move a large parameter's values from memory to a file."""
         if is_worth_moving(parameter, self.files):
             parameter.data = self.files.tensor(self.write(parameter), writable=True)
             self.files.release()
 
     def write(self, tensor: Tensor) -> Extent:
-        """Return a file of its own holds the tensor."""
+        """Write the tensor to a file of its own; return its place."""
         file = self.folder / f"{self.count:06}"
         self.count += 1
         file.unlink(missing_ok=True)
@@ -377,7 +377,7 @@ class SetAside:
 
 
 class ResultFiles:
-    """Open files of a result, with the room for every tensor."""
+    """Open files of a result, with space allocated for every tensor."""
 
     def __init__(self, folder: Path, layout: ModelLayout, files: TensorFiles, unfinished: Unfinished) -> None:
         self.folder, self.layout, self.files, self.unfinished = folder, layout, files, unfinished
@@ -401,9 +401,9 @@ class ResultFiles:
         self.open.close()
 
     def write(self, name: str, tensor: Tensor, *, finite: bool = False) -> None:
-        """The tensor is where the layout has it; one that was written before the process was stopped is not written again.
+        """Write the tensor to its place in the layout, unless an earlier, stopped run has written it.
 
-        Raises `RetrofitError` where it is to be `finite`, a weight of numbers, and is not.
+        Raises `RetrofitError` if it must be `finite` and contains NaN or Inf.
         """
         if name in self.unfinished.steps:
             return
@@ -426,7 +426,7 @@ class ResultFiles:
             self.record()
 
     def record(self) -> None:
-        """Flush to the disk what was written, so that it need not be written again."""
+        """Flush the written tensors to disk and record them, so that they need not be written again."""
         for descriptor in self.descriptors.values():
             os.fsync(descriptor)
             forget_pages(descriptor)
@@ -434,12 +434,12 @@ class ResultFiles:
         self.pending, self.pending_bytes = [], 0
 
     def place_of(self, name: str) -> Extent:
-        """Return where the tensor of that name lies."""
+        """Return the place of the tensor with that name."""
         extent = self.layout.extents[name]
         return dataclasses.replace(extent, file=self.folder / extent.file)
 
     def move_out_of_memory(self, name: str, parameter: nn.Parameter) -> None:
-        """Move the parameter's values, where they are not few, to their place in a file, or set them aside if the name is ""."""
+        """Move a large parameter's values to their place in a file; set them aside if the name is ""."""
         if not name:
             self.aside(name, parameter)
         elif is_worth_moving(parameter, self.files):
@@ -449,5 +449,5 @@ class ResultFiles:
 
 
 def is_worth_moving(parameter: nn.Parameter, files: TensorFiles) -> bool:
-    """Return whether the parameter takes much memory, which is not that of a file; what lies there in another order is left."""
+    """Return whether the parameter takes much memory that is not mapped from a file; non-contiguous ones stay where they are."""
     return parameter.nbytes >= SMALL and parameter.is_contiguous() and not files.is_mapped(parameter)

@@ -1,1 +1,1 @@
-"""Edits on live modules that can be undone: the journal, wrappers, injected keywords, memory in a cache, auxiliary losses."""
+"""Edits on live modules that can be undone: the journal, wrappers, injected keywords, histories in a cache, auxiliary losses."""

@@ -1,14 +1,14 @@
-"""Losses that modules inside a model record in training, and how they become part of the model's own loss.
+"""Auxiliary losses that modules inside a model record in training, and their addition to the model's own loss.
 
 A module deep inside a model may have a loss of its own, such as the balance loss of a mixture of experts, and no way to return it
 through code that does not expect it. It calls `record_auxiliary_loss` instead. `ForwardWithAuxiliaryLosses` wraps the model's
-forward and adds the losses recorded during a call to the loss that the call returns, so that the gradient is that of the sum,
-however it is scaled or accumulated. Code that computes a loss from a model's outputs collects them with `auxiliary_losses`.
+forward and adds the losses recorded during a call to the loss that the call returns. The gradient is then that of the sum, with any
+scaling or accumulation. Code that computes a loss from a model's outputs collects them with `auxiliary_losses`.
 
-Non-reentrant checkpointing runs a layer a second time to recompute activations; what that records is collected by nobody and the
-first loss keeps its gradient. Reentrant checkpointing runs a layer without gradients first and with gradients in the backward pass.
-The loss recorded first then has no graph of its own. Its gradient is computed before that of the checkpoint, which is earlier in
-the forward pass. It is kept until the checkpoint runs the layer again, and enters the graph there, at the loss recorded second.
+Non-reentrant checkpointing runs a layer a second time to recompute activations. The losses recorded in that run are discarded, and
+the first loss keeps its gradient. Reentrant checkpointing runs a layer first without gradients, then with gradients in the backward
+pass. The loss recorded first then has no graph of its own. Its gradient is computed before that of the checkpoint, which is earlier
+in the forward pass. It is stored until the checkpoint runs the layer again, and enters the graph at the loss recorded second.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ DROPPED = (
 class Recording(threading.local):
     """The losses recorded in this thread, and the gradients of those that had no graph when they were recorded."""
 
-    losses: list[Tensor] | None = None  # None where nobody collects them
-    needs_gradients: bool = False  # whether gradients were enabled where the collecting began
+    losses: list[Tensor] | None = None  # None if they are not collected
+    needs_gradients: bool = False  # whether gradients were enabled when the collecting began
     pending: list[tuple[nn.Module, Tensor]] | None = None  # in a backward pass: module and gradient, the first recorded last
 
 
@@ -48,7 +48,7 @@ RECORDING = Recording()
 
 
 def record_auxiliary_loss(value: Tensor, loss: Tensor, module: nn.Module) -> Tensor:
-    """Records `loss`, computed by `module` on its way to `value`; returns `value`, to be used from then on.
+    """Record `loss`, which `module` computes along with `value`; return `value`, to be used in place of the argument.
 
     In the second run of a reentrant checkpoint nothing is recorded: there the returned tensor carries the gradient to `loss`.
     """
@@ -63,7 +63,7 @@ def record_auxiliary_loss(value: Tensor, loss: Tensor, module: nn.Module) -> Ten
 
 @contextlib.contextmanager
 def auxiliary_losses() -> Iterator[list[Tensor]]:
-    """Yield the losses recorded within this context by models that have not added them to a loss of their own.
+    """Yield a list of the losses recorded within this context by models that have not added them to a loss of their own.
 
     with auxiliary_losses() as losses:
         logits = model(ids)
@@ -81,7 +81,7 @@ def auxiliary_losses() -> Iterator[list[Tensor]]:
 
 
 def defer_gradient(loss: Tensor, module: nn.Module) -> Tensor:
-    """`loss`, whose gradient is kept for the next run of `module`."""
+    """Return `loss`; its gradient is stored for the next run of `module`."""
     with torch.enable_grad():
         return LossDeferred.apply(torch.empty(0, requires_grad=True), loss, module)  # type: ignore[no-any-return]
 
@@ -104,7 +104,7 @@ class LossDeferred(torch.autograd.Function):
 
 
 class LossAttached(torch.autograd.Function):
-    """`value` as it is; in the backward pass `loss` receives `gradient`."""
+    """Returns `value` unchanged; in the backward pass `loss` receives `gradient`."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
@@ -118,13 +118,13 @@ class LossAttached(torch.autograd.Function):
 
 
 def pop_pending_gradient(pending: list[tuple[nn.Module, Tensor]], module: nn.Module) -> Tensor | None:
-    """Return the pending gradient of the first loss that `module` recorded, removed from `pending`; None where there is none."""
+    """Remove from `pending` the gradient of the first loss that `module` recorded, and return it; None if there is none."""
     index = next((index for index in reversed(range(len(pending))) if pending[index][0] is module), None)
     return None if index is None else pending.pop(index)[1]
 
 
 def discard_pending_gradients() -> None:
-    """Called at the end of a backward pass."""
+    """Discard the pending gradients; called at the end of a backward pass."""
     RECORDING.pending = None
 
 
@@ -132,7 +132,7 @@ def discard_pending_gradients() -> None:
 
 
 class ForwardWithAuxiliaryLosses(ForwardReplacement):
-    """Replaces a model's `forward`: in training, the loss that it returns contains the losses recorded during the call."""
+    """Replaces a model's `forward`: in training, the loss that it returns includes the losses recorded during the call."""
 
     def __init__(self, module: nn.Module, number_is_loss: bool = False) -> None:
         super().__init__(module)
@@ -165,17 +165,17 @@ class ForwardWithAuxiliaryLosses(ForwardReplacement):
         return output
 
     def run_inner(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what the forward that this one is around returns."""
+        """Return the output of the wrapped forward."""
         if isinstance(self.inner, ForwardReplacement):
             return self.inner.run(module, args, kwargs)
         return type(module).forward(module, *args, **kwargs) if self.inner is None else self.inner(*args, **kwargs)
 
 
 def batch_fraction(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor | float:
-    """Return the fraction of a batch's labels that this call has: below 1 where a trainer accumulates gradients over several calls.
+    """Return the fraction of the batch's labels in this call: below 1 if a trainer accumulates gradients over several calls.
 
-    transformers' Trainer then passes `num_items_in_batch`, the number of labels in all the calls; it does not count the first of a
-    sequence where the model's loss shifts them.
+    transformers' Trainer then passes `num_items_in_batch`, the number of labels in all the calls, without the first label of each
+    sequence if the model's loss shifts the labels.
     """
     total, labels = arguments.get("num_items_in_batch"), arguments.get("shift_labels", arguments.get("labels"))
     if total is None or labels is None:
@@ -187,10 +187,10 @@ def batch_fraction(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor | 
 
 
 def loss_in(output: Any, *, labelled: bool, number_is_loss: bool = False) -> tuple[int | str | None, Tensor | None]:
-    """Return the loss that a model returns and its key in the output, None for both where there is none.
+    """Return the key of the loss in a model's output and the loss; (None, None) if there is none.
 
-    That is the item or the field called `loss`, a scalar returned by itself, the first of a tuple of a model given labels, or the
-    only number with a gradient in a tuple of a model of which `number_is_loss` says so.
+    The loss is the item or field called `loss`, a scalar returned by itself, the first item of a tuple if the model got labels, or,
+    with `number_is_loss`, the only number with a gradient in a tuple.
     """
     if isinstance(output, Tensor):
         return None, output if output.dim() == 0 else None

@@ -1,10 +1,11 @@
 """Histories of tokens that rewritten modules need in the next decoding step, stored in the model's own cache object.
 
-A cache that stores histories becomes, in place, an instance of a subclass of its own class: whatever generation does to its keys
-and values (reordering for beams, cropping, repeating, resetting) it does to the histories too. Nothing is stored in the modules.
+The class of a cache that stores histories is changed, in place, to a subclass of its own class: each operation of generation on its
+keys and values (reordering for beams, cropping, repeating, resetting) is applied to the histories too. Nothing is stored in the
+modules.
 
-A cache whose own tensors are updated in place, so that a decoding step can be compiled or captured in a CUDA graph, has histories
-that are updated in place as well.
+If the cache updates its own tensors in place, so that a decoding step can be compiled or captured in a CUDA graph, its histories
+are updated in place as well.
 """
 
 from __future__ import annotations
@@ -20,39 +21,39 @@ from transformers.cache_utils import Cache
 
 from retrofit.errors import RetrofitError
 
-SLACK = 64  # tokens that may be cropped at once beyond those a module needs: assisted decoding crops a few
+SLACK = 64  # tokens that may be cropped at once beyond the history of a module: assisted decoding crops a few
 
 
 class TokenHistory:
     """The last `length` values of a sequence, zeros before its beginning, and `slack` older ones.
 
-    `values` is (batch, room, …); those stored are the last before `end`. New values are written behind them while there is room, so
-    that a decoding step copies its own tokens and no more.
+    `values` is (batch, room, …); the stored values are the last before `end`. New values are written after them while there is
+    room, so that a decoding step copies only its own tokens.
     """
 
     def __init__(self, length: int, like: Tensor, slack: int = SLACK) -> None:
         self.length, self.slack = length, slack
         self.values = like.new_zeros(like.shape[0], length + slack, *like.shape[2:])
         self.end = length + slack
-        self.missing = 0  # how many of the oldest values are zeros because newer ones were cropped
-        self.was_reset = False  # and nothing was pushed since
+        self.missing = 0  # the number of oldest values that are zeros because newer ones were cropped
+        self.was_reset = False  # true until the next push
 
     @property
     def begins(self) -> Tensor | None:
-        """Return which tokens under way, (tokens), are the first of theirs where sequences are packed; None elsewhere."""
+        """Return which tokens of the call, (tokens), are the first of their sequence if sequences are packed; else None."""
         return None
 
     @property
     def rounds(self) -> int:
-        """Return how often a state that depends on the one before is computed and pushed until that of every token is right.
+        """Return how many times a recurrent state must be computed and pushed until that of every token is right.
 
-        Once, but where a packed sequence goes on from a token that another one computes in the same call.
+        Once, unless a packed sequence continues after a token computed in the same call.
         """
         return 1
 
     @staticmethod
     def in_cache(cache: Cache | None, length: int, like: Tensor) -> TokenHistory:
-        """Return an empty history for `cache`, updated in place where the cache's own tensors are."""
+        """Return an empty history for `cache`, updated in place if the cache's own tensors are."""
         if packs_sequences(cache):
             return cache.new_history(length, like)  # type: ignore[union-attr,no-any-return]
         if cache is None or is_growing(cache):
@@ -71,11 +72,11 @@ class TokenHistory:
         return self.values[:, self.end - self.length : self.end]
 
     def stored(self) -> Tensor:
-        """Return all that is stored: (batch, length + slack, …)."""
+        """Return all stored values: (batch, length + slack, …)."""
         return self.values[:, self.end - self.length - self.slack : self.end]
 
     def push(self, new: Tensor, staying: Tensor | None = None) -> None:
-        """`new`, (batch, tokens, …), is appended, in each row up to its last token that is `staying` (batch, tokens); None: all."""
+        """Append `new`, (batch, tokens, …): of each row up to its last token that is `staying` (batch, tokens; None: all)."""
         count, stored = new.shape[1], self.stored()
         if staying is not None:
             self.missing = max(0, self.missing - int(last_true(staying).min()))
@@ -92,7 +93,7 @@ class TokenHistory:
         self.end += count
 
     def advance(self, new: Tensor, staying: Tensor | None = None) -> Tensor:
-        """Push `new`; return what is before it: (batch, length, …), or that of each token where sequences are packed."""
+        """Push `new`; return the values before it: (batch, length, …), or those before each token if sequences are packed."""
         before = self.last()
         self.push(new, staying)
         return before
@@ -104,11 +105,11 @@ class TokenHistory:
         return not self.is_followed(new) and (torch.is_inference_mode_enabled() or not self.values.is_inference())
 
     def is_followed(self, new: Tensor) -> bool:
-        """Return whether a gradient may need `values` as they are."""
+        """Return whether a gradient may need the current content of `values`."""
         return torch.is_grad_enabled() and (new.requires_grad or self.values.requires_grad)
 
     def take_back(self, count: int | Tensor) -> None:
-        """Remove the last `count` values; a number for each row (batch), or the same for all."""
+        """Remove the last `count` values: a number for each row (batch), or the same for all."""
         counts = count if isinstance(count, Tensor) else self.values.new_full((len(self.values),), count, dtype=torch.long)
         most = int(counts.max())
         if most > 0:
@@ -118,27 +119,27 @@ class TokenHistory:
             self.missing += most
 
     def replace_window(self, stored: Tensor) -> None:
-        """`stored`, (batch, length + slack, …), is all that is stored."""
+        """Replace all stored values by `stored`, (batch, length + slack, …)."""
         self.replace(stored)
         self.end = stored.shape[1]
 
     def choose(self, rows: Tensor) -> None:
-        """Only these rows are left, in this order; a row that is named twice is there twice."""
+        """Select these rows, in this order; a row may be selected several times."""
         self.replace(self.values.index_select(0, rows.to(self.values.device)))
 
     def repeat(self, times: int) -> None:
-        """Repeat each row so many times."""
+        """Repeat each row `times` times."""
         self.replace(self.values.repeat_interleave(times, 0))
 
     def replace(self, values: Tensor) -> None:
-        """`values` are stored instead."""
+        """Store `values` instead."""
         self.values = values
 
 
 class FixedHistory(TokenHistory):
     """A history in one tensor at a fixed address: a decoding step overwrites its content and changes nothing else.
 
-    So compiled code takes it for a constant of the graph, and a CUDA graph finds in each replay what the one before left there.
+    Compiled code can therefore treat it as a constant of the graph, and a replayed CUDA graph reads the previous replay's values.
     """
 
     def __init__(self, length: int, like: Tensor, slack: int) -> None:
@@ -146,7 +147,7 @@ class FixedHistory(TokenHistory):
         mark_as_fixed(self.values)
 
     def last(self) -> Tensor:
-        """Return a copy of the last `length` values, which the next ones overwrite: (batch, length, …)."""
+        """Return a copy of the last `length` values, because the next ones overwrite them: (batch, length, …)."""
         return super().last().clone()
 
     def push(self, new: Tensor, staying: Tensor | None = None) -> None:
@@ -159,12 +160,12 @@ class FixedHistory(TokenHistory):
         self.replace(new[:, -room:] if count >= room else torch.cat([self.values[:, count:], new], 1))
 
     def reset(self) -> None:
-        """Zeros again, as before the first value."""
+        """Set all values to zero, as before the first push."""
         self.missing, self.was_reset = 0, True
         self.replace(torch.zeros_like(self.values))
 
     def replace(self, values: Tensor) -> None:
-        """`values` are stored instead, in place where their shape is the same and nothing needs the old ones."""
+        """Store `values` instead: in place if their shape is the same and nothing needs the old ones."""
         if values.shape == self.values.shape and self.is_writable(values):
             self.values.copy_(values)
         else:
@@ -175,30 +176,30 @@ class FixedHistory(TokenHistory):
 
 
 def last_true(values: Tensor) -> Tensor:
-    """Return the number of entries up to the last true one of each row of (batch, n): (batch)."""
+    """Return the number of entries up to the last true one in each row of (batch, n): (batch)."""
     return (values * torch.arange(1, values.shape[1] + 1, device=values.device)).amax(1)
 
 
 def up_to(values: Tensor, ends: Tensor, count: int) -> Tensor:
-    """Of (batch, count + n, …) in each row the `count` entries before `count + end`: `ends` (batch) are from 0 to n."""
+    """Return, in each row of (batch, count + n, …), the `count` entries before `count + end`; `ends` (batch), from 0 to n."""
     index = ends.view(-1, 1) + torch.arange(count, device=values.device)
     return values.gather(1, index.view(*index.shape, *(1 for _ in values.shape[2:])).expand(-1, -1, *values.shape[2:]))
 
 
 def mark_as_fixed(values: Tensor) -> Tensor:
-    """`values`, which compiled code takes for a tensor that does not move; one that is made in compiled code cannot be marked."""
+    """Mark `values` as a tensor that does not move, for compiled code; a tensor created in compiled code cannot be marked."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(values)
     return values
 
 
 def is_growing(cache: Cache | None) -> bool:
-    """Return whether it is a cache that ends with the last token so far; one of fixed length has free places behind it."""
+    """Return whether the last token in the cache is the latest one; a cache of fixed length has free positions after it."""
     return cache is not None and not getattr(cache, "is_compileable", False)
 
 
 def can_crop(cache: Cache) -> bool:
-    """Return whether tokens can be taken back from the cache."""
+    """Return whether tokens can be removed from the end of the cache."""
     return all(hasattr(layer, "crop") for layer in getattr(cache, "self_attention_cache", cache).layers)
 
 
@@ -208,7 +209,7 @@ class CacheWithHistories(Cache):
     histories: dict[str, TokenHistory]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickled as the class it was, from which the subclass is made again: a prompt's cache may be kept in a file."""
+        """Pickle the cache as its original class, from which the subclass is made again: a prompt's cache may be kept in a file."""
         kind = type(self).__bases__[1]
         return empty_with_histories, (kind,), self.__getstate__()
 
@@ -246,7 +247,7 @@ class CacheWithHistories(Cache):
 
 
 def forget_histories(histories: dict[str, TokenHistory]) -> None:
-    """Histories at fixed addresses are zeros, and there are no others."""
+    """Set histories at fixed addresses to zero and remove all others."""
     for name, history in list(histories.items()):
         if isinstance(history, FixedHistory):
             history.reset()
@@ -261,13 +262,13 @@ def cache_class_with_histories(kind: type[Cache]) -> type[Cache]:
 
 
 def empty_with_histories(kind: type[Cache]) -> Cache:
-    """Return a cache of class `kind` that stores histories, before it has any attribute."""
+    """Return a cache of class `kind` with histories, without initializing its attributes."""
     made = cache_class_with_histories(kind)  # type: ignore[arg-type]
     return made.__new__(made)
 
 
 def histories_of(cache: Cache) -> dict[str, TokenHistory]:
-    """Return the histories that `cache` stores, by the name of the module that needs them; from here on it stores some."""
+    """Return the histories in `cache`, by the name of the module that needs them; make the cache one with histories first."""
     if isinstance(cache, CacheWithHistories):
         return cache.histories
     if torch.compiler.is_dynamo_compiling():
@@ -276,7 +277,7 @@ def histories_of(cache: Cache) -> dict[str, TokenHistory]:
 
 
 def give_class(cache: Cache) -> CacheWithHistories:
-    """Return the cache, of the class of those with histories; it may have some already, from compiled code."""
+    """Return the cache, its class changed to one with histories; compiled code may already have added some."""
     for name in FOLLOWED:
         cache.__dict__.pop(name, None)
     cache.__dict__.setdefault("histories", {})
@@ -288,7 +289,7 @@ FOLLOWED = ("reorder_cache", "batch_select_indices", "batch_repeat_interleave", 
 
 
 class FollowedMethod:
-    """A method of a cache that got its histories in compiled code, which cannot change a class: the first call does."""
+    """A method of a cache that got its histories in compiled code; its first call changes the class, as compiled code cannot."""
 
     def __init__(self, cache: Cache, name: str) -> None:
         self.cache, self.name = cache, name
@@ -308,25 +309,25 @@ def histories_of_traced(cache: Any) -> dict[str, TokenHistory]:
 
 
 def staying_tokens(cache: Cache) -> Tensor | None:
-    """Return which of the tokens under way, (batch, tokens), belong to their sequences after the call; None: all.
+    """Return a mask (batch, tokens) of the current tokens that belong to their sequences after the call; None: all.
 
-    A module that runs others on some tokens of each row, and fills rows that have fewer, calls them with a cache that says so.
+    A module that runs others on some tokens of each row, and fills shorter rows up, calls them with a cache that has this mask.
     """
     found: Tensor | None = getattr(cache, "staying", None)
     return found
 
 
 def packs_sequences(cache: Cache | None) -> bool:
-    """Return whether the cache is of calls with one row in which sequences follow one another, as an engine packs them.
+    """Return whether the calls have one row in which sequences follow one another, as an engine packs them.
 
-    A history of it has `last` values before each token of that row, (tokens, length, …), and `begins`, (tokens): the first of each
-    sequence in the call.
+    The histories then have `last` values before each token of that row, (tokens, length, …), and `begins`, (tokens): whether a
+    token is the first of its sequence in the call.
     """
     return getattr(cache, "packs_sequences", False)
 
 
 def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
-    """Return the cache among a call's arguments, None without one; raise `RetrofitError` for one that can keep no histories."""
+    """Return the cache among a call's arguments; None if there is none. Raises `RetrofitError` if it cannot store histories."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Cache):
             return value
@@ -341,6 +342,6 @@ def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
 
 
 def is_paged(value: Any) -> bool:
-    """Return whether it is the cache of transformers' continuous batching, whose code is there where one is."""
+    """Return whether it is the cache of transformers' continuous batching; does not import its code."""
     kind = getattr(sys.modules.get("transformers.generation.continuous_batching.cache"), "PagedAttentionCache", None)
     return kind is not None and isinstance(value, kind)

@@ -1,6 +1,6 @@
-"""Models that came quantized, made plain: packed weights are floating-point numbers again, and a pass can rewrite them.
+"""Dequantization: the weights of a quantized model become floating-point numbers again, and a pass can rewrite it.
 
-Traces that one of transformers' quantizers left on the model are removed.
+The attributes that transformers' quantizers leave on the model are removed.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from retrofit.surgery.transformers_bookkeeping import forget_packed_reading
 
 METHOD = "retrofit"  # the name in transformers' table of quantizers, and `quant_method` in config.json
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-TRACES = ("hf_quantizer", "is_quantized", "quantization_method")  # what transformers leaves on the model
+TRACES = ("hf_quantizer", "is_quantized", "quantization_method")  # attributes that transformers leaves on the model
 
 
 def quantization_of(model: Any) -> Any:
-    """`config.quantization_config`, None where there is none."""
+    """Return `config.quantization_config`; None if there is none."""
     return getattr(getattr(model, "config", None), "quantization_config", None)
 
 
 def came_through_quantizer(model: Any) -> bool:
-    """Return whether the config or the model itself says so; unpacking weights makes transformers forget only one of them."""
+    """Return whether the config or the model has a trace of a quantizer; after unpacking, transformers removes only one of them."""
     return quantization_of(model) is not None or any(name in vars(model) for name in TRACES)
 
 
 def is_packed(parameter: Any) -> bool:
-    """Return whether a parameter is anything but plain floating-point numbers."""
+    """Return whether a parameter is anything but a plain floating-point tensor."""
     return isinstance(parameter, nn.Parameter) and (type(parameter) is not nn.Parameter or parameter.dtype not in FLOATS)
 
 
 def has_plain_weights(model: Any) -> bool:
-    """Return whether the model, loaded through a quantizer, is the ordinary model of its class again.
+    """Return whether the model, loaded through a quantizer, is again an ordinary model of its class.
 
-    Every parameter is a plain float tensor, and either the quantizer was told to unpack the weights or the model has the modules,
-    parameters and buffers that its class makes of the config alone.
+    That is: every parameter is a plain float tensor, and either the quantizer was configured to dequantize, or the model has
+    exactly the modules, parameters and buffers that its class creates from the config.
     """
     if any(is_packed(parameter) for parameter in model.parameters()):
         return False
@@ -55,7 +55,7 @@ def has_plain_weights(model: Any) -> bool:
 
 
 def skeleton_of(model: Any) -> nn.Module:
-    """Return the model that the class makes of the config without the quantization, on the meta device."""
+    """Return the model that the class creates from the config without the quantization, on the meta device."""
     config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)
     with preserve_random_state(), torch.device("meta"):
@@ -63,11 +63,11 @@ def skeleton_of(model: Any) -> nn.Module:
 
 
 def transpose_again(model: nn.Module, paths: Iterable[str]) -> None:
-    """Transpose the weights of the layers at `paths` as before a quantizer replaced them: it unpacks them to linear ones."""
+    """Restore the transposed layers at `paths`: a quantizer unpacks them to linear layers."""
     for path in paths:
         linear = model.get_submodule(path)
         if type(linear) is nn.Linear:
-            with torch.device("meta"):  # no random number is drawn
+            with torch.device("meta"):  # draws no random numbers
                 layer = Conv1D(linear.out_features, linear.in_features)
             layer.weight = nn.Parameter(linear.weight.detach().t().contiguous(), linear.weight.requires_grad)
             layer.bias = linear.bias if linear.bias is not None else nn.Parameter(linear.weight.new_zeros(linear.out_features))
@@ -76,7 +76,7 @@ def transpose_again(model: nn.Module, paths: Iterable[str]) -> None:
 
 
 def transposed_layers(model: nn.Module) -> list[str]:
-    """Return the paths of transformers' linear layers that hold their weight transposed, (inputs, outputs)."""
+    """Return the paths of transformers' linear layers with a transposed weight, (inputs, outputs)."""
     return [path for path, module in model.named_modules() if type(module) is Conv1D]
 
 
@@ -87,20 +87,20 @@ def structure_of(model: nn.Module) -> tuple[dict[str, type], dict[str, torch.Siz
 
 
 def forget_quantization(model: Any, edit: Edit | None = None) -> None:
-    """Nothing on a model with plain weights says any more that it came through a quantizer; `edit` can undo it."""
+    """Remove, undoably through `edit`, all signs that a model with plain weights was loaded through a quantizer."""
     edit = edit or Edit(model)
     edit.delete_attribute(model.config, "quantization_config")
     for name in TRACES:
         edit.delete_attribute(model, name)
 
 
-ROUNDING = 0.15  # of a product's length: what packing the inputs, to 8 or 4 bits, may do; weights in the wrong places do more
+ROUNDING = 0.15  # relative error of a product that packing the inputs to 8 or 4 bits may cause; weights in wrong places cause more
 
 
 def dequantize(model: Any) -> Any:
-    """`model`, every weight of it the floating-point numbers that its quantization represents; a recipe in its config stays.
+    """Return `model` with every weight replaced by the floating-point values that its quantization represents; keeps a recipe.
 
-    Raises `CheckpointError` where a quantizer cannot unpack what it packed, or unpacks other weights than it has computed with.
+    Raises `CheckpointError` if a quantizer cannot unpack its weights, or unpacks other weights than it has computed with.
     """
     require_torch_module(model)
     unpack_layers(model)
@@ -117,28 +117,28 @@ def dequantize(model: Any) -> Any:
     elif quantizer is not None:
         paths, dtype = dict.fromkeys(name.rpartition(".")[0] for name in packed), model.dtype
         before = {path: product(model.get_submodule(path), dtype) for path in paths}
-        if isinstance(model.config.dtype, str):  # as transformers' own save_pretrained leaves it, and no quantizer takes it
+        if isinstance(model.config.dtype, str):  # transformers' own save_pretrained leaves it so, and no quantizer accepts it
             model.config.dtype = getattr(torch, model.config.dtype)
-        model.state_dict()  # layers that have arranged their weights for this processor arrange them back to save them
+        model.state_dict()  # makes layers that have rearranged their weights for this processor restore the order
         try:
             model.dequantize()
-        except Exception as error:  # whatever a quantizer raises
+        except Exception as error:  # of any type, from the quantizer
             raise unpackable(model, first_line(error)) from error
         forget_packed_reading(model)
-        if not provenance_of(model).recipe:  # with a recipe, `quantized_recipes` has seen to it
+        if not provenance_of(model).recipe:  # with a recipe, `quantized_recipes` does this
             transpose_again(model, transposed_layers(skeleton_of(model)))
         require_same_products(model, before, dtype)
     if left := [name for name, parameter in model.named_parameters() if is_packed(parameter)]:
         raise unpackable(model, f"still packed: {first_few(left)}")
     with torch.no_grad():
-        for module in model.modules():  # what follows from the weights was measured on the packed ones
+        for module in model.modules():  # values derived from the weights were computed from the packed ones
             if hasattr(module, "rebuild_buffers"):
                 module.rebuild_buffers()
     return model
 
 
 def unpack_layers(model: nn.Module) -> None:
-    """Layers that torch's own quantization has packed are linear again; raises `CheckpointError` where one is none."""
+    """Make the layers that torch's own quantization packed linear again. Raises `CheckpointError` if one is not a linear layer."""
     linear: dict[int, nn.Linear] = {}
     layers = packed_layers(model)
     for path, layer in layers.items():
@@ -153,9 +153,9 @@ def unpack_layers(model: nn.Module) -> None:
 
 
 def product(layer: Any, dtype: torch.dtype) -> Tensor | None:
-    """Return the output of a linear layer for fixed random numbers; None if it cannot run, as without its kernels.
+    """Return the output of a linear layer for fixed random numbers; None if it cannot run, for example without its kernels.
 
-    A copy of it is asked: what a layer computes may change how it holds its weights.
+    A copy of the layer runs: a forward may rearrange its weights.
     """
     width = getattr(layer, "in_features", getattr(layer, "nx", None))
     if not isinstance(width, int):
@@ -165,12 +165,12 @@ def product(layer: Any, dtype: torch.dtype) -> Tensor | None:
     try:
         with torch.no_grad():
             return cast(Tensor, copy.deepcopy(layer)(x.to(device, dtype)).float())
-    except Exception:  # whatever a kernel raises
+    except Exception:  # of any type, from a kernel
         return None
 
 
 def require_same_products(model: nn.Module, products: Mapping[str, Tensor | None], dtype: torch.dtype) -> None:
-    """Raises `CheckpointError` where a layer gives something else than before it was unpacked."""
+    """Raises `CheckpointError` if a layer's output differs from that before it was unpacked."""
     for path, expected in products.items():
         if expected is None or (found := product(model.get_submodule(path), dtype)) is None:
             continue
@@ -208,7 +208,7 @@ def is_recipe(quantization_config: Any) -> bool:
 
 
 def stored_quantization(quantization_config: Any) -> Any:
-    """Return the quantization that a config holds with its recipe; None where it holds a recipe alone, or none."""
+    """Return the quantization that a config holds besides its recipe; None if there is none."""
     if not is_recipe(quantization_config):
         return None
     if isinstance(quantization_config, dict):
@@ -217,14 +217,14 @@ def stored_quantization(quantization_config: Any) -> Any:
 
 
 def is_quantized(model: Any) -> bool:
-    """Return whether the model's config says that it is quantized, and it is: weights that a quantizer unpacked again are not."""
+    """Return whether the model is quantized: its config says so, and its weights have not been unpacked since."""
     found = quantization_of(model)
     recipe_alone = is_recipe(found) and stored_quantization(found) is None
     return came_through_quantizer(model) and not recipe_alone and not has_plain_weights(model)
 
 
 def refuse_packed(model: Any, done: str) -> None:
-    """Raises `CheckpointError` where a quantizer has packed the weights of a model that is to be `done`."""
+    """Raises `CheckpointError` if the model's weights are packed by a quantizer; `done` is what was to be done with it."""
     if is_quantized(model):
         present = quantization_of(model)
         present = stored_quantization(present) or present

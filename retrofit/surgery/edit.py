@@ -1,8 +1,8 @@
-"""Edits on a live module tree with undo, and the account of where every dense parameter went.
+"""Edits on a live module tree with undo, and the account of where each dense parameter went.
 
-Code of torch that computes whole layers in one operation, past the modules they consist of, is switched off around a new module.
-In evaluation mode without gradients `nn.TransformerEncoder` gives its layers nested tensors, and `nn.TransformerEncoderLayer`
-reads the weights of its children and calls none of them. Both look at a switch of their own first.
+Torch's fused code, which computes whole layers in one operation without calling their modules, is switched off around a new module.
+In evaluation mode without gradients `nn.TransformerEncoder` passes nested tensors to its layers, and `nn.TransformerEncoderLayer`
+reads the weights of its children without calling them. Both first test an attribute of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from retrofit.inputs.calibration import Calibration
 
 
-SWITCHES = {"use_nested_tensor": False, "activation_relu_or_gelu": 0}  # an attribute, and its value where the code is not to run
+SWITCHES = {"use_nested_tensor": False, "activation_relu_or_gelu": 0}  # an attribute, and the value that disables the fused code
 
 
 def switched_on(model: nn.Module, inside: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -36,7 +36,7 @@ def switched_on(model: nn.Module, inside: nn.Module) -> Iterator[tuple[nn.Module
             yield from ((owner, name) for name in names)
 
 
-Keep = Callable[[Iterable[nn.Parameter]], None]  # of parameters that have come into a model
+Keep = Callable[[Iterable[nn.Parameter]], None]  # called with parameters that have been put into a model
 MISSING = object()
 
 
@@ -52,23 +52,24 @@ class Widened:
 
 @dataclasses.dataclass(frozen=True)
 class Rearranged:
-    """The layout of a dense parameter in a new one: as `new[index]`, transposed or not, its hidden units in an order of their own.
+    """The layout of a dense parameter in a new one: at `new[index]`, transposed or not, with its hidden units possibly in another
+    order.
 
-    The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port is at first + step·u. Where they
-    are `sliced`, `new[index]` holds even slices of them along its first dimension, and in each slice one port after the other.
-    Where it was fitted to data its values are others, and only its place is the same.
+    The units run along `dim` of the dense parameter, in `ports` of (first, step): unit u of a port is at first + step·u. If
+    `sliced`, `new[index]` holds equal slices of the units along its first dimension, and within each slice one port after the
+    other. If it was fitted to data, its values are others and only its place is known.
     """
 
     index: tuple[int | slice, ...] = ()
     transposed: bool = False
-    order: str = ""  # the buffer with the dense unit of each unit of the new parameter; "" where they are in order
+    order: str = ""  # the buffer with the dense unit of each unit of the new parameter; "" if they are in order
     dim: int = 0
     ports: tuple[tuple[int, int], ...] = ((0, 1),)
-    fitted: str = ""  # the buffer that says whether the values were fitted to data; "" where they are the dense ones
+    fitted: str = ""  # the buffer that records whether the values were fitted to data; "" if they are the dense ones
     sliced: bool = False
 
     def dense(self, new: torch.Tensor, order: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the dense parameter, read out of `new`."""
+        """Return the dense parameter, read from `new`."""
         value = new.detach()[self.index]
         value = self.joined(value) if self.sliced else value
         value = value.t() if self.transposed else value
@@ -81,14 +82,14 @@ class Rearranged:
         return old
 
     def put(self, dense: torch.Tensor, new: torch.Tensor, order: torch.Tensor | None = None) -> None:
-        """The dense parameter has been written into `new`, from which `dense` reads it."""
+        """Write the dense parameter into `new`; `dense` reads it back."""
         value = dense if order is None else self.ordered(dense, order)
         value = value.t() if self.transposed else value
         place = new.detach()[self.index]
         place.copy_(self.divided(value, len(place)) if self.sliced else value)
 
     def ordered(self, dense: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """`dense` with its units in the new order: unit i is the dense unit order[i]."""
+        """Return `dense` with its units in the new order: unit i is the dense unit order[i]."""
         new = torch.empty_like(dense)
         units = torch.arange(len(order), device=order.device)
         for first, step in self.ports:
@@ -97,11 +98,11 @@ class Rearranged:
 
     @property
     def units_dim(self) -> int:
-        """The dimension of the units in the new parameter's layout without slices."""
+        """Return the dimension of the units in the new parameter's layout without slices."""
         return 1 - self.dim if self.transposed else self.dim
 
     def divided(self, value: torch.Tensor, slices: int) -> torch.Tensor:
-        """Return a value in the new parameter's layout, but without slices, as its even slices: (slices, …)."""
+        """Return a value in the new parameter's layout without slices as equal slices: (slices, …)."""
         at = self.units_dim
         units = torch.arange(value.shape[at] // len(self.ports), device=value.device)
         parts = torch.stack(
@@ -110,7 +111,7 @@ class Rearranged:
         return parts.unflatten(at + 1, (slices, -1)).movedim(at + 1, 0).flatten(at + 1, at + 2)
 
     def joined(self, slices: torch.Tensor) -> torch.Tensor:
-        """Return the value that `divided` makes these slices of."""
+        """Return the inverse of `divided`: the value with these slices."""
         at = self.units_dim
         parts = slices.unflatten(at + 1, (len(self.ports), -1)).movedim(0, at + 1).flatten(at + 1, at + 2)
         value = torch.empty_like(parts.flatten(at, at + 1))
@@ -125,18 +126,18 @@ class Fate:
     """The place of one dense parameter in the rewritten model."""
 
     kind: str  # kept, moved, widened, rearranged, dropped
-    name: str  # its name in the rewritten model, "" where dropped
+    name: str  # its name in the rewritten model, "" if dropped
     why: str = ""
     index: tuple[slice, ...] = ()
     scale: float = 1.0
-    layout: Rearranged | None = None  # of one that was rearranged
+    layout: Rearranged | None = None  # if rearranged
 
 
 class Edit:
     """A journal of edits on `model`: each takes effect at once, `undo` reverts all, `account` says where the parameters went.
 
-    `calibration` is data on which a pass may observe the model before it edits it, None where there is none. `keep` gets the
-    parameters of everything that an edit puts into the model, once they are there: it may move them out of memory.
+    `calibration` is data on which a pass may observe the model before it edits it, or None. `keep` is called with the parameters of
+    everything that an edit has put into the model: it may move them out of memory.
     """
 
     def __init__(
@@ -152,52 +153,52 @@ class Edit:
         self.layouts: dict[int, tuple[nn.Module, Rearranged, str]] = {}  # id of the dense parameter → how its successor holds it
         self.reasons: dict[int, str] = {}  # id of the dense parameter → why it was dropped
         self.journal: list[Callable[[], None]] = []
-        self.plans: dict[str, Any] = {}  # of the first pass, by its spec, where it was made before the edit
-        self.notes: list[Note] = []  # of the pass under way
-        self.late: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is zero until others have moved
-        self.unreached: list[nn.Parameter] = []  # of the pass under way: parameters whose gradient is always zero
-        self.pass_name: str | None = None  # of the pass under way; None before the first
-        self.exchanged: dict[int, nn.Module] = {}  # by id: the modules that the pass under way has replaced, and what replaced them
+        self.plans: dict[str, Any] = {}  # of the first pass, by its spec, if it was made before the edit
+        self.notes: list[Note] = []  # of the current pass
+        self.late: list[nn.Parameter] = []  # of the current pass: parameters whose gradient is zero until others have changed
+        self.unreached: list[nn.Parameter] = []  # of the current pass: parameters whose gradient is always zero
+        self.pass_name: str | None = None  # the current pass; None before the first
+        self.exchanged: dict[int, nn.Module] = {}  # by id: the modules that the current pass has replaced, and their replacements
 
     def begin_pass(self, name: str = "") -> None:
-        """Notes, late gradients and replacements from now on belong to another pass, called `name`."""
+        """Start the pass `name`: later notes, late gradients and replacements are its own."""
         self.notes, self.late, self.unreached = [], [], []
         self.pass_name, self.exchanged = name, {}
 
     def note(
         self, text: str, site: str = "", values: Mapping[str, float] | None = None, *, form: str = ".3g", worst: Worst = "lowest"
     ) -> None:
-        """`text`, a finding, goes into the account of the pass under way.
+        """Add `text`, a finding, to the account of the current pass.
 
-        Where it was measured at one site after the other, `text` names what was measured, the same words for every site, and
-        `values` are this site's numbers by column: a report shows all sites in one table. `form` is how they are written (`.1%`);
-        the first column ranks the sites, its lowest or highest being `worst`.
+        For a measurement at each site, `text` names the quantity, in the same words for every site, and `values` are this site's
+        numbers by column: a report shows all sites in one table. `form` is the format of the numbers (`.1%`); the first column
+        ranks the sites, and `worst` is its worst end, lowest or highest.
         """
         self.notes.append(Note(text, site, values, form, worst))
 
     def expect_late_gradient(self, parameter: nn.Parameter) -> None:
-        """Declare that the gradient of the new `parameter` may be zero until others have moved."""
+        """Declare that the gradient of the new `parameter` may be zero until other parameters have changed."""
         self.late.append(parameter)
 
     def expect_no_gradient(self, parameter: nn.Parameter) -> None:
-        """Declare that the gradient of the new `parameter` is always zero: with these options it decides nothing."""
+        """Declare that the gradient of the new `parameter` is always zero: with these options it has no effect."""
         self.unreached.append(parameter)
 
     def late_parameters(self) -> tuple[str, ...]:
-        """Return the names of the parameters of the pass under way whose gradient may be zero until others have moved."""
+        """Return the names of the current pass's parameters whose gradient may be zero until others have changed."""
         return self.names_of(self.late)
 
     def unreached_parameters(self) -> tuple[str, ...]:
-        """Return the names of the parameters of the pass under way whose gradient is always zero."""
+        """Return the names of the current pass's parameters whose gradient is always zero."""
         return self.names_of(self.unreached)
 
     def names_of(self, parameters: Iterable[nn.Parameter]) -> tuple[str, ...]:
-        """Their names in the model, in its order."""
+        """Return the names of the parameters in the model, in its order."""
         wanted = {id(parameter) for parameter in parameters}
         return tuple(name for name, parameter in self.model.named_parameters() if id(parameter) in wanted)
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        """`owner.name` is `value`; modules, parameters and buffers go into the registries of torch."""
+        """Set `owner.name` to `value`; modules, parameters and buffers go into torch's registries."""
         for registry in ("_modules", "_parameters", "_buffers"):
             table = owner.__dict__.get(registry) if isinstance(owner, nn.Module) else None
             if table is not None and name in table:
@@ -209,18 +210,18 @@ class Edit:
         self.keep_parameters(value)
 
     def record_provenance(self, **changes: Any) -> None:
-        """Set these fields of the model's `Provenance`."""
+        """Set fields of the model's `Provenance`."""
         self.set_attribute(self.model, ATTRIBUTE, dataclasses.replace(provenance_of(self.model), **changes))
 
     def delete_attribute(self, owner: Any, name: str) -> None:
-        """`owner` has no attribute `name` of its own; it need not have had one."""
+        """Delete `owner.name`, if `owner` itself has it."""
         if name in vars(owner):
             before = vars(owner)[name]
             delattr(owner, name)
             self.journal.append(lambda: setattr(owner, name, before))
 
     def set_item(self, table: Any, key: Any, value: Any) -> None:
-        """`table[key]` is `value`."""
+        """Set `table[key]` to `value`."""
         before = table.get(key, MISSING) if hasattr(table, "get") else table[key]
         table[key] = value
 
@@ -239,10 +240,10 @@ class Edit:
             self.keep([value] if isinstance(value, nn.Parameter) else value.parameters() if isinstance(value, nn.Module) else ())
 
     def replace_module(self, path: str, module: nn.Module) -> None:
-        """Replace the submodule at `path`, under every name it is registered by, by `module`; no code of torch goes past it.
+        """Replace the submodule at `path`, under each of its registered names, by `module`; torch's fused code never bypasses it.
 
-        Raises `DoesNotFitError` where the pass under way has replaced it already, or where `module` would go around a wrapper that
-        must stay outermost.
+        Raises `DoesNotFitError` if the current pass has replaced it already, or if `module` would wrap a wrapper that must stay
+        outermost.
         """
         old = self.model.get_submodule(path)
         if self.pass_name is not None and id(old) in self.exchanged:
@@ -277,27 +278,27 @@ class Edit:
             self.exchanged.update({id(old): old, id(module): module})
 
     def add_module(self, owner: nn.Module, name: str, module: nn.Module) -> None:
-        """`owner` has the child `module` called `name`."""
+        """Add `module` to `owner` as its child `name`."""
         module.train(owner.training)
         self.set_item(owner._modules, name, module)
 
     def make_persistent(self, owner: nn.Module, name: str) -> None:
-        """Have the buffer `name` of `owner` saved: the dense model's code cannot compute it again on loading."""
+        """Make the buffer `name` of `owner` persistent: on loading, the dense model's code cannot compute it again."""
         if name in owner._non_persistent_buffers_set:
             owner._non_persistent_buffers_set.discard(name)
             self.journal.append(lambda: owner._non_persistent_buffers_set.add(name))
 
     def add_handle(self, handle: torch.utils.hooks.RemovableHandle) -> None:
-        """Have the hook of `handle`, a pass's, removed when the edits are undone."""
+        """Remove the hook of `handle`, which a pass added, when the edits are undone."""
         owner = hooked_module(self.model, handle)
         if owner is not None:
             self.set_attribute(owner, OURS, hooks_of_passes(owner) | {handle.id})
         self.journal.append(handle.remove)
 
     def widen_parameter(self, old: nn.Parameter, new: nn.Parameter, index: tuple[slice, ...], why: str, scale: float = 1.0) -> None:
-        """Wherever `old` was registered `new` is, and `new[index]` is accounted for as `scale · old`.
+        """Register `new` wherever `old` was registered, and record that `new[index]` is `scale · old`.
 
-        Nothing reads `old` any more but `undo`: it leaves memory where it is mapped from a file.
+        Only `undo` reads `old` from then on; if `old` is mapped from a file, its pages are released from memory.
         """
         for owner in list(self.model.modules()):
             for name, parameter in list(owner._parameters.items()):
@@ -308,20 +309,20 @@ class Edit:
         page_out([old])
 
     def rearrange_parameter(self, old: nn.Parameter, new: nn.Parameter, owner: nn.Module, layout: Rearranged, why: str) -> None:
-        """`new`, which the edits put into the model, is accounted for as holding `old` by `layout`, whose buffers `owner` has.
+        """Record that `new`, which the edits put into the model, contains `old` by `layout`, whose buffers are on `owner`.
 
-        Where `old` is mapped from a file it leaves memory, as in `widen_parameter`.
+        If `old` is mapped from a file, its pages are released, as in `widen_parameter`.
         """
         self.layouts[id(old)] = owner, layout, why
         self.replaced[id(old)] = new
         page_out([old])
 
     def drop_parameter(self, old: nn.Parameter, why: str) -> None:
-        """`old` is accounted for as dropped on purpose; only an approximate pass may."""
+        """Record that `old` was dropped on purpose; only an approximate pass may do so."""
         self.reasons[id(old)] = why
 
     def account(self) -> dict[str, Fate]:
-        """For every dense parameter by its old name: kept, moved, widened or dropped, and where it is now."""
+        """Return, for each dense parameter by its old name, its fate (kept, moved, widened, rearranged, dropped) and its place."""
         now: dict[int, str] = {}
         names: dict[int, set[str]] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
@@ -348,7 +349,7 @@ class Edit:
         return fates
 
     def undo(self) -> None:
-        """The model is exactly what it was before the first edit."""
+        """Restore the model exactly as it was before the first edit."""
         for module in self.model.modules() if self.journal else ():
             if isinstance(module, Wrapper):
                 module.release()

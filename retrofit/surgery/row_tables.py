@@ -1,11 +1,13 @@
-"""Tables whose rows a module looks up by indices that follow from the ids: a step's gradient has few rows, whatever a table weighs.
+"""Tables whose rows a module looks up by indices computed from the ids: the gradient of a step has few rows, however large the
+table.
 
     rows(table, i) = table[i]                                     table: [n, …], i: (…)
 
-A table may stay in the CPU's memory, wherever the model is: the indices go there, the rows come back, their gradients go there.
+A table may stay in the CPU's memory while the model is on another device: indices are copied to the CPU, rows and gradients between
+the two.
 
-A table may be divided among processes: each holds some of its rows, as of any parameter that torch divides. Every process then
-looks up the rows that it holds for the indices of all, and its rows get the gradients of all.
+A table may be sharded among processes, like any parameter that torch shards. Every process then looks up the rows it holds for the
+indices of all processes, and its rows receive the gradients of all.
 """
 
 from __future__ import annotations
@@ -24,24 +26,24 @@ from torch.nn import functional as F
 from retrofit.errors import RetrofitWarning
 from retrofit.inputs.model_memory import zeros_for
 
-LARGE = 1 << 30  # bytes of a table from which a dense gradient of it is worth a warning
+LARGE = 1 << 30  # bytes; a dense gradient of a table of this size is worth a warning
 IN_CHECKS: contextvars.ContextVar[bool] = contextvars.ContextVar("in_checks", default=False)
-warned: set[int] = set()  # by id: the tables that a warning was about
+warned: set[int] = set()  # by id: the tables for which a warning was given
 
 
 class RowTables(nn.Module):
-    """A module with tables, each a parameter of its own."""
+    """A module with tables, each of them a parameter."""
 
-    sparse: bool = False  # whether the gradient of a table is a sparse tensor, of the rows that were looked up
+    sparse: bool = False  # whether the gradient of a table is a sparse tensor of the rows that were looked up
     on_host: bool = False  # whether tables stay in the CPU's memory
-    reader: ClassVar[Callable[..., Tensor] | None] = None  # how rows are looked up where retrofit is installed: `read_rows`
+    reader: ClassVar[Callable[..., Tensor] | None] = None  # how rows are looked up if retrofit is installed: `read_rows`
 
     def tables(self) -> tuple[str, ...]:
-        """Return the names of the parameters whose rows are looked up by indices that follow from the ids."""
+        """Return the names of the parameters whose rows are looked up by indices computed from the ids."""
         return ()
 
     def rows(self, table: Tensor, i: Tensor) -> Tensor:
-        """Return the rows at these indices, the gradients of which are dense or sparse as `sparse` says."""
+        """Return the rows at these indices; their gradients are sparse if `sparse` is set, else dense."""
         return self.plain_rows(table, i) if self.reader is None else self.reader(table, i)
 
     def plain_rows(self, table: Tensor, i: Tensor) -> Tensor:
@@ -54,7 +56,7 @@ class RowTables(nn.Module):
         return F.embedding(i, table.flatten(1)).unflatten(-1, table.shape[1:])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Do what a module does to move or cast its tensors; tables on the host are cast alone."""
+        """Apply `fn` to the module's tensors, as `nn.Module` does to move or cast them; tables on the host are only cast."""
         if not self.on_host:
             return super()._apply(fn, recurse)  # type: ignore[no-untyped-call, no-any-return]
         tables = [self.get_parameter(name) for name in self.tables()]
@@ -66,14 +68,14 @@ class RowTables(nn.Module):
 
 @torch.no_grad()
 def release_zeros(module: RowTables) -> None:
-    """Give back the memory of tables in the CPU's that are all zero: a row takes some once it is written."""
+    """Release the memory of tables on the CPU that are all zero: a row uses memory once it is written."""
     for table in map(module.get_parameter, module.tables()):
         if table.device.type == "cpu" and type(table) is nn.Parameter and not bool(table.any()):
             table.data = zeros_for(table)
 
 
 def cast_on_host(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
-    """Return what `fn` makes of a tensor, but in the CPU's memory: nothing of its size is made elsewhere."""
+    """Return `fn(tensor)` in the CPU's memory, without a tensor of its size on another device."""
     asked = fn(tensor[:0])
     if asked.is_meta:
         return fn(tensor)
@@ -83,12 +85,12 @@ def cast_on_host(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 
 def is_learned(table: Tensor) -> bool:
-    """Return whether a look-up now is to have a gradient."""
+    """Return whether a look-up now needs a gradient."""
     return torch.is_grad_enabled() and table.requires_grad and not torch.compiler.is_exporting()
 
 
 class RowsWithSparseGradient(torch.autograd.Function):
-    """`table[i]`, whose gradient is a sparse tensor of the table's shape; torch's own look-up has one for rows of numbers only."""
+    """`table[i]` with a sparse gradient of the table's shape; torch's own look-up supports that only for rows of numbers."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, i: Tensor) -> Tensor:
@@ -103,7 +105,7 @@ class RowsWithSparseGradient(torch.autograd.Function):
 
 
 def sparse_rows(i: Tensor, rows: Tensor, size: torch.Size) -> Tensor:
-    """Return the sparse tensor with these rows; an index may be there several times."""
+    """Return the sparse tensor with these rows; an index may occur several times."""
     return torch.sparse_coo_tensor(i.unsqueeze(0), rows, size, check_invariants=False)  # the indices were looked up already
 
 
@@ -111,7 +113,7 @@ def sparse_rows(i: Tensor, rows: Tensor, size: torch.Size) -> Tensor:
 
 
 def read_rows(module: RowTables, table: Tensor, i: Tensor) -> Tensor:
-    """Return the rows at these indices of a table that may be divided, in a model that may be compiled."""
+    """Return the rows at these indices of a table that may be sharded, in a model that may be compiled."""
     if hasattr(table, "to_local"):
         return rows_of_all(table, i)
     if module.training and not module.sparse and is_learned(table):
@@ -122,7 +124,7 @@ def read_rows(module: RowTables, table: Tensor, i: Tensor) -> Tensor:
 
 
 def use_reader() -> None:
-    """Have all tables read so; a bundle, which has definitions alone, reads them plainly."""
+    """Make all tables use `read_rows`; a bundle, which contains only definitions, looks rows up plainly."""
     RowTables.reader = read_rows
 
 
@@ -130,7 +132,7 @@ use_reader()
 
 
 def tables_of(model: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the tables of all modules that are trained, each with its first name."""
+    """Return the trained tables of all modules, each with its first name."""
     found: dict[nn.Parameter, str] = {}
     for path, module in model.named_modules():
         for name in module.tables() if isinstance(module, RowTables) else ():
@@ -141,7 +143,7 @@ def tables_of(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def warn_of_dense_gradient(table: Tensor) -> None:
-    """Warn, once for a table, that its gradient and the step of an optimizer cost what the whole table weighs."""
+    """Warn, once per table, that its gradient and an optimizer step cost as much as the whole table."""
     size = table.numel() * table.element_size()
     if size < LARGE or id(table) in warned or IN_CHECKS.get() or torch.compiler.is_compiling():
         return
@@ -157,7 +159,7 @@ def warn_of_dense_gradient(table: Tensor) -> None:
 
 @contextlib.contextmanager
 def unwarned() -> Iterator[None]:
-    """Within this context dense gradients are made on purpose."""
+    """Within this context there is no warning about dense gradients."""
     token = IN_CHECKS.set(True)
     try:
         yield
@@ -192,7 +194,7 @@ compiled_rows.register_autograd(gradient_of_rows, setup_context=keep_index)
 
 
 def own_part(table: Any) -> Tensor:
-    """Return the leaf that gets the gradient of the rows that this process holds; its values are those of the table."""
+    """Return the leaf that receives the gradient of this process's rows; its values are those of the table."""
     part = getattr(table, "part_with_gradient", None)
     if part is None or part.data_ptr() != table.to_local().data_ptr():
         part = table.to_local().detach().requires_grad_(table.requires_grad)
@@ -201,22 +203,22 @@ def own_part(table: Any) -> Tensor:
 
 
 def rows_of_all(table: Any, i: Tensor) -> Tensor:
-    """Return the rows at these indices of a table that is divided; every process has to call this as often."""
+    """Return the rows at these indices of a sharded table; every process has to call this the same number of times."""
     shape = (*i.shape, *table.shape[1:])
     return RowsOfAll.apply(own_part(table), i.flatten(), first_row(table)).view(shape)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def first_row(table: Any) -> int:
-    """Return where the rows start that this process holds: each holds as many as the first one, while there are any."""
+    """Return the index of this process's first row: each process holds as many rows as the first one, while there are any."""
     mesh = table.device_mesh
     each = -(-table.shape[0] // mesh.size())
     return int(min(each * mesh.get_local_rank(), table.shape[0]))
 
 
 class RowsOfAll(torch.autograd.Function):
-    """The rows at the indices `i` of this process, of a table of which it holds `part`, from row `first` on.
+    """The rows at the indices `i` of this process, from a table of which it holds `part`, starting at row `first`.
 
-    The gradient of `part` is the mean over the processes, as of parameters that are gathered whole.
+    The gradient of `part` is the mean over the processes, as for parameters that are gathered whole.
     """
 
     @staticmethod
@@ -239,13 +241,13 @@ class RowsOfAll(torch.autograd.Function):
 
 
 def part_of(wanted: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return the numbers of the wanted rows that lie in a part, counted from its first, and which of those wanted they are."""
+    """Return the wanted rows that lie in a part, numbered from its first, and which of the wanted ones they are."""
     held = (wanted >= first) & (wanted < first + count)
     return wanted[held] - first, held
 
 
 def gathered(x: Tensor) -> list[Tensor]:
-    """Return the tensors of all processes, of which the first dimension may be of another size in each."""
+    """Return the tensors of all processes; their first dimensions may differ."""
     if dist.get_world_size() == 1:
         return [x]
     counts = [torch.zeros(1, dtype=torch.long, device=x.device) for _ in range(dist.get_world_size())]

@@ -1,4 +1,4 @@
-"""transformers' tables about a model: tied weights, and the names under which weights are saved."""
+"""transformers' records about a model: tied weights, and the names under which weights are saved."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LEAVE_MAPPED = contextvars.ContextVar("leave_mapped", default=False)
 
 
 def align_weights(model: nn.Module) -> None:
-    """Align the weights on the CPU to cache lines, as those of a model built in memory are.
+    """Align the weights on the CPU to cache lines, like those of a model built in memory.
 
-    The last bits of a product with a single row depend on it, and weights mapped from a safetensors file begin anywhere: without
-    this a model could differ from its own copy. A dense model mapped from a file stays where it is mapped when it is rewritten.
+    The last bits of a product with a single row depend on the alignment, and weights mapped from a safetensors file begin anywhere:
+    without this a model could differ from its own copy. A dense model mapped from a file stays mapped when it is rewritten.
     """
     for tensor in () if LEAVE_MAPPED.get() else (*model.parameters(), *model.buffers()):
         whole = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -39,7 +39,7 @@ def align_weights(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def leave_weights_mapped() -> Iterator[None]:
-    """Within this context a rewritten model's weights stay where its file is mapped, and nothing is copied when it is loaded."""
+    """Within this context a rewritten model's weights stay mapped from its file, and loading copies nothing."""
     token = LEAVE_MAPPED.set(True)
     try:
         yield
@@ -48,7 +48,7 @@ def leave_weights_mapped() -> Iterator[None]:
 
 
 def is_transformers(model: Any) -> bool:
-    """Return whether the model is a `PreTrainedModel`; transformers is not imported for the answer."""
+    """Return whether the model is a `PreTrainedModel`, without importing transformers."""
     module = sys.modules.get("transformers.modeling_utils")
     return module is not None and isinstance(model, module.PreTrainedModel)
 
@@ -62,7 +62,7 @@ def persistent_buffers(model: nn.Module, buffers: dict[str, Any]) -> Iterator[tu
 
 
 def shared_names(named: Iterator[tuple[str, Any]]) -> list[list[str]]:
-    """Return the names that are one tensor, for every tensor of several names, in order of appearance."""
+    """Return, for every tensor with several names, its names, in order of appearance."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
@@ -75,7 +75,7 @@ def transformers_parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def attention_of(config: Any) -> Any:
-    """Return the attention implementation of a config and of the configs in it, as `attn_implementation` takes it."""
+    """Return the attention implementation of a config and of its sub-configs, in the form that `attn_implementation` accepts."""
     own = getattr(config, "_attn_implementation", None)
     inner = {key: getattr(config, key, None) for key in getattr(config, "sub_configs", ())}
     parts = {key: attention_of(part) for key, part in inner.items() if part is not None}
@@ -83,9 +83,9 @@ def attention_of(config: Any) -> Any:
 
 
 def own_configs(model: Any, edit: Edit) -> None:
-    """Give the model, and each module in it, a copy of its config: another model may hold the same one."""
+    """Give the model and each module in it a copy of its config: another model may use the same object."""
     configs = sys.modules["transformers.configuration_utils"].PreTrainedConfig
-    copies: dict[int, Any] = {}  # of the objects copied so far: configs that were one stay one
+    copies: dict[int, Any] = {}  # of the objects copied so far: shared configs stay shared
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, configs):
@@ -93,14 +93,14 @@ def own_configs(model: Any, edit: Edit) -> None:
 
 
 def tie(model: Any) -> None:
-    """Tie the weights that transformers takes for tied: it builds a skeleton untied."""
+    """Tie the weights that transformers lists as tied: it builds a skeleton untied."""
     for target, source in model.all_tied_weights_keys.items():
         owner, _, leaf = target.rpartition(".")
         setattr(model.get_submodule(owner), leaf, model.get_parameter_or_buffer(source))
 
 
 def declare_ties(model: Any) -> None:
-    """Declare to transformers the ties of the rewritten model, by its names."""
+    """Set transformers' list of tied weights to the ties of the rewritten model, by its names."""
     sources = set(getattr(model, "all_tied_weights_keys", {}).values())
     groups = shared_names(model.named_parameters(remove_duplicate=False))
     for path, part in transformers_parts(model):
@@ -116,10 +116,10 @@ def declare_ties(model: Any) -> None:
 
 
 def deny_ties(model: Any, edit: Edit) -> None:
-    """No config in the model calls weights tied that are not.
+    """Set the configs in the model to tie no weights that are not tied.
 
-    transformers leaves two weights apart that a file holds both and that differ, whatever the config says. A rewritten model's
-    skeleton is built by what the config says, before there are any weights.
+    Whatever the config says, transformers does not tie two weights of which a file has two different values. A rewritten model's
+    skeleton is built from the config before there are any weights.
     """
     for _, part in transformers_parts(model):
         named = dict(part.named_parameters(remove_duplicate=False))
@@ -129,7 +129,7 @@ def deny_ties(model: Any, edit: Edit) -> None:
 
 
 def keep_on_one_device(model: Any, dense: Iterable[nn.Module], edit: Edit | None = None) -> None:
-    """`device_map` and FSDP do not part a new module, none of `dense`, from the unsplittable layer that it wraps."""
+    """Make `device_map` and FSDP keep a new module (not in `dense`) with the unsplittable layer that it wraps."""
     old = set(dense)
     for _, part in transformers_parts(model):
         whole = set(part._no_split_modules or ())
@@ -141,7 +141,7 @@ def keep_on_one_device(model: Any, dense: Iterable[nn.Module], edit: Edit | None
 
 
 def outermost(module: nn.Module, kinds: set[str]) -> list[nn.Module]:
-    """Return the modules of these classes inside `module` that are in no other."""
+    """Return the modules of these classes inside `module` that lie in no other one of them."""
     found = []
     for child in module.children():
         found += [child] if type(child).__name__ in kinds else outermost(child, kinds)
@@ -149,9 +149,9 @@ def outermost(module: nn.Module, kinds: set[str]) -> list[nn.Module]:
 
 
 def adjust_bias(module: Any, tied: Any) -> None:
-    """Fit the bias of a tied weight to its rows as transformers does, but not one that belongs to the columns.
+    """Pad the bias of a tied weight to its rows, as transformers does, unless it belongs to the columns.
 
-    It does that whatever it ties: of a bias, or another parameter, nothing has to fit.
+    transformers does so for every tied parameter; for biases and others it is not needed.
     """
     own, bias = getattr(module, "weight", None), getattr(module, "bias", None)
     if own is tied and (bias is None or bias.shape[-1] != own.shape[-1]):
@@ -171,10 +171,10 @@ def declare_published_ties(model: Any) -> None:
 
 
 def keep_own_names(model: Any) -> None:
-    """`save_pretrained` writes the parameters under their names in the model.
+    """Make `save_pretrained` write the parameters under their names in the model.
 
-    transformers translates some models' weights on their way to the file and back (one tensor an expert, older names) by regular
-    expressions on published names; a rewritten model no longer has those names, and a new module may have one by chance.
+    transformers translates some models' weights on saving and loading (one tensor per expert, older names) by regular expressions
+    on published names. A rewritten model no longer has those names, and a new module may match one by chance.
     """
     if "_published_conversions" not in model.__dict__:
         model.__dict__["_published_conversions"] = getattr(model, "_weight_conversions", None)
@@ -182,9 +182,9 @@ def keep_own_names(model: Any) -> None:
 
 
 def forget_packed_reading(model: Any) -> None:
-    """`save_pretrained` writes an unpacked model's weights as the plain ones that they are.
+    """Make `save_pretrained` write an unpacked model's weights as the plain tensors that they are.
 
-    transformers writes by the inverse of how it has read, and that a quantizer has taken part in; its steps have no inverse.
+    transformers saves by the inverse of the conversions used on loading; the steps of a quantizer have no inverse.
     """
     for name in ("_weight_conversions", "_published_conversions"):
         if model.__dict__.get(name):
@@ -192,7 +192,7 @@ def forget_packed_reading(model: Any) -> None:
 
 
 def without_quantizer(conversion: Any) -> Any:
-    """Return one of transformers' conversions without the steps of a quantizer; None where nothing is left."""
+    """Return one of transformers' conversions without the steps of a quantizer; None if nothing is left."""
     steps = getattr(conversion, "operations", None)
     if not steps:
         return conversion
@@ -207,7 +207,7 @@ def without_quantizer(conversion: Any) -> Any:
 
 
 def keep_published_names(model: Any) -> None:
-    """`save_pretrained` translates the parameters' names as it did before the recipe."""
+    """Make `save_pretrained` translate the parameters' names as before the recipe was applied."""
     if "_published_conversions" not in model.__dict__:
         return
     before = model.__dict__.pop("_published_conversions")

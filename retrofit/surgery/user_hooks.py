@@ -1,8 +1,8 @@
-"""Hooks that a user put on a model: each acts on the rewritten model as often as on the dense one, else the rewrite is refused.
+"""A user's hooks on a model: the rewrite is refused unless each acts on the rewritten model as often as on the dense one.
 
-A hook stays with its module. A pass that wraps the module keeps both. One that replaces it, or the module around it, or its
-parameters, would lose the hook, or have it act twice: a capture of the dense model contains what the hook did, and a feed-forward
-that is rebuilt from it does so again.
+A hook stays with its module. A pass that wraps the module keeps both. A pass that replaces the module, a module around it, or its
+parameters would lose the hook or make it act twice: a capture of the dense model includes the effect of the hook, and so does a
+feed-forward that is rebuilt from the capture.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CARRIED = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hoo
 LIBRARIES = ("retrofit", "transformers", "peft")  # their hooks record outputs or mark inputs for gradients, and follow a module
 REMOVE = "remove the hook first (pruning, parametrizations: make them permanent); put it on the rewritten model where it is wanted"
 HOOKED = "hooked"  # the code of a refusal because of a hook
-OURS = "retrofit_hooks"  # of a module: the ids of the hooks that passes put on it
+OURS = "retrofit_hooks"  # attribute of a module: the ids of the hooks that passes put on it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class UserHook:
 
 
 def user_hooks(model: nn.Module) -> Iterator[UserHook]:
-    """Yield a user's hooks on the model's modules and parameters, replaced forwards and parametrizations included."""
+    """Yield a user's hooks on the model's modules and parameters, including replaced forwards and parametrizations."""
     for path, module in model.named_modules():
         for table, kind in (CALLED | SAVING).items():
             for key, hook in getattr(module, table).items():
@@ -72,14 +72,14 @@ def user_hooks(model: nn.Module) -> Iterator[UserHook]:
 
 
 def is_users(module: nn.Module, key: int, hook: Any) -> bool:
-    """Return whether a hook on `module` is a user's: no pass put it there, nor a library, nor the module itself."""
+    """Return whether a hook on `module` is a user's: neither a pass, nor a library, nor the module itself put it there."""
     if key in hooks_of_passes(module) or getattr(function_of(hook), "__self__", None) is module:
         return False
     return origin_of(hook).partition(".")[0] not in LIBRARIES
 
 
 def function_of(hook: Any) -> Any:
-    """Return the function that a hook calls: without torch's wrapper of it and without bound arguments."""
+    """Return the function that a hook calls, without torch's wrapper and without bound arguments."""
     while True:
         inner = hook.func if isinstance(hook, functools.partial) else getattr(hook, "hook", None)
         if not callable(inner):
@@ -88,7 +88,7 @@ def function_of(hook: Any) -> Any:
 
 
 def origin_of(hook: Any) -> str:
-    """Return the Python module that a hook's code is from."""
+    """Return the Python module that defines a hook's code."""
     function = function_of(hook)
     return getattr(function, "__module__", None) or type(function).__module__
 
@@ -99,7 +99,7 @@ def name_of(hook: Any) -> str:
 
 
 def aligns_devices(module: nn.Module) -> bool:
-    """Return whether the module's forward is accelerate's that only moves what the module is called with to its device."""
+    """Return whether the module's forward is accelerate's, and only moves the arguments to the module's device."""
     return type(getattr(module, "_hf_hook", None)) is AlignDevicesHook
 
 
@@ -116,7 +116,7 @@ def hooks_of_passes(module: nn.Module) -> frozenset[int]:
 
 
 def take_over_hooks(old: nn.Module, new: nn.Module) -> None:
-    """Hooks of passes and libraries on `old` are hooks of `new`, with the children of `old` whose methods they are."""
+    """Move the hooks of passes and libraries on `old` to `new`, with those children of `old` whose methods they are."""
     theirs = {key for table in CALLED for key, hook in getattr(old, table).items() if is_users(old, key, hook)}
     for name in CARRIED:
         getattr(new, name).update({key: value for key, value in getattr(old, name).items() if key not in theirs})
@@ -132,7 +132,7 @@ def take_over_hooks(old: nn.Module, new: nn.Module) -> None:
 
 
 def lend_hooks(model: nn.Module, other: nn.Module) -> None:
-    """Have the user's hooks on `model` act on `other`, of the same structure, too, before its own: no file holds them."""
+    """Make the user's hooks on `model` act on `other`, of the same structure, too, before its own: files contain no hooks."""
     for path, module in model.named_modules():
         theirs = {key for table in CALLED for key, hook in getattr(module, table).items() if is_users(module, key, hook)}
         for name in CARRIED if theirs else ():
@@ -145,14 +145,14 @@ def lend_hooks(model: nn.Module, other: nn.Module) -> None:
 
 
 class HookWatch:
-    """The user's hooks on a model, to be compared with those on it after a rewrite."""
+    """Records the user's hooks on a model, for a comparison with those on it after a rewrite."""
 
     def __init__(self, model: nn.Module) -> None:
         self.hooks = list(user_hooks(model))
         self.tensors = {id(hook.owner): own_tensors(hook.owner) for hook in self.hooks}
 
     def require_kept(self, model: nn.Module, name: str) -> None:
-        """Raise `DoesNotFitError` of the pass `name` unless every module with a hook is still there and has its parameters."""
+        """Raises `DoesNotFitError` for the pass `name` unless every module with a hook is still there and has its parameters."""
         present = {id(held) for held in (*model.modules(), *model.parameters())}
         for hook in self.hooks:
             if id(hook.owner) not in present:
@@ -161,7 +161,7 @@ class HookWatch:
                 raise refusal(hook, name, "the pass gives it other weights, and the hook would act on other values")
 
     def explain(self, refusal: DoesNotFitError) -> None:
-        """Add to `refusal` the hook at one of its sites, if there is any: it is part of what its module was seen to compute."""
+        """Add to `refusal` the hook at one of its sites, if any: the module's captured function includes the hook."""
         called = [hook for hook in self.hooks if hook.kind != "gradient hook" and hook.kind not in SAVING.values()]
         hook = next((hook for hook in called if any(is_at(hook.path, site) for site in refusal.sites)), None)
         if hook is not None and refusal.code != HOOKED:
@@ -186,12 +186,12 @@ class HookWatch:
                 stack.enter_context(counted(module, counts))
             try:
                 model(**inputs)
-            except Exception:  # whatever the model's own code raises: without weights, say
+            except Exception:  # of any type, from the model's own code: without weights, for example
                 return {}
         return counts
 
     def require_calls(self, before: Mapping[int, int], after: Mapping[int, int], name: str) -> None:
-        """Raise `DoesNotFitError` of the passes `name` unless each hook acts as often `after` as `before`."""
+        """Raises `DoesNotFitError` for the passes `name` unless each hook acts as often `after` as `before`."""
         for hook in self.hooks if before and after else ():
             old, new = before.get(id(hook.owner), 0), after.get(id(hook.owner), 0)
             if old != new:
@@ -200,7 +200,7 @@ class HookWatch:
 
 @contextlib.contextmanager
 def counted(module: nn.Module, counts: dict[int, int]) -> Iterator[None]:
-    """Within this context the calls of `module` are counted: those of a forward of its own by that."""
+    """Count the calls of `module` within this context; if it has a forward of its own, the calls of that."""
 
     def count(*_: Any) -> None:
         counts[id(module)] += 1
@@ -228,7 +228,7 @@ def counted(module: nn.Module, counts: dict[int, int]) -> Iterator[None]:
 
 
 def own_tensors(owner: nn.Module | nn.Parameter) -> tuple[int, ...]:
-    """Return the parameters of a module that are its own, by identity; those of its parametrizations are."""
+    """Return the parameters of a module itself, by identity, with those of its parametrizations."""
     if isinstance(owner, nn.Parameter):
         return (id(owner),)
     nested = owner.parametrizations.parameters() if parametrize.is_parametrized(owner) else ()  # type: ignore[union-attr,operator]
@@ -236,7 +236,7 @@ def own_tensors(owner: nn.Module | nn.Parameter) -> tuple[int, ...]:
 
 
 def is_at(path: str, place: str) -> bool:
-    """Return whether a refusal of the site `place` may be about the module at `path`: it is there, in it or around it."""
+    """Return whether a refusal of the site `place` may concern the module at `path`: at, in or around the site."""
     return path == place or ("." in place and path.startswith(f"{place}.")) or ("." in path and place.startswith(f"{path}."))
 
 
@@ -245,7 +245,7 @@ def times(count: int) -> str:
 
 
 def refusal(hook: UserHook, name: str, why: str) -> DoesNotFitError:
-    """`in_any_form`: a graph would do what the hook did on one input."""
+    """Return the refusal for a hook. It is `in_any_form`: a graph would repeat what the hook did on one input."""
     return DoesNotFitError(
         f"{hook.path or 'the model'} has a {hook.kind} ({hook.name})",
         by=name,

@@ -1,4 +1,4 @@
-"""Modules that wrap a module: find an argument of a call, replace a part of an output, forward attributes."""
+"""Wrappers around modules: find an argument of a call, replace a part of an output, forward attributes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ ArgumentPlace = tuple[int | None, str | None]  # one argument of a call: its pos
 
 
 def float_like(*modules: nn.Module) -> Tensor:
-    """Return the first floating-point parameter of the modules, which new parameters are like; an empty tensor without any."""
+    """Return the first floating-point parameter of the modules, as a model for new ones; an empty tensor if there is none."""
     parameters = (parameter for module in modules for parameter in module.parameters())
     return next((parameter for parameter in parameters if parameter.is_floating_point()), torch.empty(()))
 
 
 def modules_around(model: nn.Module, path: str) -> list[nn.Module]:
-    """Return the module at the path and all that contain it, the model first."""
+    """Return the module at the path and all modules that contain it, the model first."""
     steps = path.split(".") if path else []
     return [model.get_submodule(".".join(steps[:count])) for count in range(len(steps) + 1)]
 
 
 def argument_place(module: nn.Module, key: int | str | None) -> ArgumentPlace:
-    """Return where `module` takes the argument `key`, a position or a keyword: both, as far as the signature of its forward says.
+    """Return the position and keyword of the argument `key` of `module`, as far as the signature of its forward has both.
 
-    None, which a capture has for what is no argument, is not allowed.
+    `key` is a position or a keyword, not None, which a capture uses for values that are no arguments.
     """
     assert key is not None
     single = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -45,7 +45,7 @@ def argument_place(module: nn.Module, key: int | str | None) -> ArgumentPlace:
 
 
 def find_argument(place: ArgumentPlace, args: list[Any], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the container with the argument at `place`, and its key there; raise `DoesNotFitError` where it was left out."""
+    """Return the container with the argument at `place`, and its key there. Raises `DoesNotFitError` if the call lacks it."""
     position, keyword = place
     if keyword is not None and keyword in kwargs:
         return kwargs, keyword
@@ -60,7 +60,7 @@ def find_argument(place: ArgumentPlace, args: list[Any], kwargs: dict[str, Any])
 
 
 def tensor_argument(place: ArgumentPlace | None, args: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the tensor at a place of a call, None where there is none."""
+    """Return the tensor at a place of a call; None if there is none."""
     if place is None:
         return None
     position, keyword = place
@@ -71,7 +71,7 @@ def tensor_argument(place: ArgumentPlace | None, args: list[Any], kwargs: dict[s
 
 
 def with_item(output: Any, key: int | str | None, value: Tensor) -> Any:
-    """`output`, of the type it was, with `value` at `key`; `value` itself where `key` is None."""
+    """Return a copy of `output`, of the same type, with `value` at `key`; `value` itself if `key` is None."""
     if key is None:
         return value
     if isinstance(output, Mapping):
@@ -79,7 +79,7 @@ def with_item(output: Any, key: int | str | None, value: Tensor) -> Any:
         return type(output)(**{**output, name: value})
     if not isinstance(output, (tuple, list)):
         changed = copy.copy(output)
-        object.__setattr__(changed, str(key), value)  # of frozen dataclasses too
+        object.__setattr__(changed, str(key), value)  # works on frozen dataclasses too
         return changed
     items: Any = list(output)
     items[key] = value
@@ -87,24 +87,24 @@ def with_item(output: Any, key: int | str | None, value: Tensor) -> Any:
 
 
 def map_first(output: Any, change: Callable[[Tensor], Tensor], key: int | str | None = None) -> Any:
-    """`output`, a tensor or a collection of some, with that tensor changed: the one at `key`, else the first."""
+    """Return `output`, a tensor or a collection, with one tensor changed: the one at `key`, else the first."""
     place = key if key is not None else 0
     return change(output) if isinstance(output, Tensor) else with_item(output, place, change(output[place]))
 
 
-OF_ADAPTERS = "base_layer"  # PEFT takes a module that has it for an adapter of its own, and puts that in its place
+OF_ADAPTERS = "base_layer"  # PEFT mistakes a module with this attribute for an adapter of its own, and replaces it
 
 
 class Wrapper(nn.Module):
-    """Wraps the module `layer` and forwards its public attributes, but for three that say what it does.
+    """Wraps the module `layer` and forwards its public attributes, except for three that describe the wrapper.
 
-    `stays_outermost`: nothing may wrap it again. `adds_branches`: it adds the branches of its layer to a stream itself, so that
-    what another pass adds to what the layer returns would be lost. `opens_layer`: it calls its layer with other modules in the
-    place of some inside, so that only those compute what they did. `guards` names methods that are hooks and change nothing: they
-    raise, or let a call be.
+    `stays_outermost`: no module may wrap it. `adds_branches`: it adds the branches of its layer to a stream itself; anything that
+    another pass adds to the layer's output would be lost. `opens_layer`: it calls its layer with other modules in place of some
+    inside it; only those modules compute what they did before. `guards` names methods that are hooks and change nothing: they raise
+    or do nothing.
     """
 
-    stores_histories = False  # whether it keeps what it needs of earlier tokens in the model's cache (`histories_of`)
+    stores_histories = False  # whether it stores what it needs of earlier tokens in the model's cache (`histories_of`)
 
     stays_outermost = False
     adds_branches = False
@@ -112,7 +112,7 @@ class Wrapper(nn.Module):
     guards: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, layer: nn.Module) -> None:
-        super().__init__()  # as Dynamo traces it: nn.Module.__init__(self) breaks the graph
+        super().__init__()  # Dynamo traces this form: nn.Module.__init__(self) breaks the graph
         self.layer = layer
 
     def __getattr__(self, name: str) -> Any:
@@ -125,23 +125,23 @@ class Wrapper(nn.Module):
         return getattr(held["_modules"]["layer"], name)
 
     def arrange(self) -> None:
-        """Lay out what is in `layer` for evaluation, as far as a call would; its values stay."""
+        """Prepare the layout of `layer` for evaluation, as a call would do; values do not change."""
 
     def release(self) -> None:
-        """Lay out what is in `layer` as it was; called when the wrapper is taken off again."""
+        """Restore the layout of `layer`; called when the wrapper is removed."""
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Registers a parameter; unlike `nn.Module`, also under a name that `layer` has as an attribute."""
+        """Register a parameter; unlike `nn.Module`, also under a name that `layer` has as an attribute."""
         self._parameters[name] = param
 
     def register_buffer(self, name: str, tensor: Tensor | None, persistent: bool = True) -> None:
-        """Registers a buffer; unlike `nn.Module`, also under a name that `layer` has as an attribute."""
+        """Register a buffer; unlike `nn.Module`, also under a name that `layer` has as an attribute."""
         self._buffers[name] = tensor
         (self._non_persistent_buffers_set.discard if persistent else self._non_persistent_buffers_set.add)(name)
 
 
 def batch_first(stream: Tensor, tokens_first: bool) -> Tensor:
-    """Return the stream as (batch, T, d) where the model's code has it as (T, batch, d), and the other way round."""
+    """Return the stream as (batch, T, d) if the model's code has it as (T, batch, d), and the other way round."""
     return stream.transpose(0, 1).contiguous() if tokens_first else stream
 
 
@@ -161,9 +161,9 @@ class CallWithKeywords(Wrapper):
 
 
 class InjectingCopy:
-    """A shallow copy of a module for one call, `copy`, in which `substitute` of each submodule at `paths` is in its place.
+    """A shallow copy of a module for one call, `copy`, with each submodule at `paths` replaced by its `substitute`.
 
-    A path may name what a `Wrapper` on it wraps as if the wrapper were not there, as attribute access does.
+    A path may pass through a `Wrapper` as if the wrapper were not there, as attribute access does.
     """
 
     def __init__(self, module: nn.Module, paths: Iterable[str], substitute: Callable[[nn.Module], nn.Module]) -> None:
@@ -172,7 +172,7 @@ class InjectingCopy:
         self.copy = self.shallow_copy(module, list(paths))
 
     def shallow_copy(self, module: nn.Module, paths: list[str]) -> nn.Module:
-        """Return a copy of `module`, and of every module on `paths` inside it; the module itself where there are no paths."""
+        """Return a copy of `module` and of every module on `paths` inside it; `module` itself if there are no paths."""
         if not paths:
             return module
         rests: dict[str, list[str]] = {}  # the paths inside each child
@@ -187,7 +187,7 @@ class InjectingCopy:
         twin: nn.Module = object.__new__(type(module))
         twin.__dict__.update({**module.__dict__, "_modules": {**children, **changed}})
         forward: Any = module.__dict__.get("forward")
-        if isinstance(forward, ForwardReplacement):  # it runs the copy's children
+        if isinstance(forward, ForwardReplacement):  # runs the children of the copy
             twin.__dict__["forward"] = forward.on(twin)
         elif getattr(forward, "__self__", None) is module:
             twin.__dict__["forward"] = MethodType(forward.__func__, twin)
@@ -195,7 +195,7 @@ class InjectingCopy:
         return twin
 
     def write_back(self) -> None:
-        """Attributes that were set on the copies are set on the modules."""
+        """Copy attributes that were set on the copies to the modules."""
         for module, twin in self.copies:
             held = module.__dict__
             for name, value in twin.__dict__.items():
@@ -216,7 +216,7 @@ def split_path(module: nn.Module, path: str) -> tuple[str, str]:
 
 
 def has_path(module: nn.Module, path: str) -> bool:
-    """Return whether `path` names a submodule of `module`, or of one that it wraps; the empty path names the module itself."""
+    """Return whether `path` names a submodule of `module`, or of a module that it wraps; the empty path names the module itself."""
     name, _, rest = path.partition(".")
     child = child_modules(module).get(name)
     if not path or (child is not None and has_path(child, rest)):
@@ -227,28 +227,28 @@ def has_path(module: nn.Module, path: str) -> bool:
 def call_with_keywords(
     module: nn.Module, paths: Iterable[str], keywords: Mapping[str, Any], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return what `module` returns when its submodules at `paths` are called with `keywords` in addition."""
+    """Return the output of `module` when its submodules at `paths` are called with the additional `keywords`."""
     return call_with_substitutes(module, paths, with_keywords(keywords), args, kwargs)
 
 
 def with_keywords(keywords: Mapping[str, Any]) -> Callable[[nn.Module], nn.Module]:
-    """Return what makes of a module one that is called with `keywords` in addition."""
+    """Return a function that wraps a module so that it is called with the additional `keywords`."""
     return lambda module: CallWithKeywords(module, keywords)
 
 
 def call_with_substitutes(
     module: nn.Module, paths: Iterable[str], substitute: Callable[[nn.Module], nn.Module], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return what `module` returns when each of its submodules at `paths` is replaced by `substitute` of it.
+    """Return the output of `module` with each of its submodules at `paths` replaced by its `substitute`.
 
-    Compiled code replaces them in place, as torch 2.11 compiles no copies of modules; not where the module may run again for its
-    gradient, after they are back.
+    Compiled code replaces them in place, because torch 2.11 does not compile copies of modules, unless the module may run again for
+    its gradient after they have been restored.
     """
     runs_again = module.training and getattr(module, "gradient_checkpointing", False)
     if torch.compiler.is_dynamo_compiling() and not runs_again:
         places = [place_of(module, path) for path in paths]
         held = [siblings[name] for siblings, name in places]
-        try:  # dynamo resumes no graph inside: where it breaks, this runs uncompiled, on a copy
+        try:  # dynamo cannot resume a graph in here: if it breaks, this runs uncompiled, on a copy
             for (siblings, name), child in zip(places, held, strict=True):
                 siblings[name] = substitute(child)
             return module(*args, **kwargs)
@@ -268,10 +268,10 @@ def place_of(module: nn.Module, path: str) -> tuple[dict[str, nn.Module], str]:
 
 
 class ForwardReplacement:
-    """Replaces the `forward` of one module instance: a method bound to it, with the signature and code location of its class's.
+    """Replaces the `forward` of one module instance: a bound method with the signature and code location of its class's forward.
 
-    Tools that wrap the function of a method and bind it again, as accelerate does for mixed precision, find both, `__func__` and
-    `__self__`. A subclass computes what the forward returns in `run`.
+    Tools that wrap the function of a method and bind it again, as accelerate does for mixed precision, find both `__func__` and
+    `__self__`. Subclasses compute the forward's result in `run`.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -281,11 +281,11 @@ class ForwardReplacement:
         return self.run(self.module, args, kwargs)
 
     def run(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return what the forward returns on `module`, which is the forward's own or a copy of it."""
+        """Return the forward's result on `module`, the forward's own module or a copy of it."""
         raise NotImplementedError
 
     def on(self, module: nn.Module) -> Any:
-        """Return the forward for `module`, a copy of the one it replaces; torch.compile cannot trace `__func__`, bound to it."""
+        """Return the forward for `module`, a copy of the replaced forward's; torch.compile cannot trace `__func__` bound to it."""
         return lambda *args, **kwargs: self.run(module, args, kwargs)
 
     @property
@@ -302,25 +302,25 @@ class ForwardReplacement:
         return own.replace(parameters=list(own.parameters.values())[1:])
 
     @property
-    def __code__(self) -> CodeType:  # torch.export reports where it is
+    def __code__(self) -> CodeType:  # torch.export reports the code's location
         return inspect.unwrap(type(self.module).forward).__code__
 
 
 def unbound(replacement: ForwardReplacement) -> FunctionType:
-    """Return the function of a replaced forward, which is called with the module first: one that torch.compile can trace."""
+    """Return the function of a replaced forward, called with the module as first argument, which torch.compile can trace."""
 
     def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return replacement.run(module, args, kwargs)
 
     function: Any = forward
-    function.__name__ = "forward_of_retrofit"  # by "forward" a pickled method would come back as that of the class
+    function.__name__ = "forward_of_retrofit"  # under "forward", a pickled method would be loaded as the class's
     function.__signature__ = inspect.signature(type(replacement.module).forward)
     function.replacement = replacement
     return function  # type: ignore[no-any-return]
 
 
 def own_forward(module: nn.Module) -> Any:
-    """Return the `forward` that `module` has instead of its class's, or None; ours is found where a tool bound it anew."""
+    """Return the `forward` set on `module` itself, or None; finds retrofit's replacement even if a tool has bound it again."""
     held = vars(module).get("forward")
     function = getattr(held, "__func__", None)
     replacement = None if hasattr(function, "__wrapped__") else getattr(function, "replacement", None)
@@ -328,9 +328,9 @@ def own_forward(module: nn.Module) -> Any:
 
 
 class InjectingForward(ForwardReplacement):
-    """A forward that calls the submodules at `paths` with what `keywords_from(args, kwargs)` makes of its own arguments.
+    """A forward that calls the submodules at `paths` with the keywords `keywords_from(args, kwargs)`.
 
-    `inner` injects what it makes of them into submodules at other paths.
+    `inner`, a function of these keywords, gives those for submodules at other paths.
     """
 
     def __init__(self, module: nn.Module, paths: Sequence[str], keywords_from: Any, inner: InjectingForward | None = None) -> None:
@@ -351,14 +351,14 @@ class InjectingForward(ForwardReplacement):
 
 
 FUSED = (F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default)
-FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # those that may be given by position
+FUSED_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # those that may be positional
 
 
-MULTI_HEAD = "multi_head_attention_forward"  # torch's function that attends without a call that could be answered
+MULTI_HEAD = "multi_head_attention_forward"  # torch's function that attends without a call that can be intercepted
 
 
 def calls_multi_head(module: nn.Module) -> bool:
-    """Return whether the code of a module inside calls `MULTI_HEAD`."""
+    """Return whether a module inside has code that calls `MULTI_HEAD`."""
     codes = (getattr(inspect.unwrap(type(part).forward), "__code__", None) for part in module.modules())
     return any(code is not None and MULTI_HEAD in code.co_names for code in codes)
 
@@ -378,10 +378,10 @@ HIDDEN = -1e4  # an additive mask below this hides
 
 
 def visible_keys(mask: Tensor, tokens: int, true_hides: bool) -> Tensor | None:
-    """Return which keys each query may see, (batch or 1, tokens, keys); None for a mask that is not about single keys and queries.
+    """Return the keys visible to each query, (batch or 1, tokens, keys); None if the mask is not about single keys and queries.
 
-    `mask` is (batch, keys), 0 or False for padding, or for all else where `true_hides`, and then a bias perhaps; or (batch, heads,
-    queries, keys), a bias or booleans.
+    `mask` is (batch, keys): 0 or False for padding, or with `true_hides` for all other keys, and may also hold a bias; or (batch,
+    heads, queries, keys), a bias or booleans.
     """
     if mask.dim() == 2:
         if true_hides and mask.is_floating_point():
@@ -397,27 +397,27 @@ def visible_keys(mask: Tensor, tokens: int, true_hides: bool) -> Tensor | None:
 def query_positions(visible: Tensor, tokens: int, growing: bool) -> Tensor:
     """Return the index of each query among the keys of `visible`, (batch or 1, tokens, keys): (tokens).
 
-    The last key is the last query's where it is of a `growing` cache, hidden or not. In one of fixed length free places, which no
-    query sees, are behind it: a query sees no key behind its own, and its own if it is not hidden.
+    With a `growing` cache the last key belongs to the last query, hidden or not. A cache of fixed length has free positions after
+    it, which no query sees: a query sees no key after its own, and its own unless it is hidden.
     """
     keys = visible.shape[-1]
     positions = torch.arange(tokens, device=visible.device)
     if growing:
         return positions + (keys - tokens)
     if keys > tokens:
-        seen = visible.any(0)  # by a query of some row
-        behind = seen.flip(-1).to(torch.uint8).argmax(-1)  # keys behind the last that it sees
+        seen = visible.any(0)  # by a query of any row
+        behind = seen.flip(-1).to(torch.uint8).argmax(-1)  # keys after the last one that it sees
         last = torch.where(seen.any(-1), keys - 1 - behind, -keys)
-        if not visible.stride(1):  # one row for all queries: keys up to the last one's
+        if not visible.stride(1):  # one row for all queries: keys up to the last query's
             return positions + (last[-1] - (tokens - 1)).clamp(min=0)
         return positions + (last - positions).amax().clamp(min=0)
     return positions
 
 
 def unpadded_tokens(visible: Tensor, tokens: int, growing: bool, passed: Tensor | None = None) -> Tensor:
-    """Return which queries are no padding, (batch or 1, tokens): those that may see themselves. `growing` as above.
+    """Return which queries are not padding, (batch or 1, tokens): those that may see themselves. `growing` as above.
 
-    `passed`, (batch, 1), are the tokens before the first query where they were counted: where all queries are hidden, the mask of a
+    `passed`, (batch, 1), is the number of tokens before the first query, if counted: where all queries are hidden, the mask of a
     cache of fixed length does not show it.
     """
     if passed is None:
@@ -431,7 +431,7 @@ def unpadded_tokens(visible: Tensor, tokens: int, growing: bool, passed: Tensor 
 def lookback_gates(visible: Tensor | None, tokens: int, past: int, growing: bool) -> Tensor | None:
     """Return g[t,1] … g[t,past]: whether each query may see the keys of the `past` tokens before it, (batch or 1, tokens, past).
 
-    A key that the mask does not reach back to has left a window. `growing` is that of `query_positions`.
+    A key before the beginning of the mask has left a window. `growing` is that of `query_positions`.
     """
     if visible is None or not past:
         return None
@@ -450,6 +450,6 @@ HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 
 def holds_guards(module: nn.Module, table: str, hooks: Collection[Any]) -> bool:
-    """Return whether these entries of a table are hooks that change nothing: a module of another class may go without."""
+    """Return whether these hooks change nothing, so that a module of another class need not keep them."""
     held = module._forward_pre_hooks
     return table in HOOKS_BEFORE and all(is_guard(held.get(number)) for number in hooks)

@@ -1,1 +1,1 @@
-"""Rewritten models back in their dense form, where that computes the same."""
+"""Rewritten models back in their dense form, if that computes the same function."""

@@ -1,4 +1,4 @@
-"""`undo`: a rewritten model is the dense model again, where that computes the same."""
+"""`undo`: return a rewritten model to its dense form, if that computes the same function."""
 
 from __future__ import annotations
 
@@ -39,13 +39,14 @@ from retrofit.storage.filling import config_class, describe_architecture, empty_
 from retrofit.surgery.dequantization import is_recipe, refuse_packed
 from retrofit.surgery.edit import Edit, Fate
 
-RECIPE = "quantization_config"  # the entry of a config that holds it
+RECIPE = "quantization_config"  # the entry of a config with the recipe
 
 
 def dense_skeleton(model: nn.Module) -> nn.Module:
-    """Return the model that `model` was rewritten from, without its weights: of its class and config, or the dense graph it keeps.
+    """Return the model that `model` was rewritten from, without its weights: from its class and config, or from its stored dense
+    graph.
 
-    Raises `CheckpointError` for a graph that keeps none, and for a class that is not built from a config.
+    Raises `CheckpointError` for a graph without a stored dense graph, and for a class that is not built from a config.
     """
     kept = dense_graph(model)
     if kept is not None:
@@ -69,7 +70,7 @@ def dense_skeleton(model: nn.Module) -> nn.Module:
 
 
 def skeleton_of(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """Return the transformers model of that class and config on the meta device, its weights in `dtype` and tied, in eval mode."""
+    """Return the transformers model of that class and config on the meta device, with tied weights in `dtype`, in eval mode."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype if dtype.is_floating_point else before)
     try:
@@ -86,7 +87,7 @@ def without_recipe(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def first_that_matters(model: nn.Module, elements: Mapping[str, Tensor], inputs: Inputs) -> str:
-    """Return the first parameter on whose `elements`, booleans of its shape, the model's outputs depend; "" without one."""
+    """Return the first parameter on whose `elements`, booleans of its shape, the model's outputs depend; "" if there is none."""
     if keeps_function(model, elements, inputs):
         return ""
     return next((name for name in elements if not keeps_function(model, {name: elements[name]}, inputs)), next(iter(elements)))
@@ -105,7 +106,7 @@ def keeps_function(model: nn.Module, elements: Mapping[str, Tensor], inputs: Inp
 
 @contextlib.contextmanager
 def noise_in(model: nn.Module, elements: Mapping[str, Tensor]) -> Iterator[None]:
-    """Within this context the elements hold noise: as large as the parameter's values, or of a tenth where these are zero."""
+    """Within this context the elements are noise, scaled as the parameter's values, or 0.1 if these are zero."""
     generator = torch.Generator().manual_seed(0)
     kept = {name: model.get_parameter(name).detach().clone() for name in elements}
     try:
@@ -124,7 +125,7 @@ FITTED = "its values were fitted to data"
 
 @dataclasses.dataclass(frozen=True)
 class Recovered:
-    """A tensor of the dense model: its value, and where it lies; or why it is lost."""
+    """A tensor of the dense model: its value and its place; or why it is lost."""
 
     value: Tensor | None
     place: str = ""  # its name in the rewritten model
@@ -133,31 +134,31 @@ class Recovered:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The effect of one pass on the tensors it found."""
+    """The effect of one pass on the tensors before it."""
 
     method: str
     fates: Mapping[str, Fate]  # of the parameters
-    buffers: Mapping[str, str]  # names before, of those that are still there, and after
+    buffers: Mapping[str, str]  # names before the pass → names after it, of those that still exist
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseForm:
-    """The dense model that a rewritten one was made from, as far as that still holds it."""
+    """The dense model that a rewritten one was made from, as far as the rewritten one still contains it."""
 
     skeleton: nn.Module  # without weights
     tensors: Mapping[str, Recovered]  # its parameters and persistent buffers, by all their names
-    added: frozenset[str]  # the parameters of the rewritten model that hold nothing of the dense one
+    added: frozenset[str]  # the parameters of the rewritten model that contain nothing of the dense one
     steps: tuple[Step, ...]
-    unsaved: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # the buffers that no file holds, where they are known
+    unsaved: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)  # the non-persistent buffers, as far as known
 
     def lost(self) -> dict[str, str]:
-        """Return the dense parameters that are not there any more, and why."""
+        """Return the lost dense parameters, with the reasons."""
         return {name: tensor.why for name, tensor in self.tensors.items() if tensor.value is None}
 
     def covered(self, model: nn.Module, name: str) -> Tensor:
-        """Return which elements of the parameter `name` of the rewritten model are of the dense model: booleans of its shape."""
+        """Return which elements of the parameter `name` of the rewritten model come from the dense model: booleans of its shape."""
         shape = model.get_parameter(name).shape
-        places = torch.arange(1, shape.numel() + 1).view(shape)  # numbers that are carried back as values are
+        places = torch.arange(1, shape.numel() + 1).view(shape)  # indices that are mapped back in the way of values
         found = {path: Recovered(buffer.detach().cpu(), path) for path, buffer in model.named_buffers(remove_duplicate=False)}
         found |= {alias: Recovered(places, name) for alias in names_of(model, name)}
         for step in reversed(self.steps):
@@ -171,9 +172,9 @@ class DenseForm:
 
 
 def dense_form(model: nn.Module) -> DenseForm:
-    """Return the dense form of `model`; of a dense model itself that is the model, with nothing added.
+    """Return the dense form of `model`; for a dense model this is the model itself, with nothing added.
 
-    Raises `CheckpointError` where the dense model cannot be built again, or the recipe does not lead from it to this one.
+    Raises `CheckpointError` if the dense model cannot be built again, or the recipe does not lead from it to this model.
     """
     part = rewritten_part(model)
     skeleton = dense_skeleton(part)
@@ -203,7 +204,7 @@ def names_of(model: nn.Module, name: str) -> list[str]:
 
 
 def replayed_steps(skeleton: nn.Module, model: nn.Module) -> list[Step]:
-    """Return what each pass of the recipe of `model` does, tried on `skeleton`, which has gone through all of them afterwards."""
+    """Return the effect of each pass in the recipe of `model`, replayed on `skeleton`, which is rewritten by all of them."""
     steps: list[Step] = []
     inputs = replayed_inputs(skeleton, recipe_storage.stored_inputs(model))
     try:
@@ -225,7 +226,7 @@ def replayed_steps(skeleton: nn.Module, model: nn.Module) -> list[Step]:
 
 
 def before_step(step: Step, after: Mapping[str, Recovered], scaled: bool = True) -> dict[str, Recovered]:
-    """Return the tensors as they were before a pass, from those after it; not `scaled`, numbers that are only carried along."""
+    """Return the tensors before a pass, from those after it; not `scaled` for indices, which are only mapped back."""
     found = {name: after[now] for name, now in step.buffers.items() if now in after}
     return found | {name: before_fate(fate, step.method, after, scaled) for name, fate in step.fates.items()}
 
@@ -248,7 +249,7 @@ def before_fate(fate: Fate, method: str, after: Mapping[str, Recovered], scaled:
 
 
 def value_at(name: str, after: Mapping[str, Recovered]) -> Tensor:
-    """Return a buffer that says how a parameter lies."""
+    """Return a buffer that describes the layout of a parameter."""
     found = after.get(name)
     if found is None or found.value is None:
         raise CheckpointError(f"{name} is not there", why="it says how a dense parameter lies in its successor", code="missing")
@@ -261,7 +262,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def require_same_shapes(replayed: nn.Module, model: nn.Module) -> None:
-    """Raise `CheckpointError` unless both have the same parameters."""
+    """Raises `CheckpointError` unless both have the same parameters."""
     theirs, ours = shapes_of(replayed), shapes_of(model)
     wrong = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
     if wrong:
@@ -285,11 +286,11 @@ KEEP = "keep the retrofitted model, or use the dense one that it was made from"
 
 @serialized
 def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
-    """Return the dense model that computes what the rewritten `model` does, which is left as it was; nothing is shared by the two.
+    """Return the dense model that computes the same as the rewritten `model`, which is unchanged; the two share nothing.
 
-    Masks of what dense weights read, as those of activation-sparsity, are taken off: what is compared is the model without them.
-    Parameters that the passes kept have the values that they have now. Raises `VerificationError` where no dense model of that
-    class computes the same, and names the place: a dense parameter that is gone, an output, a trained parameter that takes part.
+    Masks of the inputs of dense weights, such as those of activation-sparsity, are removed: the comparison is with the model
+    without them. Parameters that the passes kept have their current values. Raises `VerificationError`, naming the place, if no
+    dense model of that class computes the same: a lost dense parameter, an output, a trained new parameter with an effect.
     """
     require_module(model)
     require_no_prompt(model)
@@ -329,14 +330,14 @@ def undo(model: nn.Module, *, example_inputs: Any = None) -> nn.Module:
 
 
 def filled(part: nn.Module, form: DenseForm) -> nn.Module:
-    """Return the dense model with the values that were found."""
+    """Return the dense model with the recovered values."""
     wanted = form.skeleton.state_dict()
     state = {name: value_of(form, name) for name in wanted}
     dense = dense_model(part, state)
     trained = {name: parameter.requires_grad for name, parameter in part.named_parameters(remove_duplicate=False)}
     for name, buffer in dict(dense.named_buffers(remove_duplicate=False)).items():
         now = form.unsaved.get(name, buffer)
-        if now.shape == buffer.shape and not same_bits(now.cpu(), buffer.cpu()):  # rounded in memory, say
+        if now.shape == buffer.shape and not same_bits(now.cpu(), buffer.cpu()):  # rounded in memory, for example
             owner, _, leaf = name.rpartition(".")
             dense.get_submodule(owner)._buffers[leaf] = now.to(buffer.device, copy=True)
     for name, parameter in dense.named_parameters(remove_duplicate=False):
@@ -367,14 +368,14 @@ def value_of(form: DenseForm, name: str) -> Tensor:
 
 
 def turn_masks_off(part: nn.Module) -> None:
-    """Have modules that only mask what dense weights read compute the dense function: without its masks that is the model."""
+    """Make modules that only mask the inputs of dense weights compute the dense function."""
     for pass_ in recipe(part) or ():
         if pass_.only_masks and pass_.recovery.dial is not None:
             pass_.recovery.dial.turn(part, 0.0)
 
 
 def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs) -> None:
-    """Both compute the same, whatever the parameters hold that the passes added; else `VerificationError`."""
+    """Raises `VerificationError` unless both compute the same, for any values of the parameters that the passes added."""
     shapes = list(shapes_to_compare(part, dense, inputs))
     for given in shapes:
         found = compared(part, dense, given)
@@ -398,11 +399,11 @@ def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: In
 
 
 def shapes_to_compare(part: nn.Module, dense: nn.Module, inputs: Inputs) -> Iterator[Inputs]:
-    """Inputs of several lengths; where a pass is exact up to one, a longer one too, if the dense model takes that."""
+    """Yield inputs of several lengths; if a pass is exact up to a length, also longer ones, if the dense model accepts them."""
     batch, length = extent_of(inputs)
     yield dict(inputs)
     if length:
-        sizes = itertools.product((batch + 1, batch), (2 * length + 1, length))  # the model may have a fixed one, or a largest
+        sizes = itertools.product((batch + 1, batch), (2 * length + 1, length))  # the model may have a fixed or a largest length
         others = (resized(part, inputs, *size, seed=1) for size in sizes)
         yield next((other for other in others if runs(dense, other)), dict(inputs))
         for limit in sorted({pass_.exact_up_to for pass_ in recipe(part) or () if pass_.exact_up_to is not None}):
@@ -412,18 +413,18 @@ def shapes_to_compare(part: nn.Module, dense: nn.Module, inputs: Inputs) -> Iter
 
 
 def runs(model: nn.Module, inputs: Inputs) -> bool:
-    """Return whether the model takes the inputs: its tables may end before."""
+    """Return whether the model accepts the inputs: its tables may be too short."""
     try:
         run(model, inputs)
-    except Exception:  # whatever the model's own code raises
+    except Exception:  # of any type, from the model's own code
         return False
     return True
 
 
 def moved_parameters(part: nn.Module, dense: nn.Module, form: DenseForm) -> dict[str, Tensor]:
-    """Return the parameters that the recipe would begin with otherwise, and which of their elements are not of the dense model.
+    """Return the parameters whose values differ from those that the recipe starts with, and their elements that are not dense.
 
-    What begins at random is among them.
+    Parameters that start at random are included.
     """
     again = copy.deepcopy(dense)
     replaying.replay(again, recipe_storage.stored_recipe(part))
@@ -437,12 +438,12 @@ def moved_parameters(part: nn.Module, dense: nn.Module, form: DenseForm) -> dict
 
 
 def compared(part: nn.Module, dense: nn.Module, inputs: Inputs) -> Comparison:
-    """Return whether the two models compute the same."""
+    """Return the comparison of the two models."""
     return Arithmetic(dense, inputs).compare(lambda: (logits_of(run(part, inputs)), logits_of(run(dense, inputs))))
 
 
 def where(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs, limit: float) -> str:
-    """Return the first module that returns something else than in the dense model, and the site of the recipe it lies in."""
+    """Return the first module whose output differs from the dense model's, with the site of the recipe that it lies in."""
     found: list[Activations] = []
     sites = sorted({site.name for rewrite in rewrites(part) or () for site in rewrite.sites}, key=len, reverse=True)
     for model in (part, dense):
@@ -451,7 +452,7 @@ def where(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs, li
         found.append(activations)
     ours, theirs = ({path: [value.shape for value in values] for path, values in shapes.items()} for shapes in found)
     places = ((path, path if path in sites else place_of(form, path)) for path in theirs)
-    names = {path: now for path, now in places if now is not None and ours.get(now) == theirs[path]}  # others are of another width
+    names = {path: now for path, now in places if now is not None and ours.get(now) == theirs[path]}  # others have another width
     divergence = first_divergence(found[0], found[1], max(limit, 1e-5), names)
 
     def place(name: str) -> str:
@@ -462,7 +463,7 @@ def where(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs, li
 
 
 def place_of(form: DenseForm, path: str) -> str | None:
-    """Return the module of the rewritten model that has a dense module's parameters; None if they are in several or cut up."""
+    """Return the module of the rewritten model with a dense module's parameters; None if they are in several, or split."""
     owned = {tensor.place.rpartition(".")[0] for name, tensor in form.tensors.items() if name.rpartition(".")[0] == path}
     return owned.pop() if len(owned) == 1 else None
 

@@ -207,7 +207,7 @@ class Heads:
 
 
 def cached(value: Value | None) -> Cached | None:
-    """Return what the keys or values are made of, repeated for queries or not; None where none of it is the graph's input."""
+    """Return what the keys or values are made of, repeated for queries or not; None if none of it is the graph's input."""
     value = value if value is None else unrepeated(value)
     if value is None or value.shape is None:
         return None
@@ -250,7 +250,7 @@ def unrepeated(value: Value) -> Value:
 
 
 def heads_of(query: Value, keys: Cached, values: Cached) -> Heads | None:
-    """Return the heads of an attention, (batch, heads, tokens, width) each; None where these are not known, or not of one width."""
+    """Return the heads of an attention, (batch, heads, tokens, width) each; None if these are not known, or not of one width."""
     found = []
     for value in (query, keys.every, values.every):
         if value.shape is None or len(value.shape) != 4:

@@ -50,7 +50,7 @@ class Carrier(Protocol):
 
 
 def states_of(cache: Any) -> States:
-    """Return the tensors that the cache holds, layer by layer; raises `CaptureError` where it is no list of layers."""
+    """Return the tensors that the cache holds, layer by layer. Raises `CaptureError` if it is no list of layers."""
     if isinstance(cache, EncoderDecoderCache):
         sides = {"decoder": states_of(cache.self_attention_cache), "encoder": states_of(cache.cross_attention_cache)}
         named = [(with_side(name, side), value) for side, states in sides.items() for name, value in states.items()]

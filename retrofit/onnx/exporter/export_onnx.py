@@ -235,7 +235,7 @@ class PackedWeights:
 
 @dataclasses.dataclass(frozen=True)
 class ExportedFile:
-    """One ONNX file: its nodes, how it was cleaned, and how far it lies from torch (None where nothing ran it)."""
+    """One ONNX file: its nodes, how it was cleaned, and how far it lies from torch (None if nothing ran it)."""
 
     path: Path
     inputs: tuple[str, ...]
@@ -297,7 +297,7 @@ def export_onnx(
     ONNX Runtime's own operators in, and branches around what a step may not need, where it computes the same with them. `weights`
     packs the matrices in `int8` or `int4` (`weight_quantization.py`). Weights of more than 1 GiB go into `{file}_data`.
 
-    Raises `CaptureError` where the model cannot be traced, or ONNX Runtime computes something else; `CheckpointError` where a file
+    Raises `CaptureError` if the model cannot be traced, or ONNX Runtime computes something else; `CheckpointError` where a file
     exists (unless `force`) or cannot be written; `RetrofitError` where packages are missing or ONNX
     Runtime cannot run the result.
     """
@@ -350,7 +350,7 @@ def file_name(part: ExportPart, path: Path) -> str:
 def export_part(
     part: ExportPart, path: Path, model: nn.Module, fuse: bool, progress: Callable[[str], None], weights: Weights | None = None
 ) -> ExportedFile:
-    """Write the part to the file at `path`, and compare it with torch; raise `CaptureError` where it does not agree."""
+    """Write the part to the file at `path`, and compare it with torch. Raises `CaptureError` if it does not agree."""
     progress(f"tracing {path.name}")
     check_other_sizes_run(part)
     graph = trace_part(part)
@@ -387,7 +387,7 @@ def export_part(
 
 
 def require_agreement(parity: Parity | None, path: Path, model: nn.Module) -> None:
-    """Raises `CaptureError` where the file was compared with torch and computes something else."""
+    """Raises `CaptureError` if the file was compared with torch and computes something else."""
     if parity is not None and not parity.agrees:
         raise CaptureError(
             f"{path.name} does not compute the same as {type(model).__name__}",
@@ -411,7 +411,7 @@ def pack_weights(
 
 
 def check_other_sizes_run(part: ExportPart) -> None:
-    """Raises `CaptureError` where the model itself does not run at the sizes that a file is compared with it at."""
+    """Raises `CaptureError` if the model itself does not run at the sizes that a file is compared with it at."""
     for seed, sizes in enumerate(other_sizes(part), start=7):
         try:
             with torch.no_grad():

@@ -425,7 +425,7 @@ def missing_packages(*packages: str) -> list[str]:
 
 
 def import_onnxruntime() -> Any:
-    """ONNX Runtime, which reports to nobody; raises `RetrofitError` where it is not installed."""
+    """ONNX Runtime, which reports to nobody. Raises `RetrofitError` if it is not installed."""
     if missing_packages("onnxruntime"):
         raise RetrofitError(
             "ONNX Runtime is not installed",
@@ -478,7 +478,7 @@ class OnnxSession:
         self.outputs = [argument.name for argument in self.session.get_outputs()]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs; inputs that the model does not take are left out. Raises `RetrofitError` where it does not run."""
+        """Return the outputs; inputs that the model does not take are left out. Raises `RetrofitError` if it does not run."""
         if lacking := [name for name in self.inputs if name not in inputs]:
             raise RetrofitError(
                 f"the model also takes {', '.join(lacking)}",
@@ -496,7 +496,7 @@ class OnnxSession:
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Return how many tokens a step takes; None where it may be any number."""
+        """Return how many tokens a step takes; None if it may be any number."""
         extent = self.inputs["input_ids"].shape[1]
         return extent if isinstance(extent, int) else None
 

@@ -263,7 +263,7 @@ STEPS = range(1, 5)  # numbers of tokens before one more, at which a file with b
 
 
 def branch_file(graph: onnx_ir.Model, path: Path, part: ExportPart) -> RewriteStep | None:
-    """Write the file at `path`, of this graph, with branches for what it chooses between; return None where it chooses nothing.
+    """Write the file at `path`, of this graph, with branches for what it chooses between; return None if it chooses nothing.
 
     The account says why not, where ONNX Runtime computes something else with them.
     """

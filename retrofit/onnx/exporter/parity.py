@@ -75,7 +75,7 @@ def is_comparable(dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def compare_with_torch(path: Path, part: ExportPart, *, optimize: bool = True) -> Parity:
-    """Return how far the file lies from the part, on the worst of several shapes; raises `RetrofitError` where it does not run.
+    """Return how far the file lies from the part, on the worst of several shapes. Raises `RetrofitError` if it does not run.
 
     Without `optimize` ONNX Runtime runs the file node by node, as it is.
     """
@@ -293,7 +293,7 @@ def representing(weights: Sequence[QuantizedWeight], model: nn.Module) -> Iterat
 
 @torch.no_grad()
 def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedWeight]) -> QuantizedParity:
-    """Return how the file at `path` compares; raises `CaptureError` where it computes something else than the model."""
+    """Return how the file at `path` compares. Raises `CaptureError` if it computes something else than the model."""
     import onnx
 
     graph = onnx.load(path, load_external_data=False)

@@ -44,7 +44,7 @@ Shapes = dict[str, list[int]]
 
 
 def check_every_size(exported: torch.export.ExportedProgram, part: ExportPart, example: Mapping[str, Tensor], axes: Axes) -> None:
-    """Raises `CaptureError` where the program computes something else than the model where a guard of the tracer fails."""
+    """Raises `CaptureError` if the program computes something else than the model where a guard of the tracer fails."""
     for size, extent in guard_boundaries(exported, part.sizes, example, axes):
         try:
             inputs = part.example({**part.sizes, size: extent}, 5)
@@ -65,7 +65,7 @@ def check_every_size(exported: torch.export.ExportedProgram, part: ExportPart, e
 
 
 def run_without_guards(exported: torch.export.ExportedProgram, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...] | None:
-    """Return the program's outputs without its guards, None where it does not run; raise where a table ends before the inputs."""
+    """Return the program's outputs without its guards, None if it does not run; raise where a table ends before the inputs."""
     ranges = exported._range_constraints
     exported._range_constraints = {}
     try:
@@ -153,7 +153,7 @@ SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules tha
 
 
 def trace_part(part: ExportPart) -> onnx_ir.Model:
-    """Return the part as an ONNX model with its names and dynamic sizes; raises `CaptureError` where torch cannot make one."""
+    """Return the part as an ONNX model with its names and dynamic sizes. Raises `CaptureError` if torch cannot make one."""
     axes = part.axes()
     example = part.example(part.sizes)
     refuse_packed_layers(part.model, CaptureError, "exported to ONNX", "which torch.export does not trace")
@@ -210,7 +210,7 @@ def constrain_sizes(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mappi
 def size_names(
     exported: torch.export.ExportedProgram, example: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]
 ) -> dict[str, str]:
-    """Return the name of every dynamic size by its torch symbol; raises `CaptureError` where torch has fixed one."""
+    """Return the name of every dynamic size by its torch symbol. Raises `CaptureError` if torch has fixed one."""
     values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     placed = [values[name] for name in exported.graph_signature.user_inputs if isinstance(name, str)]
     found: dict[str, str] = {}

@@ -65,7 +65,7 @@ class Product:
 def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor], bool]) -> list[QuantizedWeight]:
     """Pack the `wanted` matrices of the graph in `bits` bits, in place; return what was done to each.
 
-    Raises `RetrofitError` where ONNX Runtime is missing, whose packing it is, and where no matrix could be packed.
+    Raises `RetrofitError` if ONNX Runtime is missing, whose packing it is, and where no matrix could be packed.
     """
     import onnx_ir
 
@@ -136,7 +136,7 @@ def share_copies(model: onnx_ir.Model) -> None:
 
 
 def readers_of(value: onnx_ir.Value) -> tuple[list[Product], list[Any]] | None:
-    """Return the products with the matrix and the nodes that gather its rows; None where anything else reads it, or nothing."""
+    """Return the products with the matrix and the nodes that gather its rows; None if anything else reads it, or nothing."""
     products, gathers = [], []
     for node, place in value.uses():
         if is_row_gather(node) and place == 0:
@@ -156,7 +156,7 @@ def is_row_gather(node: onnx_ir.Node) -> bool:
 
 
 def multiplies_by(node: onnx_ir.Node, place: int) -> bool | None:
-    """Return whether the node is a product with the matrix's transpose, False for one with the matrix; None where it is neither."""
+    """Return whether the node is a product with the matrix's transpose, False for one with the matrix; None if it is neither."""
     given = {name: attribute.value for name, attribute in node.attributes.items()}
     if place != 1:
         return None
@@ -171,7 +171,7 @@ def multiplies_by(node: onnx_ir.Node, place: int) -> bool | None:
 
 
 def users_of_transpose(node: onnx_ir.Node) -> list[onnx_ir.Node] | None:
-    """Return the products with the transpose that the node makes; None where it makes none, or anything else reads that."""
+    """Return the products with the transpose that the node makes; None if it makes none, or anything else reads that."""
     if (node.domain, node.op_type) != ("", "Transpose") or node.outputs[0].is_graph_output():
         return None
     uses = node.outputs[0].uses()
@@ -298,7 +298,7 @@ def gathered_numbers(q: Any, indices: Any) -> list[Any]:
 
 
 def only_product(gather: Any) -> Product | None:
-    """Return the product that alone reads what a node gathers, without anything added to it; None where that is read otherwise."""
+    """Return the product that alone reads what a node gathers, without anything added to it; None if that is read otherwise."""
     rows = gather.outputs[0]
     uses = [] if rows.is_graph_output() else rows.uses()
     if len(uses) != 1:

@@ -285,7 +285,7 @@ class GraphBuilder:
     def initial_state(self, value: onnx_ir.Value, like: fx.Node) -> fx.Node:
         """Return the state before any token: of no length, and of zeros where it has none.
 
-        Raises `CaptureError` where it is a state that tokens do not add to: what a cross-attention reads of the encoder's output.
+        Raises `CaptureError` if it is a state that tokens do not add to: what a cross-attention reads of the encoder's output.
         """
         returned = {state_key(output) for output in self.model.graph.outputs if str(output.name).startswith(PRESENT_PREFIX)}
         if state_key(value) not in returned:
@@ -365,7 +365,7 @@ class GraphBuilder:
         return self.scope.graph.call_function(in_type, (call, dtype))
 
     def refuse_further_outputs(self, node: onnx_ir.Node) -> None:
-        """Raises `CaptureError` where something reads an output of the node other than the first."""
+        """Raises `CaptureError` if something reads an output of the node other than the first."""
         for value in node.outputs[1:]:
             if value.consumers() or value.is_graph_output():
                 raise CaptureError(
@@ -378,7 +378,7 @@ class GraphBuilder:
     def refuse_unsupported(
         self, node: onnx_ir.Node, function: Operator, arguments: Sequence[Any], attributes: Mapping[str, Any]
     ) -> None:
-        """Raises `CaptureError` where the node has an input or attribute, or a value of one, that its function does not compute."""
+        """Raises `CaptureError` if the node has an input or attribute, or a value of one, that its function does not compute."""
         why = REFUSALS.get((node.domain, node.op_type), lambda _: "")(dict(attributes))
         while arguments and arguments[-1] is None:  # an input that is left out
             arguments = arguments[:-1]
@@ -448,7 +448,7 @@ class GraphBuilder:
     # ── Branches ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def conditional(self, node: onnx_ir.Node) -> Sequence[Any]:
-        """Return the outputs of an `If`; raises `CaptureError` where values, and not sizes, determine its branch."""
+        """Return the outputs of an `If`. Raises `CaptureError` if values, and not sizes, determine its branch."""
         condition = self.value(node.inputs[0])
         branches = {name: attribute.as_graph() for name, attribute in node.attributes.items()}
         if isinstance(condition, tuple) and len(condition) == 1:
@@ -549,7 +549,7 @@ def from_onnx(path: str | Path, cache: States = "none") -> fx.GraphModule:
 
     Its inputs are the file's by name, and it returns its outputs by name. With `cache="none"` it is the model of a whole sequence:
     states of earlier tokens are left out, as before the first token. With `cache="past"` they are inputs and outputs like the
-    others. Floating weights are parameters, quantized ones the numbers they represent. Raises `CheckpointError` where the file
+    others. Floating weights are parameters, quantized ones the numbers they represent. Raises `CheckpointError` if the file
     cannot be read, `CaptureError` where it holds an unknown operator, with the node.
     """
     if cache not in ("none", "past"):

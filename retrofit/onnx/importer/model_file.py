@@ -111,7 +111,7 @@ def put_weights(graph: onnx_ir.Graph, weights: dict[str, Weight]) -> None:
 
 
 def convert(proto: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProto:
-    """Return the converted model; raises `CheckpointError` where an operator has no conversion."""
+    """Return the converted model. Raises `CheckpointError` if an operator has no conversion."""
     for target in range(opset + 1, OLDEST_OPSET + 1):
         converted, problem = convert_once(proto, target)
         if converted is None:
@@ -197,7 +197,7 @@ def read_rows_as_heads(model: onnx_ir.Model) -> None:
 
 
 def turned(value: Value | None, axes: tuple[int, ...]) -> tuple[Value, list[int]] | None:
-    """Return what `Reshape(Transpose(Reshape(·)))` of these axes was made of, and the sizes of the first; None where it is none."""
+    """Return what `Reshape(Transpose(Reshape(·)))` of these axes was made of, and the sizes of the first; None if it is none."""
     import onnx_ir
 
     last = None if value is None else value.producer()
@@ -228,7 +228,7 @@ SEVERAL = 2  # elements from which on a constant of a node may be a weight
 
 
 def load_model(path: Path) -> onnx_ir.Model:
-    """Return the model in the file; raises `CheckpointError` where the file, or one with its external data, cannot be read."""
+    """Return the model in the file. Raises `CheckpointError` if the file, or one with its external data, cannot be read."""
     import onnx_ir
 
     if not path.exists():

@@ -185,7 +185,7 @@ class Weights:
         self.names[value] = parameter_name(re.sub(QUANTIZER_SUFFIX, "", source), tensor.dim(), self.first_reader(value))
 
     def tensor(self, value: onnx_ir.Value) -> Tensor:
-        """Return the constant's values; raises `CheckpointError` where there is none."""
+        """Return the constant's values. Raises `CheckpointError` if there is none."""
         if value in self.computed:
             return self.computed[value]
         if value not in self.initializers:
@@ -348,7 +348,7 @@ def refuse_odd_inputs(inputs: Sequence[onnx_ir.Value], path: Path) -> None:
 
 
 def refuse_same_names(what: str, values: Sequence[onnx_ir.Value], path: Path) -> None:
-    """Raises `CaptureError` where two of the inputs, or outputs, would be one argument, or one entry of the result."""
+    """Raises `CaptureError` if two of the inputs, or outputs, would be one argument, or one entry of the result."""
     by_name: dict[str, str] = {}
     for value in values:
         name = argument_name(str(value.name))
