@@ -89,7 +89,7 @@ def continue_text(
     two_sided = has_two_sides(inputs)
     name = ids_name(inputs, decoder=two_sided)
     if name is None:
-        raise no_text(path, "it reads no token ids, one after the other")
+        raise no_text(path, "it has no input of token ids")
     ids = encode(prompt, reader, codec, whole=two_sided)
     fixed: dict[str, Tensor] = {}
     if two_sided:

@@ -122,7 +122,7 @@ def read_config(source: Path) -> dict[str, Any]:
     if not source.is_dir():
         raise CheckpointError(
             f"{source} is not a directory",
-            why="a bundle is made of a Hugging Face directory",
+            why="a bundle is made from a Hugging Face directory",
             remedy="retrofit.load it, and bundle the model",
             code="no-model",
         )
@@ -354,7 +354,7 @@ def card(model: nn.Module, kind: type, recipe: list[str], classes: list[ModelCla
             "",
             f"A dense model that retrofit rewrote, bundled with its code. It has {count:,} parameters{added}.",
             "",
-            "| pass | what it does | from | its function before any training |",
+            "| pass | what it does | from | function at step 0 |",
             "| --- | --- | --- | --- |",
             *map(row, recipe),
             "",

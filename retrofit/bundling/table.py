@@ -421,7 +421,7 @@ class Structure:
             known = self.dense.held[attribute.path][attribute.name]
             if type(known) is type(value) and known.to_dict() == value.to_dict():
                 return attribute
-        raise refused(where, "it keeps a config that is none of the model's")
+        raise refused(where, "it holds a config that is not the model's")
 
     def shared(self, value: Any, where: str) -> Any:
         """Return the description of an object that is not plain; by name if it is met again."""

@@ -58,7 +58,7 @@ def require_memory(needed: int, what: str, *, remedy: str = "") -> None:
         raise CheckpointError(
             f"{what} does not fit in memory",
             why=f"{in_gigabytes(needed)} needed, {in_gigabytes(limit)} available",
-            remedy=remedy or "use a machine with more memory; if the file is small, it is damaged or made to harm",
+            remedy=remedy or "use a machine with more memory; if the file is small, it is damaged or malicious",
             code="memory",
         )
 
@@ -71,7 +71,7 @@ def require_unpacked_fits(path: Path) -> None:
     """Raises `CheckpointError` unless the unpacked contents of the archive at `path` fit in memory; unpacks nothing."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            require_memory(sum(entry.file_size for entry in archive.infolist()), f"what {path} unpacks to")
+            require_memory(sum(entry.file_size for entry in archive.infolist()), f"the unpacked content of {path}")
 
 
 MAPPINGS = Path("/proc/self/maps")  # of this process, if the system has such a file

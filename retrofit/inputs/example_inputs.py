@@ -257,7 +257,7 @@ def example_inputs(
     else:
         if len(required) != 1 or {"audio", "time"} & set(modalities(model)):
             raise CaptureError(
-                f"{type(model).__name__}: cannot derive inputs for forward({', '.join(map(as_written, parameters.values()))})",
+                f"{type(model).__name__}: cannot infer inputs for forward({', '.join(map(as_written, parameters.values()))})",
                 why=why_underivable(parameters, required, main),
                 remedy=GIVE_INPUTS,
                 option="example_inputs",
@@ -295,13 +295,13 @@ def is_named(parameter: inspect.Parameter) -> bool:
 def why_underivable(parameters: Mapping[str, inspect.Parameter], required: list[str], main: str | None) -> str:
     """Return why no inputs can be inferred, from the parameters of the forward, the required ones and the main input."""
     if len(required) > 1:
-        return f"it needs {', '.join(required[:-1])} and {required[-1]}, and what they hold is unknown"
+        return f"it needs {', '.join(required[:-1])} and {required[-1]}, and their meaning is unknown"
     if not any(map(is_named, parameters.values())):
         return "it takes any arguments and names none"
     if main or required:
-        tried = "only token ids, pictures, time series, and sound by trying sizes are derived"
-        return f"{tried}, and it takes {main or required[0]}, to which they do not lead"
-    return "it can do without each of its arguments, and none is called input_ids or pixel_values"
+        tried = "only token ids, images, time series, and audio of a few sizes can be inferred"
+        return f"{tried}, and it needs {main or required[0]}, which none of these gives"
+    return "all its arguments are optional, and none is called input_ids or pixel_values"
 
 
 def by_name(model: nn.Module, parameters: Mapping[str, inspect.Parameter], values: list[Any]) -> dict[str, Any]:

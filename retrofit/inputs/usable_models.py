@@ -116,7 +116,7 @@ def require_in_memory(model: nn.Module, what: str) -> None:
     if path is not None:
         raise RetrofitError(
             f"{type(model).__name__} cannot be {what}",
-            why=f"the weights of {path} are offloaded: accelerate brings them for every call of the module",
+            why=f"the weights of {path} are offloaded: accelerate loads them for each call of the module",
             remedy="load it without device_map=, where memory allows; else rewrite its directory: retrofit apply --stream",
             code="offloaded",
         )

@@ -313,7 +313,7 @@ def with_equal_mixture(
             zeros = sum(parameter.numel() for name, parameter in module.named_parameters() if not layouts[name].sources)
             return Match(changed, layouts, zeros, wanted)
         if gap < nearest:
-            nearest, reason = gap, f"its mixture computes something else ({gap:.1e} of the largest output away at the nearest)"
+            nearest, reason = gap, f"its mixture computes another function (the closest is {gap:.1e} of the largest output away)"
     return Refusal(architecture.name, 2, reason)
 
 

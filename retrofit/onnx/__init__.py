@@ -1,1 +1,1 @@
-"""ONNX files in and out."""
+"""ONNX files: export and import."""

@@ -141,7 +141,7 @@ def require_readable(name: str, size: int, tokenizer: Any) -> None:
     if tokenizer is None and size > MOST_FOR_BYTES:
         raise TrainingError(
             f"{name} has {size:,} ids and comes without a tokenizer",
-            why="text would be read as bytes, which such a model was hardly trained on",
+            why="text would be read as bytes, and a model with so many ids is unlikely to be trained on bytes",
             remedy="name the directory of its tokenizer with --tokenizer, or tokenizer=; data may also be given as token ids",
             option="tokenizer",
             code="no-tokenizer",

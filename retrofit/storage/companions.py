@@ -85,7 +85,7 @@ def description(model: nn.Module) -> str | None:
             "",
             f"A dense model that retrofit rewrote. It has {count:,} parameters now.",
             "",
-            "| pass | what it does | from | its function before any training |",
+            "| pass | what it does | from | function at step 0 |",
             "| --- | --- | --- | --- |",
             *map(row, specs),
             "",
@@ -103,7 +103,7 @@ def row(spec: str) -> str:
         pass_ = as_pass(spec)
     except RetrofitError:
         return f"| `{spec}` | | | |"
-    return f"| `{pass_.spec()}` | {pass_.summary} | {pass_.paper} | {'the same' if pass_.exact else 'another'} |"
+    return f"| `{pass_.spec()}` | {pass_.summary} | {pass_.paper} | {'exact' if pass_.exact else 'approximate'} |"
 
 
 WEIGHTS = (  # endings of the names of weight files

@@ -264,7 +264,7 @@ def mention_left_out(model: nn.Module, names: list[str]) -> None:
     """Warn of weights in the files for which the model has no module, such as another task's head, and record them."""
     model.__dict__[LEFT_OUT] = tuple(names)
     if names:
-        warnings.warn(f"left out, as {type(model).__name__} has no part for it: {first_few(names)}", stacklevel=2)
+        warnings.warn(f"not loaded, because {type(model).__name__} has no module for them: {first_few(names)}", stacklevel=2)
 
 
 def left_out(model: nn.Module) -> tuple[str, ...]:

@@ -134,7 +134,7 @@ def is_code(path: Path, why: str) -> CheckpointError:
     return CheckpointError(
         f"{path} can run code when it is read",
         why=why,
-        remedy="if you trust whoever wrote it: allow_pickle=True (--allow-pickle)",
+        remedy="if you trust its author: allow_pickle=True (--allow-pickle)",
         code="untrusted",
     )
 

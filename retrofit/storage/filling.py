@@ -238,7 +238,7 @@ def no_larger_than(tensors: int, *, in_memory: bool = True) -> Iterator[None]:
         if in_memory and parameter.is_meta:
             size += parameter.nbytes
             if size > limit:
-                raise too_large(f"it takes more than {in_gigabytes(limit // SLACK)}, which is all the memory there can be")
+                raise too_large(f"it takes more than {in_gigabytes(limit // SLACK)}, the limit of memory")
 
     handle = registration.register_module_parameter_registration_hook(on_parameter)
     try:
@@ -328,8 +328,8 @@ def weight_map(folder: Path) -> dict[str, str]:
         if place.is_absolute() or ".." in place.parts or "\0" in name or "\\" in name:
             raise CheckpointError(
                 f"{index} names a file outside its directory: {name}",
-                why="what is there would become part of the result",
-                remedy="put the file beside the index if it belongs to the model",
+                why="its content would become part of the result",
+                remedy="put the file next to the index if it belongs to the model",
                 code="untrusted",
             )
         if not (folder / name).is_file():

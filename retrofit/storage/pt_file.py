@@ -112,8 +112,8 @@ def read_checkpoint(path: Path, *, allow_pickle: bool) -> Any:
         if foreign and isinstance(error, pickle.UnpicklingError) and not allow_pickle:
             raise CheckpointError(
                 f"{path} holds a pickled Python object ({next(filter(None, foreign.groups()))}), not only weights",
-                why="reading such a file runs whatever code it names",
-                remedy="if you trust whoever wrote it: allow_pickle=True (--allow-pickle)",
+                why="reading such a file runs any code that it names",
+                remedy="if you trust its author: allow_pickle=True (--allow-pickle)",
                 code="untrusted",
             ) from error
         raise CheckpointError(
@@ -173,7 +173,7 @@ def require_held(content: Any, path: Path) -> Any:
     """Return `content`. Raises `CheckpointError` if its tensors expand few bytes of the file to more than the memory."""
     tensors = list(tensors_in(content))
     repeated = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()]
-    require_memory(sum(tensor.numel() * tensor.element_size() for tensor in repeated), f"{path}: what its tensors repeat")
+    require_memory(sum(tensor.numel() * tensor.element_size() for tensor in repeated), f"the expanded tensors of {path}")
     return content
 
 

@@ -140,7 +140,7 @@ def parse_json(file: Path, text: str) -> Any:
         held = dict(pairs)
         if len(held) < len(pairs):
             twice = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-            raise ValueError(f"the key {twice!r} is there twice in one object")
+            raise ValueError(f"the key {twice!r} occurs twice in one object")
         return held
 
     def refuse(constant: str) -> Any:

@@ -61,14 +61,14 @@ class RecipeConfig(QuantizationConfigMixin):
         if not isinstance(self.recipe, list) or not all(isinstance(spec, str) for spec in self.recipe):
             raise CheckpointError(
                 f"the recipe {self.recipe!r} is not a list of passes",
-                why='that is what config.json says in "quantization_config"',
+                why='it is in "quantization_config" of config.json',
                 remedy='write a list of passes: ["altup(k=2)"]',
                 code="no-recipe",
             )
         for name, kind in (("inputs", dict), ("applied_to", dict), ("through", list)):
             if not isinstance(getattr(self, name), kind):
                 raise CheckpointError(
-                    f"what is recorded with the recipe {', '.join(self.recipe)} cannot be read",
+                    f"the record of the recipe {', '.join(self.recipe)} is malformed",
                     why=f'"{name}" in "quantization_config" of config.json is {getattr(self, name)!r}',
                     remedy="take the config.json that was saved with the model",
                     code="no-recipe",
@@ -257,7 +257,7 @@ def require_recipe_of_files(model: Any, file: Path, missing: Collection[str], un
     if lost:
         raise CheckpointError(
             f"{file.parent} is not loaded as a {type(model).__name__} without its recipe {', '.join(entries[0]['recipe'])}",
-            why=f"the config given does not hold it, and so these weights have no values or no place: {first_few(sorted(lost))}",
+            why=f"the given config does not contain it, so these weights have no values or no place: {first_few(sorted(lost))}",
             remedy="leave out config=, or change what AutoConfig.from_pretrained returns for this directory and give that",
             code="no-recipe",
             option="config",

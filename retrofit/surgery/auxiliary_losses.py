@@ -28,7 +28,7 @@ from retrofit.errors import RetrofitWarning
 from retrofit.surgery.wrappers import ForwardReplacement, own_forward, with_item
 
 DROPPED = (
-    "{} was called in training and returned no loss: those of its modules (the balance loss of a mixture of experts) are dropped. "
+    "{} was called in training and returned no loss: its modules' losses (such as a mixture's balance loss) are dropped. "
     "Label smoothing and compute_loss_func of transformers' Trainer compute a loss from the outputs alone. "
     "Fix: collect them, `with auxiliary_losses() as losses:` around the call, and add sum(losses) to that loss (docs/shared_moe.md)"
 )

@@ -335,7 +335,7 @@ def test_what_cannot_be_bundled_is_refused_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "strange" / "config.json").write_text(json.dumps(strange))
     reasons = {
         "dense": "holds no recipe",
-        "file.pt": "a bundle is made of a Hugging Face directory",
+        "file.pt": "a bundle is made from a Hugging Face directory",
         "pipeline": "sentence-transformers",
         "own code": "its own modelling code",
         "strange": "transformers does not have this class",

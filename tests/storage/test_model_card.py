@@ -35,8 +35,8 @@ def test_a_saved_directory_says_what_was_done_to_it(tmp_path: Path) -> None:
     said = card(tmp_path / "mine")
     assert said.startswith("---\nlibrary_name: transformers\n")
     altup, sparse_qkv = (line for line in said.splitlines() if line.startswith("| `"))
-    assert altup.startswith("| `altup(k=2, ") and altup.endswith("| the same |")
-    assert sparse_qkv.startswith("| `sparse-qkv(") and sparse_qkv.endswith("| another |")
+    assert altup.startswith("| `altup(k=2, ") and altup.endswith("| exact |")
+    assert sparse_qkv.startswith("| `sparse-qkv(") and sparse_qkv.endswith("| approximate |")
     assert f"{sum(one.numel() for one in model.parameters()):,} parameters" in said and "# LlamaForCausalLM, retrofitted\n" in said
     assert "`pip install retrofit-transformers`" in said
 

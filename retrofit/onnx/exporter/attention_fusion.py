@@ -1,15 +1,15 @@
-"""Attention on a cache as ONNX Runtime's own operators compute it: rotary embeddings, and keys and values as they lie there.
+"""Attention on a cache with ONNX Runtime's own operators: rotary embeddings, and keys and values in the cache's layout.
 
-As torch exports it, an attention whose queries share keys and values repeats these for every query, and the fused operator wants
-them with their axes swapped: of a step of one token, much of the time goes there. `MultiHeadAttention` also takes the earlier keys
-and values as the cache keeps them, and the tokens' own as the products leave them. Queries that share a head of keys become rows
-of that head.
+In torch's export, an attention whose queries share keys and values repeats these for every query, and the fused operator needs them
+with their axes swapped: this takes much of the time of a one-token step. `MultiHeadAttention` also accepts the earlier keys and
+values in the layout of the cache, and the new tokens' own in that of the products. Queries that share a head of keys become rows of
+that head.
 
     rotate_by_token    x · cos + turned(x) · sin             →  RotaryEmbedding, with a table of these tokens' angles
     attend_on_cache    attention(q, repeated(past ++ k), …)  →  MultiHeadAttention(q as rows, k, v, mask, past, …)
 
-Both start from what onnxscript's rewriters find (`RotaryEmbedding` and `SDPA` of a domain of their own). `GroupQueryAttention`
-would do without rows, but in ONNX Runtime it takes no batch of several tokens on a cache, and lets no token see a later one.
+Both start from the matches of onnxscript's rewriters (`RotaryEmbedding` and `SDPA` in their own domain). `GroupQueryAttention`
+would need no rows, but in ONNX Runtime it accepts no batch of several tokens on a cache, and lets no token see a later one.
 
 Source: ONNX Runtime's documentation of its contributed operators.
 """
@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     Value: TypeAlias = onnx_ir.Value
     Node: TypeAlias = onnx_ir.Node
 
-FOUND = "ai.onnxruntime._fusion"  # the domain of what onnxscript's rewriters found and nothing has replaced yet
+FOUND = "ai.onnxruntime._fusion"  # the domain of matches of onnxscript's rewriters that are not replaced yet
 SWAPPED = [0, 2, 1, 3]  # (batch, heads, tokens, width) of (batch, tokens, heads, width), and back
-FILLED = ("Slice", "ScatterElements", "Concat")  # how keys and values are put into a cache, the last first
+FILLED = ("Slice", "ScatterElements", "Concat")  # operators that put keys and values into a cache, the last first
 HEADS, WIDTH = 1, 3  # axes of (batch, heads, tokens, width)
 
 
@@ -39,7 +39,7 @@ HEADS, WIDTH = 1, 3  # axes of (batch, heads, tokens, width)
 
 
 def rotate_by_token(model: onnx_ir.Model) -> int:
-    """Replace each rotation by angles of two equal halves by ONNX Runtime's `RotaryEmbedding`; return how many there were."""
+    """Replace each rotation by angles of two equal halves by ONNX Runtime's `RotaryEmbedding`; return their number."""
     import onnx_ir
 
     known: dict[tuple[Value, Value, str], list[Value]] = {}
@@ -61,7 +61,7 @@ def rotate_by_token(model: onnx_ir.Model) -> int:
 
 
 def has_equal_halves(value: Value) -> bool:
-    """Return whether the value is (batch or 1, 1, tokens, width) and its last axis holds the same twice, which its nodes show."""
+    """Return whether the value is (batch or 1, 1, tokens, width) with two equal halves in the last axis, as its nodes show."""
     if value.shape is None or len(value.shape) != 4 or value.shape[1] != 1 or not isinstance(value.shape[WIDTH], int):
         return False
     while (node := value.producer()) is not None:
@@ -81,7 +81,7 @@ def has_equal_halves(value: Value) -> bool:
 
 
 def takes_whole_rows(node: Node) -> bool:
-    """Return whether the node gathers along another axis than the last, everywhere the same for all of the last."""
+    """Return whether the node gathers along another axis than the last, with indices that do not vary along the last."""
     index = node.inputs[1] if node.op_type == "GatherElements" else None
     expand = None if index is None else index.producer()
     before = None if expand is None or expand.op_type != "Expand" else expand.inputs[0]
@@ -91,7 +91,7 @@ def takes_whole_rows(node: Node) -> bool:
 
 
 def angle_table(tape: Tape, angles: Value) -> Value:
-    """Return the first halves of (batch, 1, tokens, width), one row a token of the batch."""
+    """Return the first halves of (batch, 1, tokens, width), one row per token of the batch."""
     width = angles.shape[WIDTH]  # type: ignore[index]
     assert isinstance(width, int)
     ends = [constant(tape, [end]) for end in (0, width // 2, WIDTH, 1)]
@@ -99,7 +99,7 @@ def angle_table(tape: Tape, angles: Value) -> Value:
 
 
 def token_numbers(tape: Tape, x: Value, angles: Value) -> Value:
-    """Return the row of the table for each token of x: (batch, tokens). Angles of one row count for the whole batch."""
+    """Return the row of the table for each token of x: (batch, tokens). Angles of one row are for the whole batch."""
     sizes = tape.op("Shape", [angles], {"start": 0, "end": 3})
     zero, step = constant(tape, 0), constant(tape, 1)
     rows = tape.op("Range", [zero, tape.op("ReduceProd", [sizes], {"keepdims": 0}), step])
@@ -116,7 +116,7 @@ def token_numbers(tape: Tape, x: Value, angles: Value) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class Cached:
-    """Keys or values of all tokens (batch, heads, tokens, width): those of a cache, and behind them these tokens' own, if any."""
+    """Keys or values of all tokens (batch, heads, tokens, width): those of a cache, followed by these tokens' own, if any."""
 
     every: Value
     earlier: Value
@@ -159,7 +159,7 @@ def attend_on_cache(model: onnx_ir.Model) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """The numbers of heads of queries and of keys, and their width. Queries that share keys follow one another."""
+    """The numbers of heads of queries and of keys, and their width. Queries that share keys are consecutive."""
 
     queries: int
     keys: int
@@ -167,11 +167,11 @@ class Heads:
 
     @property
     def sharing(self) -> int:
-        """Return how many queries share a head of keys."""
+        """Return the number of queries that share a head of keys."""
         return self.queries // self.keys
 
     def as_rows(self, tape: Tape, query: Value) -> Value:
-        """(batch, tokens, queries · width) as (batch, sharing · tokens, keys · width)."""
+        """Return (batch, tokens, queries · width) as (batch, sharing · tokens, keys · width)."""
         if self.sharing == 1:
             return query
         apart = tape.op("Reshape", [query, constant(tape, [0, 0, self.keys, self.sharing, self.width])])
@@ -189,7 +189,7 @@ class Heads:
         )
 
     def mask_rows(self, tape: Tape, mask: Value, query: Value) -> Value:
-        """Return the mask (batch or 1, heads or 1, tokens or 1, all tokens) with a row for each that `as_rows` makes."""
+        """Return the mask (batch or 1, heads or 1, tokens or 1, all tokens) with a row for each row of `as_rows`."""
         assert mask.shape is not None and query.shape is not None
         if mask.shape[2] is None or mask.shape[2] != query.shape[2]:  # one row for all tokens
             single = constant(tape, [1])
@@ -207,7 +207,7 @@ class Heads:
 
 
 def cached(value: Value | None) -> Cached | None:
-    """Return what the keys or values are made of, repeated for queries or not; None if none of it is the graph's input."""
+    """Return the parts of the keys or values, before any repetition for queries; None if none of them is the graph's input."""
     value = value if value is None else unrepeated(value)
     if value is None or value.shape is None:
         return None
@@ -223,7 +223,7 @@ def cached(value: Value | None) -> Cached | None:
 
 
 def is_filled_in(value: Value) -> bool:
-    """Return whether the value is the graph's input with room behind it, into which others were put: what a strided layer keeps."""
+    """Return whether the value is an input of the graph with room at its end that is filled by others: a strided layer's cache."""
     kinds: list[str] = []
     filled: Value | None = value
     while filled is not None and (node := filled.producer()) is not None and len(kinds) < len(FILLED):
@@ -233,7 +233,7 @@ def is_filled_in(value: Value) -> bool:
 
 
 def unrepeated(value: Value) -> Value:
-    """Return the value before each of its heads was repeated, (batch, heads, 1 → times, tokens, width); itself where none was."""
+    """Return the value before the repetition of each of its heads, (batch, heads, 1 → times, tokens, width); itself without any."""
     reshape = value.producer()
     expand = None if reshape is None or reshape.op_type != "Reshape" or reshape.inputs[0] is None else reshape.inputs[0].producer()
     unsqueeze = None if expand is None or expand.op_type != "Expand" or expand.inputs[0] is None else expand.inputs[0].producer()
@@ -250,7 +250,7 @@ def unrepeated(value: Value) -> Value:
 
 
 def heads_of(query: Value, keys: Cached, values: Cached) -> Heads | None:
-    """Return the heads of an attention, (batch, heads, tokens, width) each; None if these are not known, or not of one width."""
+    """Return the heads of an attention, (batch, heads, tokens, width) each; None if unknown, or of different widths."""
     found = []
     for value in (query, keys.every, values.every):
         if value.shape is None or len(value.shape) != 4:
@@ -263,7 +263,7 @@ def heads_of(query: Value, keys: Cached, values: Cached) -> Heads | None:
 
 
 def tokens_first(tape: Tape, value: Value, width: int) -> Value:
-    """(batch, heads, tokens, …) as (batch, tokens, width), the width of all heads: where axes were swapped, as it was before."""
+    """Return (batch, heads, tokens, …) as (batch, tokens, width), the width of all heads; undoes an earlier swap of axes."""
     node = value.producer()
     if node is not None and is_swap(node) and (before := node.inputs[0]) is not None:
         reshape = before.producer()
@@ -283,9 +283,9 @@ def is_swap(node: Node) -> bool:
 
 
 def place_result(node: Node, tape: Tape, found: Value, heads: Heads) -> None:
-    """Replace the attention's result by `found`, (batch, tokens, heads · width), and swap its axes only where they must be.
+    """Replace the attention's result by `found`, (batch, tokens, heads · width), and swap its axes only where required.
 
-    Usually they are turned back behind it. In between, rows that see nothing may be made zero.
+    Usually the axes are swapped back after it. In between, rows of queries that see nothing may be set to zero.
     """
     at, choice = node, None
     user = only_user(at)
@@ -324,7 +324,7 @@ def is_by_row(condition: Value | None, number: Value | None) -> bool:
 
 
 def same_shape(first: Value, second: Value) -> bool:
-    """Return whether two values have one shape, as far as the graph says."""
+    """Return whether two values have the same shape, as far as the graph shows."""
     if first.shape is None or second.shape is None:
         return False
     return all(extent is not None for extent in first.shape.dims) and first.shape == second.shape
@@ -334,13 +334,13 @@ def same_shape(first: Value, second: Value) -> bool:
 
 
 def constant(tape: Tape, numbers: int | list[int]) -> Value:
-    """Whole numbers: a list, or one number without axes."""
+    """Return integers as a constant: a list, or one number without axes."""
     kind = "value_int" if isinstance(numbers, int) else "value_ints"
     return tape.op("Constant", [], {kind: numbers})
 
 
 def replace(node: Node, tape: Tape, value: Value) -> None:
-    """The nodes on the tape are in the graph, and what read the node's result reads the value."""
+    """Insert the nodes on the tape into the graph, and make readers of the node's result read the value."""
     assert node.graph is not None
     node.graph.insert_before(node, tape.nodes)
     value.shape, value.type = node.outputs[0].shape, node.outputs[0].type
@@ -349,7 +349,7 @@ def replace(node: Node, tape: Tape, value: Value) -> None:
 
 
 def clean(model: onnx_ir.Model) -> None:
-    """Nodes stand after what they read, and none is left that nothing reads."""
+    """Sort the nodes after their operands, and remove those without readers."""
     from onnx_ir.passes.common import RemoveUnusedNodesPass
 
     model.graph.opset_imports.setdefault(MICROSOFT, 1)
@@ -358,7 +358,7 @@ def clean(model: onnx_ir.Model) -> None:
 
 
 def return_instead(graph: onnx_ir.Graph | onnx_ir.Function, old: Value, new: Value) -> None:
-    """Return `now` from the graph wherever it returned `one`, under the same name."""
+    """Return `new` from the graph wherever it returned `old`, under the same name."""
     for place, output in enumerate(graph.outputs):
         if output is old:
             graph.outputs[place] = new

@@ -1,11 +1,11 @@
-"""The cache of a decoder as tensors by name: a cache taken apart into states, and built from them.
+"""The cache of a decoder as named tensors: a cache split into states, and rebuilt from them.
 
-`{layer}.key`, `{layer}.value`: (batch, heads, past, head width), with `decoder.` and `encoder.` before the last word where there is
-a cross attention, as the ecosystem's ONNX decoders name them. What else a layer holds (the window of a convolution, the sum of a
-recurrence, the keys of an index) has the name of its attribute, `{layer}.conv`, `{layer}.recurrent`, `{layer}.indexer_keys`.
-`memory.{module}`: what a rewritten module stores in the cache (`retrofit.surgery.cache_memory`). The cache layer of a rewritten
-module declares what it carries (`Carrier`): `{layer}.{name}`. States that grow with the tokens are empty before the first, others
-zeros.
+`{layer}.key`, `{layer}.value`: (batch, heads, past, head width), with `decoder.` and `encoder.` before the last word if there is a
+cross attention, the names in the ecosystem's ONNX decoders. Other states of a layer (the window of a convolution, the sum of a
+recurrence, the keys of an index) have the name of their attribute, `{layer}.conv`, `{layer}.recurrent`, `{layer}.indexer_keys`.
+`memory.{module}` is the history that a rewritten module stores in the cache (`retrofit.surgery.cache_memory`). The cache layer of a
+rewritten module declares its states (`Carrier`): `{layer}.{name}`. States that grow with the tokens are empty before the first
+token, others are zeros.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from retrofit.errors import CaptureError
 from retrofit.surgery.cache_memory import SLACK, CacheWithHistories, TokenHistory, histories_of
 
 WITHOUT_CACHE = "export it without its cache: cache='none'"
-KEY_AND_VALUE = {"keys": "key", "values": "value"}  # a cache layer's attributes, and what they are called outside
+KEY_AND_VALUE = {"keys": "key", "values": "value"}  # a cache layer's attributes → their names in the file
 HYBRID = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)  # keys and values, and states of a fixed size
 GROWING = ("key", "value", "real")  # last words of the names of states that are empty before any token
 MEMORY = "memory."
-VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # kinds of arguments that may be none
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # kinds of parameters that may have no argument
 States = dict[str, Tensor]
 
 
 @runtime_checkable
 class Carrier(Protocol):
-    """A cache layer that can be taken apart into tensors by name and put together from them; it keeps every `k`-th token.
+    """A cache layer that can be split into named tensors and rebuilt from them; it stores every `k`-th token.
 
-    What it names as `common` is about the tokens and the same in every such layer of a cache, so the first one's is the only one.
+    Tensors named in `common` concern the tokens and are the same in all such layers of a cache: only the first layer's are
+    exported.
     """
 
     k: int
@@ -50,7 +51,7 @@ class Carrier(Protocol):
 
 
 def states_of(cache: Any) -> States:
-    """Return the tensors that the cache holds, layer by layer. Raises `CaptureError` if it is no list of layers."""
+    """Return the tensors in the cache, layer by layer. Raises `CaptureError` if it is no list of layers."""
     if isinstance(cache, EncoderDecoderCache):
         sides = {"decoder": states_of(cache.self_attention_cache), "encoder": states_of(cache.cross_attention_cache)}
         named = [(with_side(name, side), value) for side, states in sides.items() for name, value in states.items()]
@@ -79,7 +80,7 @@ def states_of(cache: Any) -> States:
 
 @dataclasses.dataclass(frozen=True)
 class StateSlot:
-    """The slot of a cache layer, or of the cache, with a tensor other than keys and values: an attribute, or an entry of one."""
+    """The slot of a cache layer, or of the cache, for a tensor other than keys and values: an attribute, or an entry of one."""
 
     attribute: str
     entry: Any = None
@@ -87,7 +88,7 @@ class StateSlot:
 
     @property
     def word(self) -> str:
-        """Return what the state is called."""
+        """Return the name of the state."""
         name = self.attribute.removesuffix("_states")
         return name if self.alone else f"{name}.{self.entry}"
 
@@ -97,7 +98,7 @@ class StateSlot:
         return found
 
     def put(self, layer: Any, state: Tensor) -> None:
-        """The layer holds the state there; its container is a copy."""
+        """Store the state in the layer's slot; its container is copied."""
         if self.entry is None:
             setattr(layer, self.attribute, state)
         else:
@@ -107,7 +108,7 @@ class StateSlot:
 
 
 def state_slots(layer: Any) -> list[StateSlot]:
-    """Return where the layer holds tensors other than its keys and values."""
+    """Return the slots of the layer's tensors other than keys and values."""
     found = []
     for name, value in vars(layer).items():
         if name in KEY_AND_VALUE:
@@ -122,13 +123,13 @@ def state_slots(layer: Any) -> list[StateSlot]:
 
 
 def cache_slots(cache: Cache) -> list[tuple[int, StateSlot]]:
-    """Return where the cache itself holds a tensor for each layer, apart from its list of layers, with the number of the layer."""
+    """Return the slots in which the cache itself stores a tensor for each layer, with the number of the layer."""
     lists = [(name, value) for name, value in vars(cache).items() if isinstance(value, list)]
     return [(index, StateSlot(name, index)) for name, value in lists for index, entry in enumerate(value) if is_state(entry)]
 
 
 def extra_states(cache: Any) -> list[str]:
-    """Return the names of the states that the cache holds apart from keys and values, memories, and what carriers declare."""
+    """Return the names of the states in the cache other than keys and values, histories, and declared states of carriers."""
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         return []
     layers = ((index, layer) for index, layer in enumerate(cache.layers) if not isinstance(layer, Carrier))
@@ -137,7 +138,7 @@ def extra_states(cache: Any) -> list[str]:
 
 
 def token_strides(cache: Any) -> dict[str, int]:
-    """Return, by name, how many tokens one entry of the keys and values covers, where that is more than one."""
+    """Return by name the number of tokens per entry of keys and values, if more than one."""
     if isinstance(cache, EncoderDecoderCache):
         return {with_side(name, "decoder"): every for name, every in token_strides(cache.self_attention_cache).items()}
     carriers = ((index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, Carrier))
@@ -145,7 +146,7 @@ def token_strides(cache: Any) -> dict[str, int]:
 
 
 def memory_states(cache: Cache) -> States:
-    """Return what modules keep in the cache, apart from what they make again of its keys where it is not there."""
+    """Return the histories that modules store in the cache, except those that they can recompute from its keys."""
     stored = cache.histories if isinstance(cache, CacheWithHistories) else {}
     held = {name: memory for name, memory in stored.items() if not getattr(memory, "follows_from_keys", False)}
     if others := [name for name, memory in held.items() if not isinstance(memory, TokenHistory)]:
@@ -159,12 +160,12 @@ def memory_states(cache: Cache) -> States:
 
 
 def is_state(value: Any) -> TypeGuard[Tensor]:
-    """Return whether a value is about sequences, and no number that the layer has from its config."""
+    """Return whether a value belongs to sequences, and is not a constant that the layer has from its config."""
     return isinstance(value, Tensor) and value.dim() > 1
 
 
 def with_side(name: str, side: str) -> str:
-    """`0.key` as `0.decoder.key`; a memory has no sides."""
+    """Return `0.key` as `0.decoder.key`; a history has no sides."""
     layer, _, word = name.partition(".")
     return name if name.startswith(MEMORY) else f"{layer}.{side}.{word}"
 
@@ -181,14 +182,14 @@ def state_before_tokens(name: str, state: Tensor, growing: Mapping[str, int] = M
 
 
 def grows(name: str, growing: Mapping[str, int]) -> bool:
-    """Return whether a state has an entry for each token, or every few of them."""
+    """Return whether a state has an entry for each token, or for every few tokens."""
     return name in growing or (not name.startswith(MEMORY) and name.rpartition(".")[2] in GROWING)
 
 
 def growth_axes(after: Mapping[int, States]) -> dict[str, int]:
-    """Return the axis of every state that gains an entry with each token, of states by the number of tokens before them.
+    """Return the axis of every state that gains an entry with each token, given the states after several numbers of tokens.
 
-    Raises `CaptureError` for one other than keys, values and memories that neither grows with each token nor keeps its size.
+    Raises `CaptureError` for a state other than keys, values and histories that neither grows with each token nor has a fixed size.
     """
     (first, states), *others = after.items()
     found = {}
@@ -212,12 +213,12 @@ def growth_axes(after: Mapping[int, States]) -> dict[str, int]:
 
 
 def layer_number(name: str) -> float:
-    """Return where a state stands among the others: memories come last."""
+    """Return a sort key for the states: layer number, with histories last."""
     return float("inf") if name.startswith(MEMORY) else int(name.partition(".")[0])
 
 
 def build_cache(template: Cache, states: Mapping[str, Tensor]) -> Cache:
-    """Return a cache like the template that holds these states; sliding layers hold everything, and masks apply the window."""
+    """Return a cache like the template with these states; sliding layers store all tokens, and masks apply the window."""
     own = cache_slots(template)
     if own and not states:
         return cast(Cache, new_like(template))
@@ -241,7 +242,7 @@ def build_cache(template: Cache, states: Mapping[str, Tensor]) -> Cache:
 
 
 def build_layers(templates: Sequence[Any], states: Mapping[str, Tensor]) -> list[Any]:
-    """Return the cache's layers like these templates, each of which holds its states already."""
+    """Return the cache's layers like these templates, with their states."""
     made, common = [], States()
     for index, template in enumerate(templates):
         own = {name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index}
@@ -254,7 +255,7 @@ def build_layers(templates: Sequence[Any], states: Mapping[str, Tensor]) -> list
 
 
 def build_layer(template: Any, own: States) -> Any:
-    """Return a cache layer that grows with each token and holds these states already; one that never holds any stays as it is."""
+    """Return a growing cache layer with these states; a template that never has any is returned as it is."""
     if state_slots(template):
         return layer_with_states(template, own) if own else new_like(template)
     if getattr(template, "keys", None) is None:
@@ -269,7 +270,7 @@ def build_layer(template: Any, own: States) -> Any:
 def new_like(template: Any) -> Any:
     """Return a cache layer, or a cache, like the template before any token.
 
-    A layer with a window and other states becomes one that holds all keys and values.
+    A layer with a window and other states is replaced by one that stores all keys and values.
     """
     kind: Any = type(template)
     if HYBRID is not None and isinstance(template, DynamicSlidingWindowLayer) and isinstance(template, HYBRID.__bases__[0]):
@@ -288,7 +289,7 @@ def new_like(template: Any) -> Any:
 
 
 def layer_with_states(template: Any, states: States) -> Any:
-    """Return a cache layer like the template, past its first token, with these states, which it may write into."""
+    """Return a cache layer like the template, past its first token, with these states, into which it may write."""
     made = new_like(template)
     for name, value in vars(template).items():
         if name in vars(made) and not isinstance(value, Tensor):
@@ -301,7 +302,7 @@ def layer_with_states(template: Any, states: States) -> Any:
 
 
 def token_history(last: Tensor) -> TokenHistory:
-    """Return the memory whose last values are `last`; there are none before them, as an exported decoder takes nothing back."""
+    """Return the history with the last values `last`, and none before them, since an exported decoder removes no tokens."""
     memory = TokenHistory(last.shape[1], last)
     memory.values = torch.cat([last.new_zeros(last.shape[0], SLACK, *last.shape[2:]), last], 1)
     return memory

@@ -1,7 +1,7 @@
-"""`export_onnx`: a model as ONNX files that ONNX Runtime runs, with dynamic batch and length, its cache as inputs and outputs.
+"""`export_onnx`: export a model as ONNX files for ONNX Runtime, with dynamic batch and length, and its cache as inputs and outputs.
 
-The plan says which files a model becomes, and whether the states in them reproduce the outputs of whole sequences. Each part is
-traced, optimized and compared with torch on inputs of other shapes than it was traced with before any file gets its name.
+The plan determines the files for a model, and whether their states reproduce the outputs for whole sequences. Each part is traced,
+optimized and compared with torch on inputs of other shapes than the traced ones before any file gets its name.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ CacheMode: TypeAlias = Literal["auto", "past", "none"]
 
 @dataclasses.dataclass(frozen=True)
 class ExportPlan:
-    """The parts that a model is exported as, and why they keep no cache where they could have."""
+    """The parts that a model is exported as, and why they have no cache although they could."""
 
     parts: tuple[ExportPart, ...]
     why_no_cache: str = ""
@@ -91,16 +91,16 @@ class ExportPlan:
 
 @torch.no_grad()
 def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -> ExportPlan:
-    """Return the parts of the model, with its cache as tensors where it has one, for `auto`, and else with the reason in the plan.
+    """Return the parts of the model, with its cache as tensors if it has one; for `auto` otherwise without, with the reason.
 
-    Raises `CaptureError` for `past` where there is no such cache.
+    Raises `CaptureError` for `past` if there is no such cache.
     """
     two_sided = has_two_sides(inputs) and accepts(model, "encoder_outputs") and callable(getattr(model, "get_encoder", None))
     why = ""
     if cache == "past" and ids_name(inputs) is None:
         raise CaptureError(
             f"{type(model).__name__} cannot be exported with its cache",
-            why="it reads no token ids, one after the other",
+            why="it has no input of token ids",
             remedy="export it with cache=none",
             option="cache",
             code="no-cache",
@@ -113,7 +113,7 @@ def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -
                     Arithmetic(model, {**inputs, "use_cache": False}),
                 )
             )
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # of any type, from the model's own code
             why = str(error) if isinstance(error, RetrofitError) else first_line(error)
             if cache == "past":
                 raise CaptureError(
@@ -135,7 +135,7 @@ def encoder_decoder_parts(model: nn.Module, inputs: Mapping[str, Any], returns_s
 
 
 def require_exact_states(parts: tuple[ExportPart, ...], arithmetic: Arithmetic) -> tuple[ExportPart, ...]:
-    """Return the parts, where each that goes on from states gives what the whole sequence gives; else `CaptureError`."""
+    """Return the parts. Raises `CaptureError` unless each one with states reproduces the outputs for the whole sequence."""
     for part in parts:
         if isinstance(part, Decoder):
             comparison = compare_decoder(part, arithmetic)
@@ -153,10 +153,10 @@ def require_exact_states(parts: tuple[ExportPart, ...], arithmetic: Arithmetic) 
 
 
 def compare_decoder(part: Decoder, arithmetic: Arithmetic) -> Comparison:
-    """Steps on the states against one forward of all; where they do not agree, with a mask of the step's tokens alone.
+    """Compare steps on the states with one forward of all tokens; if they disagree, again with a mask of only the step's tokens.
 
-    A model whose own steps are as far from its forward as its rounding explains (some keep the decays of a sum in float32) is held
-    against these steps.
+    Some models' own steps differ from their forward by more than rounding (those that store the decays of a sum in float32); their
+    steps are then the reference.
     """
     tokens = part.tokens(2, 12, 1)
 
@@ -182,7 +182,7 @@ def ends_of_steps(part: Decoder) -> Sequence[int]:
 
 
 def logits_in_steps(part: Decoder, tokens: Tensor) -> Tensor:
-    """Return the logits of the tokens, 12 of them, taken step by step on the states."""
+    """Return the logits of the 12 tokens, computed step by step on the states."""
     states, logits_so_far = part.past(tokens[:, :0]), []
     for start, end in itertools.pairwise((0, *ends_of_steps(part))):
         logits, *after = part({**part.step(tokens[:, :end], start), **states})
@@ -192,7 +192,7 @@ def logits_in_steps(part: Decoder, tokens: Tensor) -> Tensor:
 
 
 def compare_next_step(part: NextStep, arithmetic: Arithmetic) -> Comparison:
-    """Return a step on the states against one forward of everything."""
+    """Return the comparison of a step on the states with one forward of all tokens."""
     cut = 2
 
     def ways() -> tuple[Tensor, Tensor]:
@@ -216,12 +216,12 @@ CAPTURE_AGAIN = (
 )
 Weights: TypeAlias = Literal["int8", "int4"]
 BITS = {"int8": 8, "int4": 4}
-MOST_INLINE_BYTES = 2**30  # bytes of weights in one file: protobuf ends at 2 GiB, and holds several copies of them while it writes
+MOST_INLINE_BYTES = 2**30  # bytes of weights in one file: protobuf's limit is 2 GiB, and it holds several copies while it writes
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedWeights:
-    """The packed weights of a file: how many matrices, the file's bytes now and before, and the effect on its outputs."""
+    """The packed weights of a file: the number of matrices, the file's bytes after and before, and the effect on its outputs."""
 
     matrices: int
     bytes: int
@@ -235,7 +235,7 @@ class PackedWeights:
 
 @dataclasses.dataclass(frozen=True)
 class ExportedFile:
-    """One ONNX file: its nodes, how it was cleaned, and how far it lies from torch (None if nothing ran it)."""
+    """One ONNX file: its nodes, its optimization steps, and its distance from torch (None if it was not run)."""
 
     path: Path
     inputs: tuple[str, ...]
@@ -247,23 +247,23 @@ class ExportedFile:
 
     @property
     def gap(self) -> float | None:
-        """The largest distance between the file's outputs and torch's, relative to the largest output."""
+        """Return the largest distance between the file's outputs and torch's, relative to the largest output."""
         return None if self.parity is None else self.parity.gap
 
     @property
     def note(self) -> str:
-        """Return where the two chose differently between candidates that nearly tie: how, and by how little."""
+        """Return the note on choices between near-ties that differ: how many, and the margin."""
         return "" if self.parity is None else self.parity.note
 
     @property
     def measured(self) -> str:
-        """Return how far the file lies from torch, in words."""
+        """Return the file's distance from torch in words."""
         return "not run" if self.parity is None else self.parity.measured
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportResult:
-    """The files that `export_onnx` wrote, whether with the model's cache, and if not though it generates, why."""
+    """The files written by `export_onnx`, whether they include the model's cache, and why not if the model generates."""
 
     files: tuple[ExportedFile, ...]
     cached: bool
@@ -290,16 +290,15 @@ def export_onnx(
     force: bool = False,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> ExportResult:
-    """`model` is in the file `path` (`.onnx`), and in others next to it where it takes several; files appear whole or not at all.
+    """Write `model` to the file `path` (`.onnx`), and to others next to it if it needs several, completely or not at all.
 
-    An encoder-decoder becomes `encoder_{name}`, `decoder_{name}` and, with its cache, `decoder_with_past_{name}`. `cache` is
-    `past` (a decoder takes and returns its keys and values), `none`, or `auto`: with, where the model has such a cache. `fuse` puts
-    ONNX Runtime's own operators in, and branches around what a step may not need, where it computes the same with them. `weights`
-    packs the matrices in `int8` or `int4` (`weight_quantization.py`). Weights of more than 1 GiB go into `{file}_data`.
+    An encoder-decoder becomes `encoder_{name}`, `decoder_{name}` and, with its cache, `decoder_with_past_{name}`. `cache` is `past`
+    (a decoder takes and returns its keys and values), `none`, or `auto`: with a cache if the model has one. `fuse` inserts ONNX
+    Runtime's own operators, and branches around computations that a step may not need, where the results stay the same. `weights`
+    packs the matrices in `int8` or `int4` (`weight_quantization.py`). Weights of more than 1 GiB are written to `{file}_data`.
 
-    Raises `CaptureError` if the model cannot be traced, or ONNX Runtime computes something else; `CheckpointError` where a file
-    exists (unless `force`) or cannot be written; `RetrofitError` where packages are missing or ONNX
-    Runtime cannot run the result.
+    Raises `CaptureError` if the model cannot be traced, or ONNX Runtime computes something else; `CheckpointError` if a file exists
+    (unless `force`) or cannot be written; `RetrofitError` if packages are missing or ONNX Runtime cannot run the result.
     """
     if missing := missing_packages("onnxscript"):
         raise RetrofitError(
@@ -343,7 +342,7 @@ def export_result(plan: ExportPlan, files: list[ExportedFile], folder: Path) -> 
 
 
 def file_name(part: ExportPart, path: Path) -> str:
-    """Return the name of the file of a part: `decoder_model.onnx` where the whole model would be `model.onnx`."""
+    """Return the name of the file of a part: `decoder_model.onnx` if the whole model's is `model.onnx`."""
     return part.name.removesuffix("model") + path.name
 
 
@@ -400,7 +399,7 @@ def require_agreement(parity: Parity | None, path: Path, model: nn.Module) -> No
 def pack_weights(
     graph: onnx_ir.Model, path: Path, part: ExportPart, weights: Weights, comparable: bool
 ) -> tuple[Parity | None, PackedWeights]:
-    """Write the graph, its weights packed, to the file at `path`, and compare it with torch where that is possible."""
+    """Write the graph with packed weights to the file at `path`, and compare it with torch if possible."""
     before = weight_bytes(graph)
     parameters = parameters_by_value(part.model)
     done = quantize_weights(graph, BITS[weights], lambda matrix: bool(matching(matrix, parameters)))
@@ -411,12 +410,12 @@ def pack_weights(
 
 
 def check_other_sizes_run(part: ExportPart) -> None:
-    """Raises `CaptureError` if the model itself does not run at the sizes that a file is compared with it at."""
+    """Raises `CaptureError` if the model itself does not run at the sizes used for the comparison."""
     for seed, sizes in enumerate(other_sizes(part), start=7):
         try:
             with torch.no_grad():
                 part(part.example(sizes, seed))
-        except Exception as error:  # whatever the model's own code raises
+        except Exception as error:  # of any type, from the model's own code
             raise CaptureError(
                 f"{type(part.model).__name__} does not run at {', '.join(f'{size} {extent}' for size, extent in sizes.items())}",
                 why=f"{error.what}: {error.why}" if isinstance(error, DoesNotFitError) else first_line(error),
@@ -426,7 +425,7 @@ def check_other_sizes_run(part: ExportPart) -> None:
 
 
 def save_model(graph: onnx_ir.Model, path: Path) -> None:
-    """Write the graph to the file, its weights inside or, where one file cannot hold them, in `{name}_data`."""
+    """Write the graph to the file, with weights inside or, if one file cannot hold them, in `{name}_data`."""
     import onnx_ir
 
     if weight_bytes(graph) > MOST_INLINE_BYTES:
@@ -436,7 +435,7 @@ def save_model(graph: onnx_ir.Model, path: Path) -> None:
 
 
 def write_in_one_file(graph: onnx_ir.Model, path: Path) -> None:
-    """Write the graph, its weights one after another as fields of the message; `graph` no longer holds them.
+    """Write the graph, with its weights one after another as fields of the message; `graph` no longer holds them.
 
     protobuf would hold all of them twice while it writes.
     """

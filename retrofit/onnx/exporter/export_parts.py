@@ -1,7 +1,7 @@
-"""A model as functions of named tensors: one, or an encoder, a decoder's first step and its next ones; each becomes an ONNX file.
+"""A model as functions of named tensors, each one ONNX file: the whole model, or encoder, first decoder step and next steps.
 
-Names are those of the ecosystem's ONNX models. A part declares its dynamic sizes, draws inputs of any size, and is a module itself,
-whose forward takes its inputs as one mapping and returns its outputs as a tuple: what a tracer needs, and what torch can run too.
+Names are those of the ecosystem's ONNX models. A part declares its dynamic sizes and draws inputs of any size. It is a module whose
+forward takes its inputs as one mapping and returns its outputs as a tuple, so that both a tracer and torch can run it.
 
     model                     input_ids, attention_mask, …                                          → logits
     model                     input_ids, attention_mask, position_ids, past_key_values.{i}.key, …   → logits, present.{i}.…
@@ -9,7 +9,7 @@ whose forward takes its inputs as one mapping and returns its outputs as a tuple
     decoder_model             input_ids, encoder_hidden_states, encoder_attention_mask              → logits, present.{i}.…
     decoder_with_past_model   the same and past_key_values.{i}.decoder.key, …                       → the same
 
-A decoder with its cache as inputs and outputs is one file for the prompt and every step after it; an encoder-decoder is three: the
+A decoder with its cache as inputs and outputs is one file for the prompt and every later step; an encoder-decoder is three: the
 encoder, the first step of the decoder, and its next steps.
 """
 
@@ -60,14 +60,14 @@ BATCH, LENGTH, PAST, TOTAL, SOURCE = (
     "encoder_sequence_length",
 )
 PAST_KEY_VALUES, PRESENT = "past_key_values.", "present."
-PER = "_per_"  # in the name of an extent that is a part of another, rounded up
-CACHE = "past_key_values"  # as most models call it
+PER = "_per_"  # in the name of an extent that is a fraction of another, rounded up
+CACHE = "past_key_values"  # the name in most models
 STATE_LENGTHS = (6, 7, 12)  # numbers of tokens after which states are compared, to determine which grow
-TRACED_SIZES = {BATCH: 2, LENGTH: 5, PAST: 7, SOURCE: 11}  # extents to trace with, all different
+TRACED_SIZES = {BATCH: 2, LENGTH: 5, PAST: 7, SOURCE: 11}  # extents for tracing, all different
 
 
 class ExportPart(nn.Module):
-    """One function of the model. `sizes` are its dynamic sizes with the extents traced; `outputs` names what forward returns."""
+    """One function of the model. `sizes` are its dynamic sizes with the traced extents; `outputs` are the names of its outputs."""
 
     name = "model"  # of the file
 
@@ -76,15 +76,15 @@ class ExportPart(nn.Module):
         self.model = model
         self.sizes: dict[str, int] = {}
         self.outputs: list[str] = []
-        self.template: Any = None  # a cache like those it goes on from; None where it goes on from none
+        self.template: Any = None  # a cache like the given ones; None without a cache
 
     def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
-        """Inputs of these sizes, drawn with `seed`; with another than 0 the first row is padded."""
+        """Return random inputs of these sizes; for a `seed` other than 0 the first row is padded."""
         raise NotImplementedError
 
     @functools.cached_property
     def least(self) -> int:
-        """The fewest tokens, of 1, 2, 4, …, that the model runs with; as many as it is traced with where no fewer do."""
+        """Return the least number of tokens, of 1, 2, 4, …, with which the model runs; the traced number if it needs as many."""
         most = self.sizes.get(LENGTH, 1)
         tried = (2**step for step in range(most.bit_length()) if 2**step < most)
         return next((length for length in tried if self.runs({**dict.fromkeys(self.sizes, 1), LENGTH: length})), most)
@@ -94,14 +94,14 @@ class ExportPart(nn.Module):
         try:
             with torch.no_grad():
                 self(self.example(sizes, 1))
-        except Exception:  # whatever it raises
+        except Exception:  # of any type
             return False
         return True
 
     def axes(self) -> dict[str, dict[int, str]]:
-        """Return the dynamic axes of every input, and the size each is: an axis has a size if it grows with it.
+        """Return the dynamic axes of every input, each with its size: the size with which the axis grows.
 
-        States that grow with every k-th token only show it when what came before is doubled.
+        States that grow with every k-th token show it only if the earlier tokens are doubled.
         """
         first = self.example(self.sizes)
         found: dict[str, dict[int, str]] = {name: {} for name in first}
@@ -117,13 +117,13 @@ class ExportPart(nn.Module):
     def size_of(self, name: str, size: str) -> str:
         """Return the name of the extent of the input `name` that grows with `size`: `{size}_per_4` for a fourth, rounded up."""
         if size == PAST and not name.startswith(PAST_KEY_VALUES):
-            return TOTAL  # of what is there, the one token that is new with it
+            return TOTAL  # the existing tokens and the new one
         every = token_strides(self.template).get(name.removeprefix(PAST_KEY_VALUES), 1) if size == PAST else 1
         return f"{size}{PER}{every}" if every > 1 else size
 
 
 class WholeModel(ExportPart):
-    """The model as it is, without a cache: every tensor that it returns by name."""
+    """The model as it is, without a cache: every tensor in its output, by name."""
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
         super().__init__(model)
@@ -156,13 +156,13 @@ def pad_first_row(inputs: Mapping[str, Any], seed: int) -> Tensors:
 
 
 def split_states(inputs: Tensors) -> tuple[Tensors, Tensors]:
-    """Return the states among a part's inputs, by their own names, and the others."""
+    """Return the states among a part's inputs, by their own names, and the other inputs."""
     states = {name.removeprefix(PAST_KEY_VALUES): value for name, value in inputs.items() if name.startswith(PAST_KEY_VALUES)}
     return states, {name: value for name, value in inputs.items() if not name.startswith(PAST_KEY_VALUES)}
 
 
 def optional_inputs(model: nn.Module, inputs: Mapping[str, Any], names: tuple[str, ...]) -> Tensors:
-    """Return the further inputs that an ONNX model of this kind takes: those whose plain value changes nothing."""
+    """Return the further inputs that an ONNX model of this kind has: those whose default value changes nothing."""
     ids = ids_name(inputs)
     if ids is None:
         return {}
@@ -182,11 +182,11 @@ def optional_inputs(model: nn.Module, inputs: Mapping[str, Any], names: tuple[st
 
 
 def is_neutral(arithmetic: Arithmetic, more: Mapping[str, Any]) -> bool:
-    """Return whether the model computes with the further inputs what it does without."""
+    """Return whether the model computes the same with the further inputs as without."""
     model, inputs = arithmetic.model, arithmetic.inputs
     try:
         return arithmetic.compare(lambda: (logits_of(model(**{**inputs, **more})), logits_of(model(**inputs)))).agrees
-    except Exception:  # the model names the argument and wants something else of it
+    except Exception:  # the model has an argument of this name with another meaning
         return False
 
 
@@ -194,10 +194,10 @@ def is_neutral(arithmetic: Arithmetic, more: Mapping[str, Any]) -> bool:
 
 
 class Decoder(ExportPart):
-    """A decoder by itself, on the tokens that follow `past_key_values`, which may be none; it returns `present`.
+    """A decoder by itself, on the tokens after `past_key_values`, which may be empty; it returns `present`.
 
-    Where a layer keeps a state of a fixed size (the window of a convolution, the sum of a recurrence), what it computes from
-    several tokens depends on how they are split into steps: then a step is one token, and padding leaves such a state as it was.
+    If a layer has a state of a fixed size (the window of a convolution, the sum of a recurrence), its result for several tokens
+    depends on their division into steps: then a step is one token, and padding leaves such a state unchanged.
     """
 
     def __init__(self, model: nn.Module, inputs: Mapping[str, Any]) -> None:
@@ -224,7 +224,7 @@ class Decoder(ExportPart):
         self.fixed = [name for name in extra_states(self.template) if name not in self.growing]
         dynamic = (BATCH, PAST) if self.fixed else (BATCH, LENGTH, PAST)
         self.sizes = {size: TRACED_SIZES[size] for size in dynamic}
-        self.masks_new_tokens_only = False  # whether the model takes a mask of the step's tokens, not of all
+        self.masks_new_tokens_only = False  # whether the model needs a mask of only the step's tokens
         self.outputs = ["logits", *(PRESENT + name for name in self.states)]
 
     def tokens(self, batch: int, length: int, seed: int) -> Tensor:
@@ -246,14 +246,14 @@ class Decoder(ExportPart):
         return {"input_ids": tokens[:, past:].contiguous(), **{name: every[name] for name in self.extras}}
 
     def past(self, tokens: Tensor) -> Tensors:
-        """Return the states after these tokens, which may be none, as inputs."""
+        """Return the states after these tokens, possibly none, as inputs."""
         states = self.states_after(tokens if tokens.shape[1] else self.tokens(len(tokens), 1, 0))
         if not tokens.shape[1]:
             states = {name: state_before_tokens(name, value, self.growing) for name, value in states.items()}
         return {PAST_KEY_VALUES + name: value.contiguous() for name, value in states.items()}
 
     def states_after(self, tokens: Tensor) -> Tensors:
-        """Return all that the model itself keeps in its cache after these tokens."""
+        """Return all states that the model itself stores in its cache after these tokens."""
         with torch.no_grad():
             begun = self.model(**{self.ids: tokens, self.cache: build_cache(self.template, {}), "use_cache": True})
         return states_of(getattr(begun, self.cache))
@@ -271,7 +271,7 @@ class Decoder(ExportPart):
         return (logits_of(output), *(present[name] for name in self.states))
 
     def output(self, others: Tensors, cache: Any) -> Any:
-        """Return what the model returns for a step on its cache."""
+        """Return the model's output for a step on its cache."""
         given = {self.ids if name == "input_ids" else name: value for name, value in others.items()}
         if "attention_mask" in given and self.masks_new_tokens_only:
             mask = given["attention_mask"]
@@ -279,7 +279,7 @@ class Decoder(ExportPart):
         return self.model(**given, **{self.cache: cache, "use_cache": True})
 
     def logits_on_own_cache(self, tokens: Tensor, ends: Iterable[int]) -> Tensor:
-        """Return the logits of the tokens in steps on the model's own cache, which is never taken apart."""
+        """Return the logits of the tokens, in steps on the model's own cache, which is never split."""
         cache, logits = build_cache(self.template, {}), []
         for start, end in itertools.pairwise((0, *ends)):
             output = self.output(self.step(tokens[:, :end], start), cache)
@@ -289,7 +289,7 @@ class Decoder(ExportPart):
 
 
 def cache_name(model: nn.Module, inputs: Mapping[str, Any]) -> str | None:
-    """Return the argument of the model's forward that takes the cache, which it returns under the same name; None without one."""
+    """Return the argument of the model's forward for the cache, also returned under that name; None if there is none."""
     if accepts(model, CACHE):
         return CACHE
     output = model(**{**inputs, "use_cache": True}) if accepts(model, "use_cache") else None
@@ -311,7 +311,7 @@ class Encoder(ExportPart):
         self.sizes = {BATCH: TRACED_SIZES[BATCH], LENGTH: TRACED_SIZES[SOURCE]}
         self.outputs = ["last_hidden_state"]
         output = self.model(**self.given)
-        self.kind: Any = type(output) if dataclasses.is_dataclass(output) else BaseModelOutput  # of what the model's decoder takes
+        self.kind: Any = type(output) if dataclasses.is_dataclass(output) else BaseModelOutput  # of the model's decoder's input
 
     def example(self, sizes: Sizes, seed: int = 0) -> Tensors:
         return pad_first_row(resized(self.model, self.given, sizes[BATCH], sizes[LENGTH], seed), seed)
@@ -321,14 +321,14 @@ class Encoder(ExportPart):
 
 
 class FirstStep(ExportPart):
-    """The decoder of an encoder-decoder on tokens with none before them."""
+    """The decoder of an encoder-decoder on tokens without earlier ones."""
 
     name = "decoder_model"
     returns_states = True
 
     def __init__(self, model: nn.Module, encoder: Encoder, returns_states: bool) -> None:
         super().__init__(model)
-        self.encoder, self.returns_states = (encoder,), returns_states  # no child: its weights go into another file
+        self.encoder, self.returns_states = (encoder,), returns_states  # not a child: its weights are in another file
         self.sizes = {size: TRACED_SIZES[size] for size in (BATCH, LENGTH, SOURCE)}
         self.masked = "attention_mask" in encoder.given and accepts(model, "attention_mask")
         output = self.output(self.start(self.sizes, 0))
@@ -337,7 +337,7 @@ class FirstStep(ExportPart):
         self.outputs = ["logits", *(PRESENT + name for name in self.states)]
 
     def start(self, sizes: Sizes, seed: int) -> Tensors:
-        """Return the tokens and what the encoder makes of others."""
+        """Return the tokens, and the encoder's output for others."""
         (encoder,) = self.encoder
         source = encoder.example({BATCH: sizes[BATCH], LENGTH: sizes[SOURCE]}, seed)
         with torch.no_grad():
@@ -357,7 +357,7 @@ class FirstStep(ExportPart):
         return self.model(**given, encoder_outputs=encoded, use_cache=self.returns_states, **more)
 
     def first_output(self, inputs: Tensors) -> Any:
-        """Return what the model returns for the first tokens, on a cache that keeps all of them."""
+        """Return the model's output for the first tokens, with a cache that stores all of them."""
         return self.output(inputs, past_key_values=build_cache(self.template, {})) if self.states else self.output(inputs)
 
     def forward(self, inputs: Tensors) -> tuple[Tensor, ...]:
@@ -367,7 +367,7 @@ class FirstStep(ExportPart):
 
 
 class NextStep(FirstStep):
-    """The decoder of an encoder-decoder on the tokens that follow `past_key_values`, the encoder's side of which never changes."""
+    """The decoder of an encoder-decoder on the tokens after `past_key_values`, whose encoder side never changes."""
 
     name = "decoder_with_past_model"
 
@@ -397,7 +397,7 @@ class NextStep(FirstStep):
 
 
 def other_sizes(part: ExportPart) -> list[dict[str, int]]:
-    """Sizes that the part was not traced with: larger and smaller ones, the least that it runs at, and none before."""
+    """Return sizes for which the part was not traced: larger and smaller ones, the least that it runs at, and no earlier tokens."""
     nothing = {size: 0 if size.startswith("past") else extent + 3 for size, extent in part.sizes.items()}
     larger = {size: extent + 1 + place for place, (size, extent) in enumerate(part.sizes.items())}
     least = {size: part.least if size == LENGTH else 1 for size in part.sizes}
@@ -420,12 +420,12 @@ DTYPES = {
 
 
 def missing_packages(*packages: str) -> list[str]:
-    """Return those of the packages that are missing here."""
+    """Return those of the packages that are not installed."""
     return [name for name in packages if importlib.util.find_spec(name) is None]
 
 
 def import_onnxruntime() -> Any:
-    """ONNX Runtime, which reports to nobody. Raises `RetrofitError` if it is not installed."""
+    """Return the module of ONNX Runtime, with telemetry off. Raises `RetrofitError` if it is not installed."""
     if missing_packages("onnxruntime"):
         raise RetrofitError(
             "ONNX Runtime is not installed",
@@ -442,7 +442,7 @@ def import_onnxruntime() -> Any:
 class OnnxSession:
     """An ONNX model, from its file or its bytes, that maps named tensors to named tensors on the CPU.
 
-    Its threads wait for work in a loop (`spinning`), or sleep. `weights` are those that its bytes only name, as external data.
+    Its threads wait for work in a loop (`spinning`), or sleep. `weights` are those that its bytes name as external data.
     """
 
     def __init__(
@@ -466,7 +466,7 @@ class OnnxSession:
         self.weights = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in (weights or {}).items()}  # no copies
         options.add_external_initializers(list(self.weights), list(self.weights.values()))
         if weights is not None:
-            options.add_session_config_entry("session.disable_prepacking", "1")  # a third copy, for a few short runs
+            options.add_session_config_entry("session.disable_prepacking", "1")  # avoids a third copy, for a few short runs
         given = model if isinstance(model, bytes) else str(model)
         try:
             self.session: onnxruntime.InferenceSession = ort.InferenceSession(given, options, providers=["CPUExecutionProvider"])
@@ -478,7 +478,7 @@ class OnnxSession:
         self.outputs = [argument.name for argument in self.session.get_outputs()]
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the outputs; inputs that the model does not take are left out. Raises `RetrofitError` if it does not run."""
+        """Return the outputs; inputs that the model does not have are ignored. Raises `RetrofitError` if it does not run."""
         if lacking := [name for name in self.inputs if name not in inputs]:
             raise RetrofitError(
                 f"the model also takes {', '.join(lacking)}",
@@ -496,12 +496,12 @@ class OnnxSession:
 
     @property
     def tokens_per_step(self) -> int | None:
-        """Return how many tokens a step takes; None if it may be any number."""
+        """Return the number of tokens in a step; None if it is dynamic."""
         extent = self.inputs["input_ids"].shape[1]
         return extent if isinstance(extent, int) else None
 
     def empty_states(self, batch: int) -> dict[str, Tensor]:
-        """Return the states before any token: keys and values of none, memories of zeros."""
+        """Return the states before any token: empty keys and values, histories of zeros."""
         states = {}
         for name, argument in self.inputs.items():
             if name.startswith(PAST_KEY_VALUES):

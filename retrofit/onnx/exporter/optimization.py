@@ -1,14 +1,14 @@
-"""Rewriting an ONNX graph with the standard rewriters, each step kept only where ONNX Runtime computes the same with it.
+"""Rewrite an ONNX graph with the standard rewriters; keep a step only if ONNX Runtime computes the same with it.
 
-`optimize` folds constants, merges equal computations and drops what nothing reads. The fusions put ONNX Runtime's own operators in
-the place of what they compute: norms, GELU, rotary embeddings, attention. They match the form of a graph and not its meaning, so
-each is tried on a copy: the copy must load, and agree on inputs of two other shapes.
+`optimize` folds constants, merges equal computations and drops unused ones. The fusions replace norms, GELU, rotary embeddings and
+attention by ONNX Runtime's own operators. They match the form of a graph, not its meaning, so each is tried on a copy: the copy
+must load, and agree on inputs of two other shapes.
 
 Last, in a file that was compared with torch, a choice between two results by one truth value becomes an `If` (`branch_file`).
-`torch.where` computes both: in a step without an anchor a layer that `sequence-altup` has strided would be computed for nothing.
-Here the nodes that only one of the results needs become a branch. All choices by one condition that do not follow from one another
-are one `If`, because they mostly share what they need: a layer's output, its keys, its values. An import reads such an `If` as the
-choice it was (`CHOICE`). Fusions, packing, and whatever else looks at nodes before sees them in one graph.
+`torch.where` computes both results: in a step without an anchor, a layer strided by `sequence-altup` would be computed for nothing.
+Here the nodes that only one of the results needs become a branch. All choices by one condition that do not depend on one another
+become one `If`, because they mostly share operands: a layer's output, its keys, its values. An import reads such an `If` as the
+original choice (`CHOICE`). Before, fusions, packing, and all other analyses of nodes see them in one graph.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 Tensors: TypeAlias = Mapping[str, Tensor]
-LITTLE = 2**10  # bytes; a weight of no more is copied
-LARGEST = 2**30  # bytes of weights; a larger model is not copied and run to see what a fusion does to it
-PAIRWISE_RULES = {"SlicesSplit"}  # of the optimizer: tried on every pair of slices, for minutes where a graph has hundreds
-CHOOSES = {"ArgMax": 0, "ArgMin": 0, "TopK": 1}  # operators by the place of the output that says what was chosen
-GIVEN = "_given"  # behind the name of a choice that a graph is given
-TOLERANCE = 1e-5  # relative to the largest output; a model that rounds more may move by so many times what it rounds:
-FARTHER = 4  # the graph before a fusion rounds and the one after it does, and each by up to twice what another forward does
+LITTLE = 2**10  # bytes; smaller weights are copied
+LARGEST = 2**30  # bytes of weights; a larger model is not copied and run to test a fusion
+PAIRWISE_RULES = {"SlicesSplit"}  # of the optimizer: tried on every pair of slices, which takes minutes for a graph with hundreds
+CHOOSES = {"ArgMax": 0, "ArgMin": 0, "TopK": 1}  # operators that choose → the index of the output with the choice
+GIVEN = "_given"  # suffix of the name of a choice that a graph gets as input
+TOLERANCE = 1e-5  # relative to the largest output; a model that rounds more may differ by a multiple of its own rounding:
+FARTHER = 4  # the graphs before and after a fusion both round, each up to twice as much as another forward
 
 
 @dataclasses.dataclass(frozen=True)
 class RewriteStep:
-    """One rewriting step: how many nodes there were before and after, and whether it was kept, or why not."""
+    """One rewriting step: the number of nodes before and after, and whether it was kept, or why not."""
 
     name: str
     before: int
@@ -56,9 +56,9 @@ class RewriteStep:
 
 
 def optimize(model: onnx_ir.Model, rounds: int = 2) -> onnx_ir.Model:
-    """Constants folded, equal computations merged, nothing that is not read.
+    """Return the model with constants folded, equal computations merged and unused ones removed.
 
-    Every value has a name of its own first: a weight that was read from an ONNX file may be called as the exporter calls a value.
+    First every value gets a unique name: a weight from an ONNX file may have a name that the exporter uses for a value.
     """
     from onnx_ir.passes.common import NameFixPass
     from onnxscript import optimizer, rewriter
@@ -74,10 +74,10 @@ def optimize(model: onnx_ir.Model, rounds: int = 2) -> onnx_ir.Model:
 
 
 def separate_padding_from_pooling(model: onnx_ir.Model) -> None:
-    """Keep the padding before a pooling of the largest numbers apart from it.
+    """Keep the padding before a max pooling apart from it.
 
-    ONNX Runtime's optimizer merges the padding into the pooling (`Pad_Fusion`), which pads with less than anything. A maximum with
-    that in between changes nothing, and the two are no neighbours.
+    ONNX Runtime's optimizer merges the padding into the pooling (`Pad_Fusion`), which pads with values below all others. A maximum
+    with such a value in between changes nothing, and separates the two.
     """
     import onnx_ir
 
@@ -94,9 +94,9 @@ def separate_padding_from_pooling(model: onnx_ir.Model) -> None:
 
 
 def fusions() -> dict[str, Callable[[onnx_ir.Model], int]]:
-    """ONNX Runtime's fused operators by what they fuse, in the order in which one lays the ground for the next.
+    """Return ONNX Runtime's fused operators by name, in an order in which earlier ones prepare later ones.
 
-    Each returns how often it found something to fuse.
+    Each function returns the number of its matches.
     """
     from onnxscript.rewriter import RewriteRuleSet
     from onnxscript.rewriter.ort_fusions import _core as ort
@@ -119,9 +119,9 @@ def fusions() -> dict[str, Callable[[onnx_ir.Model], int]]:
 def fuse_operators(
     model: onnx_ir.Model, examples: Sequence[Tensors], rounding: Callable[[], float] = lambda: 0.0
 ) -> tuple[onnx_ir.Model, list[RewriteStep]]:
-    """Return the model with every fusion that leaves what it computes on the examples as it is, and an account of all.
+    """Return the model with every fusion that keeps the outputs for the examples, and an account of all.
 
-    `rounding` measures how far the model's own rounding moves its outputs, and is asked where a fusion moves them.
+    `rounding` measures how far the model's own rounding moves its outputs; it is called if a fusion moves them.
     """
     if missing_packages("onnxruntime"):
         return model, [RewriteStep("fusions", count_nodes(model), count_nodes(model), False, "ONNX Runtime is not installed")]
@@ -141,7 +141,7 @@ def fuse_operators(
             if not why:
                 gap = trial.gap(candidate)
                 why = "" if gap <= TOLERANCE or gap <= FARTHER * rounding() else f"the outputs move by {gap:.1e}"
-        except Exception as error:  # a rewriter or a kernel that does not know this graph
+        except Exception as error:  # of any type: a rewriter or a kernel may not support this graph
             after, why = before, first_line(error)
         account.append(RewriteStep(name, before, after, not why, why))
         model = model if why else candidate
@@ -149,11 +149,11 @@ def fuse_operators(
 
 
 class SameChoices:
-    """A model's outputs, and those of others that choose as it does.
+    """A model's outputs, and those of other models with the same choices.
 
-    Two kernels of one operation round differently, and where a model chooses (an active unit, an expert) between candidates that
-    nearly tie, what it computes may move by much more. What the model chose is given to the other one, and what each chooses by is
-    one more output: that must agree, too.
+    Two kernels of one operation round differently, and if a model chooses (an active unit, an expert) between near-ties, its
+    outputs may move by much more. The other model gets this model's choices as inputs, and the numbers that each chooses by become
+    additional outputs, which must agree too.
     """
 
     def __init__(self, model: onnx_ir.Model, examples: Sequence[Tensors]) -> None:
@@ -167,13 +167,13 @@ class SameChoices:
         self.made = [{f"{name}{GIVEN}": outputs.pop(name) for name in chosen} for outputs in self.expected]
 
     def gap(self, other: onnx_ir.Model) -> float:
-        """Return how far another model's outputs lie from this one's, with its choices."""
+        """Return how far another model's outputs lie from this one's, with the same choices."""
         session = self.session(other)
         results = [session({**example, **made}) for example, made in zip(self.examples, self.made, strict=True)]
         return max(largest_gap(found, outputs) for found, outputs in zip(results, self.expected, strict=True))
 
     def session(self, other: onnx_ir.Model) -> OnnxSession:
-        """Another model, which is given its choices."""
+        """Return a session of another model, which gets the choices as inputs."""
         import onnx_ir
 
         clone = other.clone()
@@ -195,15 +195,15 @@ class SameChoices:
 
 
 def choosing_nodes(model: onnx_ir.Model) -> list[onnx_ir.Node]:
-    """Return the nodes that choose by the largest or smallest numbers, those of branches left out, in the graph's order.
+    """Return the nodes that choose by the largest or smallest numbers, except those in branches, in the graph's order.
 
-    By numbers that are rounded: of integers the largest is the largest in any arithmetic.
+    Only rounded numbers are meant: the largest of integers is the same in any arithmetic.
     """
     return [node for node in model.graph if node.op_type in CHOOSES and not node.domain and not is_integral(node.inputs[0])]
 
 
 def is_integral(value: onnx_ir.Value | None) -> bool:
-    """Return whether a value is known to be of integers."""
+    """Return whether a value is known to consist of integers."""
     return value is not None and value.dtype is not None and value.dtype.is_integer()
 
 
@@ -223,7 +223,7 @@ def take_weights(model: onnx_ir.Model) -> dict[str, onnx_ir.TensorProtocol]:
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if tensor is None or tensor.nbytes <= LITTLE or value.is_graph_input() or tensor.numpy().dtype.isbuiltin != 1:
-            continue  # numpy has no bfloat16 and no half bytes
+            continue  # numpy has neither bfloat16 nor half bytes
         taken[name] = tensor
         value.const_value = onnx_ir.ExternalTensor(
             "weights", 0, tensor.nbytes, tensor.dtype, name=name, shape=onnx_ir.Shape(tensor.shape.numpy())
@@ -232,19 +232,19 @@ def take_weights(model: onnx_ir.Model) -> dict[str, onnx_ir.TensorProtocol]:
 
 
 def largest_gap(outputs: Tensors, others: Tensors) -> float:
-    """Return the largest distance between outputs of one name."""
+    """Return the largest distance between outputs of the same name."""
     return max(distance(outputs[name], other) for name, other in others.items())
 
 
 def remove_unused_inputs(model: onnx_ir.Model) -> None:
-    """Remove the inputs that nothing reads."""
+    """Remove unused inputs."""
     graph = model.graph
     for value in [value for value in graph.inputs if not value.uses() and not value.is_graph_output()]:
         graph.inputs.remove(value)
 
 
 def count_nodes(model: onnx_ir.Model) -> int:
-    """Return the nodes of the graph, those of its branches included."""
+    """Return the number of nodes of the graph, including its branches."""
     return sum(1 for _ in model.graph.all_nodes())
 
 
@@ -258,14 +258,14 @@ def weight_bytes(model: onnx_ir.Model) -> int:
 
 
 PRODUCTS = frozenset(("MatMul", "Gemm", "FusedMatMul", "MatMulNBits", "Conv"))  # a branch without one is not worth an `If`
-THEN, ELSE = 1, 2  # the places of a choice's two results among its inputs
-STEPS = range(1, 5)  # numbers of tokens before one more, at which a file with branches is compared with the same without
+THEN, ELSE = 1, 2  # the indices of a choice's two results among its inputs
+STEPS = range(1, 5)  # numbers of tokens before one more, for the comparison of a file with branches and the same without
 
 
 def branch_file(graph: onnx_ir.Model, path: Path, part: ExportPart) -> RewriteStep | None:
-    """Write the file at `path`, of this graph, with branches for what it chooses between; return None if it chooses nothing.
+    """Write the file at `path` for this graph, with branches for its choices; return None if it has none.
 
-    The account says why not, where ONNX Runtime computes something else with them.
+    If ONNX Runtime computes something else with the branches, the account says so.
     """
     import onnx_ir
 
@@ -276,12 +276,12 @@ def branch_file(graph: onnx_ir.Model, path: Path, part: ExportPart) -> RewriteSt
         return None
     other = path.with_name(f"branched.{path.name}")
     try:
-        onnx_ir.save(model, other)  # weights that lie in a file of their own stay there
+        onnx_ir.save(model, other)  # weights in a file of their own stay there
         gap = gap_between(path, other, part)
         why = "" if gap <= TOLERANCE else f"the outputs move by {gap:.1e}"
         if not why:
             other.replace(path)
-    except Exception as error:  # a graph that ONNX Runtime does not take in branches
+    except Exception as error:  # of any type: ONNX Runtime may not support the branches
         why = first_line(error)
     finally:
         other.unlink(missing_ok=True)
@@ -290,7 +290,7 @@ def branch_file(graph: onnx_ir.Model, path: Path, part: ExportPart) -> RewriteSt
 
 @torch.no_grad()
 def gap_between(path: Path, other: Path, part: ExportPart) -> float:
-    """Return the distance between the outputs of two files at the worst of several sizes, single tokens after others included."""
+    """Return the largest distance between the outputs of two files at several sizes, including single tokens after others."""
     sizes = other_sizes(part)
     if PAST in part.sizes:
         sizes += [{**dict.fromkeys(part.sizes, 1), LENGTH: part.least, PAST: past} for past in STEPS]
@@ -300,7 +300,7 @@ def gap_between(path: Path, other: Path, part: ExportPart) -> float:
 
 
 def make_branches(model: onnx_ir.Model) -> int:
-    """Choices in the model's graph that are worth it are `If`s; returns how many of these were made."""
+    """Replace the choices in the model's graph that are worth it by `If`s; return their number."""
     groups = [(condition, group) for condition, nodes in choices(model.graph).items() for group in by_depth(model.graph, nodes)]
     return sum(make_branch(model.graph, condition, group) for condition, group in groups)
 
@@ -319,7 +319,7 @@ def choices(graph: onnx_ir.Graph) -> dict[onnx_ir.Value, list[onnx_ir.Node]]:
 
 
 def by_depth(graph: onnx_ir.Graph, chosen: list[onnx_ir.Node]) -> list[list[onnx_ir.Node]]:
-    """Return the choices by how many others lie on the longest way to each: those of a group do not follow from one another."""
+    """Return the choices grouped by the number of choices on the longest path to them: those of a group are independent."""
     depths: dict[onnx_ir.Node, int] = {}
     groups: dict[int, list[onnx_ir.Node]] = {}
     wanted = set(chosen)
@@ -333,7 +333,7 @@ def by_depth(graph: onnx_ir.Graph, chosen: list[onnx_ir.Node]) -> list[list[onnx
 
 
 def nodes_inside(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
-    """Yield the nodes of the node's branches, and of theirs."""
+    """Yield the nodes in the node's branches, recursively."""
     import onnx_ir
 
     for attribute in node.attributes.values():
@@ -342,12 +342,12 @@ def nodes_inside(node: onnx_ir.Node) -> Iterator[onnx_ir.Node]:
 
 
 def values_read(node: onnx_ir.Node) -> Iterator[onnx_ir.Value]:
-    """Yield what the node reads, in its branches too."""
+    """Yield the values that the node reads, also in its branches."""
     yield from (value for reader in (node, *nodes_inside(node)) for value in reader.inputs if value is not None)
 
 
 def make_branch(graph: onnx_ir.Graph, condition: onnx_ir.Value, group: list[onnx_ir.Node]) -> int:
-    """Make the choices of a group, outside of branches, one `If`; return how many, 0 where no product would be saved."""
+    """Replace the choices of a group, outside of branches, by one `If`; return their number, 0 if no product would be saved."""
     import onnx_ir
 
     group = [node for node in group if node.graph is graph]
@@ -379,7 +379,7 @@ def make_branch(graph: onnx_ir.Graph, condition: onnx_ir.Value, group: list[onnx
 
 
 def needed_only_by(graph: onnx_ir.Graph, group: list[onnx_ir.Node], place: int) -> list[onnx_ir.Node]:
-    """Return the nodes that nothing reads but the choices at that place, and one another; in the graph's order."""
+    """Return the nodes that only the choices at that position, and one another, read; in the graph's order."""
     around = {inner: node for node in graph for inner in nodes_inside(node)}
     chosen, needed = set(group), set()
     for node in reversed(graph):
@@ -391,7 +391,7 @@ def needed_only_by(graph: onnx_ir.Graph, group: list[onnx_ir.Node], place: int) 
 
 
 def branch_graph(graph: onnx_ir.Graph, nodes: list[onnx_ir.Node], results: list[onnx_ir.Value | None], name: str) -> onnx_ir.Graph:
-    """Return the nodes as a graph of their own that returns the results; what comes from elsewhere passes through it."""
+    """Return the nodes as a graph of their own that returns the results; values from outside are passed through."""
     import onnx_ir
 
     graph.remove(nodes)

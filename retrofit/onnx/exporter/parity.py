@@ -1,20 +1,20 @@
 """Comparison of an ONNX file with torch, on inputs of other shapes than those of the trace.
 
-ONNX Runtime and torch round differently, a trained model more than a fresh one. What is not settled by the gap itself is settled in
-float64: the file's outputs may lie a few times as far from torch's float64 outputs as torch's own do, output by output. Where a
-model cancels large numbers, as on tokens with massive activations, one forward's rounding is a matter of luck: then it is also
-measured how far the outputs move where weights move by a step of their dtype.
+ONNX Runtime and torch round differently, more so for a trained model than for a new one. If the gap itself decides nothing, float64
+does: the file's outputs may lie a few times as far from torch's float64 outputs as torch's own do, output by output. If a model
+cancels large numbers, as on tokens with massive activations, the rounding of one forward is a matter of chance. Then the change of
+the outputs is also measured when weights move by a step of their dtype.
 
-A model that chooses (an expert, an active unit) may choose differently where two candidates nearly tie. What the file chose is
-known: it is run with its `ArgMax` and `TopK` as further outputs, torch makes the same choices, and the same must hold. How near the
-ties were is measured in torch, in float64.
+A model that chooses (an expert, an active unit) may choose differently between near-ties. The file's choices are made visible: it
+is run with its `ArgMax` and `TopK` as additional outputs, torch makes the same choices, and the same must hold. The margin of the
+ties is measured in torch, in float64.
 
-Of a file with packed weights there are two questions, one after the other. With float arithmetic (MatMulNBits without an accuracy
-level, and without ONNX Runtime's optimizer, which gives products with an unpacked matrix one) it must agree with torch, whose
-weights are the packed ones' numbers for as long as that takes: then only rounding is left, judged as in any file. As it is run, the
-file rounds what packed matrices multiply to 8 bits as well, a scale for each block of 32. Such a step is of the size of the
-weights' own, so its outputs may lie a few times as far from those of float arithmetic as packing the weights moved the model; where
-it makes other choices (an active unit, an expert), that is said, and not judged by the distance.
+A file with packed weights is tested in two steps. First, in float arithmetic (MatMulNBits without an accuracy level, and without
+ONNX Runtime's optimizer, which gives one to products with an unpacked matrix) it must agree with torch, whose weights are the
+packed ones' values for this test: then only rounding is left, judged as in any file. As it is run, the file also rounds the inputs
+of packed matrices to 8 bits, with a scale for each block of 32. Such a step has the size of the weights' own, so the outputs may
+lie a few times as far from those of float arithmetic as packing the weights moved the model. If it makes other choices (an active
+unit, an expert), that is reported, and not judged by the distance.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
     import onnx
 
 
-ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-6, torch.float16: 2e-2}  # gaps that say nothing: 16 roundings of one number
-FARTHER = 16  # times as far from float64 as torch's outputs, a file's may lie: its kernels are others (a DFT is 11 times as far)
-UNSETTLED = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2}  # the limit where the model's code refuses float64
+ROUNDING = {torch.float64: 1e-9, torch.float32: 2e-6, torch.float16: 2e-2}  # gaps that are ignored: 16 roundings of one number
+FARTHER = 16  # allowed distance of a file from float64, in multiples of torch's: its kernels differ (a DFT is 11 times as far)
+UNSETTLED = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 2e-2}  # the limit if the code does not support float64
 TIE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 2e-2}  # relative to the largest candidate
-DRAWS, MOVED = 4, 1 / 8  # how often the weights are moved by a step, and which share of them: of rounding's own size together
+DRAWS, MOVED = 4, 1 / 8  # how often weights are moved by a step, and which share of them: together as much as rounding itself
 Context = Callable[[], contextlib.AbstractContextManager[object]]
 
 
@@ -56,14 +56,14 @@ class Parity:
 
     gap: float
     agrees: bool
-    limit: float  # of `wide`, and where there is none of `gap`
-    wide: float | None = None  # how far the output nearest to its limit lies from torch's in float64, where that was needed
-    own: float = 0.0  # how far torch's does
-    note: str = ""  # which choices fell otherwise, with which the gap is what it is
+    limit: float  # of `wide`, or without it of `gap`
+    wide: float | None = None  # the distance from torch's float64 outputs of the output closest to its limit, if it was needed
+    own: float = 0.0  # that of torch's own outputs
+    note: str = ""  # the choices that differ, with which the gap was measured
 
     @property
     def measured(self) -> str:
-        """The gaps in words: `2.4e-04 from torch, 2.9e-04 from its float64 (limit 1.4e-03)`."""
+        """Return the gaps in words: `2.4e-04 from torch, 2.9e-04 from its float64 (limit 1.4e-03)`."""
         wide = "" if self.wide is None else f", {self.wide:.1e} from its float64 (limit {self.limit:.0e})"
         return f"{self.gap:.1e} from torch{wide}" + (f", {self.note}" if self.note else "")
 
@@ -75,7 +75,7 @@ def is_comparable(dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def compare_with_torch(path: Path, part: ExportPart, *, optimize: bool = True) -> Parity:
-    """Return how far the file lies from the part, on the worst of several shapes. Raises `RetrofitError` if it does not run.
+    """Return the largest distance of the file from the part at several shapes. Raises `RetrofitError` if it does not run.
 
     Without `optimize` ONNX Runtime runs the file node by node, as it is.
     """
@@ -88,7 +88,7 @@ def compare_with_torch(path: Path, part: ExportPart, *, optimize: bool = True) -
 
 
 def compare_outputs(outputs: Tensors, part: ExportPart, inputs: Tensors, choosing: Context = contextlib.nullcontext) -> Parity:
-    """Return whether the outputs are those of the part but for rounding; `choosing` makes the choices of the part within it."""
+    """Return whether the outputs equal those of the part except for rounding; `choosing` is a context that forces its choices."""
     dtype = dtype_of(part)
     with choosing():
         expected = outputs_of(part, inputs, outputs)
@@ -100,7 +100,7 @@ def compare_outputs(outputs: Tensors, part: ExportPart, inputs: Tensors, choosin
             wide = outputs_of(part, inputs, outputs)
     except OtherChoicesError:
         raise
-    except Exception as error:  # code that refuses float64
+    except Exception as error:  # code that does not support float64
         limit = UNSETTLED[dtype]
         return Parity(gap, agrees=gap <= limit, limit=limit, note=f"limit {limit:.0e}; not in float64: {first_line(error)}")
     own = {name: distance(value, wide[name]) for name, value in expected.items()}
@@ -122,9 +122,10 @@ def compare_outputs(outputs: Tensors, part: ExportPart, inputs: Tensors, choosin
 
 
 def rounding_of_weights(part: ExportPart, inputs: Tensors, wide: Tensors, choosing: Context) -> dict[str, float]:
-    """Return how far the outputs lie from `wide`, those in float64, where some weights move by a step; the most of a few draws.
+    """Return the distance of the outputs from `wide`, those in float64, when some weights move by a step; the largest of a few
+    draws.
 
-    Choices are made as with the weights as they are; 0 where the code does not let them be.
+    Choices are made as with the original weights; 0 if the code does not permit that.
     """
     moved = dict.fromkeys(wide, 0.0)
     try:
@@ -156,25 +157,25 @@ def moved_weights(part: ExportPart, seed: int) -> Iterator[None]:
 
 
 def outputs_of(part: ExportPart, inputs: Tensors, names: Collection[str]) -> Tensors:
-    """Return what the part returns in torch, as far as the file returns it too."""
+    """Return the part's outputs in torch that the file has too."""
     return {name: value for name, value in zip(part.outputs, part(inputs), strict=True) if name in names}
 
 
 @torch.no_grad()
 def torch_rounding(part: ExportPart, inputs: Tensors) -> float:
-    """Return how far torch's outputs lie from those in float64, the worst of them; 0 where the model's code refuses float64."""
+    """Return the largest distance of torch's outputs from those in float64; 0 if the model's code does not support float64."""
     expected = outputs_of(part, inputs, part.outputs)
     try:
         with Widened(torch.float64):
             wide = outputs_of(part, inputs, part.outputs)
-    except Exception:  # whatever the model's own code raises
+    except Exception:  # of any type, from the model's own code
         return 0.0
     own = {name: distance(value, wide[name]) for name, value in expected.items()}
     return max(rounding_of_same_choices(part, inputs, wide, own).values())
 
 
 def rounding_of_same_choices(part: ExportPart, inputs: Tensors, wide: Tensors, own: dict[str, float]) -> dict[str, float]:
-    """Return how far torch's outputs lie from those in float64 where it chooses as there: else a choice would pass for rounding."""
+    """Return the distance of torch's outputs from those in float64 with the choices of float64: a choice is no rounding."""
     if max(own.values()) <= TOLERANCE[dtype_of(part)]:
         return own
     try:
@@ -188,7 +189,7 @@ def rounding_of_same_choices(part: ExportPart, inputs: Tensors, wide: Tensors, o
 
 
 def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found: Parity, *, optimize: bool = True) -> Parity:
-    """Return the comparison with the file's choices made in torch too; as it was where these are no near-ties, or cannot be."""
+    """Return the comparison with the file's choices made in torch too; the earlier one if they are no near-ties, or impossible."""
     outputs, chosen = run_with_choices(path, inputs, optimize=optimize)
     made: list[Choices] = []
 
@@ -200,7 +201,7 @@ def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found:
         parity = compare_outputs(outputs, part, inputs, choosing)
     except OtherChoicesError:
         return found
-    choices = made[-1]  # in float64, where that was needed
+    choices = made[-1]  # in float64, if it was needed
     changed = max(attempt.changed for attempt in made)
     if not changed or choices.margin > TIE[dtype_of(part)] or len(choices.made) != len(chosen):
         return found
@@ -209,7 +210,7 @@ def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found:
 
 
 def run_with_choices(path: Path, inputs: Tensors, *, optimize: bool = True) -> tuple[dict[str, Tensor], list[Tensor]]:
-    """Return the file's outputs, and what its operators chose, in their order."""
+    """Return the file's outputs, and the choices of its operators, in their order."""
     import onnx
     import onnx_ir
 
@@ -231,7 +232,7 @@ def run_with_choices(path: Path, inputs: Tensors, *, optimize: bool = True) -> t
 # ── Packed weights ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-FARTHER_QUANTIZED = 8  # times as far as packing the weights moved the outputs, rounding what they multiply may move them
+FARTHER_QUANTIZED = 8  # allowed effect of rounding the inputs, in multiples of the effect of packing the weights
 LEAST_LIMIT = 1e-2  # relative to the largest output: 8 bits have steps of 1/127 of a block's largest number
 
 
@@ -239,14 +240,14 @@ LEAST_LIMIT = 1e-2  # relative to the largest output: 8 bits have steps of 1/127
 class QuantizedParity:
     """The parity of a file with packed weights; distances are relative to the largest output."""
 
-    exact: Parity  # the file in float arithmetic against torch with the packed weights' numbers
-    moved: float  # how far packing the weights moved torch's outputs
-    rounded: float  # how far rounding what they multiply moves the file's
-    choices: int  # how many choices fall otherwise with that
+    exact: Parity  # the file in float arithmetic against torch with the packed weights' values
+    moved: float  # the distance by which packing the weights moved torch's outputs
+    rounded: float  # the distance by which rounding the inputs of packed matrices moves the file's
+    choices: int  # the number of choices that differ because of it
 
     @property
     def measured(self) -> str:
-        """The distances in words."""
+        """Return the distances in words."""
         fell = f", {self.choices} choices fall otherwise" if self.choices else ""
         return f"packing the weights moves the outputs by {self.moved:.1e}, rounding what they multiply by {self.rounded:.1e}{fell}"
 
@@ -261,12 +262,12 @@ def parameters_by_value(model: nn.Module) -> dict[int, list[nn.Parameter]]:
 
 
 def checksum(matrix: Tensor) -> int:
-    """Return the same for a matrix and its transpose."""
+    """Return a number that is equal for a matrix and its transpose."""
     return int(matrix.detach().float().contiguous().view(torch.int32).sum(dtype=torch.int64))
 
 
 def matching(matrix: Tensor, parameters: dict[int, list[nn.Parameter]]) -> list[tuple[nn.Parameter, bool]]:
-    """Return the parameters that the matrix of a graph is, each with whether it is its transpose."""
+    """Return the parameters equal to the matrix of a graph, each with whether it is its transpose."""
     found = []
     for parameter in parameters.get(checksum(matrix), []):
         for transposed in (False, True):
@@ -278,7 +279,7 @@ def matching(matrix: Tensor, parameters: dict[int, list[nn.Parameter]]) -> list[
 
 @contextlib.contextmanager
 def representing(weights: Sequence[QuantizedWeight], model: nn.Module) -> Iterator[None]:
-    """Within this context the model's weights are the numbers that the packed ones stand for."""
+    """Within this context the model's weights have the values that the packed ones represent."""
     parameters = parameters_by_value(model)
     places = [(parameter, turned, weight.after) for weight in weights for parameter, turned in matching(weight.before, parameters)]
     own = [parameter.data for parameter, _, _ in places]
@@ -293,7 +294,7 @@ def representing(weights: Sequence[QuantizedWeight], model: nn.Module) -> Iterat
 
 @torch.no_grad()
 def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedWeight]) -> QuantizedParity:
-    """Return how the file at `path` compares. Raises `CaptureError` if it computes something else than the model."""
+    """Return the comparison for the file at `path`. Raises `CaptureError` if it computes something else than the model."""
     import onnx
 
     graph = onnx.load(path, load_external_data=False)
@@ -331,7 +332,7 @@ def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedW
 
 
 def compute_in_float(graph: onnx.GraphProto) -> None:
-    """No product in the graph or its branches rounds what it multiplies."""
+    """Make all products in the graph and its branches multiply without rounding their inputs."""
     for node in graph.node:
         for attribute in list(node.attribute):
             if attribute.name == "accuracy_level":
@@ -341,7 +342,7 @@ def compute_in_float(graph: onnx.GraphProto) -> None:
 
 
 def compare_files(path: Path, other: Path, part: ExportPart) -> tuple[float, int]:
-    """Return how far the outputs of two files lie apart at the worst of several sizes, and how many of their choices differ."""
+    """Return the largest distance between the outputs of two files at several sizes, and the number of differing choices."""
     import onnx
 
     gaps, fell = [], 0

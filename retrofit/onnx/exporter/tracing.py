@@ -1,11 +1,11 @@
 """A part of a model as an ONNX graph: `torch.export`, then torch's own translation to ONNX.
 
-transformers keeps, for its own ONNX exporter, a list of obstacles (operations that ONNX lacks, shapes that torch would
-specialise on); the same patches are in place while a part is traced here.
+For its own ONNX exporter, transformers has patches for known obstacles (operations that ONNX lacks, shapes on which torch would
+specialize); they are active while a part is traced here.
 
-A tracer records what it assumed about the dynamic sizes: its guards. Where one of them fails at other sizes, the model's
-code took a branch, or went through a loop so many times, that is right for some sizes only. A guard may also be idle, and the model
-itself may end there (a table of positions). So the program is run at the first such size, and compared with the model.
+A tracer records its assumptions about the dynamic sizes: its guards. If one fails at other sizes, the model's code took a branch,
+or a number of loop iterations, that is right only for some sizes. A guard may also be unnecessary, or the model itself may fail
+there (at the end of a table of positions). So the program is run at the first such size and compared with the model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # ── Guards ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-LARGEST = 2**13  # sizes that are looked at
+LARGEST = 2**13  # the largest size that is tested
 Axes = Mapping[str, Mapping[int, str]]
 Shapes = dict[str, list[int]]
 
@@ -65,14 +65,17 @@ def check_every_size(exported: torch.export.ExportedProgram, part: ExportPart, e
 
 
 def run_without_guards(exported: torch.export.ExportedProgram, inputs: Mapping[str, Tensor]) -> tuple[Tensor, ...] | None:
-    """Return the program's outputs without its guards, None if it does not run; raise where a table ends before the inputs."""
+    """Return the program's outputs without its guards; None if it does not run.
+
+    Raises the error if a table is shorter than the inputs.
+    """
     ranges = exported._range_constraints
     exported._range_constraints = {}
     try:
         with torch.no_grad():
             found: tuple[Tensor, ...] = exported.module(check_guards=False)(dict(inputs))
     except Exception as error:
-        if "out of range" in str(error):  # which a file says as well
+        if "out of range" in str(error):  # a file reports this too
             raise
         return None
     finally:
@@ -83,7 +86,7 @@ def run_without_guards(exported: torch.export.ExportedProgram, inputs: Mapping[s
 def guard_boundaries(
     exported: torch.export.ExportedProgram, traced: Sizes, example: Mapping[str, Tensor], axes: Axes
 ) -> list[tuple[str, int]]:
-    """Return where guards stop holding: dynamic sizes with the first extent above or below the traced one at which one fails."""
+    """Return the limits of the guards: a dynamic size with the first extent above or below the traced one at which one fails."""
     now = {name: list(value.shape) for name, value in example.items()}
     guards = [guard for guard in map(compile_guard, getattr(exported, "_guards_code", None) or []) if guard(now)]
     found = set()
@@ -103,7 +106,7 @@ def guard_boundaries(
 
 
 def shapes_at(now: Shapes, axes: Axes, traced: Sizes, other: Sizes) -> Shapes:
-    """Return the shapes of the inputs, which are `now` with the sizes as traced, at other sizes."""
+    """Return the shapes of the inputs at other sizes; `now` are those at the traced sizes."""
     sizes = {**traced, **other}
 
     def more(size: str) -> int:
@@ -121,7 +124,7 @@ def shapes_at(now: Shapes, axes: Axes, traced: Sizes, other: Sizes) -> Shapes:
 
 
 def compile_guard(guard: str) -> Callable[[Shapes], bool]:
-    """Return a test of shapes by the guard, an expression in `L['inputs'][name].size()[axis]`; true if of another kind."""
+    """Return a test of shapes by the guard, an expression in `L['inputs'][name].size()[axis]`; always True for other guards."""
     code = compile(guard, "<guard>", "eval")
 
     def holds(shapes: Shapes) -> bool:
@@ -135,7 +138,7 @@ def compile_guard(guard: str) -> Callable[[Shapes], bool]:
 
 
 class ShapeOnly:
-    """Something of this shape."""
+    """A stand-in for a tensor of this shape."""
 
     def __init__(self, shape: list[int]) -> None:
         self.shape = shape
@@ -149,11 +152,11 @@ class ShapeOnly:
 
 WRAPPED = "model"  # the attribute of a part that holds the model
 OTHER_CODE = r"[/\\](torch|onnxscript|onnx_ir|retrofit[/\\]onnx|transformers[/\\](utils|exporters))[/\\]|contextlib"  # its files
-SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules that a node comes from
+SCOPES = "pkg.torch.onnx.name_scopes"  # the key under which torch records the modules that a node comes from
 
 
 def trace_part(part: ExportPart) -> onnx_ir.Model:
-    """Return the part as an ONNX model with its names and dynamic sizes. Raises `CaptureError` if torch cannot make one."""
+    """Return the part as an ONNX model with its names and dynamic sizes. Raises `CaptureError` if torch cannot create one."""
     axes = part.axes()
     example = part.example(part.sizes)
     refuse_packed_layers(part.model, CaptureError, "exported to ONNX", "which torch.export does not trace")
@@ -198,7 +201,7 @@ def export_program(
 
 
 def constrain_sizes(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]) -> None:
-    """Let the tracer assume that each dynamic size is 1 or more, except the number of earlier tokens."""
+    """Let the tracer assume that each dynamic size is at least 1, except the number of earlier tokens."""
     from torch.fx.experimental.symbolic_shapes import constrain_range
 
     for name, value in inputs.items():
@@ -246,7 +249,7 @@ def translate_to_onnx(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
 
 
 def make_topk_extents_dynamic(model: onnx_ir.Model) -> None:
-    """Make the extents dynamic that a `TopK` of the k largest of what may be fewer gives what is computed from it."""
+    """Make extents dynamic that depend on a `TopK` of k elements, of which there may be fewer."""
     import onnx_ir
 
     for node in [node for node in model.graph.all_nodes() if node.op_type == "TopK"]:
@@ -264,7 +267,7 @@ def make_topk_extents_dynamic(model: onnx_ir.Model) -> None:
 
 
 def unsqueeze_complex_as_pairs(module: torch.fx.GraphModule) -> None:
-    """Complex values get a new axis as pairs of reals, as ONNX represents them: torch's own translation does not support it."""
+    """Append an axis to complex values, as pairs of reals, ONNX's representation; torch's own translation does not support this."""
     aten = torch.ops.aten
     for node in module.graph.find_nodes(op="call_function", target=aten.unsqueeze.default):
         value, axis = node.args
@@ -281,11 +284,11 @@ def unsqueeze_complex_as_pairs(module: torch.fx.GraphModule) -> None:
 
 
 def custom_translations() -> dict[Any, Callable[..., Any]]:
-    """Operations that torch's own translation lacks, or supports at some sizes only.
+    """Return translations of operations that torch's own translation lacks, or supports only at some sizes.
 
-    A maximum or minimum over all axes; the k largest where fewer than k are: a model asks for them only where there are more, so a
-    program of more tokens does, and all that there are is what the model takes of fewer; the stride of an axis, which a choice by
-    size takes beside its tensors.
+    These are a maximum or minimum over all axes; the k largest where there may be fewer than k (a model asks for them only if there
+    are more, so a program for more tokens does, and for fewer tokens takes all that there are); the stride of an axis, an operand
+    of a choice by size.
     """
     from onnxscript import onnx_opset
 
@@ -315,7 +318,7 @@ def custom_translations() -> dict[Any, Callable[..., Any]]:
 
 
 def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
-    """Give the inputs, the outputs and the dynamic sizes of the model these names, the sizes wherever they are mentioned."""
+    """Assign these names to the inputs, the outputs and the dynamic sizes of the model, the sizes wherever they occur."""
     import onnx_ir
 
     graph = model.graph
@@ -339,7 +342,7 @@ def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], sy
 
 
 def ask_sizes_once(model: onnx_ir.Model) -> None:
-    """Read each dynamic size from the first input that is read and has it, so that what follows from it is computed once."""
+    """Read each dynamic size from the first used input that has it, so that values derived from it are computed once."""
     import onnx_ir
 
     first: dict[str, tuple[onnx_ir.Value, int]] = {}
@@ -374,11 +377,11 @@ def named(extent: onnx_ir.SymbolicDim, symbols: Mapping[str, str]) -> onnx_ir.Sy
 
 @contextlib.contextmanager
 def transformers_patches() -> Iterator[None]:
-    """Within this context transformers' patches for exporting to ONNX are in place, but for the branches of a choice by size."""
+    """Within this context transformers' patches for ONNX export are active, except for the branches of a choice by size."""
     import transformers.exporters.exporter_onnx  # noqa: F401 # registers them
     from transformers.exporters import utils
 
-    def owner_of(place: Any) -> Any:  # said by its path, or in earlier versions itself
+    def owner_of(place: Any) -> Any:  # given by its path, or in earlier versions itself
         return utils.import_dotted_path(place, missing_ok=True) if isinstance(place, str) else place
 
     def in_torch(place: Any) -> bool:
@@ -393,7 +396,7 @@ def transformers_patches() -> Iterator[None]:
 
 @contextlib.contextmanager
 def silence_loggers() -> Iterator[None]:
-    """Within this context the exporter logs nothing; what it cannot do it raises."""
+    """Within this context the exporter logs nothing; it raises its failures."""
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")]
     before = [logger.level for logger in loggers]
     try:

@@ -1,19 +1,19 @@
-"""A graph whose weight matrices are kept in 8 or 4 bits: products with them, and rows of them that are gathered.
+"""A graph with weight matrices in 8 or 4 bits: products with them, and gathered rows of them.
 
     blocks   products of every step: MatMulNBits, a scale for 32 numbers of a column (ONNX Runtime's own packing and kernels)
-    rows     matrices of which few rows are read at a time: int8, a scale a row. A product with the rows that are read is one with
-             whole numbers, and the scales are those of its results, or of what it multiplies: a number a row and not d of them.
-             Where rows are summed (h W, and not x Wᵀ) each column has a scale too, or one large column would take the others'
-             numbers: W ≈ r Q c, c the columns' norms. The whole is unpacked (by DequantizeLinear) only where the whole is
-             multiplied by, in the branch for many tokens
+    rows     matrices of which few rows are read at a time: int8, a scale a row. A product with gathered rows is one with
+             integers, and the scales are applied to its results, or to its other operand: one number a row instead of d.
+             If rows are summed (h W, not x Wᵀ) each column has a scale too, because one large column would take the others'
+             precision: W ≈ r Q c, c the columns' norms. The whole is unpacked (by DequantizeLinear) only for a product with
+             the whole matrix, in the branch for many tokens
 
-A matrix that is both (a tied head) is kept in blocks, of which GatherBlockQuantized unpacks rows. Rows that few tokens gather have
-8 bits where the rest has 4: ONNX Runtime unpacks rows of 4 bits more slowly than it reads four times as many bytes
-(`benchmarks/quantized.py --operators`). Matrices that only choose, a controller's or a router's, are not packed: what is computed
-depends on the choice, and they are small. Norms, biases, convolutions, and matrices that anything else reads stay as they are.
+A matrix used in both ways (a tied head) is stored in blocks, from which GatherBlockQuantized unpacks rows. Rows gathered for few
+tokens have 8 bits even if the rest has 4: ONNX Runtime unpacks rows of 4 bits more slowly than it reads four times as many bytes
+(`benchmarks/quantized.py --operators`). Matrices used only for a choice, of a controller or a router, are not packed: the outputs
+depend on the choice, and they are small. Norms, biases, convolutions, and matrices with other readers stay as they are.
 
-MatMulNBits rounds what it multiplies by to 8 bits as well, in blocks of 32 (`accuracy_level` 4): with float32 there its kernels are
-slower than dense ones (the same benchmark).
+MatMulNBits also rounds its inputs to 8 bits, in blocks of 32 (`accuracy_level` 4): with float32 its kernels are slower than dense
+ones (the same benchmark).
 
 Source: ONNX Runtime's documentation of its contributed operators.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 BLOCK = 32  # numbers that share a scale
-INT8_COMPUTE = 4  # MatMulNBits' accuracy level at which it multiplies whole numbers
+INT8_COMPUTE = 4  # MatMulNBits' accuracy level for integer products
 LEAST = 32  # a matrix with fewer rows or columns is not worth packing
 LARGEST_INT8 = 127
 TINY = torch.finfo(torch.float32).tiny
@@ -45,13 +45,13 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """A matrix that was packed: its name in the graph, how (`blocks`, `rows`), in how many bits, and before and after."""
+    """A packed matrix: its name in the graph, the method (`blocks`, `rows`), the number of bits, and values before and after."""
 
     name: str
     form: str
     bits: int
     before: Tensor  # as it was in the graph
-    after: Tensor  # the numbers it stands for now, in the same layout
+    after: Tensor  # the values that it represents now, in the same layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +63,9 @@ class Product:
 
 
 def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor], bool]) -> list[QuantizedWeight]:
-    """Pack the `wanted` matrices of the graph in `bits` bits, in place; return what was done to each.
+    """Pack the `wanted` matrices of the graph in `bits` bits, in place; return a description of each.
 
-    Raises `RetrofitError` if ONNX Runtime is missing, whose packing it is, and where no matrix could be packed.
+    Raises `RetrofitError` if ONNX Runtime, which does the packing, is missing, or no matrix could be packed.
     """
     import onnx_ir
 
@@ -98,8 +98,8 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
 
 
 def matrices_that_choose(model: onnx_ir.Model) -> set[onnx_ir.Value]:
-    """Return the initializers of which nothing but a choice is computed: those of a controller, of a router."""
-    alone: set[onnx_ir.Node] = set()  # nodes whose results nothing but choices read
+    """Return the initializers from which only a choice is computed: those of a controller or a router."""
+    alone: set[onnx_ir.Node] = set()  # nodes whose results only choices read
     for node in reversed(list(model.graph.all_nodes())):
         users = {user for value in node.outputs for user, _ in value.uses()}
         is_output = any(value.is_graph_output() for value in node.outputs)
@@ -110,7 +110,7 @@ def matrices_that_choose(model: onnx_ir.Model) -> set[onnx_ir.Value]:
 
 
 def share_copies(model: onnx_ir.Model) -> None:
-    """Keep once a matrix that the graph holds several times, as it is or transposed: copies would be packed differently."""
+    """Store a matrix once that the graph holds several times, possibly transposed: copies would be packed differently."""
     import onnx_ir
 
     kept: dict[int, list[tuple[onnx_ir.Value, Tensor]]] = {}
@@ -136,7 +136,7 @@ def share_copies(model: onnx_ir.Model) -> None:
 
 
 def readers_of(value: onnx_ir.Value) -> tuple[list[Product], list[Any]] | None:
-    """Return the products with the matrix and the nodes that gather its rows; None if anything else reads it, or nothing."""
+    """Return the products with the matrix and the nodes that gather its rows; None if it has other readers, or none."""
     products, gathers = [], []
     for node, place in value.uses():
         if is_row_gather(node) and place == 0:
@@ -156,7 +156,7 @@ def is_row_gather(node: onnx_ir.Node) -> bool:
 
 
 def multiplies_by(node: onnx_ir.Node, place: int) -> bool | None:
-    """Return whether the node is a product with the matrix's transpose, False for one with the matrix; None if it is neither."""
+    """Return True for a product with the matrix's transpose, False for one with the matrix; None if the node is neither."""
     given = {name: attribute.value for name, attribute in node.attributes.items()}
     if place != 1:
         return None
@@ -171,7 +171,7 @@ def multiplies_by(node: onnx_ir.Node, place: int) -> bool | None:
 
 
 def users_of_transpose(node: onnx_ir.Node) -> list[onnx_ir.Node] | None:
-    """Return the products with the transpose that the node makes; None if it makes none, or anything else reads that."""
+    """Return the products with the transpose that the node computes; None if it is no transpose or has other readers."""
     if (node.domain, node.op_type) != ("", "Transpose") or node.outputs[0].is_graph_output():
         return None
     uses = node.outputs[0].uses()
@@ -182,7 +182,7 @@ def users_of_transpose(node: onnx_ir.Node) -> list[onnx_ir.Node] | None:
 
 
 def pack_blocks(model: Any, value: Any, products: list[Product], gathers: list[Any], bits: int) -> QuantizedWeight:
-    """Products with the matrix are MatMulNBits, rows of it are gathered by GatherBlockQuantized."""
+    """Replace products with the matrix by MatMulNBits, and gathers of its rows by GatherBlockQuantized."""
     import onnx_ir
 
     before = numbers_of(value)
@@ -222,7 +222,7 @@ def pack_blocks(model: Any, value: Any, products: list[Product], gathers: list[A
 
 
 def block_packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """ONNX Runtime's packing of an (out, in) matrix: (out, blocks, bytes) and the scales (out, blocks)."""
+    """Return ONNX Runtime's packing of an (out, in) matrix: (out, blocks, bytes), and the scales (out, blocks)."""
     from retrofit.onnx.exporter.export_parts import import_onnxruntime
 
     import_onnxruntime()
@@ -237,7 +237,7 @@ def block_packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.nd
 
 
 def pack_rows(model: Any, value: Any, products: list[Product], gathers: list[Any], bits: int) -> QuantizedWeight:
-    """Rows of the matrix are read as whole numbers where they are gathered, the whole is unpacked where it is multiplied by."""
+    """Replace gathers of rows by reads of integers, and unpack the whole matrix for products with the whole."""
     import onnx_ir
 
     before, name = numbers_of(value), str(value.name)
@@ -267,7 +267,7 @@ def pack_rows(model: Any, value: Any, products: list[Product], gathers: list[Any
 
 
 def row_packed(model: Any, value: Any, weight: Tensor, columns: Tensor) -> tuple[Any, Tensor, Tensor]:
-    """Return the matrix in int8, the scales of its rows beside those of its `columns`, and the numbers that all these stand for."""
+    """Return the matrix in int8, the scales of its rows given those of its `columns`, and the values that these represent."""
     even = weight / columns
     scales = even.abs().amax(1).clamp_min(TINY) / LARGEST_INT8
     whole = (even / scales.unsqueeze(1)).round().clamp(-LARGEST_INT8, LARGEST_INT8)
@@ -281,7 +281,7 @@ def column_of(model: Any, value: Any, scales: Tensor) -> Any:
 
 
 def gathered_rows(q: Any, s: Any, indices: Any) -> list[Any]:
-    """Nodes that read rows and their scales, and unpack them: the last one's output is what a gather of the matrix would be."""
+    """Return nodes that read rows with their scales and unpack them; the last one's output is that of a gather of the matrix."""
     import onnx_ir
 
     scales = onnx_ir.node("Gather", [s, indices], {"axis": 0})
@@ -290,7 +290,7 @@ def gathered_rows(q: Any, s: Any, indices: Any) -> list[Any]:
 
 
 def gathered_numbers(q: Any, indices: Any) -> list[Any]:
-    """Nodes that read rows of whole numbers, as floats."""
+    """Return nodes that read rows of integers as floats."""
     import onnx_ir
 
     rows = onnx_ir.node("Gather", [q, indices], {"axis": 0})
@@ -298,7 +298,7 @@ def gathered_numbers(q: Any, indices: Any) -> list[Any]:
 
 
 def only_product(gather: Any) -> Product | None:
-    """Return the product that alone reads what a node gathers, without anything added to it; None if that is read otherwise."""
+    """Return the product that is the only reader of a gather, without an addend; None if there is another reader."""
     rows = gather.outputs[0]
     uses = [] if rows.is_graph_output() else rows.uses()
     if len(uses) != 1:
@@ -309,9 +309,10 @@ def only_product(gather: Any) -> Product | None:
 
 
 def scale_product(model: Any, product: Product, scales: Any, columns: Any, indices: Any) -> None:
-    """Turn the product with gathered rows into one with scaled rows: scale its results, or its operand where it is not transposed.
+    """Turn the product with gathered rows into one with scaled rows: scale its results, or its operand if it is not transposed.
 
-    Rows (…, K, d) have scales (…, 1, K), of indices (…, K); `columns` (d), or None, are those of the results of one not transposed.
+    Rows (…, K, d) have scales (…, 1, K), of indices (…, K); `columns` (d), or None, are those of the results of a product that is
+    not transposed.
     """
     import onnx_ir
 
@@ -337,7 +338,7 @@ def numbers_of(value: Any) -> Tensor:
 
 
 def constant(model: Any, name: str, array: np.ndarray[Any, Any]) -> Any:
-    """Return the array as an initializer of the model; one that is there already under the name."""
+    """Return the array as an initializer of the model, or the existing one with that name."""
     import onnx_ir
 
     if name not in model.graph.initializers:
@@ -348,7 +349,7 @@ def constant(model: Any, name: str, array: np.ndarray[Any, Any]) -> Any:
 
 
 def replace(node: Any, nodes: list[Any]) -> None:
-    """The last of the nodes computes what the node did, which is gone."""
+    """Replace the node by these nodes; the last one gives its result."""
     import onnx_ir
 
     for place, made in enumerate(nodes):  # names are unique in all branches
@@ -359,8 +360,8 @@ def replace(node: Any, nodes: list[Any]) -> None:
 
 
 def drop(model: Any, value: Any) -> None:
-    """Remove the matrix from the graph, and what nothing but it was for."""
+    """Remove the matrix from the graph, and the nodes used only for it."""
     for node in [node for node, _ in value.uses()]:
-        if not node.outputs[0].uses():  # a transpose whose products have gone
+        if not node.outputs[0].uses():  # a transpose without products
             node.graph.remove(node, safe=True)
     model.graph.initializers.pop(value.name)

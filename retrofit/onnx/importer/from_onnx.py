@@ -1,8 +1,8 @@
-"""`from_onnx`: an ONNX transformer as an FX graph module that trains, its weights parameters under readable names.
+"""`from_onnx`: an ONNX transformer as an FX graph module that trains, with its weights as parameters under readable names.
 
-Each node becomes a call of a small torch function (`retrofit.onnx.importer.operators`). What a pass looks for gets one form here: a
-product with a weight, and the bias that is added to it, is a linear layer with a weight (out, in), whatever its orientation and
-number of nodes in the file; weights that are equal bit for bit are tied.
+Each node becomes a call of a small torch function (`retrofit.onnx.importer.operators`). Structures that passes look for get one
+form here: a product with a weight, and a bias added to it, become a linear layer with a weight (out, in), whatever its orientation
+and number of nodes in the file; weights that are equal bit for bit are tied.
 """
 
 from __future__ import annotations
@@ -77,12 +77,15 @@ if TYPE_CHECKING:
     import onnx_ir
 
 
-TOLERANCE = 1e-4  # how far two branches may differ, relative to the largest number
+TOLERANCE = 1e-4  # allowed difference of two branches, relative to the largest number
 THEN, OTHERWISE = "then", "otherwise"
 
 
 class SizeConditional(nn.Module):
-    """`then` where the condition holds, else `otherwise`; `general` names the branch valid at all sizes, "" where none is."""
+    """Returns `then` if the condition holds, else `otherwise`.
+
+    `general` names the branch valid at all sizes; "" if neither is.
+    """
 
     def __init__(self, node: str, then: nn.Module, otherwise: nn.Module) -> None:
         super().__init__()
@@ -106,7 +109,7 @@ class SizeConditional(nn.Module):
         return (self.then if condition else self.otherwise)(*operands)
 
     def select_general(self) -> None:
-        """`general` is the branch that every trial ran, if the branches agreed in every trial that ran both."""
+        """Set `general` to the branch that ran in every trial, if the branches agreed in every trial in which both ran."""
         trials, self.trials = self.trials or [], None
         left = [way for way in (OTHERWISE, THEN) if all(way in trial.ran for trial in trials)]
         compared = [trial.agreed for trial in trials if len(trial.ran) == 2]
@@ -114,7 +117,7 @@ class SizeConditional(nn.Module):
 
 
 class BranchTrial:
-    """A trial of a conditional: which branches ran on some operands, and whether those that did compute the same."""
+    """A trial of a conditional: the branches that ran on some operands, and whether they agreed if both ran."""
 
     def __init__(self, ran: frozenset[str], agreed: bool) -> None:
         self.ran, self.agreed = ran, agreed
@@ -170,11 +173,11 @@ TUPLE_OPERATORS = {
         *((MICROSOFT, name) for name in ("MultiHeadAttention", "GroupQueryAttention", "EmbedLayerNormalization")),
         *(("", name) for name in ("Attention", "Dropout", "Split", "TopK")),
     ]
-}  # they return a tuple however many outputs are named
+}  # they return a tuple, whatever the number of named outputs
 
 
 class SubgraphScope:
-    """An FX graph under construction; what it reads of the graph around it becomes its inputs."""
+    """An FX graph under construction; values that it reads from the graph around it become its inputs."""
 
     def __init__(self) -> None:
         self.root, self.graph = nn.Module(), fx.Graph()
@@ -191,21 +194,21 @@ class SubgraphScope:
 
 
 class GraphBuilder:
-    """The construction of the module of one file; with `keep_states` the states of earlier tokens stay inputs and outputs."""
+    """Builds the module of one file; with `keep_states` the states of earlier tokens stay inputs and outputs."""
 
     def __init__(self, model: onnx_ir.Model, path: Path, keep_states: bool) -> None:
         read_rows_as_heads(model)
         self.model, self.path, self.keep_states = model, path, keep_states
         self.scope = SubgraphScope()
         self.values: dict[onnx_ir.Value | None, Any] = {None: None}  # FX nodes or numbers
-        self.constants: dict[onnx_ir.Value, Any] = {}  # the same for what the file holds
+        self.constants: dict[onnx_ir.Value, Any] = {}  # the same for constants of the file
         self.weights = Weights(model.graph, path, self.scope.root, self.scope.graph)
         self.device: fx.Node | None = None
         self.dequantize_weights()
         self.refuse_unknown_operators()
 
     def dequantize_weights(self) -> None:
-        """Quantized weights are constants: the numbers that they represent."""
+        """Turn quantized weights into constants with the values that they represent."""
         for node in self.weights.order:
             inputs = node.inputs
             if node.op_type == DEQUANTIZE and self.are_constant(inputs):
@@ -221,14 +224,14 @@ class GraphBuilder:
                 self.weights.add(inputs[0], str(inputs[0].name), table)  # type: ignore[arg-type, union-attr]
 
     def are_constant(self, values: Iterable[onnx_ir.Value | None]) -> bool:
-        """Return whether the file has these values as constants, apart from those that are left out."""
+        """Return whether the file has these values as constants, apart from omitted ones."""
         return all(value in self.weights for value in values if value is not None)
 
     def tensors(self, values: Iterable[onnx_ir.Value | None]) -> list[Any]:
         return [None if value is None else self.weights.tensor(value) for value in values]
 
     def refuse_unknown_operators(self) -> None:
-        """Raises `CaptureError` with the operators that no function computes."""
+        """Raises `CaptureError` with the unknown operators."""
         unknown = [node for node in self.weights.order if not self.is_known(node)]
         if not unknown:
             return
@@ -236,7 +239,7 @@ class GraphBuilder:
         why = f"the first is the node {node_label(unknown[0])}"
         remedy = "export the model without it"
         if quantized is not None:
-            why = f"the node {node_label(quantized)} computes on what is quantized as the model runs"
+            why = f"the node {node_label(quantized)} computes on values that are quantized at run time"
             remedy = "use the model before quantization, or one with quantized weights only (DequantizeLinear, MatMulNBits)"
         raise CaptureError(
             f"{self.path} has unknown operators: {', '.join(Counter(map(operator_label, unknown)))}",
@@ -283,9 +286,10 @@ class GraphBuilder:
         return module.eval()
 
     def initial_state(self, value: onnx_ir.Value, like: fx.Node) -> fx.Node:
-        """Return the state before any token: of no length, and of zeros where it has none.
+        """Return the state before any token: of length 0, or zeros if it has no length.
 
-        Raises `CaptureError` if it is a state that tokens do not add to: what a cross-attention reads of the encoder's output.
+        Raises `CaptureError` for a state that does not grow with tokens: a cross-attention's keys or values of the encoder's
+        output.
         """
         returned = {state_key(output) for output in self.model.graph.outputs if str(output.name).startswith(PRESENT_PREFIX)}
         if state_key(value) not in returned:
@@ -310,7 +314,7 @@ class GraphBuilder:
                 results = self.conditional(node) if node.op_type == "If" else self.call(node)
             except RetrofitError:
                 raise
-            except Exception as error:  # whatever a node leads to that is not as its operator takes it
+            except Exception as error:  # of any type: the node's inputs may not fit its operator
                 raise CaptureError(
                     f"{self.path}: the node {node_label(node)}, {operator_label(node)}, cannot be read",
                     why=first_line(error),
@@ -354,7 +358,7 @@ class GraphBuilder:
         return [self.in_own_type(node, arguments, call)]
 
     def in_own_type(self, node: onnx_ir.Node, arguments: Sequence[Any], call: fx.Node) -> fx.Node:
-        """Return the result of a node in the type that the file has it in: numbers that it may be made of have none."""
+        """Return the result of a node in the file's dtype, if it was computed from numbers, which have none."""
         dtype = DTYPES.get(node.outputs[0].dtype)  # type: ignore[arg-type]
         if dtype is None or dtype in TYPES_OF_NUMBERS:
             return call
@@ -370,7 +374,7 @@ class GraphBuilder:
             if value.consumers() or value.is_graph_output():
                 raise CaptureError(
                     f"{self.path}: the node {node_label(node)}, {operator_label(node)}, is not read",
-                    why=f"its output {value.name}, which something reads, is not computed here",
+                    why=f"its output {value.name} is used, and retrofit does not compute it",
                     remedy="export the model without it",
                     code="operator",
                 )
@@ -378,9 +382,9 @@ class GraphBuilder:
     def refuse_unsupported(
         self, node: onnx_ir.Node, function: Operator, arguments: Sequence[Any], attributes: Mapping[str, Any]
     ) -> None:
-        """Raises `CaptureError` if the node has an input or attribute, or a value of one, that its function does not compute."""
+        """Raises `CaptureError` if the node has an input, attribute or attribute value that its function does not support."""
         why = REFUSALS.get((node.domain, node.op_type), lambda _: "")(dict(attributes))
-        while arguments and arguments[-1] is None:  # an input that is left out
+        while arguments and arguments[-1] is None:  # an omitted input
             arguments = arguments[:-1]
         try:
             signature(function).bind(*arguments, **attributes)
@@ -416,7 +420,7 @@ class GraphBuilder:
         return held
 
     def as_linear(self, node: onnx_ir.Node) -> fx.Node | None:
-        """Return a product with a weight as a linear layer, with its bias where all that reads the product adds one; else None."""
+        """Return a product with a weight as a linear layer, with the bias that its only reader adds, if it does; else None."""
         found = self.product(node)
         if found is None:
             return None
@@ -432,7 +436,7 @@ class GraphBuilder:
         return self.scope.graph.call_function(neural_networks.linear, arguments)
 
     def product(self, node: onnx_ir.Node) -> tuple[onnx_ir.Value | None, fx.Node, onnx_ir.Value | None] | None:
-        """Return what is multiplied, the weight (out, in), and the bias, of a node that is such a product."""
+        """Return the operand, the weight (out, in) and the bias of a node that is a product with a weight."""
         if is_block_product(node):
             return node.inputs[0], self.value(node.inputs[1]), next(iter(node.inputs[5:6]), None)
         if node.domain or node.op_type not in ("MatMul", "Gemm"):
@@ -448,7 +452,7 @@ class GraphBuilder:
     # ── Branches ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def conditional(self, node: onnx_ir.Node) -> Sequence[Any]:
-        """Return the outputs of an `If`. Raises `CaptureError` if values, and not sizes, determine its branch."""
+        """Return the outputs of an `If`. Raises `CaptureError` if its branch depends on values, not only sizes."""
         condition = self.value(node.inputs[0])
         branches = {name: attribute.as_graph() for name, attribute in node.attributes.items()}
         if isinstance(condition, tuple) and len(condition) == 1:
@@ -485,7 +489,7 @@ class GraphBuilder:
             self.scope, self.values = outer, values
 
     def branch_results(self, graph: onnx_ir.Graph) -> list[Any]:
-        """Return what a branch returns, computed in the graph under construction."""
+        """Return the results of a branch, computed in the graph under construction."""
         for value in graph.initializers.values():
             if value.const_value is not None:
                 self.weights.add(value, str(value.name), to_torch(value.const_value))
@@ -493,7 +497,7 @@ class GraphBuilder:
         return [self.value(value) for value in graph.outputs]
 
     def depends_on_sizes_only(self, value: onnx_ir.Value | None) -> bool:
-        """Return whether a value depends on the sizes of the inputs and on nothing else of them."""
+        """Return whether a value depends only on the sizes of the inputs."""
         reached = [value]
         for followed in reached:
             producer = None if followed is None else followed.producer()
@@ -509,13 +513,13 @@ signature = functools.cache(inspect.signature)
 
 
 def only_reader(value: onnx_ir.Value) -> onnx_ir.Node | None:
-    """Return the node that reads the value, where nothing else does."""
+    """Return the node that reads the value, if it is the only one."""
     readers = value.consumers()
     return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
 
 
 def branch_module(scope: SubgraphScope, operands: Sequence[fx.Node]) -> fx.GraphModule:
-    """Return the scope as a module that takes the operands, those that it reads among them."""
+    """Return the scope as a module that takes the operands, including those that it reads."""
     for operand in operands:
         scope.localize(operand)
     order = [scope.lifted[operand] for operand in operands]
@@ -527,17 +531,17 @@ def branch_module(scope: SubgraphScope, operands: Sequence[fx.Node]) -> fx.Graph
 
 
 def item(values: Any, index: int) -> Any:
-    """`values[index]`."""
+    """Return `values[index]`."""
     return values[index]
 
 
 def in_type(x: Any, dtype: torch.dtype) -> Any:
-    """Return the tensor in that type; numbers, which have none, as they are."""
+    """Return the tensor in that dtype; numbers, which have none, unchanged."""
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype != dtype else x
 
 
 def empty_state(like: Tensor, extents: Sequence[int | None], dtype: torch.dtype) -> Tensor:
-    """Return a state before any token; where its batch is None it is that of `like`."""
+    """Return a state before any token; an extent of None is the batch size of `like`."""
     return torch.zeros([like.shape[0] if extent is None else extent for extent in extents], dtype=dtype, device=like.device)
 
 
@@ -545,12 +549,12 @@ States: TypeAlias = Literal["none", "past"]
 
 
 def from_onnx(path: str | Path, cache: States = "none") -> fx.GraphModule:
-    """Return the transformer in the ONNX file at `path` as a graph module in evaluation mode, for all sizes the file allows.
+    """Return the transformer in the ONNX file at `path` as a graph module in evaluation mode, for all sizes that the file allows.
 
-    Its inputs are the file's by name, and it returns its outputs by name. With `cache="none"` it is the model of a whole sequence:
-    states of earlier tokens are left out, as before the first token. With `cache="past"` they are inputs and outputs like the
-    others. Floating weights are parameters, quantized ones the numbers they represent. Raises `CheckpointError` if the file
-    cannot be read, `CaptureError` where it holds an unknown operator, with the node.
+    Its inputs and outputs have the file's names. With `cache="none"` it is the model for whole sequences: states of earlier tokens
+    are removed, as before the first token. With `cache="past"` they are inputs and outputs like the others. Floating-point weights
+    are parameters, quantized ones have the values that they represent. Raises `CheckpointError` if the file cannot be read,
+    `CaptureError`, with the node, if it contains an unknown operator.
     """
     if cache not in ("none", "past"):
         raise RetrofitError(f"unknown option cache={cache!r}", remedy="choose none or past", option="cache", code="choice")
@@ -560,7 +564,7 @@ def from_onnx(path: str | Path, cache: States = "none") -> fx.GraphModule:
         module = GraphBuilder(model, path, keep_states=cache == "past").graph_module()
     except RetrofitError:
         raise
-    except Exception as error:  # the file says something of itself that is not so
+    except Exception as error:  # of any type: the file contradicts itself
         raise CheckpointError(
             f"{path} cannot be read as a model",
             why=first_line(error),

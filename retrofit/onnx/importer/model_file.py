@@ -1,10 +1,10 @@
 """An ONNX file read with `onnx_ir`: its functions inlined, its external data mapped into memory, its constants as torch tensors.
 
-Files of the operator sets 7 to 12 are brought to the oldest set that is read by onnx's own version converter. It is given the graph
-without its weights: it needs their shapes only, and it serializes what it is given.
+Files of the operator sets 7 to 12 are converted to the oldest supported set by onnx's own version converter. It gets the graph
+without its weights: it needs only their shapes, and it serializes its input.
 
-Attention that the exporter wrote with queries as rows of the heads of keys that they share is read as what it means. Read node by
-node, rows would pass for tokens (`retrofit/onnx/exporter/attention_fusion.py` says why they are written so):
+An attention that the exporter wrote with queries as rows of the shared heads of keys is read back as an attention. Read node by
+node, rows would be taken for tokens (`retrofit/onnx/exporter/attention_fusion.py` gives the reason for rows):
 
     rows = Reshape(Transpose(Reshape(q)))         (batch, tokens, heads · width) → (batch, sharing · tokens, keys · width)
     MultiHeadAttention(rows, k, v, repeated mask)                    its heads are those of the keys
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 # ── Older operator sets ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-OLDEST_OPSET = 13  # the operator set from which on axes are inputs and softmax is of one axis
-OLDEST_CONVERTED = 7  # the one from which on operands broadcast as they do in numpy
-NEWEST_OLD_RESIZE = 10  # up to this set resizing has no choice of coordinates
-LARGE = 1024  # elements from which on a weight is kept from the converter
+OLDEST_OPSET = 13  # in this operator set and later, axes are inputs and softmax is over one axis
+OLDEST_CONVERTED = 7  # in this one and later, operands broadcast as in numpy
+NEWEST_OLD_RESIZE = 10  # up to this set, Resize has no choice of coordinates
+LARGE = 1024  # elements; larger weights are not passed to the converter
 EXPORT_AGAIN = f"export the model again with operator set {OLDEST_OPSET} or later, such as torch.onnx.export(…, opset_version=17)"
 
 
 def convert_to_oldest(model: onnx_ir.Model, opset: int, path: Path) -> onnx_ir.Model:
-    """Return the model of the file at `path`, of the operator set `opset`, in the oldest set that is read, without a copy.
+    """Return the model of the file at `path`, of the operator set `opset`, in the oldest supported set, without a copy.
 
-    Raises `CheckpointError` with the operator and the set for which there is no conversion.
+    Raises `CheckpointError`, naming the operator and the set, if there is no conversion.
     """
     import onnx_ir
 
@@ -76,7 +76,7 @@ def convert_to_oldest(model: onnx_ir.Model, opset: int, path: Path) -> onnx_ir.M
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A weight as the converter needs it, and its values."""
+    """A weight in the form that the converter needs, and its values."""
 
     type: onnx_ir.TypeProtocol
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Weight:
 
 
 def take_weights(graph: onnx_ir.Graph) -> dict[str, Weight]:
-    """Return the large initializers of the graph by name, which it no longer has; the others are in memory."""
+    """Remove the large initializers from the graph and return them by name; the others are in memory."""
     import onnx_ir
 
     taken = {}
@@ -102,7 +102,7 @@ def take_weights(graph: onnx_ir.Graph) -> dict[str, Weight]:
 
 
 def put_weights(graph: onnx_ir.Graph, weights: dict[str, Weight]) -> None:
-    """Turn the inputs that stood for the weights into initializers again."""
+    """Turn the inputs that replaced the weights into initializers again."""
     for value in list(graph.inputs):
         if value.name in weights:
             graph.inputs.remove(value)
@@ -127,18 +127,18 @@ def convert(proto: onnx.ModelProto, opset: int, path: Path) -> onnx.ModelProto:
 
 
 def convert_once(proto: onnx.ModelProto, target: int) -> tuple[onnx.ModelProto | None, str]:
-    """Return the model in the set `target`, or None and what the converter says against it."""
+    """Return the model in the set `target`, or None and the converter's message."""
     from onnx import version_converter
 
     try:
         return version_converter.convert_version(proto, target), ""
-    except Exception as error:  # the converter's own kinds, and RuntimeError
+    except Exception as error:  # the converter's own types, and RuntimeError
         message = " ".join(str(error).split())
         return None, re.sub(r"^.*?Assertion `.*?` failed: ", "", message) or type(error).__name__
 
 
 def culprit(proto: onnx.ModelProto, target: int, problem: str) -> str:
-    """Return the operator against which the converter says this, with its first node: the one that it says it of also alone."""
+    """Return the operator that the converter rejects, with its first node: the one that it also rejects alone."""
     from onnx import helper
 
     for node in proto.graph.node:
@@ -151,7 +151,7 @@ def culprit(proto: onnx.ModelProto, target: int, problem: str) -> str:
 
 
 def keep_old_coordinates(graph: onnx_ir.Graph) -> None:
-    """Resizing computes as it did up to set 10: a place of the result lies at its number divided by the scale."""
+    """Make Resize compute as up to set 10: the coordinate of an output position is its index divided by the scale."""
     import onnx_ir
 
     for part in (graph, *graph.subgraphs()):
@@ -167,11 +167,11 @@ TO_ROWS, TO_TOKENS = (0, 3, 1, 2, 4), (0, 2, 3, 1, 4)
 # ── Rows of heads ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-REPEATS = ("Tile", "Reshape")  # what makes the rows' mask: of one for all heads, of one for each
+REPEATS = ("Tile", "Reshape")  # operators that create the rows' mask: from one for all heads, from one for each
 
 
 def read_rows_as_heads(model: onnx_ir.Model) -> None:
-    """Make each such attention one `MultiHeadAttention` of all queries, with `kv_num_heads` of keys and values."""
+    """Replace each such attention by one `MultiHeadAttention` of all queries, with `kv_num_heads` of keys and values."""
     import onnx_ir
 
     for node in [node for node in model.graph if (node.domain, node.op_type) == (MICROSOFT, "MultiHeadAttention")]:
@@ -197,7 +197,7 @@ def read_rows_as_heads(model: onnx_ir.Model) -> None:
 
 
 def turned(value: Value | None, axes: tuple[int, ...]) -> tuple[Value, list[int]] | None:
-    """Return what `Reshape(Transpose(Reshape(·)))` of these axes was made of, and the sizes of the first; None if it is none."""
+    """Return the operand of `Reshape(Transpose(Reshape(·)))` with these axes, and the sizes of the first; None for other values."""
     import onnx_ir
 
     last = None if value is None else value.producer()
@@ -223,7 +223,7 @@ def only_user(node: Node | None) -> Node | None:
 STANDARD_DOMAINS = ("", "ai.onnx")
 WEIGHTED_OPERATORS = ("Conv", "ConvTranspose", "MatMul", "Gemm")
 MOST_NODES = 10_000_000
-DEEPEST = 100  # calls of functions within functions
+DEEPEST = 100  # nested calls of functions
 SEVERAL = 2  # elements from which on a constant of a node may be a weight
 
 
@@ -234,7 +234,7 @@ def load_model(path: Path) -> onnx_ir.Model:
     if not path.exists():
         raise CheckpointError(f"{path} does not exist", remedy="use an ONNX file", code="missing")
     try:
-        model = onnx_ir.load(path.absolute())  # onnx_ir confines external data to the file's folder only if that has a name
+        model = onnx_ir.load(path.absolute())  # onnx_ir confines external data to the file's folder only if the path has one
         if model.functions:
             from onnx_ir.passes.common import InlinePass
 
@@ -262,7 +262,7 @@ def load_model(path: Path) -> onnx_ir.Model:
 
 
 def simplify(model: onnx_ir.Model) -> None:
-    """Remove copies, and make weights that a file has as nodes weights like others."""
+    """Remove copies, and turn weights that are nodes in the file into initializers."""
     from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
     remove_copies(model)
@@ -273,13 +273,13 @@ def simplify(model: onnx_ir.Model) -> None:
 
 
 def has_other_types(graph: onnx_ir.Graph) -> bool:
-    """Return whether some constant or input is of a type that Python's numbers do not have: float16, int32."""
+    """Return whether some constant or input has a type that Python's numbers do not have: float16, int32."""
     held = (value.dtype for value in constant_tensors(graph))
     return any(DTYPES.get(dtype) not in (None, *TYPES_OF_NUMBERS) for dtype in (*held, *(value.dtype for value in graph.inputs)))  # type: ignore[arg-type]
 
 
 def remove_copies(model: onnx_ir.Model) -> None:
-    """Remove nodes that copy, apart from those by which a branch returns a value from outside of it."""
+    """Remove nodes that copy, except those by which a branch returns a value from outside of it."""
     for node in [node for node in model.graph.all_nodes() if (node.domain, node.op_type) == ("", "Identity")]:
         (original,), (copy,) = node.inputs, node.outputs
         if original is None or node.graph is None:
@@ -306,14 +306,14 @@ def has_weights_as_nodes(graph: onnx_ir.Graph) -> bool:
 
 
 def root_cause(error: Exception) -> Exception:
-    """Return the exception that the others were raised from: `onnx_ir` wraps one for each message it was reading."""
+    """Return the original exception: `onnx_ir` wraps it once for each message that it was reading."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
 def check_external_data(graph: onnx_ir.Graph) -> None:
-    """Raises where a file of external data is missing, too short, or outside the folder; maps the files and reads nothing."""
+    """Raises an error if a file of external data is missing, too short, or outside the folder; maps the files and reads nothing."""
     last_of_file = {tensor.path: tensor for tensor in sorted(external_tensors(graph), key=lambda tensor: tensor.offset or 0)}
     for tensor in last_of_file.values():
         tensor.numpy()
@@ -321,9 +321,10 @@ def check_external_data(graph: onnx_ir.Graph) -> None:
 
 
 def require_inlined_fits(model: onnx_ir.Model) -> None:
-    """Raise `CheckpointError` unless the functions of the file, written out where they are called, are a graph of bearable size.
+    """Raises `CheckpointError` unless the graph with all functions inlined has an acceptable size.
 
-    A function that calls another ten times, which calls another ten times, and so on, takes a line each and is a billion nodes.
+    A function that calls another ten times, which calls another ten times, and so on, needs one line each and becomes a billion
+    nodes.
     """
     import onnx_ir
 
@@ -352,14 +353,14 @@ def require_inlined_fits(model: onnx_ir.Model) -> None:
 
 
 def external_tensors(graph: onnx_ir.Graph) -> list[onnx_ir.ExternalTensor]:
-    """Return the constants whose bytes are in other files; all others are in memory already, whatever size they claim."""
+    """Return the constants whose bytes are in other files; all others are in memory already, whatever size they declare."""
     import onnx_ir
 
     return [tensor for tensor in constant_tensors(graph) if isinstance(tensor, onnx_ir.ExternalTensor)]
 
 
 def bytes_of(tensor: onnx_ir.TensorProtocol) -> int:
-    """Return the size of a tensor as the file says it; 0 of one that is of strings."""
+    """Return the size of a tensor as declared in the file; 0 for a tensor of strings."""
     try:
         return int(tensor.nbytes)
     except (TypeError, ValueError, NotImplementedError):
@@ -377,7 +378,7 @@ def constant_tensors(graph: onnx_ir.Graph) -> Iterator[onnx_ir.TensorProtocol]:
 
 
 def release_tensors(graph: onnx_ir.Graph) -> None:
-    """Free the constants of the graph; as its nodes and values refer to one another, it is itself freed much later."""
+    """Free the constants of the graph; the graph itself, whose nodes and values refer to one another, is freed much later."""
     for part in (graph, *list(graph.subgraphs())):
         for value in part.initializers.values():
             value.const_value = None
@@ -386,13 +387,13 @@ def release_tensors(graph: onnx_ir.Graph) -> None:
 
 
 def to_torch(tensor: onnx_ir.TensorProtocol) -> Tensor:
-    """Return a copy of the tensor; external data is mapped for as long as it is copied, one tensor at a time."""
+    """Return a copy of the tensor; external data is mapped only while it is copied, one tensor at a time."""
     import onnx_ir
 
     array = tensor.numpy()
     if tensor.dtype == onnx_ir.DataType.BFLOAT16:  # numpy has no such type of its own
         copied = torch.from_numpy(array.view("int16").copy()).view(torch.bfloat16)
-    elif tensor.dtype not in DTYPES:  # four bits and the like
+    elif tensor.dtype not in DTYPES:  # four bits, for example
         copied = torch.from_numpy(array.astype("int16" if array.dtype.kind not in "f" else "float32"))
     else:
         copied = torch.from_numpy(array.copy())
@@ -403,7 +404,7 @@ def to_torch(tensor: onnx_ir.TensorProtocol) -> Tensor:
 
 
 def attribute_values(node: onnx_ir.Node) -> dict[str, Any]:
-    """Return the node's attributes as Python values and torch tensors; graphs left out."""
+    """Return the node's attributes as Python values and torch tensors, without graphs."""
     import onnx_ir
 
     values: dict[str, Any] = {}
@@ -417,7 +418,7 @@ def attribute_values(node: onnx_ir.Node) -> dict[str, Any]:
 
 
 def node_label(node: onnx_ir.Node) -> str:
-    """Return what errors call the node: its name, or that of its first output."""
+    """Return the label of the node in errors: its name, or that of its first output."""
     return node.name or str(node.outputs[0].name)
 
 
@@ -427,7 +428,7 @@ def operator_label(node: onnx_ir.Node) -> str:
 
 
 def reads_only_as_right_factor(node: onnx_ir.Node, value: onnx_ir.Value) -> bool:
-    """Return whether all that the node does with the matrix is to multiply by it from the right."""
+    """Return whether the node only multiplies by the matrix from the right."""
     if len(node.inputs) < 2 or node.inputs[1] is not value or node.inputs.count(value) != 1:
         return False
     if (node.domain, node.op_type) == (MICROSOFT, "Attention"):

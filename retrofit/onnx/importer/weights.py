@@ -1,8 +1,8 @@
-"""The constants of an ONNX file as parameters, buffers and numbers, under readable names; quantized weights as what they represent.
+"""The constants of an ONNX file as parameters, buffers and numbers, under readable names; quantized weights as their values.
 
-Floating weights become parameters, named after the modules they come from; weights that are equal bit for bit become one parameter.
-Frequencies of rotary embeddings, masks and whole numbers become buffers or plain numbers. Of quantized weights only those are read
-that are quantized in the file and nowhere else: a graph that quantizes as it runs has no gradient.
+Floating-point weights become parameters, named after the modules that they come from; weights that are equal bit for bit become one
+parameter. Frequencies of rotary embeddings, masks and integers become buffers or plain numbers. Quantized weights are read only if
+they are quantized in the file: a graph that quantizes while it runs has no gradient.
 
     DequantizeLinear            w = (q − z) · s, one scale for all, for a row or column, or for a block of one
     com.microsoft.MatMulNBits   the same for each row's blocks, two or more numbers packed into a byte
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
     import onnx_ir
 
 
-SCOPES = "pkg.torch.onnx.name_scopes"  # where torch writes down the modules that a node comes from
+SCOPES = "pkg.torch.onnx.name_scopes"  # the key under which torch records the modules that a node comes from
 
 
 # ── Names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def parameter_name(name: str, rank: int, reader: onnx_ir.Node | None) -> str:
-    """Return the name of a weight: its own where that is a path, else after the module that its first reader comes from."""
+    """Return the name of a weight: its own if that is a path, else one from the module of its first reader."""
     scope = "" if reader is None or is_module_path(name) else module_scope(reader)
     adds = reader is not None and reader.op_type in ("Add", "Gemm", "Conv")
     leaf = "bias" if rank <= 1 and adds else "weight"
@@ -52,7 +52,7 @@ def is_module_path(name: str) -> bool:
 
 
 def module_scope(node: onnx_ir.Node) -> str:
-    """Return the module that a node was exported from, by what torch's exporters write into it; "" where they say nothing."""
+    """Return the module that a node was exported from, as recorded by torch's exporters; "" if not recorded."""
     if (scopes := node.metadata_props.get(SCOPES)) is not None:
         paths = [path for path in re.findall(r"'([^']*)'", scopes) if re.fullmatch(r"\w+(\.\w+)*", path)]
         modules = paths[:-1]  # the last is the operation itself
@@ -62,7 +62,7 @@ def module_scope(node: onnx_ir.Node) -> str:
 
 
 def identifier(text: str) -> str:
-    """Return the text as a name that Python accepts, numbers kept."""
+    """Return the text as a valid Python name, numbers kept."""
     return re.sub(r"\W+", "_", text).strip("_") or "unnamed"
 
 
@@ -93,8 +93,8 @@ def is_quantized_table(node: onnx_ir.Node) -> bool:
 
 
 def dequantize(q: Tensor, scale: Tensor, zero: Tensor | None = None, axis: int = 1, block_size: int = 0) -> Tensor:
-    """Return what DequantizeLinear makes of constants."""
-    if scale.dim() == 1 and scale.numel() > 1:  # one for each place along the axis
+    """Return the result of DequantizeLinear for constants."""
+    if scale.dim() == 1 and scale.numel() > 1:  # one for each position along the axis
         shape = [1] * q.dim()
         shape[axis] = -1
         scale, zero = scale.reshape(shape), None if zero is None else zero.reshape(shape)
@@ -126,7 +126,7 @@ def dequantize_blocks(attributes: dict[str, Any], packed: Tensor, scales: Tensor
 
 
 def dequantize_table(attributes: dict[str, Any], packed: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
-    """Return the table of a GatherBlockQuantized node: bytes hold one number each, or several along the last axis, centred."""
+    """Return the table of a GatherBlockQuantized node: each byte has one number, or several along the last axis, centred."""
     bits, block, axis = attributes.get("bits", 4), attributes.get("block_size", 128), attributes.get("quantize_axis", 1)
     q: Tensor = packed
     if packed.dtype == torch.uint8:
@@ -139,41 +139,41 @@ def dequantize_table(attributes: dict[str, Any], packed: Tensor, scales: Tensor,
 # ── Weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-FEW = 64  # elements up to which a constant of whole numbers is numbers and no tensor
+FEW = 64  # elements up to which a constant of integers becomes numbers rather than a tensor
 LAYOUT_OPERATORS = frozenset(
     "Cast Expand Unsqueeze Squeeze Reshape Transpose Mul MatMul Einsum Concat Identity Tile Gather Slice Shape Neg".split()
 )
 ANGLE_OPERATORS = frozenset(("Sin", "Cos"))
-ANGLE_INPUTS = {  # which inputs are cosines and sines
+ANGLE_INPUTS = {  # the inputs that are cosines and sines
     ("", "RotaryEmbedding"): slice(1, 3),
     ("com.microsoft", "RotaryEmbedding"): slice(2, 4),
     ("com.microsoft", "GroupQueryAttention"): slice(7, 9),
 }
 NO_INPUTS = slice(0, 0)
-NUMBER_INPUTS = {"Resize": (1, 2), "OneHot": (1, 2), "Pad": (2,), "Clip": (1, 2)}  # which inputs are read as numbers
-STATISTICS = slice(3, 5)  # which inputs of a BatchNormalization were measured and not learned
-QUANTIZER_SUFFIX = r"_(quantized|[qQ]\d|DequantizeLinear_Output)$"  # what quantizers put behind the name of a weight
+NUMBER_INPUTS = {"Resize": (1, 2), "OneHot": (1, 2), "Pad": (2,), "Clip": (1, 2)}  # the inputs that are read as numbers
+STATISTICS = slice(3, 5)  # the inputs of a BatchNormalization that were measured, not learned
+QUANTIZER_SUFFIX = r"_(quantized|[qQ]\d|DequantizeLinear_Output)$"  # suffixes that quantizers append to the name of a weight
 
 
 class Weights:
-    """The constants of a file; what reads them is a node of the FX graph `into`, which has them in `root`."""
+    """The constants of a file; each is read by a node of the FX graph `into`, whose module is `root`."""
 
     def __init__(self, graph: onnx_ir.Graph, path: Path, root: nn.Module, into: fx.Graph) -> None:
         self.path, self.root, self.graph, self.graph_name = path, root, into, graph.name
         self.initializers: dict[onnx_ir.Value, Any] = {value: value.const_value for value in graph.initializers.values()}
-        self.computed: dict[onnx_ir.Value, Tensor] = {}  # what quantized weights represent, and the constants of branches
+        self.computed: dict[onnx_ir.Value, Tensor] = {}  # the values of quantized weights, and the constants of branches
         self.names: dict[onnx_ir.Value, str] = {}  # of those
         nodes = [*graph, *(node for branch in graph.subgraphs() for node in branch)]
         self.order = {node: at for at, node in enumerate(nodes)}  # the main graph before its branches
         self.nodes: dict[tuple[onnx_ir.Value, bool], fx.Node] = {}
-        self.matrices: list[tuple[str, Tensor]] = []  # the parameters so far that others may equal
+        self.matrices: list[tuple[str, Tensor]] = []  # the parameters so far, which others may equal
         self.paths: set[str] = set()
 
     def __contains__(self, value: onnx_ir.Value) -> bool:
         return value in self.computed or value in self.initializers
 
     def add(self, value: onnx_ir.Value, source: str, tensor: Tensor) -> None:
-        """`tensor` is the constant `value`, as if the file had it, and becomes a parameter that is named after `source`."""
+        """Add `tensor` as the constant `value`, as if it were in the file; it becomes a parameter named after `source`."""
         if value in self.computed or value.name in {computed.name for computed in self.computed}:
             raise CheckpointError(
                 f"{self.path} has two constants called {value.name}",
@@ -215,7 +215,7 @@ class Weights:
         return value is not None and self.is_float(value) and len(self.shape(value)) == 1 and self.shape(value)[0] > 1
 
     def value(self, value: onnx_ir.Value) -> Any:
-        """Return the constant as the file has it: a node that reads it, or numbers."""
+        """Return the constant in the file's layout: a node that reads it, or numbers."""
         if only_numbers(value):
             return numbers(self.tensor(value))
         if not self.is_float(value) or not self.shape(value):
@@ -223,13 +223,13 @@ class Weights:
         return self.parameter(value)
 
     def transposed(self, value: onnx_ir.Value) -> fx.Node:
-        """Return the matrix as (out, in): stored so where every reader multiplies by it from the right."""
+        """Return the matrix as (out, in), stored in this layout if every reader multiplies by it from the right."""
         if not value.is_graph_output() and all(reads_only_as_right_factor(node, value) for node in value.consumers()):
             return self.parameter(value, transposed=True)
         return self.graph.call_function(transpose, (self.value(value), (1, 0)))
 
     def constant(self, tensor: Tensor, name: str) -> Any:
-        """Return a constant that is no weight: numbers, where it is one or a few whole ones, else a buffer."""
+        """Return a constant that is no weight: numbers for one or a few integers, else a buffer."""
         if tensor.dim() == 0 or (tensor.dim() == 1 and tensor.numel() <= FEW and not tensor.is_floating_point()):
             return tuple(tensor.tolist()) if tensor.dim() else tensor.item()
         path = self.unique_path(f"constants.{identifier(name)}")
@@ -237,7 +237,7 @@ class Weights:
         return self.graph.get_attr(path)
 
     def parameter(self, value: onnx_ir.Value, transposed: bool = False) -> fx.Node:
-        """Return the weight as a parameter, one that is equal to another as that other."""
+        """Return the weight as a parameter; one that is equal to another is the same parameter."""
         key = value, transposed
         if key not in self.nodes:
             tensor = self.tensor(value)
@@ -267,7 +267,7 @@ class Weights:
         return min(value.consumers(), key=lambda node: self.order[node], default=None)
 
     def only_makes_angles(self, value: onnx_ir.Value) -> bool:
-        """Return whether all that is computed from the weight are sines and cosines, or it holds such: frequencies, no weights."""
+        """Return whether only sines and cosines are computed from the weight, or it contains them: frequencies, no weights."""
         reached, ends = [value], set()
         for followed in reached:
             if followed.is_graph_output():
@@ -292,7 +292,7 @@ class Weights:
 
 
 def only_statistics(value: onnx_ir.Value) -> bool:
-    """Return whether the constant is the mean or the variance of a batch norm and nothing else."""
+    """Return whether the constant is only the mean or variance of a batch norm."""
     readers = value.consumers()
     return bool(readers) and all(
         node.op_type == "BatchNormalization" and value in node.inputs[STATISTICS] and value not in node.inputs[:3]
@@ -301,7 +301,7 @@ def only_statistics(value: onnx_ir.Value) -> bool:
 
 
 def only_numbers(value: onnx_ir.Value) -> bool:
-    """Return whether every operator that reads the constant reads numbers: the scales of a resizing, say."""
+    """Return whether every reader of the constant reads numbers: the scales of Resize, for example."""
     readers = value.consumers()
     return bool(readers) and all(
         not node.domain and value in [node.inputs[at] for at in NUMBER_INPUTS.get(node.op_type, ()) if at < len(node.inputs)]
@@ -312,9 +312,9 @@ def only_numbers(value: onnx_ir.Value) -> bool:
 # ── Inputs ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-PAST_PREFIX, PRESENT_PREFIX = "past", "present"  # of the inputs that hold what earlier tokens left, and of the outputs that do
-MASK_WORD, POSITION_WORD = "mask", "position"  # in the names of inputs that say what is padding, and where tokens are
-IMAGE_RANK, PIXELS, STRIDE = 4, 8, 32  # of images: about as many pixels a token, and what their extents are multiples of
+PAST_PREFIX, PRESENT_PREFIX = "past", "present"  # prefixes of inputs and outputs with the states of earlier tokens
+MASK_WORD, POSITION_WORD = "mask", "position"  # in the names of inputs for padding and for positions of tokens
+IMAGE_RANK, PIXELS, STRIDE = 4, 8, 32  # of images: about the number of pixels per token, and a divisor of their extents
 ID_OPERATORS = frozenset("Cast Reshape Identity Squeeze Unsqueeze Clip Where Add Mul Sub".split())  # between ids and their table
 
 
@@ -323,18 +323,18 @@ def is_state_input(value: onnx_ir.Value) -> bool:
 
 
 def state_key(value: onnx_ir.Value) -> str:
-    """Return what a state is called both as an input and as an output."""
+    """Return the common name of a state as an input and as an output."""
     return re.sub(r"^(past_key_values|past|present)", "", str(value.name))
 
 
 def only_selects_a_branch(value: onnx_ir.Value) -> bool:
-    """Return whether all that an input does is to select the branch of an `If`."""
+    """Return whether an input is used only to select the branch of an `If`."""
     users = value.consumers()
     return bool(users) and not value.is_graph_output() and all(node.op_type == "If" and node.inputs[0] is value for node in users)
 
 
 def refuse_odd_inputs(inputs: Sequence[onnx_ir.Value], path: Path) -> None:
-    """Raises `CaptureError` for an input that is no tensor of numbers, and for two that would be one argument."""
+    """Raises `CaptureError` for an input that is not a numeric tensor, and for two that would be the same argument."""
     for value in inputs:
         if value.dtype not in DTYPES:
             raise CaptureError(
@@ -348,7 +348,7 @@ def refuse_odd_inputs(inputs: Sequence[onnx_ir.Value], path: Path) -> None:
 
 
 def refuse_same_names(what: str, values: Sequence[onnx_ir.Value], path: Path) -> None:
-    """Raises `CaptureError` if two of the inputs, or outputs, would be one argument, or one entry of the result."""
+    """Raises `CaptureError` if two of the inputs, or outputs, would be the same argument, or the same entry of the result."""
     by_name: dict[str, str] = {}
     for value in values:
         name = argument_name(str(value.name))
@@ -363,7 +363,7 @@ def refuse_same_names(what: str, values: Sequence[onnx_ir.Value], path: Path) ->
 
 
 def file_examples(inputs: Sequence[onnx_ir.Value], weights: Weights, batch: int = BATCH, length: int = LENGTH) -> dict[str, Tensor]:
-    """Return an example of each input by argument: ids that its table has, masks of ones, counted positions, noise elsewhere."""
+    """Return an example of each input by argument: valid ids, masks of ones, counted positions, noise for others."""
     generator = torch.Generator().manual_seed(0)
     examples = {}
     shapes = example_shapes(inputs, batch, length)
@@ -383,7 +383,7 @@ def file_examples(inputs: Sequence[onnx_ir.Value], weights: Weights, batch: int 
 
 
 def example_shapes(inputs: Sequence[onnx_ir.Value], batch: int, length: int) -> dict[onnx_ir.Value, tuple[int, ...]]:
-    """Return the shape of an example of each input; where there are states, masks cover these and the tokens after them."""
+    """Return the shape of an example of each input; if there are states, masks cover these and the tokens after them."""
     shapes: dict[onnx_ir.Value, tuple[int, ...]] = {}
     symbols: dict[str, int] = {}
     states = any(map(is_state_input, inputs))
@@ -407,7 +407,7 @@ def example_shapes(inputs: Sequence[onnx_ir.Value], batch: int, length: int) -> 
 
 
 def table_rows(ids: onnx_ir.Value, weights: Weights) -> int:
-    """Return how many rows the table has that the input looks up; 1 where it looks up none."""
+    """Return the number of rows of the table that the input indexes; 1 if it indexes none."""
     reached, rows = [ids], 0
     for followed in reached:
         for reader in followed.consumers():

@@ -1,1 +1,1 @@
-"""ONNX operators as torch functions, one small function each, by what they compute; `table` has them by domain and name."""
+"""ONNX operators as torch functions, one small function each, grouped by subject; `table` has them by domain and name."""

@@ -1,6 +1,6 @@
 """ONNX attention operators and the fused operators of ONNX Runtime, as torch functions: norms with a residual, GELU with a bias.
 
-An attention takes the keys and values of earlier tokens where the graph passes them; a model of whole sequences never does.
+An attention takes the keys and values of earlier tokens if the graph passes them; a model for whole sequences never does.
 
 Source: ONNX's operator specifications (set 23); ONNX Runtime's documentation of its contributed operators (`com.microsoft`).
 """
@@ -32,7 +32,7 @@ def skip_layer_normalization(
 
 
 def with_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """x + b: the bias is that of the product before the residual, so that this layer's result has all of it."""
+    """Return x + b: the bias of the product before the residual, so that this layer's result includes all of it."""
     return x if bias is None else x + bias
 
 
@@ -87,7 +87,7 @@ def quick_gelu(x: Tensor, alpha: float = 1.702) -> Tensor:
 
 
 def nonzero_attributes(*names: str) -> Callable[[dict[str, Any]], str]:
-    """Refuses nodes that set one of these attributes."""
+    """Return a test that names those of these attributes that a node sets."""
     return lambda attributes: ", ".join(name for name in names if attributes.get(name, 0) not in (0, -1))
 
 
@@ -100,7 +100,7 @@ def fused_mat_mul(
 
 
 def matmul_operand(x: Tensor, transposed: int, rows_first: int) -> Tensor:
-    """Return the matrices in x, with the axis of rows before those of the batch if `rows_first`; then each transposed."""
+    """Return the matrices in x, with the row axis before the batch axes if `rows_first`; then each transposed."""
     x = x.movedim(0, -2) if rows_first else x
     return x.mT if transposed else x
 
@@ -112,7 +112,7 @@ operator("Trilu", domain=MICROSOFT)(trilu)
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
-    """Return x (batch, heads, length, width), its first 2·r channels rotated by the angles (batch or 1, 1, length, r)."""
+    """Return x (batch, heads, length, width) with its first 2·r channels rotated by the angles (batch or 1, 1, length, r)."""
     turning, rest = x[..., : 2 * cosines.shape[-1]], x[..., 2 * cosines.shape[-1] :]
     first, second = (turning[..., ::2], turning[..., 1::2]) if interleaved else turning.chunk(2, -1)
     parts = first * cosines - second * sines, second * cosines + first * sines
@@ -121,7 +121,7 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tens
 
 
 def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: int, heads: int, width: int) -> Tensor:
-    """`rotate`, of heads that stand apart, (batch, heads, length, width), or side by side in (batch, length, heads·width)."""
+    """Return `rotate` for heads on an axis, (batch, heads, length, width), or concatenated in (batch, length, heads·width)."""
     cosines, sines = (part.unsqueeze(-3) for part in (cosines, sines))
     if x.dim() == 4:
         return rotate(x, cosines, sines, bool(interleaved))
@@ -158,28 +158,28 @@ def rotary_embedding_of_runtime(
     is_packed_batching: int = 0,
 ) -> Tensor:
     positions = tensor(positions, x)
-    if positions.dim() == 1:  # where the first token stands
+    if positions.dim() == 1:  # the position of the first token
         positions = positions[:, None] + torch.arange(x.shape[-2], device=x.device)
     return apply_rotary(x, cosines[positions], sines[positions], interleaved, num_heads, rotary_embedding_dim if num_heads else 0)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
-    """(batch, length, heads·width) as (batch, heads, length, width)."""
+    """Return (batch, length, heads·width) as (batch, heads, length, width)."""
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """(batch, heads, length, width) as (batch, length, heads·width)."""
+    """Return (batch, heads, length, width) as (batch, length, heads·width)."""
     return x.transpose(1, 2).flatten(-2)
 
 
 def append_to_past(past: Tensor | None, x: Tensor) -> Tensor:
-    """Return the keys or values of all tokens, those of earlier ones first."""
+    """Return the keys or values of all tokens, earlier ones first."""
     return x if past is None or (isinstance(past.shape[2], int) and past.shape[2] == 0) else torch.cat([past, x], 2)
 
 
 def additive_mask(mask: Tensor | None, value: float, like: Tensor) -> Tensor | None:
-    """Return a mask of what may be read, or one that is added, as one that is added."""
+    """Return a boolean or additive mask as an additive one."""
     if mask is None:
         return None
     if mask.is_floating_point():
@@ -188,13 +188,13 @@ def additive_mask(mask: Tensor | None, value: float, like: Tensor) -> Tensor | N
 
 
 def sum_masks(*masks: Tensor | None) -> Tensor | None:
-    """Masks that are added, as one."""
+    """Return the sum of additive masks."""
     given = [mask for mask in masks if mask is not None]
     return functools.reduce(torch.add, given) if given else None
 
 
 def causal_mask(queries: int, keys: int, like: Tensor, window: int = -1) -> Tensor:
-    """Added, it leaves each query what stands at or before its place, and at most `window` of that."""
+    """Return an additive causal mask: each query sees the keys up to its own position, at most `window` of them."""
     rows = torch.arange(queries, device=like.device)[:, None] + (keys - queries)
     columns = torch.arange(keys, device=like.device)
     open_ = columns <= rows
@@ -206,7 +206,7 @@ def causal_mask(queries: int, keys: int, like: Tensor, window: int = -1) -> Tens
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float | None, softcap: float = 0.0, window: int = -1
 ) -> Tensor:
-    """Attention of q over k and v (batch, heads, length, width); fewer heads of keys and values serve several queries each."""
+    """Return the attention of q over k and v (batch, heads, length, width); several queries may share a head of keys and values."""
     if k.shape[1] != q.shape[1]:
         k, v = (part.repeat_interleave(q.shape[1] // part.shape[1], 1) for part in (k, v))
     plain = causal and mask is None and softcap == 0 and window <= 0 and statically_known_true(q.shape[2] == k.shape[2])
@@ -235,7 +235,7 @@ def attention(
     softcap: float = 0.0,
     softmax_precision: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """ONNX's own; the scores are no output here."""
+    """ONNX's own operator; the scores as an output are not supported."""
     flat = q.dim() == 3
     if flat:
         q, k, v = split_heads(q, q_num_heads), split_heads(k, kv_num_heads), split_heads(v, kv_num_heads)
@@ -263,7 +263,7 @@ def attention_of_runtime(
     scale: float = 0.0,
     unidirectional: int = 0,
 ) -> tuple[Tensor, ...]:
-    """Self-attention with its projections, `weight` (out, in) here: the import turns it round."""
+    """Self-attention with its projections; `weight` is (out, in) here, because the import transposes it."""
     projected = F.linear(x, weight, bias)
     third = projected.shape[-1] // 3
     q, k, v = (split_heads(part, num_heads) for part in projected.split(list(qkv_hidden_sizes or (third,) * 3), -1))
@@ -275,7 +275,7 @@ def attention_of_runtime(
 
 
 def key_mask(mask: Value, keys: int, value: float, like: Tensor) -> Tensor | None:
-    """ONNX Runtime's masks of keys as one that is added: the length of each row, or its end and its start, or a mask."""
+    """Return ONNX Runtime's key mask as an additive one; it gives the length of each row, its end and start, or a mask."""
     if mask is None:
         return None
     mask = tensor(mask, like)
@@ -307,7 +307,7 @@ def multi_head_attention(
     scale: float = 0.0,
     unidirectional: int = 0,
 ) -> tuple[Tensor, ...]:
-    """`kv_num_heads`, of keys and values, is no attribute of ONNX Runtime's: `read_rows_as_heads` sets it where they are fewer."""
+    """`kv_num_heads` is not an attribute of ONNX Runtime's: `read_rows_as_heads` sets it if keys and values have fewer heads."""
     if q.dim() == 5:  # (batch, length, heads, 3, width)
         q, k, v = (part.flatten(-2) for part in q.unbind(3))
     elif k is not None and k.dim() == 5:
@@ -349,7 +349,7 @@ def group_query_attention(
     smooth_softmax: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, ...]:
-    """Causal attention; `last` is the place of the last token of each row, after which comes padding."""
+    """Causal attention; `last` is the position of the last token of each row, which padding follows."""
     if k is None or v is None:
         width = q.shape[-1] // (num_heads + 2 * kv_num_heads)
         q, k, v = q.split([num_heads * width, kv_num_heads * width, kv_num_heads * width], -1)

@@ -1,4 +1,4 @@
-"""ONNX operators that work element by element, casts among them, and reductions, as torch functions."""
+"""Element-wise ONNX operators, including casts, and reductions, as torch functions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from retrofit.onnx.importer.operators.table import (
 
 
 def elementwise(name: str, of_tensors: Operator, of_numbers: Operator | None = None) -> Operator:
-    """Return the operator `name`, from what it does to tensors and, if it does anything, to single numbers."""
+    """Return the operator `name`, given its function on tensors and, if there is one, on single numbers."""
 
     def computed(*values: Value) -> Value:
         like = next((value for value in values if isinstance(value, Tensor)), None)
@@ -46,7 +46,7 @@ def elementwise(name: str, of_tensors: Operator, of_numbers: Operator | None = N
 
 
 def as_tensor_like(value: Value, like: Tensor) -> Tensor:
-    """Return the numbers as a tensor of the type of `like`, which operands of a node have in common."""
+    """Return the numbers as a tensor with the dtype of `like`, the common one of a node's operands."""
     return tensor(value, like, None if dtype_of(value) is torch.bool else like.dtype)
 
 
@@ -194,7 +194,7 @@ def hard_sigmoid(x: Tensor, alpha: float = 0.2, beta: float = 0.5) -> Tensor:
 
 @operator("Dropout")
 def dropout(x: Tensor, ratio: Value = None, training: Value = None, **seed: Any) -> tuple[Tensor, Tensor]:
-    """Return the input, as in inference: an exported model drops nothing."""
+    """Return the input, as in inference: an exported model has no dropout."""
     return x, torch.ones_like(x, dtype=torch.bool)
 
 
@@ -218,7 +218,7 @@ def cast_like(x: Value, like: Value, **rounding: Any) -> Value:
 
 
 def reduction(name: str, of_tensor: Operator, of_numbers: Operator | None = None) -> Operator:
-    """Return the operator `name`, from what it does to a tensor along some axes; the axes are an input or, before, an attribute."""
+    """Return the operator `name`, given its function on a tensor along axes; the axes are an input or, before, an attribute."""
 
     def computed(
         x: Value, axes: Value = None, keepdims: int = 1, noop_with_empty_axes: int = 0, **of_old: tuple[int, ...]

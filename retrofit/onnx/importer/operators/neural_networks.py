@@ -1,6 +1,6 @@
-"""ONNX operators that networks consist of, as torch functions: products, norms, convolutions, pooling, resizing.
+"""ONNX operators for neural networks, as torch functions: products, norms, convolutions, pooling, resizing.
 
-Resize goes one axis after another, each place a weighted mean of the places around where it comes from.
+Resize processes one axis after another; each output is a weighted mean of the inputs around its coordinate.
 
 Source: the specification of Resize, operator sets 13 to 19.
 """
@@ -39,7 +39,7 @@ def half_of_inverse(attributes: dict[str, Any]) -> str:
 
 @operator("DFT", refuses=half_of_inverse)
 def dft(x: Tensor, dft_length: Value = None, axis: Value = -2, inverse: int = 0, onesided: int = 0) -> Tensor:
-    """Along an axis of numbers whose last axis is their real and imaginary part, or their real part alone."""
+    """Transform along an axis; the last axis has the real and imaginary parts of each number, or the real part alone."""
     values = torch.view_as_complex(x.contiguous()) if x.shape[-1] == 2 else x.squeeze(-1)
     length = None if dft_length is None else number(dft_length)
     along = number(axis) % x.dim()
@@ -76,7 +76,7 @@ def rms_normalization(x: Tensor, scale: Value, axis: int = -1, epsilon: float = 
 
 
 def expand_gain(gain: Value, x: Tensor, axis: int) -> Tensor | None:
-    """Return the gain with an element for each that is normalised together, as torch wants it."""
+    """Return the gain with an element for each of the elements normalized together, torch's layout."""
     if gain is None or (isinstance(gain, Tensor) and gain.shape == x.shape[axis:]):
         return gain
     return tensor(gain, x, x.dtype).expand(x.shape[axis:])
@@ -91,7 +91,7 @@ def instance_normalization(x: Tensor, scale: Tensor, bias: Tensor, epsilon: floa
 def group_normalization(
     x: Tensor, scale: Tensor, bias: Tensor, num_groups: int, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Tensor:
-    each = 1 if scale.shape[0] == x.shape[1] else x.shape[1] // num_groups  # a scale a group before operator set 21
+    each = 1 if scale.shape[0] == x.shape[1] else x.shape[1] // num_groups  # a scale per group before operator set 21
     return F.group_norm(x, num_groups, scale.repeat_interleave(each), bias.repeat_interleave(each), epsilon)
 
 
@@ -138,7 +138,7 @@ def conv(
 def padding(
     x: Tensor, kernel: Any, auto_pad: str, pads: tuple[int, ...], steps: tuple[int, ...], spread: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return what is put before and after each spatial axis."""
+    """Return the padding before and after each spatial axis."""
     rank = x.dim() - 2
     if auto_pad in ("NOTSET", "VALID"):
         given = pads if pads and auto_pad == "NOTSET" else (0,) * (2 * rank)
@@ -167,13 +167,13 @@ def conv_transpose(
     pads: tuple[int, ...] = (),
     strides: tuple[int, ...] = (),
 ) -> Tensor:
-    """Return the whole of it, and then what the padding cuts off before and after each axis."""
+    """Compute the whole result, then cut off the padding before and after each axis."""
     rank = x.dim() - 2
     steps, spread, more = strides or (1,) * rank, dilations or (1,) * rank, output_padding or (0,) * rank
     function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
     whole: Tensor = function(x, weight, None, steps, 0, more, group, spread)
     cut = pads if auto_pad == "NOTSET" and pads else (0,) * (2 * rank)
-    if auto_pad.startswith("SAME"):  # each extent becomes as many steps as it was
+    if auto_pad.startswith("SAME"):  # each extent is multiplied by its stride
         lack = [length - old * step for length, old, step in zip(whole.shape[2:], x.shape[2:], steps, strict=True)]
         small, large = tuple(width // 2 for width in lack), tuple(width - width // 2 for width in lack)
         cut = (*small, *large) if auto_pad == "SAME_UPPER" else (*large, *small)
@@ -334,14 +334,14 @@ def scaled(x: Tensor, along: tuple[int, ...], scales: Value, sizes: Value, polic
 
 
 def extent(length: Any, scale: float) -> Any:
-    """Return the length times the scale, rounded down; in whole numbers where the scale or its inverse is one."""
+    """Return the length times the scale, rounded down, in integers if the scale or its inverse is one."""
     if scale == int(scale):
         return length * int(scale)
     return length // int(1 / scale) if 1 / scale == int(1 / scale) else torch.sym_int(length * scale)
 
 
 def origins(place: Tensor, scale: Any, length: Any, size: Any, mode: str) -> Tensor:
-    """Return where in the old axis each place of the new one comes from."""
+    """Return the coordinate on the old axis for each position on the new one."""
     if mode == "asymmetric":
         return place / scale
     if mode == "align_corners":
@@ -355,7 +355,7 @@ def origins(place: Tensor, scale: Any, length: Any, size: Any, mode: str) -> Ten
 
 
 def interpolate(x: Tensor, axis: int, place: Tensor, cubic: float | None, exclude: bool) -> Tensor:
-    """Return the mean of the 2 places around each origin, or of 4 by cubic polynomials whose coefficient is `cubic`."""
+    """Return the mean of the 2 positions around each coordinate, or of 4 by cubic polynomials with coefficient `cubic`."""
     length = x.shape[axis]
     first = place.floor()
     offsets = (-1, 0, 1, 2) if cubic is not None else (0, 1)
@@ -373,7 +373,7 @@ def interpolate(x: Tensor, axis: int, place: Tensor, cubic: float | None, exclud
 
 
 def share(distance: Tensor, cubic: float | None) -> Tensor:
-    """Return the weight of a place at this distance from the origin."""
+    """Return the weight of a position at this distance from the coordinate."""
     if cubic is None:
         return (1 - distance).clamp(min=0)
     near = ((cubic + 2) * distance - (cubic + 3)) * distance * distance + 1

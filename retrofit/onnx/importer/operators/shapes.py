@@ -24,7 +24,7 @@ from retrofit.onnx.importer.operators.table import (
 END = 2**31 - 1  # "to the end" in a slice is this or more
 
 
-FEW = 16  # numbers up to which a constant of one value is numbers and no tensor
+FEW = 16  # up to this number, a constant of one value is a tuple of numbers rather than a tensor
 
 
 @operator("Shape")
@@ -52,7 +52,7 @@ def reshape(x: Value, shape: Value, allowzero: int = 0) -> Value:
 
 
 def flatten_numbers(x: Value) -> tuple[Any, ...]:
-    """Numbers, or rows of numbers, as one row."""
+    """Return numbers, or rows of numbers, as one row."""
     return tuple(item for part in numbers(x) for item in numbers(part))
 
 
@@ -104,7 +104,7 @@ def concat(*values: Value, axis: int) -> Value:
 
 
 def is_empty_along(x: Tensor, axis: int) -> bool:
-    """Return whether nothing is there to be joined: the past before any token."""
+    """Return whether the axis is empty: the past before any token."""
     return isinstance(x.shape[axis], int) and x.shape[axis] == 0
 
 
@@ -136,7 +136,7 @@ def slice_(x: Value, starts: Value, ends: Value, axes: Value = None, steps: Valu
 def slice_axis(x: Value, first: Any, last: Any, axis: int, step: int) -> Value:
     if is_number(x):
         return x[slice_bound(first) : slice_bound(last) : step]
-    if step < 0:  # torch steps forward only: what is left, reversed
+    if step < 0:  # torch's steps are positive: the selection, reversed
         chosen = range(int(x.shape[axis]))[slice_bound(first) : slice_bound(last) : step]
         return x.index_select(axis, torch.tensor(list(chosen), dtype=torch.int64, device=x.device))
     key: list[slice] = [slice(None)] * x.dim()
@@ -145,13 +145,13 @@ def slice_axis(x: Value, first: Any, last: Any, axis: int, step: int) -> Value:
 
 
 def slice_bound(place: Any) -> Any:
-    """Return an end of a slice; None at, or beyond, what ONNX takes for the end."""
+    """Return an end of a slice; None at or beyond ONNX's value for the end."""
     return None if isinstance(place, int) and not -END < place < END else place
 
 
 @operator("Expand")
 def expand(x: Value, shape: Value) -> Tensor:
-    """Broadcast against the shape: an extent of 1 in it leaves the tensor's."""
+    """Broadcast against the shape: an extent of 1 in it keeps the tensor's."""
     x, extents = tensor(x), numbers(shape)
     lead = x.dim() - len(extents)
     extents = (*(-1 for _ in range(lead)), *extents)
@@ -183,7 +183,7 @@ def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, mode: s
 
 @operator("ConstantOfShape", creates=True)
 def constant_of_shape(shape: Value, value: Any = 0.0, device: torch.device | None = None) -> Value:
-    """`value`, a number, in every place; few whole ones in a row are numbers, which shapes are computed from."""
+    """Return `value`, a number, at every position; a short row of integers is a tuple of numbers, used for shapes."""
     extents = numbers(shape)
     if dtype_of(value) is torch.int64 and len(extents) == 1 and isinstance(extents[0], int) and extents[0] <= FEW:
         return (value,) * extents[0]
@@ -228,7 +228,7 @@ def gather_elements(x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
 
 
 def from_the_front(indices: Tensor, length: int) -> Tensor:
-    """Places that may be counted from the end, counted from the front, in torch's type of them."""
+    """Return positions that may be counted from the end as positions from the front, in torch's dtype for them."""
     return torch.where(indices < 0, indices + length, indices).long()
 
 
@@ -287,7 +287,7 @@ def arg_min(x: Tensor, axis: int = 0, keepdims: int = 1, select_last_index: int 
 
 
 def first_or_last(x: Tensor, place: Callable[..., Tensor], axis: int, keepdims: int, last: int) -> Tensor:
-    """Return the place that is found along an axis, of equal values the first one, or the last."""
+    """Return the position found along an axis: of equal values the first one, or the last."""
     return x.shape[axis] - 1 - place(x.flip(axis), axis, bool(keepdims)) if last else place(x, axis, bool(keepdims))
 
 

@@ -1,9 +1,9 @@
-"""The table of ONNX operators, the torch function that computes each by domain and name, and the values that these take.
+"""The table of ONNX operators: the torch function for each by domain and name, and the values that these functions take.
 
 A function takes its inputs in ONNX's order and the attributes by name; it returns one value or a tuple. A value is a tensor or a
-*number*: a Python or symbolic int, float or bool, or a flat tuple of them. Where all inputs are numbers and numbers can express the
-result, a function returns numbers. The shapes that ONNX graphs compute on (Shape, Gather, Concat, Reshape) are numbers all the way,
-so that a graph captured again has dynamic shapes, and a constant factor is a factor and not a tensor of one element.
+*number*: a Python or symbolic int, float or bool, or a flat tuple of them. If all inputs are numbers and numbers can express the
+result, a function returns numbers. The shapes that ONNX graphs compute with (Shape, Gather, Concat, Reshape) thus stay numbers, so
+that a graph captured again has dynamic shapes, and a constant factor is a number rather than a tensor of one element.
 
 Source: the operator specifications of ONNX, operator sets 13 to 24.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
-CHOICE = "retrofit.choice"  # in the metadata of an `If` that an export made of the operator it says: both branches may be computed
+CHOICE = "retrofit.choice"  # in the metadata of an `If` that an export made of the named operator: both branches may be computed
 Operator = Callable[..., Any]
 
 
@@ -29,18 +29,18 @@ OPERATORS: dict[tuple[str, str], Operator] = {}  # by domain and name
 
 REFUSALS: dict[
     tuple[str, str], Callable[[dict[str, Any]], str]
-] = {}  # what of a node's attributes its function does not support, "" if nothing
+] = {}  # returns the unsupported part of a node's attributes, "" if there is none
 
 
-FACTORIES: set[Operator] = set()  # those that create a tensor from numbers and take its device
+FACTORIES: set[Operator] = set()  # functions that create a tensor from numbers and need its device
 
 
 def operator(
     *names: str, domain: str = "", creates: bool = False, refuses: Callable[[dict[str, Any]], str] | None = None
 ) -> Callable[[Operator], Operator]:
-    """Nodes of these names call the decorated function; one that `creates` a tensor from numbers takes its device.
+    """Register the decorated function for nodes of these names; one that `creates` a tensor from numbers gets its device.
 
-    `refuses` says what of a node's attributes the function does not compute, "" where it computes all.
+    `refuses` returns the part of a node's attributes that the function does not support, "" if it supports all.
     """
 
     def registered(function: Operator) -> Operator:
@@ -78,8 +78,8 @@ DTYPES = {
     10: torch.float16,
     11: torch.float64,
     16: torch.bfloat16,
-}  # by the number that ONNX gives them
-TYPES_OF_NUMBERS = (torch.float32, torch.int64, torch.bool)  # what numbers are as tensors, where nothing else is known
+}  # by ONNX's number
+TYPES_OF_NUMBERS = (torch.float32, torch.int64, torch.bool)  # the dtypes of numbers as tensors, without further information
 
 
 def is_number(value: Value) -> bool:
@@ -98,7 +98,7 @@ def tensor(value: Value, like: Tensor | None = None, dtype: torch.dtype | None =
 
 
 def dtype_of(value: Number) -> torch.dtype:
-    """Return what the number, or the first of several, is as a tensor."""
+    """Return the dtype of the number, or of the first of several, as a tensor."""
     first = (value or (0,))[0] if isinstance(value, tuple) else value
     if isinstance(first, (bool, torch.SymBool)):
         return torch.bool
@@ -106,7 +106,7 @@ def dtype_of(value: Number) -> torch.dtype:
 
 
 def numbers(value: Value) -> tuple[Any, ...]:
-    """Return the value as a tuple of numbers; a tensor is read for it, which a graph that is captured again cannot do."""
+    """Return the value as a tuple of numbers; reads a tensor's values, which a graph that is captured again cannot do."""
     if isinstance(value, Tensor):
         return tuple(value.reshape(-1).tolist())
     return value if isinstance(value, tuple) else (value,)
@@ -119,7 +119,7 @@ def number(value: Value) -> Any:
 
 
 def map_numbers(function: Callable[..., Any], *values: Number) -> Number:
-    """Return a function of single numbers on tuples of them; a single one goes with every place of the others."""
+    """Return a function of single numbers extended to tuples of them; a single one is combined with every item of the others."""
     lengths = {len(value) for value in values if isinstance(value, tuple)}
     if not lengths:
         return function(*values)
@@ -131,7 +131,7 @@ def map_numbers(function: Callable[..., Any], *values: Number) -> Number:
 
 
 def cast_number(value: Number, dtype: torch.dtype) -> Number:
-    """Return the number in the kind of number that the dtype holds."""
+    """Return the number as the Python type for the dtype."""
     if isinstance(value, tuple):
         return tuple(cast_number(item, dtype) for item in value)
     if dtype is torch.bool:
@@ -146,7 +146,7 @@ def sqrt_number(value: Number) -> Number:
 
 
 def divide_numbers(a: Number, b: Number) -> Number:
-    """ONNX's quotient: of integers the whole part."""
+    """Return ONNX's quotient: for integers the integer part."""
     if isinstance(a, (float, torch.SymFloat)) or isinstance(b, (float, torch.SymFloat)):
         return a / b
     below = [isinstance(each, int) and each < 0 for each in (a, b)]
@@ -154,5 +154,5 @@ def divide_numbers(a: Number, b: Number) -> Number:
 
 
 def remainder_of_numbers(a: Number, b: Number) -> Number:
-    """Return what is left of `one`, with its sign, when it is divided."""
+    """Return the remainder of `a` divided by `b`, with the sign of `a`."""
     return math.fmod(a, b) if isinstance(a, float) else a - b * divide_numbers(a, b)
