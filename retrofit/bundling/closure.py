@@ -1,7 +1,7 @@
 """The code that modules of certain classes need to run: definitions, and for classes only the methods that any code calls.
 
 Code is followed by its names, from file to file: the globals that it reads, with their places in its text, and the attributes that
-it names. Methods are followed by name, whoever calls them. Constructors of classes that only the table instantiates are omitted,
+it names. Methods are followed by name, from any call. Constructors of classes that only the table instantiates are omitted,
 and so is the passes' analysis of models.
 """
 

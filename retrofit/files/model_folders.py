@@ -120,5 +120,5 @@ def require_writable_kind(path: Path) -> None:
         raise CheckpointError(f"{path}: models are not saved as {suffix}", remedy="name a .pt file or a directory", code="name")
     if suffix in SUFFIXES and path.suffix != suffix:
         raise CheckpointError(
-            f"{path}: {suffix} is written in small letters", remedy=f"name {path.with_suffix(suffix)}", code="name"
+            f"{path}: the suffix {suffix} must be lower case", remedy=f"name {path.with_suffix(suffix)}", code="name"
         )

@@ -123,7 +123,7 @@ def pixel_values(model: nn.Module, batch: int, seed: int = 0, *, film: bool = Fa
 
 
 def is_film(model: nn.Module, batch: int) -> bool:
-    """Return whether a vision model's input has frames: its config says so, or it gives a number of frames and no image input."""
+    """Return whether a vision model's input has frames: by its declared modalities, or because it accepts no single image."""
     if "video" in modalities(model) and "image" not in modalities(model):
         return True
     if said_of(getattr(model, "config", None), "num_frames") is None:

@@ -83,7 +83,7 @@ def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
         if required:
             raise TrainingError(
                 f"{folder} holds no tokenizer",
-                why=f"none of {', '.join(names)} is there",
+                why=f"it contains none of {', '.join(names)}",
                 remedy="check --tokenizer",
                 code="missing",
                 option="tokenizer",
@@ -124,7 +124,7 @@ def pretrained_tokenizer(path: Path, folder: Path, **where: str) -> Any:
 
 
 def codec_for(model: nn.Module, tokenizer: Any = None) -> Codec:
-    """Return the codec of `tokenizer`, or of bytes where there is none."""
+    """Return the codec of `tokenizer`, or of bytes if there is none."""
     special = config_special_ids(getattr(model, "config", None))
     size = vocabulary_size(model)
     return byte_codec(size, special) if tokenizer is None else tokenizer_codec(tokenizer, size, special)

@@ -1,9 +1,9 @@
 """States of earlier tokens besides keys and values, in a table with one row per slot of a paged cache.
 
-A pass keeps such states in the model's cache (`retrofit.surgery.cache_memory`). Here that is a `SlotCache`: a row of the table
-holds, for the token in that slot, every state that the layers push of it. States are written at the slots of the tokens under way,
-and those of earlier tokens are read through the block table. So paging, shared prefixes, chunks, preemption and parallel samples
-need nothing of their own: equal blocks hold equal states.
+A pass stores such states in the model's cache (`retrofit.surgery.cache_memory`). Here that cache is a `SlotCache`: a row of the
+table holds all states that the layers push for the token in that slot. States are written at the slots of the current tokens; those
+of earlier tokens are read through the block table. So paging, shared prefixes, chunks, preemption and parallel samples need no
+further code: equal blocks hold equal states.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ALIGNED = 16  # bytes: every state begins at a multiple
 
 @dataclasses.dataclass
 class RowLayout:
-    """The layout of a row, in bytes: each state gets its place when the model first runs, and none is given later."""
+    """The layout of a row, in bytes: each state gets its place in the model's first run, and none is added later."""
 
     width: int = 0
     is_final: bool = False
 
     def reserve(self, count: int) -> int:
-        """Return where a state of `count` bytes begins; raise `RetrofitError` where the layout is final."""
+        """Return the first byte of a state of `count` bytes. Raises `RetrofitError` if the layout is final."""
         if self.is_final:
             raise RetrofitError("a layer keeps a state that it did not keep when the model first ran", code="states")
         start = self.width
@@ -39,16 +39,16 @@ class RowLayout:
 
 
 class Places:
-    """The places of a batch's tokens: the slots they are written to, those of earlier tokens, and which begin in this batch.
+    """The places of a batch's tokens: the slots to write to, those of earlier tokens, and which tokens begin a sequence.
 
-    `table` is (blocks, 1, slots of a block, bytes). The tokens of a sequence follow one another; `starts`, (sequences + 1), says
-    where each begins, `blocks`, (sequences, any), is its block table. `slots` and `positions` are those of the tokens; the last may
+    `table` is (blocks, 1, slots of a block, bytes). The tokens of a sequence are consecutive; `starts`, (sequences + 1), gives the
+    first token of each, `blocks`, (sequences, any), its block table. `slots` and `positions` are those of the tokens; the last may
     be padding.
     """
 
     def __init__(self, table: Tensor, positions: Tensor, slots: Tensor, starts: Tensor, blocks: Tensor) -> None:
         self.table, self.positions, self.size = table, positions.long(), table.shape[2]
-        written = slots[: len(positions)].long().clamp(min=0)  # padding has none: block 0 is nobody's
+        written = slots[: len(positions)].long().clamp(min=0)  # padding has none: block 0 is unused
         self.block, self.offset = written // self.size, written % self.size
         tokens = torch.arange(len(positions), device=positions.device)
         owner = torch.searchsorted(starts[1:].long().contiguous(), tokens, right=True)
@@ -58,9 +58,9 @@ class Places:
 
     @functools.cached_property
     def rounds(self) -> int:
-        """Return the length of the longest chain of sequences in which each goes on from a token that the one before computes.
+        """Return the length of the longest chain of sequences in which each continues after a token that the previous one computes.
 
-        A block is known to be that of a prefix as soon as it is given to a sequence: another may share it in the same batch.
+        A block counts as part of a prefix as soon as a sequence gets it: another sequence may share it in the same batch.
         """
         first = self.begins.nonzero().flatten()
         before = (self.positions[first] - 1).clamp(min=0)
@@ -77,11 +77,11 @@ class Places:
         return longest
 
     def write(self, start: int, values: Tensor) -> None:
-        """Write (tokens, bytes) into the tokens' rows, from a column on."""
+        """Write (tokens, bytes) into the tokens' rows, beginning at column `start`."""
         self.table[self.block, 0, self.offset, start : start + values.shape[1]] = values
 
     def before(self, length: int, start: int, count: int) -> Tensor:
-        """Return columns of the rows of `length` tokens before each, the oldest first: (tokens, length, count); else zeros."""
+        """Return columns of the rows of the `length` tokens before each, oldest first, zeros if none: (tokens, length, count)."""
         earlier = self.positions.unsqueeze(1) - torch.arange(length, 0, -1, device=self.positions.device)
         known = earlier.clamp(min=0)
         blocks = self.blocks.gather(1, known // self.size).long()
@@ -90,7 +90,7 @@ class Places:
 
 
 class SlotHistory(TokenHistory):
-    """A state of each token, in the table: `last` are those before each token under way, (tokens, length, …)."""
+    """A state of each token, in the table: `last` are those before each current token, (tokens, length, …)."""
 
     def __init__(self, cache: SlotCache, length: int, like: Tensor) -> None:
         self.cache, self.length = cache, length
@@ -112,13 +112,13 @@ class SlotHistory(TokenHistory):
             self.cache.places.write(self.start, values.view(self.cache.tokens, self.count))
 
     def advance(self, new: Tensor, staying: Tensor | None = None) -> Tensor:
-        """Push `new`; return what is before each token, of which some may be `new` too."""
+        """Push `new`; return the states before each token, which may include some of `new`."""
         self.push(new, staying)
         return self.last()
 
     @property
     def begins(self) -> Tensor:
-        """Return which tokens begin: without places each, as no state is known."""
+        """Return which tokens begin a sequence; without places all do, as no state is known."""
         places, cache = self.cache.places, self.cache
         return torch.ones(cache.tokens, dtype=torch.bool, device=cache.device) if places is None else places.begins
 
@@ -128,7 +128,7 @@ class SlotHistory(TokenHistory):
 
 
 class SlotCache(CacheWithHistories):
-    """The cache that layers are called with: keys and values pass through it to the engine, histories are in the table."""
+    """The cache that layers are called with: it passes keys and values to the engine, and stores histories in the table."""
 
     packs_sequences = True
     is_compileable = False  # type: ignore[assignment]
@@ -140,11 +140,11 @@ class SlotCache(CacheWithHistories):
         self.tokens, self.device = 0, torch.device("cpu")
 
     def begin(self, positions: Tensor, places: Places | None) -> None:
-        """Take up a batch of tokens at these positions; without places the states of earlier ones are zeros."""
+        """Start a batch of tokens at these positions; without places the states of earlier tokens are zeros."""
         self.tokens, self.device, self.places = len(positions), positions.device, places
 
     def new_history(self, length: int, like: Tensor) -> TokenHistory:
-        """Return a history that is kept in the table."""
+        """Return a history stored in the table."""
         return SlotHistory(self, length, like)
 
     def update(self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor]:

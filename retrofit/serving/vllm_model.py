@@ -1,11 +1,11 @@
 """The class by which vLLM builds a rewritten model: the rewritten skeleton in vLLM's Transformers backend.
 
-vLLM's backend builds a base model from a config, gives its attentions vLLM's own, and has a head of its own. Here it gets the base
-that the recipe makes, at whatever width that is, and the head is the model's own code: the model that generates, with its base
-replaced by what that returned. So embeddings and heads that passes rewrote, scales and caps are as they are in transformers.
+vLLM's backend builds a base model from a config, replaces its attentions by vLLM's, and has its own head. Here it gets the
+rewritten base, of any width, and the head is the model's own code: the generating model, with its base replaced by the base's
+output. So rewritten embeddings and heads, scales and caps are the same as in transformers.
 
-What layers keep of earlier tokens is in a table (`slot_tables.py`) that is a layer without heads in vLLM's own cache: vLLM sizes
-and allocates it with the keys and values. How wide a row is shows when the model first runs, before vLLM asks.
+The layers' states of earlier tokens are in a table (`slot_tables`), which is a layer without heads in vLLM's own cache: vLLM sizes
+and allocates it with the keys and values. The width of a row is determined in the model's first run, before vLLM needs it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class KeptMetadata(AttentionMetadataBuilder[Any]):
 
 
 class TableBackend(AttentionBackend):
-    """The backend of a table: it attends to nothing."""
+    """The backend of a table, without attention."""
 
     @staticmethod
     def get_name() -> str:
@@ -74,7 +74,7 @@ class TableBackend(AttentionBackend):
 
 
 class SlotTable(AttentionLayerBase):
-    """A row for each slot of vLLM's cache. `run_once` runs the model, by which the `layout` of a row is known."""
+    """A row for each slot of vLLM's cache. `run_once` runs the model, which determines the `layout` of a row."""
 
     supports_dcp = False
 
@@ -86,7 +86,7 @@ class SlotTable(AttentionLayerBase):
         return TableBackend
 
     def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec | None:
-        """Return the size of the table; None where no layer keeps a state."""
+        """Return the size of the table; None if no layer stores a state."""
         if not self.layout.is_final:
             self.run_once()
             self.layout.is_final = True
@@ -96,7 +96,7 @@ class SlotTable(AttentionLayerBase):
         return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=self.layout.width, head_size_v=0, dtype=torch.uint8)
 
     def places(self, positions: Tensor) -> Places | None:
-        """Return where the tokens of the batch under way are; None before there is a table."""
+        """Return the places of the current batch's tokens; None before there is a table."""
         metadata = getattr(get_forward_context() if is_forward_context_available() else None, "attn_metadata", None)
         batch = metadata.get(self.name) if isinstance(metadata, dict) and self.kv_cache.numel() else None
         if batch is None:
@@ -107,11 +107,11 @@ class SlotTable(AttentionLayerBase):
 
 # ── Attention ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-ATTENTION = "retrofit_vllm"  # as transformers' interface knows it
+ATTENTION = "retrofit_vllm"  # the name in transformers' attention interface
 
 
 def attention_by_heads(module: nn.Module, query: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
-    """Attend by vLLM, (batch, heads, tokens, width) each; return (batch, tokens, heads, width), as models may take for granted."""
+    """Attend by vLLM, (batch, heads, tokens, width) each; return (batch, tokens, heads, width), as models expect."""
     found, _ = vllm_attention_forward(module, query, *arguments, **keywords)
     batch, heads, tokens, _ = query.shape
     return found.view(batch, tokens, heads, -1), None
@@ -124,7 +124,7 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_by_heads)
 
 
 class SkeletonConfig(PreTrainedConfig):
-    """Names a model that is built already, for transformers' AutoModel, by which vLLM builds its own."""
+    """Identifies a model that is already built to transformers' AutoModel, by which vLLM builds its models."""
 
     model_type = "retrofit-skeleton"
 
@@ -142,7 +142,7 @@ AutoModel.register(SkeletonConfig, Skeleton, exist_ok=True)  # type: ignore[arg-
 
 @dataclasses.dataclass
 class OnlyStates(BaseModelOutputWithPast):
-    """What a base model returns, of which all but the last states is None, whatever a head asks for."""
+    """The output of a base model in which everything except the last states is None, whatever a head reads."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -150,7 +150,7 @@ class OnlyStates(BaseModelOutputWithPast):
 
 
 class ReturnedStates(nn.Module):
-    """In place of a base model, and of any module in it: returns the states that it is called with."""
+    """Replaces a base model, and any module in it: returns the states that it is called with."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -164,9 +164,9 @@ class ReturnedStates(nn.Module):
 
 
 def built_skeleton(config: Any) -> Any:
-    """Return the rewritten model of a config that vLLM read, without weights.
+    """Return the rewritten model for a config that vLLM read, without weights.
 
-    Raise `DoesNotFitError` where it is no decoder that generates text.
+    Raises `DoesNotFitError` unless it is a decoder that generates text.
     """
     entry = getattr(config, RECIPE)
     classes = getattr(config, CLASSES) or [entry.get("architecture")]
@@ -187,7 +187,7 @@ def built_skeleton(config: Any) -> Any:
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter that has several."""
+    """Return the names of each parameter with several names."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -195,7 +195,7 @@ def tied_names(model: nn.Module) -> list[list[str]]:
 
 
 class KeptLinear(nn.Module):
-    """A linear layer while vLLM builds: it neither fuses it with others nor replaces it."""
+    """A linear layer while vLLM builds the model: vLLM neither fuses nor replaces it."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -205,11 +205,11 @@ class KeptLinear(nn.Module):
 
 
 def keep_from_fusions(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Have vLLM replace no linear layer whose weight a pass may read, and fuse none that it puts another module around in a call.
+    """Keep vLLM from replacing linear layers whose weights a pass may read, and from fusing those that it wraps in a call.
 
-    Return these layers and their classes, to be theirs again when vLLM has built: on a CPU its own lose their weights. It fuses by
-    the class of the module that calls the projections, and the names of its children: each module of transformers that has other
-    children than transformers' and torch's gets a class of its own.
+    Return these layers and their classes, to be restored after vLLM has built the model: on a CPU vLLM's own layers lose their
+    weights. vLLM fuses by the class of the module that calls the projections, and the names of its children: each module of
+    transformers with children that are neither transformers' nor torch's gets a class of its own.
     """
     kept: list[tuple[nn.Module, type[nn.Module]]] = []
     for module in list(model.modules()):
@@ -227,7 +227,7 @@ def keep_from_fusions(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]
 
 
 def held_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the children of a module, and those in containers that it holds."""
+    """Yield the children of a module, and those in containers that it has."""
     for child in module.children():
         yield child
         if isinstance(child, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
@@ -235,12 +235,12 @@ def held_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_stock(module: nn.Module) -> bool:
-    """Return whether a module is one of transformers or torch."""
+    """Return whether a module's class is from transformers or torch."""
     return type(module).__module__.partition(".")[0] in ("transformers", "torch")
 
 
 def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and buffers that a file holds, by every name."""
+    """Yield the parameters and persistent buffers, under every name."""
     yield from module.named_parameters(remove_duplicate=False)
     for path, part in module.named_modules(remove_duplicate=False):
         for name, buffer in part._buffers.items():
@@ -249,7 +249,7 @@ def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def named_in(module: nn.Module, path: str) -> Iterator[str]:
-    """Yield the names, from outside, of what a module at a path holds."""
+    """Yield the names, from outside, of the tensors of a module at a path."""
     return (f"{path}.{name}" for name, _ in persistent_tensors(module))
 
 
@@ -261,7 +261,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         if max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.decode_context_parallel_size) > 1:
             raise DoesNotFitError(
                 "a rewritten model runs in vLLM on one device",
-                why="there is no plan of how what a recipe adds is spread over several",
+                why="the modules that a recipe adds cannot be distributed over several",
                 remedy="use data parallelism: data_parallel_size=N, tensor_parallel_size=1",
                 code="not-served",
             )
@@ -273,13 +273,13 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         kept = keep_from_fusions(base)
         self.__dict__["known"] = {name for name, _ in persistent_tensors(whole)}
         self.__dict__["ignored"] = tuple(base._keys_to_ignore_on_load_unexpected or ())
-        base._keys_to_ignore_on_load_unexpected = None  # one that is found in a name of the model's own would drop it
+        base._keys_to_ignore_on_load_unexpected = None  # a pattern that matches a name of the model's own would drop it
         self.__dict__["skeleton"] = base
         super(VllmModelForTextGeneration, self).__init__(vllm_config=vllm_config, prefix=prefix)
         del self.__dict__["skeleton"]
         for layer, kind in kept:
             layer.__class__ = kind
-        whole.config._attn_implementation = ATTENTION  # vLLM looks for its own only while it builds
+        whole.config._attn_implementation = ATTENTION  # vLLM checks its own only while it builds
         setattr(whole, own, ReturnedStates(base))
         self.head = whole
         self.init_parameters(self.head)
@@ -298,13 +298,13 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         return {"config": config}
 
     def _decorate_for_torch_compile(self) -> None:
-        """Leave the model's class as it is: what is read of a batch's slots is no part of a compiled graph."""
+        """Leave the model's class unchanged: reading a batch's slots is not part of a compiled graph."""
 
     def _vocab_embeddings(self) -> set[nn.Embedding]:
-        return set()  # tables stay as they are: on one device there is nothing to spread
+        return set()  # tables stay as they are: on one device there is nothing to distribute
 
     def tie(self, groups: Iterable[Iterable[str]]) -> list[list[str]]:
-        """Give the names of each group one parameter; return the groups without the names that vLLM's fusions took."""
+        """Tie the parameters in each group of names; return the groups without the names that vLLM's fusions took."""
         named = dict(self.named_parameters(remove_duplicate=False))
         found = [[name for name in names if name in named] for names in groups]
         for first, *others in filter(None, found):
@@ -314,7 +314,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         return found
 
     def fill_buffers(self) -> None:
-        """Put every buffer on the device; those that a file holds are empty until it is read."""
+        """Move every buffer to the device; persistent ones are empty until they are loaded."""
         device = self.device_config.device
         for module in self.modules():
             for name, buffer in module._buffers.items():
@@ -322,7 +322,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
                     module._buffers[name] = torch.empty_like(buffer, device=device) if buffer.is_meta else buffer.to(device)
 
     def run_once(self) -> None:
-        """Run the model on two tokens: its layers say which states they keep."""
+        """Run the model on two tokens, in which its layers declare the states that they store."""
         tokens = torch.zeros(2, dtype=torch.long, device=self.device_config.device)
         if (adapters := getattr(self, "lora_manager", None)) is not None:
             adapters.set_adapter_mapping(LoRAMapping((0, 0), (0, 0), is_prefill=True))  # none
@@ -338,7 +338,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         return logits.squeeze(0)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Fill the model from the tensors of its files; return the names that were filled. Raise `CheckpointError` for a gap."""
+        """Load the model from the tensors of its files; return the loaded names. Raises `CheckpointError` if any is missing."""
         outside = dict(persistent_tensors(self.head))
         loaded = set[str]()
 
@@ -369,6 +369,6 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
 
 
 def served_name(name: str, own: str) -> str:
-    """Return the name in vLLM of what has `name` in the model of transformers, whose base is `own`."""
+    """Return the name in vLLM of the tensor `name` in the model of transformers, whose base is `own`."""
     inner = name.removeprefix(f"{own}.")
     return f"head.{name}" if inner == name else f"model.{inner}"

@@ -38,8 +38,8 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
 
     An `.onnx` file is for inference, as written by `export_onnx`. In a directory the `tokenizer`, if given, is saved too.
 
-    Raises `CheckpointError` if `path` exists (unless `force`), cannot be written, or would not determine how to build the model
-    again.
+    Raises `CheckpointError` if `path` exists (unless `force`) or cannot be written, or if the model cannot be built again from a
+    file.
     """
     path = as_path(path)
     require_savable(model, path)

@@ -197,7 +197,7 @@ def is_within(file: Path, source: Path) -> bool:
 def foreign_link(link: Path) -> CheckpointError:
     return CheckpointError(
         f"{link} is a link out of the model's directory",
-        why=f"what it leads to, {link.resolve()}, would be copied to the result",
+        why=f"its target, {link.resolve()}, would be copied to the result",
         remedy="put a copy of it there if it belongs to the model, else remove it",
         code="untrusted",
     )

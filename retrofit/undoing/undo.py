@@ -390,8 +390,8 @@ def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: In
     name = first_that_matters(part, moved, shapes[-1]) if moved else ""
     if name:
         raise VerificationError(
-            f"{described(part)} cannot be undone: {name} is no longer as the passes made it, and takes part",
-            why="on these inputs both compute the same, with other values in it they would not",
+            f"{described(part)} cannot be undone: {name} has changed since the passes ran, and affects the outputs",
+            why="both compute the same on these inputs, but not with other values of this parameter",
             remedy=KEEP,
             code="changed",
             site=name,

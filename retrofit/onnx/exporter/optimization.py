@@ -8,7 +8,7 @@ Last, in a file that was compared with torch, a choice between two results by on
 `torch.where` computes both results: in a step without an anchor, a layer strided by `sequence-altup` would be computed for nothing.
 Here the nodes that only one of the results needs become a branch. All choices by one condition that do not depend on one another
 become one `If`, because they mostly share operands: a layer's output, its keys, its values. An import reads such an `If` as the
-original choice (`CHOICE`). Before, fusions, packing, and all other analyses of nodes see them in one graph.
+original choice (`CHOICE`). Fusions, packing, and all other analyses of nodes come earlier, and see one graph.
 """
 
 from __future__ import annotations
