@@ -270,11 +270,11 @@ class SharedMoE(Pass[SharedMoEPlan]):
     def parameter_terms(self, groups: Sequence[Group], model: nn.Module) -> list[tuple[str, int]]:
         """Return the terms of the parameter formula: routers, and the experts beyond the dense weights that became experts."""
         terms: list[tuple[str, int]] = []
-        counted: set[int] = set()  # ids of the dense parameters that became part of an expert
+        counted = held_elsewhere(groups, model)  # and, by id, the dense parameters that became part of an expert
         for group in groups:
             sources, copies = group.sources(self.experts), group.copies(self.experts)
             if self.slices is not None:
-                terms += self.sliced_terms(sources[0], group.name, model)
+                terms += self.sliced_terms(sources[0], group.name, model, counted)
                 continue
             terms.append((f"{group.name}: router E·d", self.experts * sources[0].width))
             more = self.experts * sum(parameter.numel() for parameter in parameters_of(sources[0], model))
@@ -284,11 +284,11 @@ class SharedMoE(Pass[SharedMoEPlan]):
                         counted.add(id(parameter))
                         more -= parameter.numel()
             if more:
-                terms.append((f"{len(copies)} copies of its feed-forwards", more))
+                terms.append((f"{len(copies)} copies of its feed-forwards" if copies else "copies of what they share", more))
         return terms
 
-    def sliced_terms(self, site: FeedForward, name: str, model: nn.Module) -> list[tuple[str, int]]:
-        """Return the terms of one feed-forward in slices."""
+    def sliced_terms(self, site: FeedForward, name: str, model: nn.Module, kept: set[int]) -> list[tuple[str, int]]:
+        """Return the terms of one feed-forward in slices; `kept` are the ids of what the model holds elsewhere or was counted."""
         assert self.slices is not None
         terms = [(f"{name}: routers g·E·d", self.slices * self.experts * site.width)]
         if self.experts > 1:
@@ -296,6 +296,10 @@ class SharedMoE(Pass[SharedMoEPlan]):
             terms.append((f"{self.experts - 1} copies of its feed-forward", copied))
         if self.slices > 1 and site.out.bias is not None:
             terms.append(("biases of the other slices (g−1)·E·d", (self.slices - 1) * self.experts * site.width))
+        own = parameters_of(site, model)
+        if shared := sum(parameter.numel() for parameter in own if id(parameter) in kept):
+            terms.append(("copies of what it shares", shared))
+        kept.update(map(id, own))
         return terms
 
     # The rewrite.
@@ -444,6 +448,16 @@ def parameters_of(site: FeedForward, model: nn.Module) -> list[nn.Parameter]:
     """Return the weights and biases of a feed-forward."""
     pairs = (weight_and_bias(matrix, model) for matrix in named_matrices(site).values())
     return [parameter for pair in pairs for parameter in pair if parameter is not None]
+
+
+def held_elsewhere(groups: Sequence[Group], model: nn.Module) -> set[int]:
+    """Return the ids of the parameters of these feed-forwards that the model also holds where no feed-forward of them is."""
+    matrices = [matrix for group in groups for site in group.sites for matrix in named_matrices(site).values()]
+    names = [name.rpartition(".") for matrix in matrices for name in (matrix.weight, matrix.bias) if name is not None]
+    replaced = {(model.get_submodule(path), leaf) for path, _, leaf in names}
+    ids = {id(module.get_parameter(leaf)) for module, leaf in replaced}
+    places = ((module, leaf, parameter) for module in model.modules() for leaf, parameter in module._parameters.items())
+    return {id(parameter) for module, leaf, parameter in places if id(parameter) in ids and (module, leaf) not in replaced}
 
 
 def stack_matrices(matrices: Sequence[Matrix], model: nn.Module) -> ExpertMatrices:

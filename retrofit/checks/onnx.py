@@ -15,10 +15,9 @@ from torch import nn
 from retrofit.checks.report import Finding, failed, passed, skipped
 from retrofit.checks.subject import Context, Subject
 from retrofit.errors import CaptureError, RetrofitError, first_few
-from retrofit.inputs.example_inputs import dtype_of
 from retrofit.onnx.exporter.export_onnx import export_onnx, plan_export
 from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, ExportPart, OnnxSession, missing_packages
-from retrofit.onnx.exporter.parity import compare_with_torch, is_comparable, other_sizes
+from retrofit.onnx.exporter.parity import compare_with_torch, other_sizes, why_incomparable
 from retrofit.passbase.replaying import recipe
 
 UNPACKING = {  # operators of packed weights
@@ -88,8 +87,7 @@ def why_unsupported(model: nn.Module) -> str:
     """Return why no comparison is possible here; "" if one is."""
     if missing := missing_packages("onnxscript", "onnxruntime"):
         return f"{missing[0]} is not installed: pip install 'retrofit-transformers[onnx]'"
-    dtype = dtype_of(model)
-    return "" if is_comparable(dtype) else f"ONNX Runtime does not compute in {str(dtype).removeprefix('torch.')} on the CPU"
+    return why_incomparable(model)
 
 
 # ── A file that exists already ─────────────────────────────────────────────────────────────────────────────────────────────────

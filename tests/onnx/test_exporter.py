@@ -434,6 +434,17 @@ def test_the_check_says_what_is_missing(monkeypatch):
     assert "bfloat16" in retrofit.verify(Plain().bfloat16(), checks=["onnx"])["onnx"].why
 
 
+@pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
+def test_what_onnx_runtime_does_not_compute_in_is_exported_as_it_is(first, tmp_path):
+    model = Plain().bfloat16()
+    model.table.to(first)
+    model.mix.register_forward_pre_hook(lambda module, given: given[0].bfloat16())
+    file = retrofit.export_onnx(model, tmp_path / "m.onnx").files[0]
+    assert file.parity is None and "bfloat16" in file.steps[0].why
+    tokens = torch.arange(12).view(2, 6)
+    assert torch.equal(next(iter(retrofit.from_onnx(file.path)(tokens).values())), model(tokens))
+
+
 def test_a_file_is_verified_against_the_model_it_came_from():
     model, made, _ = out("llama")
     assert verify_onnx(made.files[0].path, model).ok

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, first_line
 from retrofit.files.atomic_writes import require_place, whole_files
 from retrofit.files.model_folders import as_path
-from retrofit.inputs.example_inputs import dtype_of, named_inputs
+from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.probes import accepts, can_generate, has_two_sides, ids_name, logits_of
 from retrofit.inputs.usable_models import require_module, require_values, transformer_inside
@@ -55,11 +55,11 @@ from retrofit.onnx.exporter.parity import (
     QuantizedParity,
     compare_quantized,
     compare_with_torch,
-    is_comparable,
     matching,
     other_sizes,
     parameters_by_value,
     torch_rounding,
+    why_incomparable,
 )
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.onnx.exporter.weight_quantization import quantize_weights
@@ -358,7 +358,11 @@ def export_part(
     remove_unused_inputs(graph)
     separate_padding_from_pooling(graph)
     steps: list[RewriteStep] = []
-    if fuse:
+    incomparable = why_incomparable(part)
+    comparable = not (incomparable or missing_packages("onnxruntime"))
+    if fuse and incomparable:
+        steps = [RewriteStep("fusions", count_nodes(graph), count_nodes(graph), False, incomparable)]
+    elif fuse:
         examples = [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part)[:2], start=1)]
         graph, steps = fuse_operators(
             graph, examples, functools.cache(lambda: max(torch_rounding(part, inputs) for inputs in examples))
@@ -366,7 +370,6 @@ def export_part(
     graph.producer_name = "retrofit"
     graph.metadata_props["retrofit.part"] = part.name
     graph.metadata_props["retrofit.recipe"] = "\n".join(provenance_of(model).recipe)
-    comparable = not missing_packages("onnxruntime") and is_comparable(dtype_of(part))
     account: PackedWeights | None = None
     if weights is not None:
         progress(f"packing the weights of {path.name}")

@@ -68,9 +68,11 @@ class Parity:
         return f"{self.gap:.1e} from torch{wide}" + (f", {self.note}" if self.note else "")
 
 
-def is_comparable(dtype: torch.dtype) -> bool:
-    """Return whether ONNX Runtime computes in that dtype on the CPU."""
-    return dtype in ROUNDING
+def why_incomparable(model: nn.Module) -> str:
+    """Return why ONNX Runtime does not compute on the CPU what the model does, "" where it does: the dtype of a parameter."""
+    dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    dtype = next((dtype for dtype in dtypes if dtype not in ROUNDING), None)
+    return f"ONNX Runtime does not compute in {str(dtype).removeprefix('torch.')} on the CPU" if dtype else ""
 
 
 @torch.no_grad()

@@ -33,6 +33,17 @@ def test_verification_passes(identity: str, spec: SharedMoE) -> None:
     assert report is not None and report.ok
 
 
+@pytest.mark.parametrize("spec", [SharedMoE(groups=0), SharedMoE(experts=2, k=1), SharedMoE(groups=0, slices=2)])
+def test_what_the_rest_of_the_model_shares_is_copied(spec: SharedMoE) -> None:
+    """As in an ONNX file, where biases that are equal, all of them zero, are one: their count is what was measured."""
+    model, inputs = build("causal/gpt2")
+    for layer in model.transformer.h:
+        layer.mlp.c_proj.bias = layer.attn.c_proj.bias
+    report = apply_reported(model, spec, example_inputs=inputs, checks=["parameters", "cost"]).report
+    assert report is not None and report.ok
+    assert model.transformer.h[0].attn.c_proj.bias.shape == (model.config.n_embd,)
+
+
 def test_relative_positions_that_all_layers_share_stay_where_they_are() -> None:
     model, inputs = build("seq2seq/t5", num_layers=2, num_decoder_layers=2)
     bias = model.encoder.block[0].layer[0].SelfAttention.relative_attention_bias.weight
