@@ -84,7 +84,15 @@ PASSES = (
     "memory(lookup=ngram, buckets=512)",
     "sparse-qkv",
     "recurrence",
+)
+TOGETHER = (  # each of these passes, several in one model, with which families other than the first are tried
     "altup(k=2) + memory(lookup=ngram, buckets=512) + recurrence",
+    "altup(k=2, embedding=recycled) + shared-moe(experts=2, slices=4, groups=0) + sparse-qkv + memory",
+    "memory(form=gated, rank=8) + altup(k=2, coefficients=dynamic) + sparse-ffn(sparsity=8)",
+    "sum + shared-moe(experts=4, groups=1) + memory(tables=host)",
+    "memory(lookup=softmax) + reversible + shared-moe(experts=4, k=2, groups=0)",
+    "activation-sparsity(level=0.4) + memory(lookup=lsh) + sparse-loss(modules=4)",
+    "recurrence + memory(beside=values)",
 )
 REFUSED = ("sequence-altup(k=2)", "lsh-attention")
 TIMED = ("altup(k=2, embedding=recycled)", "memory", "shared-moe(experts=2, slices=4, groups=0)", "recurrence")
@@ -92,7 +100,6 @@ DENSE = "dense"  # no pass: vLLM's Transformers backend alone, which has to run 
 BASE = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "block_size": 32, "max_num_seqs": 8}
 NEW = 64
 CLOSE = 1e-4  # of log-probabilities in float32
-STRIDE = 6  # of the passes that families other than the first are tried with
 
 
 @dataclasses.dataclass(frozen=True)
@@ -316,13 +323,11 @@ def shifted() -> Iterator[None]:
 
 
 def rows_of(families: list[str], passes: list[str], everything: bool) -> Iterator[tuple[str, str]]:
-    """Yield families and passes: dense, and all passes of the first, the next few of each other unless `everything` is asked."""
-    chosen = [spec for spec in (*PASSES, *REFUSED) if not passes or any(spec.startswith(name) for name in passes)]
+    """Yield families and passes: dense, each pass of the first and several together, these alone of others unless all is asked."""
     for number, family in enumerate(families):
-        every = everything or bool(passes) or not number
-        if not passes or DENSE in passes:
-            yield family, DENSE
-        yield from ((family, spec) for place, spec in enumerate(chosen) if every or place % STRIDE == number % STRIDE)
+        alone = (*PASSES, *REFUSED) if everything or passes or not number else ()
+        specs = (DENSE, *alone, *TOGETHER)
+        yield from ((family, spec) for spec in specs if not passes or any(spec.startswith(name) for name in passes))
 
 
 def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str, Any]:

@@ -18,10 +18,29 @@ TESTED = ((0, 32),)  # major and minor versions of vLLM
 
 
 def register() -> None:
-    """Have vLLM load directories with recipes; vLLM calls this once in each of its processes."""
+    """Have vLLM load directories with recipes; vLLM calls this once in each of its processes.
+
+    A version that was not tried may lack what this needs: then a warning says so, and vLLM loads other models as before.
+    """
     import logging
 
     import vllm
+
+    try:
+        read_recipes(vllm.__version__)
+    except Exception:
+        try:
+            require_tested(vllm.__version__)
+        except RetrofitError as untested:
+            logging.getLogger(__name__).warning(str(untested))
+            return
+        raise
+
+
+def read_recipes(version: str) -> None:
+    """Have this version of vLLM read a config without its recipe, and build the model by a class of this project."""
+    import logging
+
     from vllm import ModelRegistry
     from vllm.transformers_utils import config as reading
 
@@ -37,7 +56,7 @@ def register() -> None:
 
         def parse(self, *arguments: Any, **keywords: Any) -> tuple[dict[str, Any], Any]:
             held, config = super().parse(*arguments, **keywords)
-            return without_recipe(held, config, vllm.__version__)
+            return without_recipe(held, config, version)
 
     logger = logging.getLogger(reading.__name__)
     level = logger.level

@@ -5,7 +5,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -235,6 +238,55 @@ def test_tested_versions(version: str) -> None:
 def test_other_versions_are_refused(version: str) -> None:
     with refused(RetrofitError, version, "0.32", code="version"):
         serving.require_tested(version)
+
+
+class ConfigReader:
+    """As vLLM's reader of config.json: the content and the config."""
+
+    def parse(self, content: dict[str, Any], config: Any) -> tuple[dict[str, Any], Any]:
+        return content, config
+
+
+def engine_of_version(monkeypatch: pytest.MonkeyPatch, version: str, has_readers: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Put modules into vLLM's place that hold what the plugin asks for; return the registered models and readers."""
+    models: dict[str, Any] = {}
+    readers: dict[str, Any] = {"hf": ConfigReader}
+    reading = ModuleType("vllm.transformers_utils.config")
+    if has_readers:
+        vars(reading).update(
+            get_config_parser=lambda name: readers[name](),
+            register_config_parser=lambda name: functools.partial(readers.__setitem__, name),
+        )
+    registry = SimpleNamespace(models=models, register_model=models.__setitem__)
+    packages = {"vllm": {"__version__": version, "ModelRegistry": registry}, "vllm.transformers_utils": {"config": reading}}
+    for name, held in packages.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(held)
+    return models, readers
+
+
+def test_the_plugin_has_recipes_read_and_refused_by_other_versions(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    models, readers = engine_of_version(monkeypatch, "0.33.0", has_readers=True)
+    serving.register()
+    serving.register()  # vLLM may call it again
+    assert list(models) == [serving.ARCHITECTURE]
+    parse, config = readers["hf"]().parse, llama().config
+    assert parse(config.to_dict(), config) == (config.to_dict(), config)
+    rewritten("sum").save_pretrained(tmp_path)
+    rewritten_config = type(config).from_pretrained(tmp_path)
+    with refused(RetrofitError, "0.33.0", code="version"):
+        parse(rewritten_config.to_dict(), rewritten_config)
+
+
+def test_a_version_that_lacks_what_the_plugin_needs_loads_other_models(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    models, _ = engine_of_version(monkeypatch, "0.9.1", has_readers=False)
+    serving.register()
+    assert not models and "vLLM 0.9.1" in caplog.text
+    engine_of_version(monkeypatch, "0.32.0", has_readers=False)
+    with pytest.raises(AttributeError):
+        serving.register()
 
 
 REFUSED = {"sequence-altup": "(k=2)", "lsh-attention": "", "merge-cross-attention": ""}
