@@ -1,4 +1,4 @@
-"""The arguments of a model's layers, recorded in captures of its example inputs and of a larger, longer batch.
+"""The arguments that a model's layers receive: of a larger, longer batch, recorded in a capture, and of its example inputs.
 
 Nothing says which sizes of the inputs are the batch and which the length. Certain is that integers of two dimensions are one a
 token, and that sizes equal to theirs grow with them. The rest is guessed, and tested by running the model.
@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,8 +28,9 @@ from retrofit.passes.sequence_altup.arguments import (
 from retrofit.sdk import CaptureError, DoesNotFitError, Layer
 from retrofit.sdk.anatomy import mask_value
 from retrofit.sdk.data import accepts, forward_parameters, is_numbering, is_per_token, preserve_state, watched
-from retrofit.sdk.program import Call, Dataflow, Program, capture
+from retrofit.sdk.program import Call, Dataflow, Program, as_if_traced, capture
 
+Result = TypeVar("Result")
 MORE = 8  # tokens
 
 
@@ -88,15 +89,14 @@ TensorType = tuple[torch.Size, torch.dtype]
 MARKER = torch.int32  # dtype of masks, to distinguish them from other integers, which have 64 bits
 
 
-# ── Captures ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Runs and captures ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclasses.dataclass(frozen=True)
-class CapturedArguments:
-    """The arguments of the layers in one capture."""
+class ReceivedArguments:
+    """The arguments of the layers on some inputs."""
 
-    program: Program
-    flow: Dataflow
+    inputs: dict[str, Any]
     batch: int
     length: int  # of the token ids; 0 without any
     mask_inputs: frozenset[str]  # the inputs that show which tokens are real
@@ -109,6 +109,29 @@ class CapturedArguments:
     def dtype(self, layer: Layer, path: ArgumentPath) -> torch.dtype:
         return self.tensors[layer.name, layer.call][path][1]
 
+    @property
+    def input_shapes(self) -> dict[Any, torch.Size]:
+        """The shapes of the tensors among the inputs, by where they are."""
+        leaves, _ = pytree.tree_flatten_with_path(self.inputs)
+        return {path: value.shape for path, value in leaves if isinstance(value, Tensor)}
+
+    @property
+    def kinds(self) -> tuple[Any, ...]:
+        """What the layers receive, in all but its extents."""
+        kinds = {
+            call: {path: (len(shape), dtype) for path, (shape, dtype) in received.items()}
+            for call, received in self.tensors.items()
+        }
+        return kinds, self.objects
+
+
+@dataclasses.dataclass(frozen=True)
+class CapturedArguments(ReceivedArguments):
+    """The arguments of the layers in one capture, which has a graph."""
+
+    program: Program
+    flow: Dataflow
+
     def call_of(self, layer: Layer) -> Call:
         return next(call for call in self.program.calls if (call.path, call.index) == (layer.name, layer.call))
 
@@ -119,7 +142,7 @@ class CapturedArguments:
 
 
 class ArgumentCaptures:
-    """Captures of `model` on inputs like `examples`, with the arguments of the modules at `paths`."""
+    """Runs and captures of `model` on inputs like `examples`, with the arguments of the modules at `paths`."""
 
     def __init__(self, model: nn.Module, examples: Mapping[str, Any], paths: list[str]) -> None:
         self.model, self.examples, self.paths = model, dict(examples), paths
@@ -127,8 +150,15 @@ class ArgumentCaptures:
         self.values_decided = False  # whether values, which a loading model lacks, decided about any layer
 
     @functools.cached_property
-    def first(self) -> CapturedArguments:
-        """The capture of the example inputs."""
+    def first(self) -> ReceivedArguments:
+        """The arguments on the example inputs: of a run if its layers receive those of the larger capture, else of a capture."""
+        masked = self.with_masks(self.examples)
+        for inputs in (self.with_positions(masked), masked, self.examples):
+            if inputs.keys() == self.larger.inputs.keys():
+                with contextlib.suppress(Exception):  # whatever the model's own code raises without a tracer, or without values
+                    received, _ = self.observe(inputs, self.larger.mask_inputs, run_as_traced)
+                    if received.kinds == self.larger.kinds:
+                        return received
         return self.capture_with_masks(self.examples)
 
     @functools.cached_property
@@ -235,6 +265,13 @@ class ArgumentCaptures:
         return {"position_ids": torch.arange(ids.shape[1], device=ids.device).expand(ids.shape), **inputs}
 
     def capture_arguments(self, inputs: dict[str, Any], mask_inputs: frozenset[str]) -> CapturedArguments:
+        received, program = self.observe(inputs, mask_inputs, capture)
+        return CapturedArguments(**vars(received), program=program, flow=Dataflow(program))
+
+    def observe(
+        self, inputs: dict[str, Any], mask_inputs: frozenset[str], run: Callable[[nn.Module, dict[str, Any]], Result]
+    ) -> tuple[ReceivedArguments, Result]:
+        """Return what the layers receive while `run` runs the model on the inputs, and what that returns."""
         tensors: dict[tuple[str, int], dict[ArgumentPath, TensorType]] = {}
         objects: dict[str, dict[int | str, str]] = {}
         counts: dict[str, int] = {}
@@ -256,7 +293,7 @@ class ArgumentCaptures:
                 table.clear()
 
         with watched({"": self.model}, before=begin), recording(self.model, self.paths, record):
-            program = capture(self.model, inputs)
+            result = run(self.model, inputs)
         batches = [int(value.shape[0]) for value in inputs.values() if isinstance(value, Tensor) and value.dim()]
         if not batches:
             raise DoesNotFitError(
@@ -266,7 +303,13 @@ class ArgumentCaptures:
                 remedy="wrap the model in a module that takes tensors",
                 code="no-tensors",
             )
-        return CapturedArguments(program, Dataflow(program), batches[0], length_of(inputs), mask_inputs, tensors, objects)
+        return ReceivedArguments(dict(inputs), batches[0], length_of(inputs), mask_inputs, tensors, objects), result
+
+
+def run_as_traced(model: nn.Module, inputs: Mapping[str, Any]) -> None:
+    """Run the model as a capture does."""
+    with preserve_state(model), as_if_traced(model):
+        model(**inputs)
 
 
 def is_mask_name(name: str) -> bool:

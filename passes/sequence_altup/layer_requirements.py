@@ -260,10 +260,8 @@ def require_entries_for_single_tokens(candidate: Candidate, shapes: tuple[Shapes
 
 def has_other_tokens(candidate: Candidate) -> bool:
     """Return whether some input of the model has other tokens than the stream."""
-    first, second = (
-        {name: shape(node) for node, name in each.program.inputs.items()} for each in (candidate.captures.first, candidate.captured)
-    )
-    pairs = (zip(first.get(name) or (), after or (), strict=False) for name, after in second.items())
+    first, second = candidate.captures.first.input_shapes, candidate.captured.input_shapes
+    pairs = (zip(first.get(path, ()), after, strict=False) for path, after in second.items())
     return any(is_other_count(candidate, *pair) for extents in pairs for pair in extents)
 
 

@@ -250,9 +250,9 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             return lambda layer, args, kwargs: plan.wrapped(layer, self.k, self.method)(*args, **kwargs)
 
         failed: dict[str, str] = {}
-        for captured in (captures.first, captures.larger):
+        for inputs in (captures.first.inputs, captures.larger.inputs):
             trials = {path: trial_of(plan) for path, plan in plans.items() if path not in failed}
-            failed |= failed_trials(captures.model, captured.program.examples, trials)
+            failed |= failed_trials(captures.model, inputs, trials)
         captures.values_decided |= bool(failed)
         return failed
 

@@ -301,13 +301,14 @@ class Pass(abc.ABC, Generic[SomePlan]):
     def nothing_fits(self, plan: SomePlan) -> DoesNotFitError:
         """Return the refusal of a plan without sites, composed from its near misses."""
         reasons = dict.fromkeys(f"{miss.name or 'the model'}: {miss.why}" for miss in plan.near_misses)
+        codes = {miss.code for miss in plan.near_misses} or {"missing"}
         return DoesNotFitError(
             f"no {self.rewrites} of the model can be rewritten",
             by=self.name,
             why=first_few(reasons, MAX_REASONS, "; ") or "the chosen layers have none",
             remedy=next((miss.remedies for miss in plan.near_misses if miss.remedies), self.remedy),
             in_any_form=plan.fits_no_form,
-            code=codes.pop() if len(codes := {miss.code for miss in plan.near_misses}) == 1 else "",
+            code=codes.pop() if len(codes) == 1 else "does-not-fit",
             sites=tuple(miss.name for miss in plan.near_misses),
         )
 

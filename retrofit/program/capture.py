@@ -43,6 +43,7 @@ from retrofit.program.tracing import (
     replay_tensor_values,
     silence_tracer,
     skip_no_op_casts,
+    skip_no_op_grad_modes,
     with_dynamic_shapes,
 )
 
@@ -194,7 +195,7 @@ def trace(
 
     Signals wait until it is done: torch's code in C++ calls back into Python, and an exception there may end the process.
     """
-    annotations = contextlib.nullcontext() if shapes is None else annotate_autograd()
+    modes = skip_no_op_grad_modes() if shapes is None else annotate_autograd()
     with (
         deferred_signals(),
         mark_calls(model) as calls,
@@ -204,7 +205,7 @@ def trace(
         disable_cache(model),
         skip_no_op_casts(),
     ):
-        with annotations:
+        with modes:
             exported = torch.export.export(as_plain_module(model), (), inputs, dynamic_shapes=shapes, strict=False)
         restore_users(exported.graph)
         if not functionalize(exported.graph):

@@ -5,21 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from retrofit.inputs.model_memory import HollowGroupedProducts
-from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.probes import run
 from retrofit.program.aten_ops import op_name
 from retrofit.program.program import Program
-from retrofit.program.tracing import disable_cache, silence_tracer
+from retrofit.program.tracing import as_if_traced
 
 # A product costs 2 operations (multiply, add) an element and summand; of element-wise operations only multiply-adds are counted.
 
@@ -100,36 +98,23 @@ def flops_of_run(skeleton: nn.Module, inputs: Mapping[str, Any]) -> int:
     A run costs a tenth of a capture. It may differ from the graph where products of several operands are summed in another
     order, or code reads what only a tracer shows: compare the two for the dense model before the number is used.
     """
-    fake = FakeTensorMode(allow_non_fake_inputs=True)  # code that asks for values does not ask for those of fake tensors
+    with contextlib.suppress(Exception):  # code that asks for values asks for those of tensors without any, not of fake ones
+        return counted_run(skeleton, inputs)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
     given = {name: fake.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
+    with fake:
+        return counted_run(skeleton, given)
+
+
+def counted_run(skeleton: nn.Module, inputs: Mapping[str, Any]) -> int:
+    """Return the operations of the products in a run of the model, as a tracer would run it."""
     counted = CountedProducts()
-    with (
-        evaluation_mode(skeleton),
-        torch.no_grad(),
-        disable_cache(skeleton),
-        silence_tracer(),
-        as_if_traced(),
-        fake,
-        HollowGroupedProducts(),
-        counted,
-    ):
-        run(skeleton, given)
+    with as_if_traced(skeleton), counted:
+        run(skeleton, inputs)
     return counted.flops
 
 
-@contextlib.contextmanager
-def as_if_traced() -> Iterator[None]:
-    """Within this context `torch.compiler` says that an exporter records what runs, as in a capture."""
-    flags: Any = torch.compiler
-    before = flags._is_compiling_flag, flags._is_exporting_flag
-    try:
-        flags._is_compiling_flag = flags._is_exporting_flag = True
-        yield
-    finally:
-        flags._is_compiling_flag, flags._is_exporting_flag = before
-
-
-class CountedProducts(TorchDispatchMode):
+class CountedProducts(HollowGroupedProducts):
     """Within this context `flops` grows by the operations of each product."""
 
     def __init__(self) -> None:
@@ -137,7 +122,7 @@ class CountedProducts(TorchDispatchMode):
         self.flops = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = function(*args, **(kwargs or {}))
+        out = super().__torch_dispatch__(function, types, args, kwargs)
         self.flops += flops_of_call(function, args, kwargs or {}, out)
         return out
 

@@ -32,6 +32,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.module_calls import watched
 from retrofit.process import PROCESS
 from retrofit.program.aten_ops import LIKE
@@ -124,6 +125,41 @@ def skip_no_op_casts() -> Iterator[None]:
         yield
     finally:
         nn.Module.to = cast  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def skip_no_op_grad_modes() -> Iterator[None]:
+    """Within this context `no_grad` does nothing where no gradient is recorded: torch splits a graph at every change of mode."""
+    enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
+    entered: list[bool] = []
+
+    def enter_once(self: torch.no_grad) -> None:
+        entered.append(torch.is_grad_enabled())
+        if entered[-1]:
+            enter(self)
+
+    def leave_once(self: torch.no_grad, *how: Any) -> None:
+        if entered.pop():
+            leave(self, *how)
+
+    torch.no_grad.__enter__, torch.no_grad.__exit__ = enter_once, leave_once  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def as_if_traced(model: nn.Module) -> Iterator[None]:
+    """Within this context the model runs the code that a capture records: `torch.compiler` says that an exporter is at work."""
+    flags: Any = torch.compiler
+    before = flags._is_compiling_flag, flags._is_exporting_flag
+    with evaluation_mode(model), torch.no_grad(), disable_cache(model), silence_tracer():
+        try:
+            flags._is_compiling_flag = flags._is_exporting_flag = True
+            yield
+        finally:
+            flags._is_compiling_flag, flags._is_exporting_flag = before
 
 
 @contextlib.contextmanager

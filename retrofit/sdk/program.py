@@ -8,6 +8,7 @@ from retrofit.program.program import Call as Call
 from retrofit.program.program import Key as Key
 from retrofit.program.capture import capture as capture
 from retrofit.program.capture import call_or_capture as call_or_capture
+from retrofit.program.tracing import as_if_traced as as_if_traced
 from retrofit.program.dataflow import Dataflow as Dataflow
 from retrofit.program.dataflow import refuse_state_inputs as refuse_state_inputs
 from retrofit.program.capture import Trial as Trial
