@@ -1,10 +1,10 @@
-"""The multiplicative dense layer: an input feature has one weight for each module and one for each position within a module.
+"""The multiplicative dense layer: an input feature has one weight for each module and one for each position in a module.
 
     y[s,m] = Σ_i x_i D[i,s] E[i,m]        D: [d, S] `d`   E: [d, M] `e`   S modules of size M
 
-Input feature i contributes x_i times the rank-1 matrix D[i,:] ⊗ E[i,:]: a dense layer, d → S·M, of d·(S + M) weights.
+Input feature i contributes x_i times the rank-1 matrix D[i,:] ⊗ E[i,:]: a dense layer d → S·M with d·(S + M) weights.
 
-`fit_problem` compares what a layer begins with to the optimum: the singular value decomposition of each row.
+`fit_problem` compares the initial factors with the optimum: the singular value decomposition of each row.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.2.
 """
@@ -24,8 +24,8 @@ from retrofit.sdk.modules import cond
 class Multiplicative(nn.Module):
     """y[s,m] = Σ_i x_i D[i,s] E[i,m]: (…, d) gives (…, S, M).
 
-    For few tokens x is first scaled for each module, which reads d·(S + M) weights; for many the dense matrix is computed once and
-    multiplies all of them. Which is cheaper depends on the number of tokens only.
+    For few tokens x is scaled for each module, which reads d·(S + M) weights; for many the dense matrix is computed once and
+    multiplies them all. Which is cheaper depends only on the number of tokens.
     """
 
     def __init__(self, width: int, modules: int, size: int, device: torch.device | None = None, dtype: torch.dtype | None = None):
@@ -36,7 +36,7 @@ class Multiplicative(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw noise under which y has the variance of a dense layer's at its usual start."""
+        """Draw D and E such that y has the variance of a dense layer's output at its usual initialization."""
         width = len(self.d)
         for factor in (self.d, self.e):
             factor.normal_(std=width**-0.25)
@@ -60,14 +60,14 @@ class Multiplicative(nn.Module):
         return (x @ self.matrix().to(x.dtype)).unflatten(-1, self.modules_and_size)
 
     def matrix(self) -> Tensor:
-        """Return the dense matrix by which the layer multiplies: (d, S·M)."""
+        """Return the dense matrix of the layer: (d, S·M)."""
         return product(self.d, self.e)
 
     @torch.no_grad()
     def fit(self, matrix: Tensor) -> None:
         """Fit D and E to the dense `matrix` (d, S·M) by least squares: a rank-1 problem for each input feature.
 
-        On the meta device it does nothing.
+        Does nothing on the meta device.
         """
         if matrix.is_meta:
             return
@@ -83,7 +83,7 @@ class Multiplicative(nn.Module):
 
     @staticmethod
     def count(width: int, modules: int, size: int) -> int:
-        """Return its number of parameters: d²/S + d·S where S·M = d."""
+        """Return the number of parameters: d²/S + d·S if S·M = d."""
         return width * (modules + size)
 
 
@@ -98,9 +98,9 @@ ROWS = 256  # input features fitted at a time
 
 
 def nearest_product(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return u and v of equal norm with u ⊗ v nearest to each of the `matrices` (n, S, M): (n, S) and (n, M).
+    """Return u and v of equal norm whose product u ⊗ v is nearest to each of the `matrices` (n, S, M): (n, S) and (n, M).
 
-    They are the leading singular vectors (Eckart and Young); of the shorter side, the last eigenvector of the Gram matrix.
+    They are the leading singular vectors (Eckart and Young). That of the shorter side is the last eigenvector of the Gram matrix.
     """
     if matrices.shape[1] > matrices.shape[2]:
         v, u = nearest_product(matrices.mT)
@@ -113,14 +113,14 @@ def nearest_product(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def balanced(d: Tensor, e: Tensor) -> tuple[Tensor, Tensor]:
-    """Return factors with the same product of which each row of D is as long as that of E."""
+    """Return factors with the same product, in which each row of D is as long as that of E."""
     tiny = torch.finfo(d.dtype).tiny
     ratio = (d.norm(dim=1, keepdim=True).clamp_min(tiny) / e.norm(dim=1, keepdim=True).clamp_min(tiny)).sqrt()
     return d / ratio, e * ratio
 
 
 def solve(system: Tensor, right: Tensor, ridge: float) -> Tensor:
-    """Return the solution of a positive semi-definite system, or of a batch of them; zero where the system is zero.
+    """Return the solution of a positive semi-definite system, or of a batch of them; zero if the system is zero.
 
     `ridge`, a fraction of the mean of its diagonal, is added to the diagonal.
     """
@@ -130,23 +130,24 @@ def solve(system: Tensor, right: Tensor, ridge: float) -> Tensor:
 
 
 def relative_adam(values: Sequence[Tensor], rate: float, steps: int) -> tuple[torch.optim.Adam, torch.optim.lr_scheduler.LambdaLR]:
-    """Return Adam with a rate relative to the root mean square of each value, and a schedule that takes it to zero on a cosine."""
+    """Return Adam with a rate relative to the root mean square of each value, and a cosine schedule that decays it to zero."""
     rates = [rate * float(value.detach().float().square().mean().sqrt().clamp_min(1e-12)) for value in values]
     groups = [{"params": [value], "lr": own} for value, own in zip(values, rates, strict=True)]
     optimizer = torch.optim.Adam(groups, betas=(0.9, 0.95))
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
-# The fit to the weights alone, checked.
+# The check of a fit to the weights alone.
 
-SLACK = 1e-4  # of a row's own square: how much more than the least error a fit in single or half precision may have
-UNEVEN = 0.02  # how far the lengths of D[i,:] and E[i,:] may lie apart
+SLACK = 1e-4  # of a row's squared norm: excess over the least error that a fit in single or half precision may have
+UNEVEN = 0.02  # allowed relative difference between the lengths of D[i,:] and E[i,:]
 
 
 def fit_problem(d: Tensor, e: Tensor, features: Sequence[int], rows: Tensor) -> str:
     """Return what is wrong with D (d, S) and E (d, M) as the best fit to the rows of these features in a dense matrix, or "".
 
-    Row i as a matrix (S, M) has its best product of two vectors in its largest singular value; both get half its length.
+    The best rank-1 fit to row i as a matrix (S, M) is its largest singular value with its vectors; D[i,:] and E[i,:] are equally
+    long.
     """
     modules, size = d.shape[1], e.shape[1]
     for feature, row in zip(features, rows.double(), strict=True):

@@ -1,21 +1,21 @@
-"""Sparse loss: the output layer d → V becomes a multiplicative layer with S modules.
+"""Sparse loss: the output layer d → V becomes a multiplicative layer of S modules.
 
     logits[s·M + m] = Σ_i x_i D[i,s] E[i,m]        M = ⌈V/S⌉; of the S·M logits the first V are returned
 
-The start on calibration data are the factors whose predictions are nearest to the dense head's.
+On calibration data D and E are fitted to the dense head's predictions.
 
-First the squared error of the logits, Σ_t w_t ‖x_t (W − Ŵ)‖² = tr (W − Ŵ)ᵀ A (W − Ŵ) with A = Σ_t w_t x_t x_tᵀ, is lowered by
-alternating least squares. Given E, D solves a linear system of d unknowns for each module, with the same matrix for all of them,
-and so does E given D for each place in a module:
+First, alternating least squares lower the squared error of the logits, Σ_t w_t ‖x_t (W − Ŵ)‖² = tr (W − Ŵ)ᵀ A (W − Ŵ) with A = Σ_t
+w_t x_t x_tᵀ. Given E, D solves a linear system of d unknowns for each module, with the same matrix for all modules; given D, so
+does E for each position in a module:
 
     (A ∘ E Eᵀ) D = R,  R[i,s] = Σ_m E[i,m] (A W)[i, s·M+m]              (A ∘ D Dᵀ) E = R,  R[i,m] = Σ_s D[i,s] (A W)[i, s·M+m]
 
-W is taken less its mean over the vocabulary, which no probability depends on. Then Adam lowers
+W is taken minus its mean over the vocabulary, on which no probability depends. Then Adam lowers
 
     Σ_t w_t KL(softmax(x_t W + b) ‖ softmax(x_t Ŵ + b)) / Σ_t w_t
 
-w_t keeps tokens with huge x from deciding (`token_weights`). Of the start from the weights and these two the one is kept whose KL
-is least on windows held out.
+The weights w_t limit the influence of tokens with huge x (`token_weights`). Of the fit to the weights and these two fits, the one
+with the least KL on held-out windows is kept.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.3.
 """
@@ -48,7 +48,7 @@ from retrofit.sdk.anatomy import weight_product
 from retrofit.sdk.data import Calibration, set_aside, split_calibration, token_weights
 from retrofit.sdk.program import CAST, LAYOUT, op
 
-CALIBRATED = 0.1  # of the own square of a fit on data: its product with what it is fitted to, on rows of one kind or the other
+CALIBRATED = 0.1  # of a fit on data, ⟨Ŵ, W⟩ / ‖Ŵ‖² lies between this and its inverse, on random rows or on the dense head's inputs
 
 
 def multiplicative_head(call: SiteCall) -> Tensor:
@@ -65,11 +65,11 @@ def logits(head: Any, modules: int, x: Tensor) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """Check that D and E were fitted to the dense head: to each of its rows as well as can be, without data.
+    """Check that D and E were fitted to the dense head: without data, as well as possible to each of its rows.
 
-    With data they were fitted to what is predicted on it: then the dense head only lies along Ŵ, ⟨Ŵ, W⟩ near ‖Ŵ‖², on random rows
-    or on those that the dense head received. Along inputs that the data do not have the fit may be far too long. A pass before this
-    one that widened the head may have divided its rows among the blocks: then they are one multiple of the dense head's.
+    With data they were fitted to its predictions. Then only ⟨Ŵ, W⟩ near ‖Ŵ‖² is required, on random rows or on the inputs of the
+    dense head, because along inputs that the data do not contain Ŵ may be far too long. If an earlier pass widened the head, it may
+    have divided its rows among the blocks: then the fit is to one multiple of the dense head's rows.
     """
     for site in observed.sites:
         head: Any = site.module
@@ -94,7 +94,7 @@ def start(observed: Observed) -> Problems:
 
 @torch.no_grad()
 def multiple(head: Any, features: list[int], rows: Tensor) -> float:
-    """Return the multiple of the dense head's rows, all of these together, that the fit lies at: ‖Ŵ‖² / ⟨Ŵ, W⟩."""
+    """Return the multiple of the dense head's rows to which D and E were fitted, the same for all rows: ‖Ŵ‖² / ⟨Ŵ, W⟩."""
     d, e = head.product.d[features].double(), head.product.e[features].double()
     found = (d.unsqueeze(-1) * e.unsqueeze(-2)).flatten(1)[:, : rows.shape[1]]
     return float(found.square().sum() / (found * rows.double()).sum().clamp_min(1e-30))
@@ -102,9 +102,9 @@ def multiple(head: Any, features: list[int], rows: Tensor) -> float:
 
 @torch.no_grad()
 def agreement(head: Any, modules: int, x: Tensor, y: Tensor) -> float:
-    """Return ⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, of which the dense head makes y; a number that all logits of a row have says nothing.
+    """Return ⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, for which the dense head returns y; a constant added to all logits of a row has no effect.
 
-    A head that was widened before reads x in each of its blocks: of these it makes y too, at either exact start of AltUp.
+    A head that was widened before reads x in each of its blocks; it returns y for that at both exact starts of AltUp.
     """
     x = x.repeat(1, -(-len(head.product.d) // x.shape[-1]))[:, : len(head.product.d)]
     bias = 0.0 if head.bias is None else head.bias.detach().double()
@@ -112,13 +112,13 @@ def agreement(head: Any, modules: int, x: Tensor, y: Tensor) -> float:
     return float((found * y).sum() / found.square().sum().clamp_min(1e-30))
 
 
-TOKENS = 8192  # that the head is fitted on
-SWEEPS = 12  # of the alternation
-RIDGE = 1e-4  # added to the diagonal of a system, as a fraction of its mean
+TOKENS = 8192  # on which the head is fitted
+SWEEPS = 12  # of alternating least squares
+RIDGE = 1e-4  # added to the diagonal of a system, as a fraction of the diagonal's mean
 STEPS = 120  # of Adam
 BATCH = 128  # tokens a step
 RATE = 0.03  # of Adam, relative to the factors' root mean square; falls to zero along a cosine
-CHUNK = 256  # held-out tokens at a time
+CHUNK = 256  # held-out tokens in one product
 
 Factors = tuple[Tensor, Tensor]  # D (d, S) and E (d, M)
 
@@ -131,7 +131,7 @@ class DenseHead:
     bias: Tensor | None
 
     def log_probabilities(self, x: Tensor, factors: Factors | None = None) -> Tensor:
-        """Return (tokens, d) to (tokens, V); with `factors` those of the multiplicative head."""
+        """Return the log-probabilities for (tokens, d): (tokens, V); with `factors`, those of the multiplicative head."""
         matrix = self.weight if factors is None else product(*factors)[:, : self.weight.shape[1]]
         logits = x @ matrix
         return (logits if self.bias is None else logits + self.bias).log_softmax(-1)
@@ -150,9 +150,9 @@ class DenseHead:
 
 
 def fit_to_data(layer: Multiplicative, head: DenseHead, x: Tensor, held_out: Tensor) -> tuple[float, float]:
-    """Return `layer`, which starts from the weights, has the factors of least KL; returns that before and after, on `held_out`.
+    """Fit `layer`, already fitted to the weights, to the predictions of `head`; return the KL on `held_out` before and after.
 
-    `x` and `held_out`, (tokens, d), are inputs of the dense head.
+    `x` and `held_out`, (tokens, d), are inputs of the dense head. The factors with the least KL are kept.
     """
     start = layer.d.detach().float(), layer.e.detach().float()
     candidates = [start, lower_squared_error(start, head.weight, x)]
@@ -168,7 +168,7 @@ def fit_to_data(layer: Multiplicative, head: DenseHead, x: Tensor, held_out: Ten
 
 
 def lower_squared_error(factors: Factors, weight: Tensor, x: Tensor) -> Factors:
-    """Return the factors after some sweeps of alternating least squares on the logits of x, (tokens, d)."""
+    """Return the factors after `SWEEPS` sweeps of alternating least squares on the logits of x, (tokens, d)."""
     d, e = factors
     modules, size = d.shape[1], e.shape[1]
     moments = (x * token_weights(x).unsqueeze(-1)).t() @ x / len(x)
@@ -200,7 +200,7 @@ def lower_divergence(factors: Factors, head: DenseHead, x: Tensor) -> Factors:
 class MultiplicativeHead(nn.Module):
     """The logits of V tokens from a multiplicative layer with S·M ≥ V outputs, plus the dense head's bias.
 
-    Some dense heads receive their weight as an argument beside the stream: it is not read.
+    Some dense heads receive their weight as an argument after x: it is not read.
     """
 
     def __init__(self, width: int, vocabulary: int, modules: int, bias: nn.Parameter | None, like: Tensor) -> None:
@@ -215,7 +215,7 @@ class MultiplicativeHead(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The dense matrix of the same product, (V, d), computed from D and E: some models' code reads their head's weight."""
+        """Return the dense matrix of D and E, (V, d), for models whose code reads their head's weight."""
         return self.product.matrix().t()[: self.vocabulary]
 
     def fit(self, weight: Tensor) -> None:
@@ -245,7 +245,7 @@ class OutputHead:
 
 
 def find_output_head(anatomy: Anatomy) -> OutputHead:
-    """Return the model's output head; raises `DoesNotFitError` where it has none, or none with a module of its own."""
+    """Return the model's output head. Raises `DoesNotFitError` if there is none, or no module computes it alone."""
     head, flow, program = anatomy.head, anatomy.flow, anatomy.program
     if head is None:
         raise DoesNotFitError(
@@ -266,7 +266,7 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
             f"the head {sparse[0]} is already sparse",
             by="sparse-loss",
             site=sparse[0],
-            why="another modules= needs the dense head",
+            why="it can be fitted only to the dense head",
             remedy="apply sparse-loss once, to the dense model",
             in_any_form=True,
             code="rewritten",
@@ -313,14 +313,14 @@ def find_output_head(anatomy: Anatomy) -> OutputHead:
 
 
 def reads(node: fx.Node, parameter: str, anatomy: Anatomy) -> bool:
-    """Return whether a value that depends on no input is the parameter, or computed from it."""
+    """Return whether a value that depends on no input is the parameter or computed from it."""
     if node in anatomy.flow.depends:
         return False
     return anatomy.program.parameters.get(node) == parameter or parameter in anatomy.flow.parameters_of([node])
 
 
 def is_stored(node: fx.Node, anatomy: Anatomy) -> bool:
-    """Return whether a value is a parameter, in whatever layout and dtype."""
+    """Return whether a value is a parameter, in any layout and dtype."""
     while node not in anatomy.program.parameters and op(node) in LAYOUT | CAST and node.all_input_nodes:
         node = node.all_input_nodes[0]
     return node in anatomy.program.parameters
@@ -331,12 +331,12 @@ class SparseLossPlan(Plan):
     """The output head that is replaced."""
 
     head: OutputHead
-    tied: bool  # its weight is also the embedding's, which keeps it
+    tied: bool  # the embedding has the same weight and keeps it
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseLoss(Pass[SparseLossPlan]):
-    """Replace the output head with a multiplicative layer of S modules: d·(S + ⌈V/S⌉) parameters instead of d·V."""
+    """Replaces the output head with a multiplicative layer of S modules: d·(S + ⌈V/S⌉) parameters instead of d·V."""
 
     name: ClassVar[str] = "sparse-loss"
     summary: ClassVar[str] = "replace the output layer with a multiplicative one that reads far fewer weights per token"
@@ -390,7 +390,7 @@ class SparseLoss(Pass[SparseLossPlan]):
             edit.drop_parameter(weight, "a multiplicative layer fitted to it replaces it")
 
     def fit_to_data(self, replacement: MultiplicativeHead, head: OutputHead, weight: Tensor, edit: Edit) -> None:
-        """Fit `replacement` on calibration data to what the dense head, of `weight` (V, d), predicts; note the distance."""
+        """Fit `replacement` on calibration data to the predictions of the dense head with `weight` (V, d); note the distances."""
         if edit.calibration is None or weight.is_meta:
             return
         x, held_out = (record_inputs(edit.model, head.module, part) for part in split_calibration(edit.calibration, TOKENS))
@@ -401,7 +401,7 @@ class SparseLoss(Pass[SparseLossPlan]):
 
 
 def record_inputs(model: nn.Module, path: str, calibration: Calibration) -> Tensor:
-    """Return what the module at `path` receives on calibration data, in float32: (tokens, d)."""
+    """Return the inputs of the module at `path` on calibration data, in float32: (tokens, d)."""
     rows: list[Tensor] = []
     calibration.observe(model, {path: lambda x: rows.append(set_aside(x.float()))})
     return torch.cat(rows)

@@ -1,9 +1,9 @@
-"""Sum: an extra embedding is added to the token representation, the plainest way to spend parameters on an external memory.
+"""Sum: adds an extra embedding to the token representation, the simplest way to spend parameters on an external memory.
 
     x = E[id] + S[id]        E: [V, d] the dense table   S: [V, d] `extra`, zero at the start
 
-The baseline that AltUp is measured against: Alternating Updates for Efficient Transformers (NeurIPS 2023), supplement, Table 7, and
-the paper on external memory before it, Table 1.
+The baseline of AltUp, Alternating Updates for Efficient Transformers (NeurIPS 2023), supplement, Table 7, and of the earlier paper
+on external memory, Table 1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from retrofit.sdk.program import shape
 
 
 def summed_embedding(call: SiteCall) -> Tensor:
-    """Return E[id] + S[id]; nothing for an id that the table has no row for."""
+    """Return E[id] + S[id]; E[id] for an id without a row in S."""
     module: Any = call.module
     ids = call.argument(module.place)
     y = call.given("layer", {module.place: ids}, 0)
@@ -50,14 +50,14 @@ def summed_embedding(call: SiteCall) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """Check that S begins at zero."""
+    """Check that S starts at zero."""
     for site in observed.sites:
         if bool(site.module.extra.weight.any()):  # type: ignore[union-attr,operator]
             yield site.path, "the extra embedding does not begin at zero"
 
 
 class SummedEmbedding(Wrapper):
-    """The result of the token embedding `layer` plus the row of `extra` for each id; ids added later get nothing."""
+    """The output of the token embedding `layer` plus the row of `extra` for each id; none for ids added later."""
 
     def __init__(self, layer: nn.Module, extra: nn.Embedding) -> None:
         super().__init__(layer)
@@ -77,13 +77,13 @@ class SummedEmbedding(Wrapper):
 
 
 class SummedTable(SummedEmbedding, nn.Embedding):
-    """A summed embedding whose `layer` is an `nn.Embedding`: so is this; its table, sizes and padding are those of `layer`.
+    """A summed embedding whose `layer` is an `nn.Embedding`, and which is one too, with the table, sizes and padding of `layer`.
 
-    Where `num_embeddings` is set, as `resize_token_embeddings` does, the extra embedding gets as many rows, new ones of zeros.
+    Setting `num_embeddings`, as `resize_token_embeddings` does, resizes the extra embedding too; new rows are zero.
     """
 
     def __init__(self, layer: nn.Embedding, extra: nn.Embedding) -> None:
-        nn.Module.__init__(self)  # `nn.Embedding.__init__` would make a table; `layer` has it
+        nn.Module.__init__(self)  # `nn.Embedding.__init__` would create a table; `layer` has it
         self.layer, self.extra = layer, extra
         self.place = argument_place(layer, 0)
 
@@ -101,7 +101,7 @@ class SummedTable(SummedEmbedding, nn.Embedding):
         return super().__getattr__(name)
 
     def require_no_extra(self) -> None:
-        """Raise `DoesNotFitError` unless the extra embedding is zero: PEFT looks tokens that it trains up in the table alone."""
+        """Raise `DoesNotFitError` unless the extra embedding is zero: PEFT looks up tokens that it trains in the table alone."""
         extra = self.extra.weight
         if not extra.is_meta and bool(extra.any()):
             raise DoesNotFitError(
@@ -116,13 +116,13 @@ class SummedTable(SummedEmbedding, nn.Embedding):
 
 
 def reads_past(reader: FrameType) -> bool:
-    """Return whether the table is read by the layer of PEFT that looks tokens up itself and never calls the embedding."""
+    """Return whether the reader of the table is PEFT's layer that looks up tokens itself and never calls the embedding."""
     peft = sys.modules.get("peft.tuners.trainable_tokens.layer")
     return peft is not None and isinstance(reader.f_locals.get("self"), peft.TrainableTokensLayer)
 
 
 def resize(table: nn.Embedding, rows: int) -> None:
-    """Give `table` so many rows: the last ones are dropped, new ones are zero."""
+    """Resize `table` to `rows` rows: the last rows are dropped, new ones are zero."""
     weight = table.weight.data
     if len(weight) != rows:
         table.weight.data = F.pad(weight[:rows], (0, 0, 0, max(0, rows - len(weight))))
@@ -135,17 +135,17 @@ def summed(layer: nn.Module, extra: nn.Embedding) -> SummedEmbedding:
 
 
 def owns(module: nn.Module, weight: nn.Parameter) -> bool:
-    """Return whether the weight is the module's own parameter, or all the parameters it has, under whatever names."""
+    """Return whether the weight is the module's own parameter, or the only parameter in it, under any name."""
     return any(parameter is weight for parameter in module.parameters(recurse=False)) or {*map(id, module.parameters())} == {
         id(weight)
     }
 
 
 def other_holders(model: nn.Module, weight: nn.Parameter, sites: Sequence[Site]) -> list[str]:
-    """Return the paths of embeddings that hold the token table outside of the sites: one that a model sets in both its stacks."""
+    """Return the paths of embeddings outside the sites that hold the token table, as those of models that set it in two stacks."""
     found: list[str] = []
     for path, module in model.named_modules():
-        inside = tuple(f"{owner}." for owner in (*(site.name for site in sites), *found))  # a summed table has its own
+        inside = tuple(f"{owner}." for owner in (*(site.name for site in sites), *found))  # a summed table has its own embedding
         if isinstance(module, nn.Embedding) and module.weight is weight and not f"{path}.".startswith(inside):
             found.append(path)
     return found
@@ -161,7 +161,7 @@ class SumPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class SumEmbedding(Pass[SumPlan]):
-    """Add a second, zero-initialised embedding to the token representation: V·d parameters."""
+    """Adds a second, zero-initialized embedding to the token representation: V·d parameters."""
 
     name: ClassVar[str] = "sum"
     summary: ClassVar[str] = "add an extra embedding to the token representation (the papers' Sum baseline)"
@@ -191,11 +191,11 @@ class SumEmbedding(Pass[SumPlan]):
         for path in dict.fromkeys(part.name for part in parts):
             module = model.get_submodule(path) if path else model
             if not owns(module, weight):
-                why = f"its own code looks the table {table} up, so no module returns what the extra embedding is added to"
+                why = f"its own code looks up the table {table}, so no module returns the embeddings alone"
                 near_misses.append(NearMiss(path, why, "look tokens up with nn.Embedding", code="no-owner"))
             elif not isinstance(module, SummedEmbedding):
                 sites.append(Site(path, f"plus an embedding of {rows:,} × {width}"))
-        if near_misses:  # tokens looked up at one place would have two representations
+        if near_misses:  # otherwise tokens would have two representations
             return SumPlan((), tuple(near_misses))
         formula = f"V·d = {rows:,}·{width} = {rows * width:,}"
         return SumPlan(tuple(sites), new_parameters=rows * width, formula=formula, table=table, width=width)

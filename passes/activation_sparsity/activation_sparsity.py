@@ -1,9 +1,9 @@
-"""Activation sparsity: what a linear layer reads is zero where it is small, so that only the columns of the rest are needed.
+"""Activation sparsity: small entries of the inputs of linear layers are zero, so that only the columns of the others are needed.
 
     y = W x̃        x̃ = x · 1(|x| ≥ τ)
 
 No weight changes and none is added. `masked_products.py` has the masks, `sites.py` finds the products, `levels.py` has the
-thresholds and how the level is divided among the products.
+thresholds and divides the level among the products.
 
 TEAL: Training-Free Activation Sparsity in Large Language Models (ICLR 2025), §4.
 """
@@ -48,11 +48,11 @@ from retrofit.sdk.data import (
 )
 from retrofit.sdk.modules import float_like
 
-LEVEL = 0.4  # where no option says otherwise
-TOKENS = 2048  # of which samples are taken for the thresholds
+LEVEL = 0.4  # the default
+TOKENS = 2048  # from which samples for the thresholds are taken
 LAYER_TOKENS = 256  # on which the error of a layer is measured
 HELD_OUT = 2048  # tokens on which the loss is measured
-TRIALS = 7  # of loss=: the level is within a hundredth
+TRIALS = 7  # of bisection for loss=: the level is precise to 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +60,15 @@ class ActivationSparsityPlan(Plan):
     """The modules whose inputs are masked."""
 
     masked: tuple[MaskedSite, ...] = ()
-    causal: bool = False  # whether the outputs are predictions of the next token
+    causal: bool = False  # whether the outputs predict the next token
 
 
 @dataclasses.dataclass(frozen=True)
 class ActivationSparsity(Pass[ActivationSparsityPlan]):
-    """Inputs of linear layers whose small entries are zero, by a threshold each."""
+    """Masks the small entries of the inputs of linear layers, with a threshold for each input."""
 
     name: ClassVar[str] = "activation-sparsity"
-    summary: ClassVar[str] = "zero the small entries of what linear layers read, by thresholds found on calibration data (TEAL)"
+    summary: ClassVar[str] = "zero small entries of the inputs of linear layers, by thresholds fitted on calibration data (TEAL)"
     paper: ClassVar[str] = "TEAL: Training-Free Activation Sparsity in Large Language Models, §4"
     calibrates: ClassVar[bool] = True
     rewrites: ClassVar[str] = "linear layer"
@@ -95,32 +95,32 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
 
     level: float | None = option(
         None,
-        "share of entries that are zero, weighed by the bytes of their columns; none: 0.4, or what loss= allows",
+        "share of entries set to zero, weighted by the size of their columns; none: 0.4, or what loss= allows",
         minimum=0,
     )
-    where: str = option("all", "which linear layers read masked inputs; down: the last of each feed-forward", choices=WHERE)
+    where: str = option("all", "linear layers whose inputs are masked; down: the last of each feed-forward", choices=WHERE)
     allocation: str = option(
-        "greedy", "levels of the inputs of a layer: by their effect on its output, or the same", choices=("greedy", "uniform")
+        "greedy", "levels of the inputs in a layer: by their effect on its output, or equal", choices=("greedy", "uniform")
     )
-    loss: float | None = option(None, "in place of a level: by how much the loss on held-out calibration data may rise", minimum=0)
-    centre: bool = option(False, "measure entries from the median of their feature, which they become in place of zero")
-    layers: str = option("all", "depths whose linear layers read masked inputs, e.g. 0-5+8", depths=True)
+    loss: float | None = option(None, "instead of level: the allowed increase of the loss on held-out calibration data", minimum=0)
+    centre: bool = option(False, "mask the deviations from each feature's median: small entries become the median, not zero")
+    layers: str = option("all", "depths whose linear layers get masked inputs, e.g. 0-5+8", depths=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.level is not None and self.loss is not None:
             raise SpecError(
-                f"{self.name}: options level={self.level} and loss={self.loss} are given both",
+                f"{self.name}: options level={self.level} and loss={self.loss} exclude each other",
                 why="loss= finds the level",
-                remedy="give one of them",
+                remedy="set one of them",
                 option="level",
                 code="combination",
             )
         if self.level is not None and self.level >= 1:
             raise SpecError(
                 f"{self.name}: option level={self.level} is not below 1",
-                why="nothing would be left of the inputs",
-                remedy="use a share from 0, the dense function, to less than 1: 0.4",
+                why="all inputs would be zero",
+                remedy="use a share from 0 (the dense function) to below 1, e.g. 0.4",
                 option="level",
                 code="range",
             )
@@ -154,9 +154,9 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
         )
 
     def decoding_cost(self, sites: list[MaskedSite], anatomy: Anatomy) -> str:
-        """Return what a token that is decoded by itself need not read."""
+        """Return a note on the number of weights that decoding one token at a time need not read."""
         size = sum(weight.elements for site in sites for weight in site.weights)
-        return f"one token at a time, about {round(size * (self.level or 0)):,} of {size:,} weights need not be read"
+        return f"decoding one token at a time, about {round(size * (self.level or 0)):,} of {size:,} weights need not be read"
 
     def apply(self, plan: ActivationSparsityPlan, edit: Edit) -> None:
         for site in plan.masked:
@@ -167,7 +167,7 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
             self.fit(plan, edit, edit.calibration)
 
     def masked(self, site: MaskedSite, module: nn.Module) -> MaskedProjection | MaskedCode:
-        """Return the module that replaces the one of a site, its thresholds at zero."""
+        """Return the module that replaces the one of a site, with thresholds of zero."""
         like = float_like(module)
         masks = [ActivationMask(like, weight.width if self.centre else None) for weight in site.weights]
         if site.stream_in is not None:
@@ -177,7 +177,7 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
     # Thresholds from calibration data.
 
     def fit(self, plan: ActivationSparsityPlan, edit: Edit, calibration: Calibration) -> None:
-        """Set the thresholds."""
+        """Set the thresholds by calibration."""
         fitted, held_out = split_calibration(calibration, TOKENS, HELD_OUT)
         masks = self.observed(plan, edit.model, fitted)
         masks.set_centres()
@@ -203,7 +203,7 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
             edit.note(f"no token of the calibration data reached {len(unreached)} inputs, whose level is 0: {unreached[0]}, …")
 
     def observed(self, plan: ActivationSparsityPlan, model: nn.Module, calibration: Calibration) -> Masks:
-        """Return the masks, which were installed, with a sample of what each receives; those that read the same have the same."""
+        """Return the installed masks with a sample of each one's inputs; masks that read the same value share a sample."""
         masks = {path: weight for site in plan.masked for path, weight in site.masks}
         samples: dict[str, RowSample] = {}
         watchers: dict[str, RowSample] = {}
@@ -223,7 +223,7 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
         )
 
     def layer_paths(self, plan: ActivationSparsityPlan, edit: Edit, masks: Masks, calibration: Calibration) -> dict[str, LayerPath]:
-        """Return the path of levels of each layer that can be run by itself."""
+        """Return, for each layer that can be run by itself, the levels of its masks as the layer's level rises."""
         inside: dict[str, list[str]] = {}
         for site in plan.masked:
             if site.layer:
@@ -243,10 +243,10 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """The increase of the error on held-out windows over the dense model.
+    """The error of a model on held-out windows relative to the dense model.
 
-    Of a model that predicts the next token it is the rise of the loss, in nats a token. Else the KL divergence from the dense
-    predictions where the outputs are logits of a vocabulary, and the relative error where they are not.
+    For a model that predicts the next token it is the increase of the loss, in nats a token. For others it is the KL divergence
+    from the dense predictions if the outputs are logits of a vocabulary, else their relative error.
     """
 
     windows: Calibration
@@ -255,13 +255,13 @@ class Damage:
 
     @classmethod
     def of(cls, model: nn.Module, windows: Calibration, causal: bool) -> Damage:
-        """Return that of `model`, which is the dense one still."""
+        """Return the damage of `model`, which is still the dense one."""
         dense_loss = mean_loss(model, windows) if causal else None
         first = Calibration(windows.batches[:1])
         return cls(windows, dense_loss, DensePredictions.record(model, first, windows) if dense_loss is None else None)
 
     def rise(self, model: nn.Module) -> float:
-        """Return it for the model as it is now."""
+        """Return the error of the model in its present state."""
         if self.dense is not None:
             return self.dense.distance(model)
         loss = mean_loss(model, self.windows)
@@ -270,7 +270,7 @@ class Damage:
 
 
 def mean_loss(model: nn.Module, windows: Calibration) -> float | None:
-    """Return the cross entropy of the predictions of each next token; None where the outputs are no such predictions."""
+    """Return the cross entropy of each next token's prediction; None if the outputs are no such predictions."""
     total, count = 0.0, 0
     for window in (window for batch in windows.batches for window in windows_of_batch(batch)):
         ((inputs, outputs),) = outputs_of(model, Calibration((window,)))
@@ -284,7 +284,7 @@ def mean_loss(model: nn.Module, windows: Calibration) -> float | None:
 
 
 def highest_level(masks: Masks, allocation: Allocation, damage: Damage, model: nn.Module, most: float) -> float:
-    """Return the highest level found by bisection at which the damage is within `most`."""
+    """Return the highest level, found by bisection, at which the damage is at most `most`."""
     low, high = 0.0, HIGHEST
     for _ in range(TRIALS):
         level = (low + high) / 2

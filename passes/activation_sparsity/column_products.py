@@ -1,12 +1,12 @@
-"""Products with inputs of which many entries are zero: of the weight only the columns of the others are read.
+"""Products with sparse inputs: only the columns of the weight for nonzero entries are read.
 
     y[t] = Σ_i x[t, i] W[:, i] + b          over the i for which x[t, i] ≠ 0
 
-A column is read in one stretch where W lies column by column. So the weight of a linear layer is laid out that way, in place, when
-the layer is first called on a CPU in evaluation, without gradient and with a threshold: the parameter, its shape and its values
-stay, and there is no second copy. Training, and taking the mask off, lay it out by rows again. Few tokens read columns; many take
-the dense product (`FEW`). What is exported takes the dense product, and so do gradients, other devices, packed weights, and layers
-with hooks or of classes of their own.
+A column is contiguous only if W is stored by columns. So the weight of a linear layer is rearranged in place when the layer is
+first called on a CPU in evaluation, without gradient and with a threshold: the parameter, its shape and its values stay the same,
+and there is no second copy. Training, and removing the mask, rearrange it by rows again. Few tokens read columns; more use the
+dense product (`FEW`). The dense product is also used in export, with gradients, on other devices, for packed weights, and for
+layers with hooks or of other classes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from retrofit.passes.activation_sparsity.masked_products import MaskedProjection
 from retrofit.passes.sparse_ffn.indexed_rows import indexed_sums
 from retrofit.sdk.modules import child_modules, is_exporting, weights_are_mapped
 
-# Where columns are faster than the dense product, at a level of 0.4 (benchmarks/activation_sparsity.py --tokens 1 2 4):
+# Columns are faster than the dense product within these limits, at a level of 0.4 (benchmarks/activation_sparsity.py):
 SMALLEST = 1 << 18  # entries of a weight
 FEW = {torch.float32: 3, torch.bfloat16: 4}  # tokens
-# In bfloat16 two to four tokens take longer by columns, one by one or densely, than densely by rows: a batch is left those.
+# In bfloat16 two to four tokens take longer by columns (one by one or densely) than densely by rows, so batches keep the rows.
 OFTEN_BATCHED = (torch.bfloat16,)
 LOCK = threading.Lock()
-FIRST = torch.zeros(1, dtype=torch.long, device="cpu")  # where the only bag begins
+FIRST = torch.zeros(1, dtype=torch.long, device="cpu")  # start of the only bag
 
 
 def column_product(module: MaskedProjection, x: Tensor) -> Tensor | None:
-    """Return what the layer returns for x, which is masked, from the columns that it needs; None where it has to be called."""
+    """Return the layer's output for x, which is masked, from the columns that it needs; None if the layer must be called."""
     layer: Any = child_modules(module)["layer"]
     if type(layer) not in (nn.Linear, Conv1D) or layer.weight.numel() < SMALLEST or not reads_columns(module, layer, x):
         return None
@@ -47,14 +47,14 @@ def column_product(module: MaskedProjection, x: Tensor) -> Tensor | None:
     if x.numel() > FEW[x.dtype] * inputs or not x.numel():
         return None
     tokens = x.reshape(-1, inputs)
-    # A compiler does not look into the operation: how many entries are zero is known when it runs.
+    # Opaque to a compiler, because the number of zeros is known only at run time.
     sums = torch.ops.retrofit.sums_of_columns if torch.compiler.is_compiling() else sums_of_columns
     y = sums(tokens, columns)
     return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], outputs)
 
 
 def reads_columns(module: MaskedProjection, layer: Any, x: Tensor) -> bool:
-    """Return whether the layer does nothing but multiply here, by a plain weight, and nothing records it."""
+    """Return whether the layer only multiplies, by a plain weight, and nothing traces, hooks or differentiates the call."""
     weight = layer.weight
     return not (
         module.training
@@ -77,14 +77,14 @@ def reads_columns(module: MaskedProjection, layer: Any, x: Tensor) -> bool:
 
 
 def sums_of_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return x W from the rows of `columns` where x is not zero: (tokens, inputs) by (inputs, outputs)."""
+    """Return x W from the rows of `columns` for which x is nonzero: (tokens, inputs) by (inputs, outputs)."""
     if len(x) == 1:
         return sum_of_columns(x.view(-1), columns)
     return torch.cat([sum_of_columns(token, columns) for token in x])
 
 
 def sum_of_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return the same of one token, as one bag of rows: (inputs) to (1, outputs)."""
+    """Return the same for one token, as one bag of rows: (inputs) to (1, outputs)."""
     kept = x.nonzero().view(-1)
     if not len(kept):
         return columns.new_zeros(1, columns.shape[1])
@@ -104,10 +104,10 @@ def shaped_sums(x: Tensor, columns: Tensor) -> Tensor:
 
 
 def lay_out(module: MaskedProjection, *, at_once: bool = False) -> bool:
-    """Lay the weight of a linear layer out column by column; return False where it stays as it is.
+    """Store the weight of a linear layer by columns; return False if it is left as it is.
 
-    That is where there is no threshold, where the weight is small, or of another layout, or where others read its memory;
-    `at_once`, before it is known what the layer is called with, also where batches would take longer.
+    It is left if there is no threshold, if it is small or of another layout, or if others share its memory; with `at_once`, before
+    the layer's inputs are known, also if columns would slow down batches.
     """
     if module.mask.centre is not None:
         return False
@@ -126,7 +126,7 @@ def lay_out(module: MaskedProjection, *, at_once: bool = False) -> bool:
 
 
 def lay_out_by_rows(module: MaskedProjection) -> None:
-    """Lay the weight of a linear layer out as torch does."""
+    """Store the weight of a linear layer by rows, as torch does."""
     weight = getattr(child_modules(module)["layer"], "weight", None)
     with LOCK:
         if type(weight) is nn.Parameter and weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous():
@@ -136,7 +136,7 @@ def lay_out_by_rows(module: MaskedProjection) -> None:
 @torch.inference_mode(False)
 @torch.no_grad()
 def rearrange(weight: nn.Parameter, *, by_columns: bool) -> bool:
-    """Have the weight lie by columns, or by rows; return False where it stays, as copies are something else in a mode of torch."""
+    """Store the weight by columns or by rows; return False, without a change, if a mode of torch makes copies of another kind."""
     copy = weight.detach().t().contiguous().t() if by_columns else weight.detach().contiguous()
     if type(copy) is not Tensor or copy.dtype != weight.dtype:
         return False
@@ -145,7 +145,7 @@ def rearrange(weight: nn.Parameter, *, by_columns: bool) -> bool:
 
 
 def use_columns() -> None:
-    """Have masked layers read columns; in a bundle, which has definitions alone, they multiply densely."""
+    """Let masked layers read columns; in a bundle, which has only the definitions of modules, they use the dense product."""
     MaskedProjection.column_product, MaskedProjection.by_columns = column_product, lay_out
     MaskedProjection.by_rows = lay_out_by_rows
 

@@ -1,15 +1,16 @@
-"""Thresholds from calibration text, and how much of each input is masked.
+"""Thresholds from calibration text, and the level of each mask.
 
-The threshold of level p is the p-quantile of |x − m| over all entries of a sample of tokens. A level of the whole is a share of
-bytes: Σ_i p_i f_i / Σ_i f_i, f_i being the size of the weight behind mask i.
+The threshold of level p is the p-quantile of |x − m| over all entries of a sample of tokens. The overall level is weighted by
+bytes: Σ_i p_i f_i / Σ_i f_i, where f_i is the size of the weight behind mask i.
 
-`uniform` gives all masks the same level. `greedy` is TEAL's algorithm, layer by layer, each layer to the same level: of the masks
-of a layer, the one rises by `STEP` next for which the squared error of what the layer returns grows least for the bytes saved,
+`uniform` gives all masks the same level. `greedy` is TEAL's algorithm: it works layer by layer, with the same level for each layer.
+At each step the level of one of a layer's masks rises by `STEP`: the one for which the squared error of the layer's output grows
+least for the bytes saved,
 
     min over i of (E(p + STEP e_i) − E(p)) / (STEP f_i)          E(p) = Σ_t w_t ‖y_t − ŷ_t(p)‖² / Σ_t w_t ‖y_t‖²
 
-with y of the dense layer for the same arguments, and the weights of `weighted_error`. What a mask would cost is measured again only
-once it comes first by what it cost before (lazy greedy).
+with y of the dense layer for the same arguments, and the weights of `weighted_error`. The cost of a mask is measured again only
+when it comes first by its last measured cost (lazy greedy).
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from retrofit.passes.activation_sparsity.masked_products import ActivationMask
 from retrofit.passes.activation_sparsity.sites import MaskedWeight
 from retrofit.sdk.data import RecordedCall, evaluation_mode, evenly_spaced, float_tensors, set_aside, weighted_error
 
-STEP = 0.1  # by which a level rises
-HIGHEST = 0.9  # of one mask, where the level of the whole is no higher
-ROWS = 512  # tokens that a threshold is a quantile of
-VALUES = 1 << 18  # entries that it is a quantile of
-NEAR = 0.001  # by which the level of a threshold may be another
+STEP = 0.1  # by which a mask's level rises
+HIGHEST = 0.9  # of one mask, unless the overall level is higher
+ROWS = 512  # tokens in the sample of a quantile
+VALUES = 1 << 18  # entries in the sample of a quantile
+NEAR = 0.001  # tolerance of a threshold's level
 
 Levels = Mapping[str, float]  # by the path of a mask
 
 
 class RowSample:
-    """Keeps some of the rows that it is shown, at even distances: between `most` and twice as many, a watcher of `observe`."""
+    """Collects evenly spaced rows of its inputs: between `most` and twice as many. A watcher for `observe`."""
 
     def __init__(self, most: int = ROWS) -> None:
         self.most, self.every, self.skipped, self.count = most, 1, 0, 0
@@ -56,7 +57,7 @@ class RowSample:
             self.count = len(self.parts[0])
 
     def rows(self) -> Tensor | None:
-        """Return (tokens, d), None where there was none."""
+        """Return the rows, (tokens, d); None if there were none."""
         return evenly_spaced(torch.cat(self.parts), self.most) if self.parts else None
 
 
@@ -73,14 +74,14 @@ class Magnitudes:
         centre = rows.median(0).values if centred else None
         values = (rows if centre is None else rows - centre).abs().flatten()
         every = -(-len(values) // VALUES)
-        while every > 1 and rows.shape[-1] % every == 0:  # else only some features would be among them
+        while every > 1 and rows.shape[-1] % every == 0:  # otherwise the sample would contain only some features
             every += 1
         return Magnitudes(values[::every].sort().values, centre)
 
     def threshold(self, level: float) -> float:
-        """Return the quantile, up to `NEAR`, in the middle of the widest gap between two entries there.
+        """Return the quantile: within `NEAR`, the middle of the widest gap between two entries.
 
-        So no entry of the sample is at the threshold, where rounding would decide: what a first layer receives takes few values.
+        So no entry of the sample equals the threshold, where rounding would decide; the inputs of a first layer take few values.
         """
         place, count = round(level * len(self.ordered)), len(self.ordered)
         if not place:
@@ -95,7 +96,7 @@ class Magnitudes:
 
 @dataclasses.dataclass(frozen=True)
 class Masks:
-    """The masks that were installed, by path, with what is known of their inputs; those that no token reached are left out."""
+    """The installed masks, by path, and samples of their inputs; masks that no token reached have no sample."""
 
     modules: Mapping[str, ActivationMask]
     weights: Mapping[str, MaskedWeight]
@@ -113,26 +114,26 @@ class Masks:
             self.modules[path].threshold.fill_(self.magnitudes[path].threshold(level))
 
     def size(self, paths: Iterable[str]) -> int:
-        """Return the size of the weights behind some masks."""
+        """Return the size of the weights behind these masks."""
         return sum(self.weights[path].elements for path in paths)
 
     def share(self, levels: Levels) -> float:
-        """Return the level of the whole."""
+        """Return the overall level."""
         return sum(level * self.weights[path].elements for path, level in levels.items()) / max(1, self.size(levels))
 
 
 class LayerPath:
-    """The levels of the masks of one layer as that of the layer rises, found step by step as far as they are asked for."""
+    """The levels of the masks of one layer as the layer's level rises; further steps are computed on demand."""
 
     def __init__(self, masks: Masks, paths: Sequence[str], error: Callable[[], float], highest: float = HIGHEST) -> None:
         self.masks, self.error, self.highest = masks, error, max(highest, HIGHEST)
         self.levels = dict.fromkeys(paths, 0.0)
-        self.steps: list[tuple[float, dict[str, float]]] = [(0.0, dict(self.levels))]  # level of the layer, those of the masks
-        self.reached = 0.0  # the error so far
+        self.steps: list[tuple[float, dict[str, float]]] = [(0.0, dict(self.levels))]  # level of the layer, levels of its masks
+        self.reached = 0.0  # the error at the last step
         self.waiting: list[tuple[float, int, str]] = [(float("-inf"), number, path) for number, path in enumerate(paths)]
 
     def at(self, level: float) -> dict[str, float]:
-        """Return the levels of the masks where that of the layer is `level`; between two steps they are interpolated."""
+        """Return the levels of the masks at a level of the layer, interpolated between steps."""
         while self.steps[-1][0] < level and self.waiting:
             self.rise()
         (low, before), (high, after) = next(
@@ -160,7 +161,7 @@ class LayerPath:
 
 
 class Allocation:
-    """The level of every mask for one of the whole."""
+    """Computes the level of every mask from the overall level."""
 
     def __init__(self, masks: Masks, layers: Mapping[str, LayerPath]) -> None:
         self.masks, self.layers = masks, layers
@@ -168,7 +169,7 @@ class Allocation:
         self.uniform = [path for path in masks.magnitudes if path not in apart]
 
     def at(self, level: float) -> dict[str, float]:
-        """Return the levels at which each layer has this one, as has each mask that is in no layer that can be run by itself."""
+        """Return the levels of all masks at an overall level, which is that of each layer and of each mask outside of them."""
         levels = dict.fromkeys(self.uniform, level)
         for layer in self.layers.values():
             levels.update(layer.at(level))
@@ -177,7 +178,7 @@ class Allocation:
 
 @torch.no_grad()
 def layer_error(module: nn.Module, calls: Sequence[RecordedCall]) -> float:
-    """Return the squared error of what a layer returns for the arguments of these calls, relative to what it returned."""
+    """Return the squared error of a layer's outputs for the arguments of these calls, relative to the recorded outputs."""
     with evaluation_mode(module):
         pairs = [(call.real(float_tensors(call.repeat(module))[0]), call.real(float_tensors(call.output)[0])) for call in calls]
     return float(weighted_error(torch.cat([found for found, _ in pairs]), torch.cat([dense for _, dense in pairs])) ** 2)

@@ -1,13 +1,13 @@
-"""Products with a weight whose input is masked: entries below a threshold are zero, and their columns of W are not needed.
+"""Products with a masked input: entries below a threshold are zero, and their columns of W are not needed.
 
     x̃ = x · 1(|x| ≥ τ)                          y = W x̃
     x̃ = m + (x − m) · 1(|x − m| ≥ τ)            centred on m: y = W (x̃ − m) + W m
 
-In training the mask is that of the forward and the gradient that of x: ∂x̃/∂x = 1 (straight-through), so that an entry below the
-threshold can grow. The layer and its weights are kept as they are: at τ = 0 it computes the dense function.
+In training the forward is masked and the gradient is not: ∂x̃/∂x = 1 (straight-through), so that an entry below the threshold can
+grow. The layer and its weights stay as they are: at τ = 0 it computes the dense function.
 
-A module that multiplies by one matrix is wrapped. Where the code of a module computes several products, as that of experts does,
-`MaskedProducts` masks what is multiplied by each weight while that code runs.
+A module that multiplies by one matrix is wrapped. If a module's code computes several products, as that of experts does,
+`MaskedProducts` masks the inputs of each weight's products while that code runs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from retrofit.sdk.program import ADDED_PRODUCT, is_product, op_name
 
 
 class ActivationMask(nn.Module):
-    """x̃ of the formula above: τ is the buffer `threshold`, m the buffer `centre`, where there is one."""
+    """x̃ of the formula above: τ is the buffer `threshold`, m the buffer `centre`, if there is one."""
 
     threshold: Tensor
     centre: Tensor | None
@@ -35,7 +35,7 @@ class ActivationMask(nn.Module):
     def __init__(self, like: Tensor, width: int | None = None) -> None:
         super().__init__()
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
-        self.share = 1.0  # of the threshold in use, by which `Thresholds` turns it
+        self.share = 1.0  # factor of the threshold, set by `Thresholds`
         self.register_buffer("threshold", torch.zeros((), dtype=dtype, device=like.device))
         self.register_buffer("centre", None if width is None else torch.zeros(width, dtype=dtype, device=like.device))
 
@@ -58,7 +58,7 @@ class ActivationMask(nn.Module):
 class MaskedProjection(Wrapper):
     """Calls `layer`, which multiplies its argument at `stream_in` by one matrix, with that argument masked.
 
-    Where retrofit is installed, few tokens read the columns alone that they need (`column_products.py`).
+    If retrofit is installed, a call with few tokens reads only the columns that it needs (`column_products.py`).
     """
 
     column_product: ClassVar[Callable[[Any, Tensor], Tensor | None] | None] = None
@@ -92,7 +92,7 @@ class MaskedProjection(Wrapper):
 
 
 class MaskedCode(Wrapper):
-    """Calls `layer`, whose own code multiplies by its parameters `weights`, with what each of them multiplies masked."""
+    """Calls `layer`, whose own code multiplies by its parameters `weights`, with the inputs of these products masked."""
 
     def __init__(self, layer: nn.Module, weights: Sequence[str], masks: Sequence[ActivationMask]) -> None:
         super().__init__(layer)
@@ -108,7 +108,7 @@ class MaskedCode(Wrapper):
 
 
 def parameter_at(module: nn.Module, name: str) -> Any:
-    """Return the parameter, or what a tracer has in its place: that need not be a parameter."""
+    """Return the parameter, or the value that replaces it while tracing, which need not be a parameter."""
     *path, last = name.split(".")
     for step in path:
         module = child_modules(module)[step]
@@ -116,9 +116,9 @@ def parameter_at(module: nn.Module, name: str) -> Any:
 
 
 class MaskedProducts(TorchFunctionMode):
-    """Within this context each product with one of the weights, or with a part or another layout of one, gets its mask.
+    """Within this context the input of each product with one of the weights, or with a part or view of one, is masked.
 
-    A part is what an operation returns that reads no other floating-point tensor: an expert's matrix, the transposed weight.
+    A part is the result of an operation that reads no other floating-point tensor: an expert's matrix, the transposed weight.
     """
 
     def __init__(self, masked: Sequence[tuple[Tensor, nn.Module]]) -> None:
@@ -141,8 +141,8 @@ class MaskedProducts(TorchFunctionMode):
         return result
 
     def masked(self, function: Any, mask: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Return the arguments of a product with the first operand that is no weight masked."""
-        skipped = args[:1] if op_name(function).strip("_") in ADDED_PRODUCT else ()  # what is added to the product
+        """Return the arguments of a product with its first operand that is no weight masked."""
+        skipped = args[:1] if op_name(function).strip("_") in ADDED_PRODUCT else ()  # the term added to the product
         others = (value for value in numbers_in((args[len(skipped) :], kwargs)) if id(value) not in self.known)
         operand = next(others, None)
         if operand is None:
@@ -158,7 +158,7 @@ def numbers_in(value: Any) -> list[Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Thresholds:
-    """No entry is below a threshold of zero, at 0, which is the dense function; the thresholds of the method at 1."""
+    """A dial of the thresholds: at 0 they are zero, which gives the dense function; at 1 they are those of the method."""
 
     name: str = "the thresholds"
 
@@ -167,7 +167,7 @@ class Thresholds:
         return any(isinstance(module, ActivationMask) for module in site.modules())
 
     def turn(self, site: nn.Module, share: float) -> None:
-        """Multiply the thresholds by the share."""
+        """Multiply the thresholds by `share`."""
         for module in site.modules():
             if isinstance(module, ActivationMask):
                 module.share = share

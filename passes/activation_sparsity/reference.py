@@ -1,4 +1,4 @@
-"""Activation sparsity once more, entry by entry: the reference that the check `method` holds the pass against."""
+"""Activation sparsity, entry by entry: the reference for the check `method`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from retrofit.sdk import Deviation, Observed, Problems, SiteCall
 
-SLACK = 0.15  # by which the share of zeros in a sample may lie beside the level, where the whole is at it
+SLACK = 0.15  # deviation of a sample's share of zeros from the level that is tolerated
 
 
 def activation_mask(call: SiteCall) -> Tensor:
-    """Return x̃: x where its distance from m reaches τ, and m elsewhere, with the gradient of x."""
+    """Return x̃: x if its distance from m reaches τ, else m; with the gradient of x."""
     return masked(call, call.module, call.argument((0, "x")))
 
 
@@ -34,7 +34,7 @@ def masked(call: SiteCall, mask: Any, x: Tensor) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """Check that thresholds are not negative, zero where nothing was measured, and not all zero where something was."""
+    """Check that thresholds are not negative, zero without calibration, and not all zero with it."""
     buffers = {site.path: dict(site.module.named_buffers(recurse=False)) for site in observed.sites}
     thresholds = {path: float(held["threshold"]) for path, held in buffers.items() if "threshold" in held}
     for path, threshold in thresholds.items():

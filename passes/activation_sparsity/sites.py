@@ -1,4 +1,4 @@
-"""The products with weights that are masked, found in the data flow of a model: each site is a module, with its weights."""
+"""The products with weights whose inputs are masked, found in the data flow of a model: each site is a module with its weights."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ WHERE = ("all", "ffn", "attention", "down")
 
 @dataclasses.dataclass(frozen=True)
 class MaskedWeight:
-    """A weight whose columns are left out where what it multiplies is zero."""
+    """A weight whose columns are not needed if their inputs are zero."""
 
     name: str  # of the parameter
     role: str
     elements: int
-    width: int  # of what it multiplies
-    stream: str  # the node that is masked; weights that read the same have the same sample
+    width: int  # of the input
+    stream: str  # the node that is masked; weights with the same input share a sample
 
 
 @dataclasses.dataclass(frozen=True)
 class MaskedSite(Site):
-    """A module that multiplies by weights: one, by which it multiplies its argument at `stream_in`, or several in its own code."""
+    """A module that multiplies its argument at `stream_in` by one weight, or in its own code by several."""
 
     weights: tuple[MaskedWeight, ...]
     stream_in: int | str | None  # None: in its own code
-    layer: str  # the module of the layer around it, "" where none is
+    layer: str  # the module of the layer around it; "" if there is none
 
     @property
     def masks(self) -> Iterator[tuple[str, MaskedWeight]]:
@@ -58,7 +58,7 @@ class MaskedSite(Site):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A weight that the options choose, and the layer it is of."""
+    """A weight selected by the options, and its layer."""
 
     role: str
     layer: str
@@ -75,9 +75,9 @@ class ProductSites:
                 self.products.setdefault(product.parameter, []).append(product)
 
     def find(self, where: str, layers: str, owner: str) -> tuple[list[MaskedSite], list[NearMiss]]:
-        """Return the sites that the options choose, in the order of the layers, and the weights that cannot be masked."""
+        """Return the sites selected by the options, in the order of the layers, and near misses for the weights that do not fit."""
         wanted, near_misses = self.wanted(where, layers, owner)
-        modules: dict[str, list[str]] = {}  # by path: the weights that it multiplies by
+        modules: dict[str, list[str]] = {}  # by path: the names of its weights
         for name in wanted:
             with collect_near_miss(name, near_misses):
                 modules.setdefault(self.module_of(name), []).append(name)
@@ -88,7 +88,7 @@ class ProductSites:
         return sites, near_misses
 
     def wanted(self, where: str, layers: str, owner: str) -> tuple[dict[str, Wanted], list[NearMiss]]:
-        """Return the weights that the options choose, by name, and those that are left alone on purpose."""
+        """Return the weights selected by the options, by name, and near misses for those that must not be masked."""
         found: dict[str, Wanted] = {}
         near_misses: dict[str, NearMiss] = {}
         inner = InnerLayers(self.flow)
@@ -100,18 +100,21 @@ class ProductSites:
                     if not is_chosen(where, branch, projection.role) or projection.name in (head, ""):
                         continue
                     if projection.role == "router":
-                        why = "it chooses the experts of a token: another choice would be another function"
+                        why = "it chooses the experts of a token, and masking could change the choice"
                         near_misses.setdefault(projection.name, NearMiss(projection.name, why, in_any_form=True, code="router"))
                         continue
                     found.setdefault(projection.name, Wanted(projection.role, layer.name))
         return found, list(near_misses.values())
 
     def module_of(self, name: str) -> str:
-        """Return the path of the module whose code multiplies by a weight; raise `DoesNotFitError` where none can be masked."""
+        """Return the path of the module whose code multiplies by a weight.
+
+        Raises `DoesNotFitError` if the products cannot be masked.
+        """
         products = self.products.get(name, [])
         paths = {self.flow.call_of(product.node).path for product in products}
         if not products:
-            raise unfit(name, "nothing is multiplied by it as it is", "computed")
+            raise unfit(name, "no product reads it unchanged", "computed")
         if any(op(product.node) in CONVOLUTION for product in products):
             raise unfit(name, "it is the kernel of a convolution", "convolution", in_any_form=True)
         if len(paths) > 1:
@@ -120,11 +123,11 @@ class ProductSites:
         if is_masked(self.anatomy.model, path):
             raise unfit(name, ALREADY, "rewritten", in_any_form=True)
         if made := part_of_another_pass(self.anatomy.model, path):
-            raise unfit(name, f"it is part of what another pass has put at {made}", "other-pass", in_any_form=True)
+            raise unfit(name, f"another pass uses it in its module at {made}", "other-pass", in_any_form=True)
         return path
 
     def site(self, path: str, names: list[str], wanted: dict[str, Wanted]) -> MaskedSite:
-        """Return the site of the weights that the module at the path multiplies by; raise `DoesNotFitError` where it is none."""
+        """Return the site of the weights by which the module multiplies. Raises `DoesNotFitError` if it cannot be one."""
         weights = tuple(
             MaskedWeight(
                 name,
@@ -140,11 +143,11 @@ class ProductSites:
         stream_in = self.argument(names[0]) if len(names) == 1 else None
         if stream_in is None:
             self.require_code(path, names)
-        what = f"small entries of what {', '.join(dict.fromkeys(weight.role for weight in weights))} reads are zero"
+        what = f"small entries of the input of {', '.join(dict.fromkeys(weight.role for weight in weights))} are zero"
         return MaskedSite(path, what, weights, stream_in, layer)
 
     def argument(self, name: str) -> int | str | None:
-        """Return the argument that a module multiplies by the weight and uses for nothing else; None where there is none."""
+        """Return the argument that the module only multiplies by the weight; None if there is none."""
         found = {self.argument_of(product) for product in self.products[name]}
         return found.pop() if len(found) == 1 else None
 
@@ -159,12 +162,12 @@ class ProductSites:
         return None
 
     def reads_only(self, call: Call, inside: list[fx.Node], product: fx.Node) -> bool:
-        """Return whether nothing in the call reads what is `inside` but that itself and the product."""
+        """Return whether only the values `inside` and the product read the values `inside` within the call."""
         users = {user for node in inside for user in self.flow.uses[node] if call.encloses(self.flow.call_of(user))}
         return users <= {*inside, product}
 
     def require_code(self, path: str, names: list[str]) -> None:
-        """Raise `DoesNotFitError` where products in the code of the module at the path cannot be masked as it runs."""
+        """Raise `DoesNotFitError` if products in the code of the module at `path` cannot be masked while it runs."""
         if not path:
             raise unfit(names[0], "the model's own code multiplies by it, and no module does", "no-owner")
         if not all(name.startswith(f"{path}.") for name in names):
@@ -174,13 +177,13 @@ class ProductSites:
 
 
 def is_chosen(where: str, branch: Branch, role: str) -> bool:
-    """Return whether `where` names this projection of a branch."""
+    """Return whether `where` selects this projection of a branch."""
     is_ffn = branch.role in ("ffn", "moe")
     return where == "all" or (where == "down" and is_ffn and role == "down") or where == ("ffn" if is_ffn else "attention")
 
 
 def is_masked(model: nn.Module, path: str) -> bool:
-    """Return whether the module at the path, or one around it, is wrapped by a mask already."""
+    """Return whether the module at `path`, or one around it, is already wrapped by a mask."""
     around = modules_around(model, path)
     return any(
         isinstance(module, (MaskedProjection, MaskedCode)) and step in (None, "layer")
@@ -189,9 +192,9 @@ def is_masked(model: nn.Module, path: str) -> bool:
 
 
 def part_of_another_pass(model: nn.Module, path: str) -> str:
-    """Return the path of a module with a formula of its own that computes the module at the path; "" where there is none.
+    """Return the path of the module of another pass that computes the module at `path` by its own formula; "" if there is none.
 
-    What such a module was given, as the layer that it wraps, is computed as in the dense model.
+    A module that such a module only calls, like the layer that it wraps, computes as in the dense model.
     """
     steps = path.split(".")
     for count, module in enumerate(modules_around(model, path)):
@@ -206,7 +209,7 @@ def reference_in(module: nn.Module) -> Callable[[Any], ModuleReference | None]:
 
 
 def kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
-    """Yield every pass that was imported."""
+    """Yield every imported pass."""
     for child in kind.__subclasses__():
         yield child
         yield from kinds_of(child)

@@ -1,6 +1,6 @@
-"""Canonical ids: ids whose text is the same but for case, a leading space and the form of its characters share one.
+"""Canonical ids: ids whose texts differ only in case, a leading space or the form of their characters share one id.
 
-    c(i) = the first id whose text folds to what that of i does         fold: NFKC, lower case, without a leading space
+    c(i) = the first id whose text folds to the same as the text of i         fold: NFKC, lower case, without a leading space
 
 Special tokens, parts of a character (byte tokens, which decode to no text) and ids without a token keep their id.
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from retrofit.sdk import SpecError
 from retrofit.sdk.data import SAVED
 
-UNDECODABLE = "\ufffd"  # decoders put it where bytes are no character
+UNDECODABLE = "\ufffd"  # decoders write it for bytes that are no character
 
 
 def fold(text: str) -> str:
@@ -28,10 +28,10 @@ def fold(text: str) -> str:
 
 
 def canonical_ids(tokenizer: Any, count: int, vocabulary: int | None = None) -> Tensor:
-    """Return the canonical ids of the first `count` ids of a model, whose token table has `vocabulary` rows (None: as many).
+    """Return the canonical ids of the first `count` ids of a model whose token table has `vocabulary` rows (None: `count`).
 
-    They are the ids themselves where the tokenizer has more ids than that: they are of another vocabulary than the model's text. So
-    they are where the model is loaded from a file, which holds them.
+    Returns the ids unchanged if the tokenizer has more ids than the table has rows, because it belongs to another model, or if the
+    model is loaded from a file, which contains its canonical ids.
     """
     ids = torch.arange(count, device="cpu")
     if tokenizer is SAVED or size_of(tokenizer) > (count if vocabulary is None else vocabulary):
@@ -46,14 +46,14 @@ def canonical_ids(tokenizer: Any, count: int, vocabulary: int | None = None) -> 
 
 
 def size_of(tokenizer: Any) -> int:
-    """Return how many ids the tokenizer has: its highest, and those below."""
+    """Return the tokenizer's highest id plus one."""
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
 def require_of_model(tokenizer: Any, vocabularies: Collection[int], came_with_it: bool) -> None:
-    """Raise `SpecError` where the tokenizer is none, or not that of a model whose token tables have so many rows.
+    """Raise `SpecError` if `tokenizer` is no tokenizer, or not one for a model whose token tables have this many rows.
 
-    A table may have rows beyond the tokenizer's ids: it is padded, or was extended. They are not most of its rows, unless the
+    A table may have more rows than the tokenizer has ids, because it is padded or was extended: at most twice as many, unless the
     tokenizer came with the model.
     """
     missing = [name for name in ("get_vocab", "batch_decode", "all_special_ids") if not hasattr(tokenizer, name)]

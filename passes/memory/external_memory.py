@@ -1,4 +1,4 @@
-"""The tables of external memory: each token looks one entry up, a small expert.
+"""External memory: tables whose entries are small experts; each token looks up one.
 
     w_i(x) f_i(x),   i = lookup(x, id)                            x: (…, d)
 
@@ -10,9 +10,9 @@
     softmax    p = softmax(W x'), i = argmax p, w_i = p_i         W: [n, d], x' = x ⊙ U[1−ε, 1+ε] in training
     lsh        i = Σ_k s^k (⌊a_k·x̂ + o_k⌋ mod s) mod n, w = 1    a: [m, d], o: [m], fixed; x̂ = √d x/|x|
 
-The hyperplanes of LSH are m families of parallel, equispaced ones with random normals a_k and offsets o_k. Their spacing is 1,
-where tokens scaled to one length have a standard deviation of 1. With m = ⌈½ log₂ n⌉ there are about as many cells as buckets;
-s = ⌈n^(1/m)⌉.
+LSH uses m families of parallel, equispaced hyperplanes with random normals a_k and offsets o_k. For tokens scaled to one length
+a_k·x̂ has a standard deviation of 1; the spacing is 1 too. With m = ⌈½ log₂ n⌉ there are about as many cells as buckets; s =
+⌈n^(1/m)⌉.
 
 The Power of External Memory in Increasing Predictive Model Capacity (2023), §3. Gated entries are the per-layer embeddings of
 Gemma 3n and 4.
@@ -33,7 +33,7 @@ from transformers.integrations.moe import _grouped_mm as grouped_mm
 from retrofit.sdk import DoesNotFitError
 from retrofit.sdk.modules import RowTables, is_exporting
 
-FEW = 64  # up to so many tokens each one's expert is gathered; more are sorted by expert (measured: benchmarks/memory_overhead.py)
+FEW = 64  # up to this many tokens each token's expert is gathered; more are sorted by it (measured: benchmarks/memory_overhead.py)
 
 
 class ExternalMemory(RowTables):
@@ -47,7 +47,7 @@ class ExternalMemory(RowTables):
         self.create({"device": like.device, "dtype": like.dtype})
 
     def create(self, kind: dict[str, Any]) -> None:
-        """Register the parameters of f_i, of this kind of tensor."""
+        """Register the parameters of f_i with the device and dtype in `kind`."""
         buckets, width, rank = self.buckets, self.width, self.rank
         if rank:
             self.u = nn.Parameter(torch.randn(buckets, width, rank, **kind) / math.sqrt(width))  # LeCun normal
@@ -74,12 +74,12 @@ class ExternalMemory(RowTables):
         return is_exporting() or tokens <= max(FEW, self.buckets // 2)
 
     def by_gathering(self, x: Tensor, i: Tensor) -> Tensor:
-        """Return each token multiplied by a copy of its expert's matrices."""
+        """Return the experts' outputs by a batched product of each token with a copy of its expert's matrices."""
         u, v = (self.rows(table, i) for table in (self.u, self.v))
         return torch.bmm(torch.bmm(x.unsqueeze(1), u).relu(), v.transpose(1, 2)).squeeze(1)
 
     def by_grouping(self, x: Tensor, i: Tensor) -> Tensor:
-        """Return the result by a grouped product of the tokens sorted by expert."""
+        """Return the experts' outputs by a grouped product of the tokens, sorted by expert."""
         i, order = torch.sort(i)
         ends = torch.searchsorted(i, torch.arange(self.buckets, device=i.device), right=True).to(torch.int32)
         padding = -self.rank % (16 // self.u.element_size())  # the kernels need rows of whole 16 bytes
@@ -89,7 +89,7 @@ class ExternalMemory(RowTables):
         return product(hidden, v.transpose(1, 2), ends).index_select(0, torch.argsort(order))
 
     def late_parameters(self) -> tuple[str, ...]:
-        """Return the names of the parameters whose gradient is zero while all f_i are."""
+        """Return the names of the parameters whose gradient is zero while all f_i are zero."""
         return ("u",) if self.rank else ()
 
     @staticmethod
@@ -102,7 +102,7 @@ class ExternalMemory(RowTables):
 
 
 class TokenIdMemory(ExternalMemory):
-    """The index is the input token's id. For tokens that were added to the vocabulary later the output is zero."""
+    """Looks up by the id of the input token. The output is zero for tokens that were added to the vocabulary later."""
 
     reads_ids = True
 
@@ -118,7 +118,10 @@ class TokenIdMemory(ExternalMemory):
 
 
 def require_ids(ids: Tensor | None, x: Tensor) -> Tensor:
-    """Return the ids of the stream's tokens, of its shape: (…) of (…, d); raise `DoesNotFitError` where there are none."""
+    """Return the ids in the shape of the stream: (…) for (…, d).
+
+    Raises `DoesNotFitError` if there are no ids, or not one for each token.
+    """
     if ids is None or ids.numel() != x.numel() // x.shape[-1]:
         raise DoesNotFitError(
             "a memory that is looked up by token ids was called with "
@@ -141,11 +144,14 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def activation_name(functions: Iterable[Callable[..., Tensor]]) -> str | None:
-    """Return the name of the first activation that one of these element-wise functions is, a gate's other half being 1."""
+    """Return the name of the first activation that equals one of these element-wise functions; None if none does.
+
+    A function of two arguments is a gate: its other argument is 1.
+    """
     z = torch.linspace(-4, 4, 33, device="cpu")
     for function in functions:
         for arguments in ((z,), (z, torch.ones_like(z)), (torch.ones_like(z), z)):
-            with contextlib.suppress(Exception):  # it takes another number of them, or does not run on the CPU
+            with contextlib.suppress(Exception):  # it takes another number of arguments, or does not run on the CPU
                 y = function(*arguments)
                 for name, activation in ACTIVATIONS.items():
                     if torch.allclose(y, activation(z), atol=1e-5):
@@ -154,7 +160,7 @@ def activation_name(functions: Iterable[Callable[..., Tensor]]) -> str | None:
 
 
 class GatedMemory(TokenIdMemory):
-    """W_up (act(W_gate x) ⊙ p_i), i = id: the matrices are shared by all entries, of which each has a row of r numbers."""
+    """W_up (act(W_gate x) ⊙ p_i), i = id. All entries share the matrices; each has a row p_i of r numbers."""
 
     def __init__(self, buckets: int, width: int, rank: int, like: Tensor, *, activation: str, sparse: bool = False) -> None:
         super().__init__(buckets, width, rank, like, sparse=sparse)
@@ -186,7 +192,7 @@ class GatedMemory(TokenIdMemory):
 
 
 class SoftmaxMemory(ExternalMemory):
-    """The index is the likeliest of softmax(W x), and its probability is the weight."""
+    """Looks up i = argmax softmax(W x); the probability of i is the weight."""
 
     def __init__(self, buckets: int, width: int, rank: int, like: Tensor, *, jitter: float) -> None:
         super().__init__(buckets, width, rank, like)
@@ -208,7 +214,7 @@ class SoftmaxMemory(ExternalMemory):
 
 
 class LshMemory(ExternalMemory):
-    """The index is the cell that x lies in, between hyperplanes with normals `planes` [m, d] and offsets `offsets` [m]."""
+    """Looks up the cell of x between hyperplanes with normals `planes` [m, d] and offsets `offsets` [m]."""
 
     planes: Tensor
     offsets: Tensor

@@ -1,9 +1,9 @@
-"""Memory: each layer, or each FFN, gets a table; every token looks one entry up, a small expert whose output is added.
+"""Memory: a table for each layer or feed-forward; every token looks up one entry, a small expert whose output is added.
 
     y = layer(x) + w_i(x) f_i(x),   i = lookup(x, id)             x: (…, d)
 
-The lookups and experts f_i are in `external_memory`, those by the last ids in `ngram_memory`. They are zero at the start, which
-makes it the dense model's function.
+`external_memory` has the lookups and the experts f_i, `ngram_memory` the lookups by the last ids. All f_i are zero at the start, so
+the rewritten model computes the dense function.
 
 The Power of External Memory in Increasing Predictive Model Capacity (2023), §3, Alg. 1 and its supplement; Alternating Updates for
 Efficient Transformers (NeurIPS 2023), supplement C.
@@ -57,32 +57,32 @@ from retrofit.sdk.data import SAVED, came_with, tokenizer_of
 from retrofit.sdk.modules import float_like, release_zeros
 from retrofit.sdk.program import is_all_zeros
 
-FEWEST, MOST = 2**14, 2**18  # rows of a hash where the vocabulary decides
-BYTES = 512  # tokens of a vocabulary that is hardly more than bytes
+FEWEST, MOST = 2**14, 2**18  # rows of a hash, if derived from the vocabulary
+BYTES = 512  # largest vocabulary that is treated as one of bytes
 
 
 NO_TOKENIZER = "canonical=none: the model comes without a tokenizer, and none was given"
-SAME_ENTRY = "the stream is all zeros there, and every token would look the same entry up"
-ROWS = "memory_rows"  # in a config of transformers: the rows of its tables, by the token table that they were sized for
+SAME_ENTRY = "the stream is all zeros there, so every token would look up the same entry"
+ROWS = "memory_rows"  # in a config of transformers: the number of ids at the first rewriting, by token table
 
 
 @dataclasses.dataclass(frozen=True)
 class Ngrams:
-    """The hashes of a table that is looked up by the last ids: `heads` of each order, and the rows of each, order by order."""
+    """The hashes of an n-gram table: `heads` for each order; `moduli` are the numbers of rows of the hashes, order by order."""
 
     orders: tuple[int, ...]
     moduli: tuple[int, ...]
 
     @staticmethod
     def of(text: str, heads: int, buckets: int, owner: str) -> Ngrams:
-        """Return the hashes that the options say; raise `SpecError` for orders that are none, or too few primes."""
+        """Return the hashes for these options. Raises `SpecError` for invalid orders, or if there are too few primes."""
         orders = parse_orders(text, owner)
         count = len(orders) * heads
         moduli = primes_from(buckets, count)
         if len(moduli) < count:
             raise SpecError(
                 f"{owner}: buckets={buckets} is too small for {count} hashes",
-                why=f"each has a prime number of rows of its own, and there are {len(moduli)} primes up to {buckets}",
+                why=f"each hash needs a different prime number of rows, and there are {len(moduli)} primes up to {buckets}",
                 remedy="use more buckets or fewer heads",
                 option="buckets",
                 code="range",
@@ -95,15 +95,15 @@ class MemoryPlan(Plan):
     """The tables of each stack."""
 
     stacks: tuple[StackTables, ...]
-    resolved: Memory  # the pass with every option
-    recorded_rows: dict[str, int]  # what a config of transformers records, where tables are looked up by token id
+    resolved: Memory  # the pass with all options set
+    recorded_rows: dict[str, int]  # written to a config of transformers, if tables are looked up by token id
     ngrams: Ngrams | None = None
-    tokenizer: Any = dataclasses.field(default=None, compare=False, repr=False)  # where n-grams are of canonical ids
+    tokenizer: Any = dataclasses.field(default=None, compare=False, repr=False)  # for n-grams of canonical ids
 
 
 @dataclasses.dataclass(frozen=True)
 class Memory(Pass[MemoryPlan]):
-    """Tables of partial experts for layers or FFNs, in which each token looks one up."""
+    """Adds tables of partial experts to layers or feed-forwards; each token looks up one of them."""
 
     name: ClassVar[str] = "memory"
     summary: ClassVar[str] = "add external memory: a table per layer, in which each token looks up a small expert"
@@ -124,7 +124,7 @@ class Memory(Pass[MemoryPlan]):
     lookup: str = option("token-id", "how a token's entry is looked up", choices=("token-id", "softmax", "lsh", "ngram"))
     buckets: int | None = option(
         None,
-        "n, entries per table, of ngram per hash; none: 128, of ngram by the vocabulary; token-id has one per token",
+        "n, entries per table (ngram: per hash); none: 128 (ngram: by the vocabulary); token-id has one per token",
         minimum=1,
         maximum=2**40,
     )
@@ -133,34 +133,34 @@ class Memory(Pass[MemoryPlan]):
         "layers", "one table per layer, per FFN, or for each attention's values", choices=("layers", "ffns", "values")
     )
     layers: str = option(
-        "auto", "depths that get a table, e.g. 0-5+8; auto: all, of ngram the first and the middle one", depths=True
+        "auto", "depths that get a table, e.g. 0-5+8; auto: all (ngram: the first and the middle one)", depths=True
     )
     jitter: float = option(0.01, "ε, relative noise on the input of the softmax lookup in training", minimum=0)
     tables: str = option(
-        "device", "where tables that ids look up are: beside the weights, or in the CPU memory", choices=("device", "host")
+        "device", "where tables looked up by ids are stored: on the weights' device, or in CPU memory", choices=("device", "host")
     )
     sparse: bool = option(False, "token-id, ngram: sparse gradients, for optimizers that support them (SGD, SparseAdam)")
     form: str = option(
         "expert", "an entry of rank r: matrices of its own, or r numbers in a gated product", choices=("expert", "gated")
     )
     activation: str = option(
-        "auto", "of form=gated; auto: that of the model's feed-forwards, gelu where none is found", choices=("auto", *ACTIVATIONS)
+        "auto", "of form=gated; auto: that of the model's feed-forwards, gelu if none is found", choices=("auto", *ACTIVATIONS)
     )
-    ngrams: str | None = option(None, "orders of the n-grams, e.g. 2-3 or 2+4; none: 2-3, of a small vocabulary 2-4")
+    ngrams: str | None = option(None, "orders of the n-grams, e.g. 2-3 or 2+4; none: 2-3, or 2-4 for a small vocabulary")
     heads: int = option(1, "H, hashes per order", minimum=1, maximum=1024)
     canonical: str = option(
         "auto",
-        "fold: n-grams of ids whose text is the same but for case and space; auto: where there is the model's tokenizer",
+        "fold: texts that differ only in case and space share an id; auto: fold if the model's tokenizer is available",
         choices=("auto", "fold", "none"),
     )
-    gate: str = option("none", "how rows are joined: summed, or side by side and gated by the stream", choices=("none", "context"))
+    gate: str = option("none", "how rows combine: summed, or concatenated and gated by the stream", choices=("none", "context"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.beside == "values" and self.lookup != "token-id":
             raise SpecError(
                 f"{self.name}: beside=values needs lookup=token-id, not {self.lookup}",
-                why="value embeddings are those of tokens",
+                why="value embeddings are looked up by token id",
                 remedy="use lookup=token-id, or beside=layers",
                 option="beside",
                 code="combination",
@@ -176,7 +176,7 @@ class Memory(Pass[MemoryPlan]):
         if self.gated and not self.rank:
             raise SpecError(
                 f"{self.name}: form=gated needs a rank",
-                why="an entry is a row of r numbers, and rank=0 is none",
+                why="an entry is a row of r numbers, and r is 0",
                 remedy="use rank=64, or form=expert",
                 option="rank",
                 code="combination",
@@ -187,7 +187,7 @@ class Memory(Pass[MemoryPlan]):
         if self.gate != "none":
             raise SpecError(
                 f"memory: gate={self.gate} does not go with lookup={self.lookup}",
-                why="it joins the rows of several hashes",
+                why="it combines the rows of several hashes",
                 remedy="use lookup=ngram, or gate=none",
                 option="gate",
                 code="combination",
@@ -196,7 +196,7 @@ class Memory(Pass[MemoryPlan]):
             object.__setattr__(self, name, "all" if value == "auto" else value)
 
     def check_ngrams(self) -> None:
-        """Raise `SpecError` where options do not go with n-grams, or not with each other."""
+        """Raise `SpecError` for options that cannot be combined with n-grams, or with each other."""
         for name, value, why in (
             ("rank", 0, "an n-gram looks up constants"),
             ("beside", "layers", "a feed-forward is called without the mask and the cache that show earlier tokens"),
@@ -214,7 +214,7 @@ class Memory(Pass[MemoryPlan]):
 
     @property
     def recovery(self) -> Recovery:  # type: ignore[override]
-        return Recovery(table_rate=30.0 if self.rank == 0 and self.gate == "none" else 1.0)  # rows that begin at zero
+        return Recovery(table_rate=30.0 if self.rank == 0 and self.gate == "none" else 1.0)  # rows start at zero
 
     @property
     def uses_tokenizer(self) -> bool:
@@ -240,7 +240,7 @@ class Memory(Pass[MemoryPlan]):
 
     @property
     def keeps_ids(self) -> bool:
-        """Return whether the size of what it adds depends on the ids that the model has."""
+        """Return whether the number of added parameters depends on the size of the model's vocabulary."""
         return self.lookup == "token-id" or (self.lookup == "ngram" and self.canonical == "fold")
 
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int] | None:
@@ -249,7 +249,7 @@ class Memory(Pass[MemoryPlan]):
         return frozenset({self.buckets, self.rank, *range(1, self.buckets.bit_length() + 1)})  # lsh: about half as many planes
 
     def resolved(self, anatomy: Anatomy, tokenizer: Any) -> Memory:
-        """Return the pass with the options that were left to the model."""
+        """Return the pass with all open options set from the model."""
         if self.lookup != "ngram":
             return self.with_activation(anatomy)
         vocabulary, deepest = max((part.shape[0] for part in anatomy.embeddings), default=0), anatomy.deepest()
@@ -280,7 +280,7 @@ class Memory(Pass[MemoryPlan]):
         return dataclasses.replace(plan, tokenizer=tokenizer)
 
     def resolved_plan(self, anatomy: Anatomy) -> MemoryPlan:
-        """Return the plan of the pass with all options, whose spec is saved."""
+        """Return the plan of a pass with all options set, whose spec is saved."""
         ngrams = Ngrams.of(str(self.ngrams), self.heads, int(self.buckets or 0), self.name) if self.lookup == "ngram" else None
         finder = TablePlaces(anatomy)
         near_misses: list[NearMiss] = []
@@ -288,7 +288,7 @@ class Memory(Pass[MemoryPlan]):
         found: list[StackTables] = []
         for stack in anatomy.stacks:
             if any(layer.name in tables.places for tables in found for layer in stack.layers):
-                why = "a second stream through layers that have their tables"
+                why = "a second stream through layers that already have tables"
                 near_misses.append(NearMiss(stack.name, why, code="shared-layers"))
                 continue
             calls: dict[str, LayerCall] = {}
@@ -329,7 +329,7 @@ class Memory(Pass[MemoryPlan]):
         )
 
     def with_activation(self, anatomy: Anatomy) -> Memory:
-        """Return the pass with the activation of the model's feed-forwards, where it is gated and leaves that open."""
+        """Return the pass, with the activation of the model's feed-forwards if it is gated and leaves `activation` open."""
         if not self.gated or self.activation != "auto":
             return self
         hidden = (copy.deepcopy(site.hidden).eval() for site in feed_forwards(anatomy)[0])
@@ -338,7 +338,10 @@ class Memory(Pass[MemoryPlan]):
     def places(
         self, finder: TablePlaces, stack: Stack, near_misses: list[NearMiss], calls: dict[str, LayerCall]
     ) -> dict[str, tuple[WrappedModule, ...]]:
-        """Return the places for tables in a stack, by layer; layers without any are included. `calls` gets theirs of n-grams."""
+        """Return the places for tables in a stack, by layer; layers without any are included.
+
+        For n-grams the call of each place's layer is added to `calls`.
+        """
         anatomy = finder.anatomy
         depths = sorted(selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest()))
         if self.beside == "values":
@@ -351,7 +354,7 @@ class Memory(Pass[MemoryPlan]):
                 near_misses.append(NearMiss(name, SAME_ENTRY, remedy, in_any_form=True, code="no-context"))
                 continue
             for place in finder.of_layer(layer, stack, self.beside, near_misses):
-                if place in places[layer.name]:  # once for a layer that several depths share
+                if place in places[layer.name]:  # once if several depths share the layer
                     continue
                 with collect_near_miss(layer.name, near_misses):
                     if self.lookup == "ngram":
@@ -360,7 +363,7 @@ class Memory(Pass[MemoryPlan]):
         return places
 
     def formula(self, stacks: tuple[StackTables, ...]) -> tuple[int, str]:
-        """Return the number of parameters of all the tables, and how it comes about."""
+        """Return the number of parameters of all tables and its formula."""
         if self.beside == "values":
             return value_formula((tables.rows, place) for tables in stacks for places in tables.places.values() for place in places)
         sizes: collections.Counter[tuple[int, int]] = collections.Counter()
@@ -382,7 +385,7 @@ class Memory(Pass[MemoryPlan]):
         return total, f"{symbols} a table: {' + '.join(terms)} = {total:,}"
 
     def ngram_formula(self, stacks: tuple[StackTables, ...], ngrams: Ngrams) -> tuple[int, str]:
-        """Return the number of parameters of the tables looked up by n-grams, and how it comes about."""
+        """Return the number of parameters of all tables looked up by n-grams and its formula."""
         kind, terms, total = NgramMemory if self.gate == "none" else GatedNgramMemory, [], 0
         widths = collections.Counter({tables.width: 0 for tables in stacks})
         for tables in stacks:
@@ -410,12 +413,12 @@ class Memory(Pass[MemoryPlan]):
                 route_token_ids(tables, tables.source, self.beside, edit)
 
     def add_table(self, place: WrappedModule, tables: StackTables, plan: MemoryPlan, edit: Edit) -> None:
-        """Wrap the module at `place` in what adds a table to it."""
+        """Add a table to the module at `place`, by a wrapper."""
         module, into, out = edit.model.get_submodule(place.path), place.stream_in, place.stream_out
         beside = like = float_like(module, edit.model)
         on_host = self.tables == "host" and not beside.is_meta
         if on_host:
-            like = torch.empty(0, dtype=beside.dtype)  # nothing as large as a table is made elsewhere
+            like = torch.empty(0, dtype=beside.dtype)  # the table must be created in CPU memory
         memory: ExternalMemory
         if isinstance(place, ValuePlace):
             memory = values = ValueEmbedding(tables.rows, place.site, like, sparse=self.sparse)
@@ -456,6 +459,6 @@ class Memory(Pass[MemoryPlan]):
 
 
 def history_name(path: str, module: torch.nn.Module) -> str:
-    """Return the name in a cache of what a memory around the module at the path keeps there: of several, each its own."""
+    """Return the name under which a memory around the module at `path` stores its ids in a cache; each of several has its own."""
     inside = sum(isinstance(part, NgramLayer) and part.name.startswith(f"{path}.memory") for part in module.modules())
     return f"{path}.memory" + (f".{inside}" if inside else "")

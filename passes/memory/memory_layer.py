@@ -1,8 +1,8 @@
-"""A layer, or a feed-forward, whose output a memory is added to, and how token ids reach the tables that are looked up by them.
+"""A layer or feed-forward plus a memory, and the route of token ids to memories that are looked up by them.
 
-Ids come as the keyword `token_ids` of the layers' calls. The innermost module that takes a stack's ids and runs its layers adds the
-keyword to its own call. Where the model's code forwards keywords to the layers that is all (found out by tracing it). Elsewhere the
-keyword is injected into the layers for each call.
+Layers receive the ids as the keyword `token_ids`. A hook adds it to the calls of the innermost module that takes a stack's ids and
+runs its layers. If the model's code forwards keywords to the layers (determined by tracing it), nothing else is needed; otherwise
+the keyword is injected into the layers for each call.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TOKEN_IDS = "token_ids"  # the keyword
 
 
 def reads_token_ids(module: nn.Module) -> bool:
-    """Return whether a memory inside `module` reads the keyword `token_ids`, and the code around it takes it."""
+    """Return whether a memory inside `module` reads the keyword `token_ids` and the code around the memory accepts it."""
     if isinstance(module, TokenIdInjector) or any(reads_ids(child) for child in module.children()):
         return True
     if isinstance(module, Wrapper):
@@ -50,7 +50,7 @@ def reads_ids(module: nn.Module) -> bool:
 
 
 def takes_keyword(module: nn.Module, name: str) -> bool:
-    """Return whether the module's forward takes a keyword of this name, or any."""
+    """Return whether the module's forward accepts a keyword of this name, or any keyword."""
     parameters = inspect.signature(module.forward).parameters.values()
     return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
@@ -89,7 +89,7 @@ class TokenIdReader:
         return {TOKEN_IDS: ids}
 
     def add_keyword(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return a forward pre-hook: the module is called with the keyword too, and its code forwards it."""
+        """Return the arguments with the ids added as a keyword; a forward pre-hook for a module whose code forwards it."""
         return args, {**kwargs, **self(args, kwargs)}
 
 
@@ -99,12 +99,12 @@ class TokenIdSource:
 
     path: str
     place: ArgumentPlace
-    table: str  # name of the parameter that the ids are looked up in
+    table: str  # parameter name of the token table
     vocabulary: int  # its rows
 
 
 def find_token_id_source(anatomy: Anatomy, stack: Stack) -> TokenIdSource:
-    """Return where the stack's token ids enter; raises `DoesNotFitError` where they do not."""
+    """Return where the stack's token ids enter the model. Raises `DoesNotFitError` if they do not."""
     flow, entry = anatomy.flow, anatomy.node(stack.entry)
     tables = [part for part in anatomy.embeddings if flow.reaches(anatomy.node(part.node), entry)]
     table: Part | None = max(tables, key=lambda part: part.shape[0], default=None)
@@ -139,9 +139,9 @@ def no_ids(stack: Stack, why: str) -> DoesNotFitError:
 def trace_forwarding(
     model: nn.Module, routes: Sequence[tuple[TokenIdSource, list[nn.Module]]], inputs: Mapping[str, Any]
 ) -> list[bool]:
-    """Return for each source of ids and its layers whether the model's code forwards the keyword to all their calls.
+    """Return, for each source of ids and its layers, whether the model's code forwards the keyword to all calls of the layers.
 
-    The hooks by which the keyword is added and observed are removed afterwards.
+    Temporary hooks add and observe the keyword.
     """
     if not routes:
         return []
@@ -161,18 +161,18 @@ def trace_forwarding(
             watched({layer: layer for _, layers in routes for layer in layers}, before=observe),
         ):
             call_or_capture(model, inputs)
-    except CaptureError:  # a forward takes no other keyword, or passes it to one that does not
+    except CaptureError:  # a forward accepts no other keyword, or calls one that does not
         return [False] if len(routes) == 1 else [trace_forwarding(model, [route], inputs)[0] for route in routes]
     return [all(arrived.get(layer, False) for layer in layers) for _, layers in routes]
 
 
 def present_injection(module: nn.Module, source: TokenIdSource) -> tuple[ForwardWithAuxiliaryLosses | None, list[InjectingForward]]:
-    """Return the replacements of the module's forward by earlier passes: the one around the others, and those that inject ids.
+    """Return how earlier passes replaced the module's forward: the outermost, if it adds losses, and those that inject ids.
 
-    Raises `DoesNotFitError` where something else has replaced it, so that no ids can be injected.
+    Raises `DoesNotFitError` if something else replaced it, because ids cannot be injected then.
     """
     held = own_forward(module)
-    outer = held if isinstance(held, ForwardWithAuxiliaryLosses) else None  # adds to the loss whatever runs inside it
+    outer = held if isinstance(held, ForwardWithAuxiliaryLosses) else None  # adds the auxiliary losses of what runs inside it
     inner = held if outer is None else outer.inner
     injecting: list[InjectingForward] = []
     while isinstance(inner, InjectingForward) and isinstance(inner.keywords_from, TokenIdReader):
@@ -191,9 +191,9 @@ def present_injection(module: nn.Module, source: TokenIdSource) -> tuple[Forward
 
 
 def inject_token_ids(source: TokenIdSource, paths: tuple[str, ...], edit: Edit) -> None:
-    """Inject the ids in each call of the source's module into its submodules at `paths`, and where earlier memories inject theirs.
+    """Inject the ids of each call of the source's module into its submodules at `paths`, next to those of earlier memories.
 
-    Several stacks inside one module have ids of their own, from other arguments.
+    Several stacks inside one module have different ids, from different arguments.
     """
     module = edit.model.get_submodule(source.path)
     outer, present = present_injection(module, source)
@@ -211,8 +211,8 @@ def inject_token_ids(source: TokenIdSource, paths: tuple[str, ...], edit: Edit) 
 class MemoryLayer(Wrapper):
     """`layer(x) + memory(x, ids)`.
 
-    x is the argument `stream_in`; the sum replaces `stream_out` in what the layer returns: an index or a key, None for the value
-    itself. `token_ids` is the memory's keyword; the layer receives it only where a memory inside it reads it.
+    x is the argument `stream_in`. The sum replaces the item `stream_out` of the layer's output: an index or a key, None for the
+    output itself. The layer receives the memory's keyword `token_ids` only if a memory inside it reads it.
     """
 
     def __init__(
@@ -233,5 +233,5 @@ class MemoryLayer(Wrapper):
         return map_first(self.layer(*arguments, **keywords), lambda y: y + self.memory(x, ids).to(y.dtype), self.stream_out)
 
     def looked_up(self, ids: Tensor | None, x: Tensor, arguments: list[Any], keywords: dict[str, Any]) -> Tensor | None:
-        """Return what the memory is looked up by, of the ids in the layer's call and its other arguments."""
+        """Return the ids that the memory is looked up by, from the ids and the other arguments of the layer's call."""
         return ids

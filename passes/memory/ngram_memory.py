@@ -1,4 +1,4 @@
-"""Memory that a token looks up by its last ids: hashed n-grams.
+"""Memory looked up by hashed n-grams: a token's id and those before it.
 
     i(n,h) = (XOR_{j<n} m[n,h,j] · c_{t−j}) mod M_{n,h}         c: canonical ids; m: odd 64-bit multipliers; M: different primes
 
@@ -6,8 +6,8 @@
     gate=context   y = layer(x) + σ(x̂ · k̂ / √d) v               k = W_K e, v = W_V e, x̂ = norm(x), k̂ = norm(k)
                    e = the rows b[n,h,i(n,h)] side by side      b: [ΣM, ⌊d/hashes⌋]; W_K, W_V: [d, e]; norm(x) = √d x/|x|
 
-b is zero at the start, or W_V is. Products and XOR are of 64-bit integers that wrap around. Tokens before a sequence's beginning
-have the id `RESERVED`. A model that decodes keeps the last ids in its own cache.
+At the start b is zero, or W_V with a gate. Products and XOR are of 64-bit integers that wrap around. Positions before the start of
+a sequence have the id `RESERVED`. In decoding the model's own cache stores the last ids.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESERVED = -1  # the id before a sequence's beginning; no token has it
 
 
 def parse_orders(text: str, owner: str) -> tuple[int, ...]:
-    """Return the orders that `2-3` or `2+4` names, ascending; raise `SpecError` where one is none from 1 to `MOST`."""
+    """Return the orders named by a text like `2-3` or `2+4`, ascending. Raises `SpecError` for an order outside 1 to `MOST`."""
     orders: set[int] = set()
     for first, last in depth_ranges(text, owner, "ngrams"):
         if last < first:
@@ -65,7 +65,7 @@ def parse_orders(text: str, owner: str) -> tuple[int, ...]:
 
 
 def primes_from(buckets: int, count: int) -> tuple[int, ...]:
-    """Return the `count` largest primes up to `buckets`, descending; fewer where there are no more."""
+    """Return the `count` largest primes up to `buckets`, descending; all of them if there are fewer."""
     found: list[int] = []
     number = buckets
     while number > 1 and len(found) < count:
@@ -91,7 +91,7 @@ def is_prime(number: int) -> bool:
 
 
 class NgramMemory(ExternalMemory):
-    """Σ_{n,h} b[n,h,i(n,h)]: zero at the start. `moduli` are the rows of each hash, order by order."""
+    """Σ_{n,h} b[n,h,i(n,h)]: zero at the start. `moduli` are the numbers of rows of the hashes, order by order."""
 
     reads_ids = True
     multipliers: Tensor
@@ -110,7 +110,7 @@ class NgramMemory(ExternalMemory):
         sparse: bool = False,
     ) -> None:
         super().__init__(sum(moduli), self.row_width(moduli, width), 0, like, sparse=sparse)
-        self.width, self.past = width, max(orders) - 1  # ids that it reads before a token's own
+        self.width, self.past = width, max(orders) - 1  # number of earlier ids that a token reads
         order_of_hash = [order for order in orders for _ in range(len(moduli) // len(orders))]
         drawn = torch.randint(-(2**63), 2**63 - 1, (len(moduli), max(orders)), device=like.device) | 1
         used = torch.tensor([[back < order for back in range(max(orders))] for order in order_of_hash], device="cpu")
@@ -124,7 +124,7 @@ class NgramMemory(ExternalMemory):
         return self.rows(self.b, self.hashes(ids)).sum(-2)
 
     def hashes(self, ids: Tensor | None) -> Tensor:
-        """Return the row of every hash, (…, hashes), of ids (…, max n): a token's own first, then the one before it."""
+        """Return the row of every hash, (…, hashes), for ids (…, max n): a token's own first, then the one before it, and so on."""
         assert ids is not None
         code = ids[..., :1] * self.multipliers[:, 0]
         for back in range(1, self.past + 1):
@@ -132,7 +132,7 @@ class NgramMemory(ExternalMemory):
         return code.remainder(self.moduli) + self.first_rows
 
     def canonical_ids(self, ids: Tensor) -> Tensor:
-        """Return the ids that the hashes are of; ids beyond the table `canonical` are their own."""
+        """Return the canonical ids, which the hashes read; ids beyond the table `canonical` stay the same."""
         if self.canonical is None:
             return ids.long()
         known = self.canonical.shape[0]
@@ -143,7 +143,7 @@ class NgramMemory(ExternalMemory):
 
     @staticmethod
     def row_width(moduli: Sequence[int], width: int) -> int:
-        """Return the width of a row, of so many hashes and a stream of this width."""
+        """Return the width of a row, for hashes with these moduli and a stream of this width."""
         return width
 
     @staticmethod
@@ -156,7 +156,10 @@ class NgramMemory(ExternalMemory):
 
 
 class GatedNgramMemory(NgramMemory):
-    """σ(x̂ · k̂ / √d) v, k = W_K e, v = W_V e of the rows side by side, whose spread is `spread` at the start. W_V is zero then."""
+    """σ(x̂ · k̂ / √d) v, k = W_K e, v = W_V e, where e are the rows side by side.
+
+    At the start W_V is zero and the rows have the standard deviation `spread`.
+    """
 
     def __init__(
         self, orders: Sequence[int], moduli: Sequence[int], width: int, like: Tensor, *, spread: float, **options: Any
@@ -180,7 +183,7 @@ class GatedNgramMemory(NgramMemory):
 
     @staticmethod
     def row_width(moduli: Sequence[int], width: int) -> int:
-        """Return the width of a row: those of all hashes side by side are about as wide as the stream."""
+        """Return the width of a row; the rows of all hashes side by side are about as wide as the stream."""
         return max(1, width // len(moduli))
 
     @staticmethod
@@ -197,8 +200,8 @@ def unit(x: Tensor) -> Tensor:
 class NgramLayer(MemoryLayer):
     """`layer(x) + memory(x, ids)`, where the memory reads each token's id and those before it in its own sequence.
 
-    The ids of earlier calls with the same cache are in that cache, under `name`. Which tokens are of one sequence follows from what
-    the layer is called with: a mask hides padding and other sequences packed into the same row, positions start again.
+    The cache stores the ids of earlier calls under `name`. The layer's arguments show which tokens belong to one sequence: a mask
+    hides padding and other sequences packed into the same row, and positions restart.
     """
 
     memory: NgramMemory
@@ -224,7 +227,7 @@ class NgramLayer(MemoryLayer):
         ids = self.memory.canonical_ids(require_ids(ids, x))
         mask, positions = (tensor_argument(place, arguments, keywords) for place in (self.mask, self.positions))
         past, gates, cache = self.memory.past, None, cache_among(arguments, keywords)
-        if packs_sequences(cache):  # each token is a row of its own
+        if packs_sequences(cache):  # each token becomes a row
             rows = ids.transpose(0, 1)
             return with_earlier(rows, self.earlier(rows, cache), None, past).transpose(0, 1)
         if past:
@@ -234,9 +237,9 @@ class NgramLayer(MemoryLayer):
         return with_earlier(ids, self.earlier(ids, cache), gates, past)
 
     def earlier(self, ids: Tensor, cache: Cache | None) -> Tensor | None:
-        """Return the ids before these in the cache, (batch, past), which stores these too; None without a cache.
+        """Return the ids before `ids` from the cache, (batch, past), and store `ids` in it; None without a cache.
 
-        A history is zeros before its first value, so it stores ids − RESERVED.
+        A history is zero before its first value, so it stores ids − RESERVED.
         """
         past = self.memory.past
         if cache is None or not past:
@@ -248,9 +251,10 @@ class NgramLayer(MemoryLayer):
 
 
 def position_gates(positions: Tensor | None, past: int) -> Tensor | None:
-    """Return g[t,1] … g[t,past]: whether the token j − 1 before token t goes on with the one before it, (batch or 1, T, past).
+    """Return gates g[t,1] … g[t,past], (batch or 1, T, past): g[t,j] is whether token t − j + 1 continues the sequence of the token
+    before it.
 
-    It does where its number is higher; the first one's is to be above 0.
+    It does if its position is higher; the first token of a call does if its position is above 0.
     """
     if positions is None or positions.dim() != 2:
         return None
@@ -260,14 +264,15 @@ def position_gates(positions: Tensor | None, past: int) -> Tensor | None:
 
 
 def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """Return the gates that are open in both; None: all are."""
+    """Return the gates that are open in both; None means that all are open."""
     return second if first is None else first if second is None else first & second
 
 
 def with_earlier(ids: Tensor, before: Tensor | None, gates: Tensor | None, past: int) -> Tensor:
-    """Return each of the ids (batch, T) and the `past` ones before it: (batch, T, 1 + past). `before` are those before the first.
+    """Return each of `ids`, (batch, T), and the `past` ids before it: (batch, T, 1 + past). `before` are those before the first.
 
-    It is RESERVED where there is none. What `gates`, (batch or 1, T, past), hides is a beginning: all before it is hidden too.
+    An id that does not exist is RESERVED. If `gates`, (batch or 1, T, past), hide an id, it and all ids before it belong to other
+    sequences and are RESERVED too.
     """
     if before is None:
         before = ids.new_full((ids.shape[0], past), RESERVED)

@@ -1,4 +1,4 @@
-"""External memory once more, token by token: the reference that the check `method` holds the pass against."""
+"""External memory, token by token: the reference for the check `method`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ngram_layer(call: SiteCall) -> Tensor:
 
 
 def staying_ids(past: SiteCall, row: int) -> list[int]:
-    """Return the canonical ids of an earlier call in one row, of the tokens that stayed in it."""
+    """Return the canonical ids of an earlier call's tokens that stayed in this row."""
     memory: Any = past.module.memory
     kept = past.kept["ids"][row]
     return [canonical(memory, int(id)) for id in (kept if past.staying is None else kept[past.staying[row]])]
@@ -57,7 +57,7 @@ def canonical(memory: Any, id: int) -> int:
 
 
 def ngram_orders(text: str) -> list[int]:
-    """Return the orders that `2-3+5` names."""
+    """Return the orders named by a text like `2-3+5`."""
     orders: set[int] = set()
     for part in text.split("+"):
         first, _, last = part.partition("-")
@@ -66,7 +66,7 @@ def ngram_orders(text: str) -> list[int]:
 
 
 def follows(call: SiteCall, row: int, t: int, past: int) -> list[bool]:
-    """Return for each of the tokens before token t of a row, the latest first, whether t is of its sequence, as the masks say."""
+    """Return, for each token before token t of a row, the latest first, whether t is of its sequence, by the mask and positions."""
     layer: Any = call.module
     x = call.argument(layer.stream_in)
     mask = None if layer.mask is None else call.argument(layer.mask, None)
@@ -81,7 +81,7 @@ def follows(call: SiteCall, row: int, t: int, past: int) -> list[bool]:
 
 
 def seen_before(layer: Any, mask: Any, row: int, t: int, past: int, tokens: int) -> list[bool]:
-    """Return for each of the tokens before token t of a row, the latest first, whether the mask lets t see it."""
+    """Return, for each token before token t of a row, the latest first, whether the mask lets t see it."""
     if not isinstance(mask, Tensor):
         return [True] * (past + t)
     values = mask[row % len(mask)] if mask.dim() == 2 else mask[row % len(mask), 0]
@@ -89,14 +89,14 @@ def seen_before(layer: Any, mask: Any, row: int, t: int, past: int, tokens: int)
     shown = values[t % len(values)]
     biased = shown.is_floating_point() and (mask.dim() == 4 or layer.true_hides)
     seen = [bool(v > -1e4 and (mask.dim() == 4 or v < 0.5)) if biased else bool(v) != layer.true_hides for v in shown]
-    seen = seen[: past + tokens]  # without places for tokens to come
+    seen = seen[: past + tokens]  # without positions of future tokens
     own = len(seen) - tokens + t
     found = [seen[own - back] for back in range(1, min(own, past + t) + 1)]
     return found + [False] * (past + t - len(found))
 
 
 def last_ids(ids: list[int], of_sequence: list[bool], most: int) -> list[int]:
-    """Return the last id and those before it, `most` in all: −1 before the beginning of their sequence."""
+    """Return the last id and those before it, `most` in all; −1 before the start of their sequence."""
     found, inside = [ids[-1]], True
     for back in range(1, most):
         inside = inside and back < len(ids) and of_sequence[back - 1]
@@ -128,7 +128,7 @@ def normed(x: Tensor) -> Tensor:
 
 
 def primes_below(buckets: int, count: int) -> list[int]:
-    """Return the largest primes up to `buckets`, by division."""
+    """Return the `count` largest primes up to `buckets`, by trial division."""
     found: list[int] = []
     number = buckets
     while len(found) < count:
@@ -139,7 +139,7 @@ def primes_below(buckets: int, count: int) -> list[int]:
 
 
 def value_embedding(call: SiteCall) -> Tensor:
-    """Return y, to whose columns of values 2σ(W x[:32]) · table[i] is added, head by head."""
+    """Return y with 2σ(W x[:32]) · table[i] added to its columns of values, head by head."""
     memory: Any = call.module
     y, x, ids = call.args
     if memory.tokens_first and ids is not None:
@@ -162,12 +162,12 @@ def value_embedding(call: SiteCall) -> Tensor:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Check that value embeddings are added to what the attention's projection makes of x, and that it goes on from there."""
+    """Check that value embeddings are added to the output of the attention's value projection."""
     for site in observed.sites if observed.options.beside == "values" else ():
         around: Any = observed.model.get_submodule(site.path.rpartition(".")[0])
         try:
             projection = around.layer.get_submodule(around.path)
-        except AttributeError:  # another pass has wrapped what is inside
+        except AttributeError:  # another pass wrapped the projection
             continue
         for call in site.calls:
             y, x = call.args[:2]
@@ -176,7 +176,7 @@ def wiring(observed: Observed) -> Problems:
 
 
 def token_ids(call: SiteCall, x: Tensor) -> list[int]:
-    """Return the id of each position's token: they must be those of the model's input."""
+    """Return the id of the token at each position. Raises `Deviation` if they are not the model's input ids."""
     ids = call.kwargs.get("token_ids")
     if ids is None:
         raise Deviation("it receives no token ids")
@@ -196,7 +196,7 @@ def jittered(call: SiteCall, x: Tensor) -> Tensor:
 
 
 def look_up(memory: Any, options: Any, x: Tensor, id: int) -> tuple[int | None, Any]:
-    """Return the index of a token's expert, None where it has none, and the weight of its output."""
+    """Return the index of a token's expert (None if it has none) and the weight of its output."""
     if options.lookup == "token-id":
         rows = len(memory.p if options.form == "gated" else memory.u if options.rank else memory.b)
         return (id if id < rows else None), 1.0
@@ -241,8 +241,8 @@ def activated(name: str, z: Tensor) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """Check that V, b or W_up begins at zero, U and W_gate LeCun normal, p standard normal, W with a spread of 0.02;
-    that hyperplanes are random, and saved.
+    """Check the start: V, b or W_up zero, U and W_gate LeCun normal, p standard normal, W with a standard deviation of 0.02,
+    hyperplanes random, buffers saved.
     """
     for site in observed.sites:
         if observed.options.beside == "values":
@@ -270,7 +270,7 @@ def start(observed: Observed) -> Problems:
 
 
 def ngram_start(memory: Any, options: Any) -> Iterator[str]:
-    """Check that b, or W_V, begins at zero, W_K with a spread of 1/√e, and the multipliers are odd and random 64-bit numbers."""
+    """Check that b, or W_V, is zero, W_K has a standard deviation of 1/√e, and the multipliers are odd, random 64-bit numbers."""
     if bool((memory.b if options.gate == "none" else memory.w_v).any()):
         yield "it does not begin at zero"
     if options.gate == "context":

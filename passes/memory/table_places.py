@@ -1,7 +1,7 @@
 """The places of a model's tables, and how token ids reach them.
 
-A table goes to a module whose input and output are the stream, or the input and output of a feed-forward. One that is looked up by
-ids needs the ids of the stack, from where they enter the model.
+A table is added to a module whose input and output are the stream, or those of a feed-forward. A table looked up by ids needs the
+stack's ids, from where they enter the model.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ class TablePlaces:
         self.within = InnerLayers(anatomy.flow)
 
     def of_layer(self, layer: Layer, stack: Stack, beside: str, near_misses: list[NearMiss]) -> list[WrappedModule]:
-        """Return the places at one layer: the layer itself or its FFNs, as `beside` says; a near miss for each that has none."""
+        """Return the places at one layer: the layer itself or its FFNs, by `beside`.
+
+        Adds a near miss for each that cannot have a table.
+        """
         places: list[WrappedModule] = []
         with collect_near_miss(layer.name or layer.exit, near_misses):
             if beside == "layers" and self.is_on_two_streams(layer):
@@ -71,9 +74,9 @@ class TablePlaces:
         return places
 
     def call_of(self, layer: Layer, place: WrappedModule) -> LayerCall:
-        """Return the call of the layer at a place, whose arguments show which of its tokens are of one sequence.
+        """Return the call of the layer at a place; its arguments show which tokens belong to one sequence.
 
-        Raises `DoesNotFitError` where a cache or a mask does not tell the layer of earlier tokens.
+        Raises `DoesNotFitError` if they do not, or if a cache cannot keep the ids of earlier calls.
         """
         outer = self.modules.calls[layer.name, layer.call]
         around = (call for call in self.anatomy.program.calls if call.path == place.path and outer.encloses(call))
@@ -91,7 +94,7 @@ class TablePlaces:
         return LayerCalls(self.anatomy)
 
     def is_on_two_streams(self, layer: Layer) -> bool:
-        """Return whether a module around the layer adds its branches to a stream that is not what the layer returns."""
+        """Return whether a module around the layer adds the layer's branches to a stream that the layer does not return."""
         return any(getattr(outer, "adds_branches", False) for outer in modules_around(self.model, layer.name))
 
 
@@ -104,16 +107,16 @@ class StackTables:
     """The tables of one stack, and the route by which token ids reach them."""
 
     width: int  # d
-    rows: int  # n, or of n-grams those of all hashes
+    rows: int  # n; for n-grams the sum over all hashes
     places: dict[str, tuple[WrappedModule, ...]]  # by layer, those without a table included
-    source: TokenIdSource | None  # of the token ids, where they are the lookup
+    source: TokenIdSource | None  # of the token ids, if tables are looked up by them
     forwards_ids: bool = False  # whether the model's own code forwards the keyword from the source to the layers
     closed: frozenset[str] = frozenset()  # the layers whose own code takes no keywords
-    calls: Mapping[str, LayerCall] = dataclasses.field(default_factory=dict)  # of n-grams: of the layers, by their paths
-    ids: int = 0  # that the token table had when the model first got tables
+    calls: Mapping[str, LayerCall] = dataclasses.field(default_factory=dict)  # for n-grams: the layers' calls, by path
+    ids: int = 0  # rows of the token table when the model first got tables
 
     def injected(self, layer: str, beside: str) -> tuple[str, ...]:
-        """Return the paths inside a layer that token ids are injected at: of FFNs, or of the layer in a graph around it."""
+        """Return the paths inside a layer into which token ids are injected: its FFNs, or the layer inside a graph module."""
         if self.source is None or (beside == "layers" and layer not in self.closed):
             return ()
         return tuple(place.path[len(layer) + 1 :] for place in self.places[layer] if place.path != layer)
@@ -126,7 +129,7 @@ class StackTables:
 
 
 def with_routes(stacks: list[StackTables], anatomy: Anatomy) -> tuple[StackTables, ...]:
-    """Return the stacks, each with the route by which ids reach its layers; raises `DoesNotFitError` where there is none."""
+    """Return the stacks with the route by which ids reach their layers. Raises `DoesNotFitError` if there is none."""
     model = anatomy.model
     routes = [
         (tables.source, [model.get_submodule(layer) for layer in tables.places]) for tables in stacks if tables.source is not None

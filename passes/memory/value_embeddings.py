@@ -1,12 +1,12 @@
-"""Value embeddings: the values of an attention get rows of a table, looked up by token id, each head's by a gate of its own.
+"""Value embeddings: rows of a table, looked up by token id, are added to an attention's values; each head has a gate.
 
     v_t ← v_t + g_t · table[i_t],   g_t = 2σ(W x_t[:32])          table: [n, values of all heads], W: [heads of values, 32]
 
-x is what the value projection multiplies. With the table and W at zero the gates are 1 and nothing is added. The values are what a
-model caches, so nothing else is. Heads of queries that share their values share what is added to them.
+x is the input of the value projection. At the start the table and W are zero: the gates are 1 and nothing is added. A cache stores
+the sums as values and nothing else. Query heads that share values share the rows added to them.
 
-The projection stays where it is, with its name and its weight: the attention is called on a shallow copy of itself in which the
-projection's result gets the rows, wherever its columns lie (`ValueSite`).
+The projection keeps its place, name and weight: each call runs a shallow copy of the attention, in which the rows are added to the
+projection's output, at the columns that are values (`ValueSite`).
 
 As in nanochat and modded-nanogpt (2024, 2025).
 """
@@ -28,7 +28,7 @@ from retrofit.sdk import Anatomy, NearMiss, Stack, WrappedModule, Wrapper
 from retrofit.sdk.anatomy import ValueSite, find_value_sites
 from retrofit.sdk.modules import call_with_substitutes, child_modules
 
-GATE_INPUTS = 32  # features of x that a gate reads, or all of fewer
+GATE_INPUTS = 32  # features of x that a gate reads; all if there are fewer
 
 
 class ValueEmbedding(TokenIdMemory):
@@ -86,7 +86,7 @@ def value_places(
 
 
 def value_formula(tables: Iterable[tuple[int, WrappedModule]]) -> tuple[int, str]:
-    """Return the number of parameters of all tables, by their rows and their places, and how it comes about."""
+    """Return the number of parameters of tables with these rows and places, and its formula."""
     sizes = collections.Counter(
         (rows, place.site.columns, place.site.heads, min(GATE_INPUTS, place.site.features))
         for rows, place in tables
@@ -98,7 +98,7 @@ def value_formula(tables: Iterable[tuple[int, WrappedModule]]) -> tuple[int, str
 
 
 class ValueProjection(Wrapper):
-    """Wraps the projection of an attention for one call of that: its result gets the rows of `ids`."""
+    """Wraps an attention's value projection for one call of the attention and adds the rows of `ids` to its output."""
 
     def __init__(self, projection: nn.Module, memory: ValueEmbedding, ids: Tensor | None) -> None:
         super().__init__(projection)

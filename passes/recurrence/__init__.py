@@ -1,1 +1,1 @@
-"""Recurrence: a small recurrent unit beside every feed-forward, by which a layer passes information on in time."""
+"""Recurrence: a small recurrent unit in parallel to every feed-forward, which carries information along the sequence."""

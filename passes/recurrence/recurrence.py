@@ -1,10 +1,10 @@
-"""The recurrence pass: beside each feed-forward a projection to r numbers, a simple recurrent unit, and a projection back.
+"""The recurrence pass: in parallel to each feed-forward, a projection to r numbers, a simple recurrent unit and a projection back.
 
     y = FFN(x) + SRU(x W_in) W_out          x: (batch, tokens, d)
 
-Information passes on in time within one layer, and for as long as the unit keeps it. The last projection is zero at the start,
-which makes the rewritten model compute the dense function. The unit, which runs over all tokens at once, is in
-`simple_recurrent_unit.py`, the modules around a model's own are in `recurrent_feed_forward.py`.
+The unit carries information along the sequence within one layer, for as long as its state keeps it. W_out is zero at the start, so
+the rewritten model computes the dense function. `simple_recurrent_unit.py` has the unit, which computes all tokens at once;
+`recurrent_feed_forward.py` has the wrappers of a model's modules.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.3.
 """
@@ -62,7 +62,7 @@ class RecurrentSite:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrencePlan(Plan):
-    """The feed-forwards that get a recurrence, by depth, one for each set of weights."""
+    """The feed-forwards that get a recurrence, by depth; shared weights get one."""
 
     recurrent: tuple[RecurrentSite, ...] = ()
     paths: tuple[tuple[LayerCall, tuple[str, ...]], ...] = ()  # the feed-forwards inside each layer
@@ -70,7 +70,7 @@ class RecurrencePlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class Recurrence(Pass[RecurrencePlan]):
-    """A simple recurrent unit of low rank beside each feed-forward."""
+    """Adds a low-rank simple recurrent unit in parallel to each feed-forward."""
 
     name: ClassVar[str] = "recurrence"
     summary: ClassVar[str] = "add a low-rank recurrent unit in parallel to every feed-forward"
@@ -127,7 +127,7 @@ class Recurrence(Pass[RecurrencePlan]):
         )
 
     def find(self, layer: Layer, stack: Stack, finder: SiteFinder, near_misses: list[NearMiss]) -> None:
-        """Find the sites of one layer; a near miss for each feed-forward that is none."""
+        """Find the sites of one layer; each feed-forward that cannot be one becomes a near miss."""
         inner = finder.within.inside(layer)
         with collect_near_miss(layer.name or layer.exit, near_misses):
             if not inner.ffns:
@@ -135,7 +135,7 @@ class Recurrence(Pass[RecurrencePlan]):
             if not finder.anatomy.is_trained(layer):
                 raise unfit(layer.name or layer.exit, WITHOUT_GRADIENT, "layers= leaves depths out")
             if inner is layer:
-                finder.modules.stream_module(layer, stack)  # raises where no module runs the layer
+                finder.modules.stream_module(layer, stack)  # raises if no module runs the layer
             call = finder.calls.of_layer(inner)
             if inner is not layer and call.mask is None and finder.takes_mask:
                 why = f"no argument of {call.path} shows which of its tokens are padding"
@@ -149,7 +149,7 @@ class Recurrence(Pass[RecurrencePlan]):
         return f"plus a recurrent unit of rank {self.rank}{both}"
 
     def formula(self, sizes: collections.Counter[tuple[int, int]], total: int) -> str:
-        """Return the number of parameters, and how it comes about; `sizes` counts the sites by d and the number of directions."""
+        """Return the number of parameters as a formula; `sizes` counts the sites by d and the number of directions."""
         r, terms = self.rank, []
         for (d, n), count in sizes.items():
             each = f"2·{d}·{r} + 3·{r}² + 2·{r}" if n == 1 else f"3·{d}·{r} + 6·{r}² + 4·{r}"
@@ -183,23 +183,23 @@ class Recurrence(Pass[RecurrencePlan]):
 
 
 class SiteFinder:
-    """The sites of one model as they are found."""
+    """Collects the sites of one model."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.anatomy = anatomy
         self.modules = WrappedModules(anatomy, unfit, NO_FEED_FORWARD)
         self.calls, self.within = LayerCalls(anatomy), InnerLayers(anatomy.flow)
         self.takes_mask = any(name.endswith("attention_mask") for name in self.calls.masked.program.inputs.values())
-        self.sites: dict[nn.Module, RecurrentSite] = {}  # by module: one that several layers share has one recurrence
+        self.sites: dict[nn.Module, RecurrentSite] = {}  # by module: if several layers share it, it has one recurrence
         self.paths: dict[str, tuple[LayerCall, list[str]]] = {}  # by the path of the layer's module
 
     def add(self, branch: Branch, stack: Stack, call: LayerCall, bidirectional: bool) -> None:
-        """Add the site of one feed-forward; raise `DoesNotFitError` where it cannot have a recurrence."""
+        """Add the site of one feed-forward. Raises `DoesNotFitError` if it cannot have a recurrence."""
         place = self.modules.feed_forward(branch, stack.width)
         module = self.anatomy.model.get_submodule(place.path)
         name = self.name_in_layer(module, call, place)
         if any(isinstance(outer, RecurrentFeedForward) for outer in modules_around(self.anatomy.model, place.path)):
-            raise unfit(place.path, Recurrence.already, "another rank needs a model that was not rewritten so")
+            raise unfit(place.path, Recurrence.already, "for another rank, rewrite the dense model")
         size = self.size_read(place, call)
         if size[:-1] not in (call.size[:-1], (call.size[0] * call.size[1],)):
             raise unfit(place.path, f"it reads {size} where its layer gets {call.size}: not every token once, in order")
@@ -209,7 +209,7 @@ class SiteFinder:
         both = bidirectional and not causal
         site = RecurrentSite(place, call, name, size[-1], len(size) == 2, causal, both)
         if (known := self.sites.setdefault(module, site)) is not site and known.bidirectional != both:
-            raise unfit(place.path, "a causal stack shares it with one that is not")
+            raise unfit(place.path, "a causal stack and a bidirectional one share it")
         _, names = self.paths.setdefault(call.path, (call, []))
         if name not in names:
             names.append(name)
@@ -223,7 +223,10 @@ class SiteFinder:
         return names[0]
 
     def size_read(self, place: WrappedModule, call: LayerCall) -> tuple[int, ...]:
-        """Return the size of what the feed-forward reads within the layer's call."""
+        """Return the shape of what the feed-forward reads in the layer's call.
+
+        Raises `DoesNotFitError` if the layer calls it several times.
+        """
         path = place.path if place.gathered is None else place.gathered.into[0].module
         key = place.stream_in if place.gathered is None else 0
         outer = next(other for other in self.anatomy.program.calls if other.path == call.path)

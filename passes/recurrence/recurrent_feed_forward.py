@@ -1,7 +1,7 @@
-"""A feed-forward with a recurrence beside it, and the layer around it, which passes on what the recurrence needs of the call.
+"""A feed-forward plus a recurrence, and the wrapper of its layer, which gives the recurrence what it needs of the layer's call.
 
-A layer's own code calls its feed-forward with the stream alone. `RecurrentLayer` adds the keyword `recurrence` to that call: which
-tokens are padding, as the layer's mask shows, the layer's cache, and how the stream's tokens are laid out.
+A layer's own code calls its feed-forward with the stream alone. `RecurrentLayer` adds the keyword `recurrence` to that call: the
+padding that the layer's mask shows, the layer's cache, and the layout of the stream's tokens.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class Layout:
     """The layout of the tokens that a feed-forward reads."""
 
     tokens_first: bool = False  # (tokens, batch, d), and not (batch, tokens, d)
-    flat: bool = False  # both in one dimension
+    flat: bool = False  # batch and tokens in one dimension
 
 
 class RecurrentFeedForward(Wrapper):
     """`layer(x) + recurrence(x)`.
 
-    x is the argument `stream_in`; the sum replaces `stream_out` in what the feed-forward returns: an index or a key, None for the
-    value itself. With a cache the recurrence of a causal stack goes on where the call before stopped: the cache keeps its state,
-    under the name of the layer and its own in it.
+    x is the argument `stream_in`. The sum replaces the item `stream_out` of the feed-forward's output: an index or a key, None for
+    the output itself. With a cache the recurrence of a causal stack continues after the previous call: the cache stores its state,
+    under the layer's name and the feed-forward's name in it.
     """
 
     stores_histories = True
@@ -85,7 +85,7 @@ class RecurrentFeedForward(Wrapper):
             if getattr(cache, "lacks_states", False):
                 raise RetrofitError(
                     "a recurrence received a cache without its states",
-                    why="a compiled training step filled it, which keeps keys and values alone",
+                    why="it was filled by a compiled training step, which stores only keys and values",
                     remedy="call model.eval() before the prompt",
                     code="cache",
                 )
@@ -103,11 +103,11 @@ class RecurrentFeedForward(Wrapper):
 
 
 class RecurrentLayer(Wrapper):
-    """Calls `layer` so that its feed-forwards at `paths` get the keyword `recurrence`.
+    """Calls `layer` so that its feed-forwards at `paths` receive the keyword `recurrence`.
 
-    Its stream is the argument `stream_in`. Where the layer is run anew for its gradient it must not read what the first run left
-    in the cache, so a layer that is checkpointed gets none. Nor does it in a training step that is compiled, where a model makes a
-    cache that nothing reads: the class of a cache that keeps states is not that of the model's, and compiled code cannot change it.
+    Its stream is the argument `stream_in`. A checkpointed layer passes on no cache: its second run, for the gradient, must not read
+    the state that the first run stored. Neither does a compiled training step, in which a model creates a cache that nothing reads:
+    compiled code cannot change the class of this cache to one that stores states.
     """
 
     def __init__(self, layer: nn.Module, call: LayerCall, paths: tuple[str, ...]) -> None:
@@ -136,7 +136,7 @@ class RecurrentLayer(Wrapper):
         return call_with_keywords(layer, self.paths, {KEYWORD: given}, args, kwargs)
 
     def unpadded(self, x: Tensor, mask: Tensor | None, cache: Any) -> Tensor | None:
-        """Return which tokens of x are no padding, (batch or 1, tokens); None where nothing shows it."""
+        """Return which tokens of x are no padding, (batch or 1, tokens); None if nothing shows padding."""
         if cache is not None and (staying := staying_tokens(cache)) is not None:
             return staying
         is_fixed = cache is not None and not is_growing(cache)
@@ -145,7 +145,7 @@ class RecurrentLayer(Wrapper):
         return None if visible is None else unpadded_tokens(visible, x.shape[1], is_growing(cache), passed)
 
     def count(self, x: Tensor, cache: Cache) -> Tensor:
-        """Return the number of tokens before x, (batch, 1); the cache counts those of x from here on."""
+        """Return the number of tokens before x, (batch, 1), and add those of x to the cache's count."""
         histories, name = histories_of(cache), f"{self.name}.passed"
         if name not in histories:
             histories[name] = TokenHistory.in_cache(cache, 1, torch.zeros(x.shape[:2], dtype=torch.long, device=x.device))

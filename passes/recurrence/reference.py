@@ -1,4 +1,4 @@
-"""The recurrence once more, token by token: the reference that the check `method` holds the pass against."""
+"""The recurrence, token by token: the reference for the check `method`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def projected(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def read(x: Tensor, unit: Any, rank: int, real: Tensor | None, state: Tensor | None, order: Any) -> tuple[Tensor, Tensor]:
-    """Return h of every token, and c of the last that is read; the tokens are read in this order."""
+    """Return h of every token, and c of the last; the tokens are read in `order`."""
     w = unit.w
     w_u, w_f, w_r = w[:, :rank], w[:, rank : 2 * rank], w[:, 2 * rank : 3 * rank]
     b_f, b_r = unit.b[:rank], unit.b[rank:]
@@ -66,16 +66,17 @@ def read(x: Tensor, unit: Any, rank: int, real: Tensor | None, state: Tensor | N
 
 
 def each(new: Tensor, old: Tensor, real: Tensor, t: int) -> Any:
-    """Return for every row its new state, its old one, and whether its token is no padding."""
+    """Return, for every row, the new state, the old one and whether token t is no padding."""
     return zip(new, old, real[:, t].expand(len(new)), strict=True)
 
 
 def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | None:
-    """Return which of the last `tokens` tokens the model's input says are no padding; None where no mask of that size says.
+    """Return which of the last `tokens` tokens are no padding, by the model's input; None if the input does not show it.
 
-    The model's own mask is believed where it is given no `attention_mask`, as it may make one of lengths or token ids, or one with
-    places for more than the stream's tokens; where that has fewer places, as a cache leaves none for what was padding, if it shows
-    as many new tokens in each row; and that places behind all it was given, which it fills a window with, are hidden.
+    An `attention_mask` of `so_far` tokens decides. Otherwise the mask that the module received is accepted in three cases: the
+    model has no `attention_mask`, or one for more tokens (it may derive a mask from lengths or token ids); the `attention_mask` is
+    of fewer tokens, because a cache keeps none of the padding, and both show as many new tokens in each row; the model pads its
+    input up to a window, and the positions after the input are hidden.
     """
     given = [value for value in call.inputs.values() if isinstance(value, Tensor) and value.dim() == 2 and len(value) == batch]
     masks = [
@@ -99,14 +100,17 @@ def unpadded(call: SiteCall, batch: int, tokens: int, so_far: int) -> Tensor | N
 
 
 def wiring(observed: Observed) -> Problems:
-    """Check that every feed-forward of a causal stack gets the cache that the model decodes on: without it forgets every step."""
+    """Check that every feed-forward of a causal stack receives the cache on which the model decodes.
+
+    Without it the recurrence would lose its state at every step.
+    """
     for site in observed.sites:
         if site.module.causal and site.path in observed.uncached:
             yield site.path, "the model decodes on a cache, and it receives none"
 
 
 def start(observed: Observed) -> Problems:
-    """Check that W_out begins at zero, W_in and W as noise under which nothing grows, the biases at zero."""
+    """Check that W_out and the biases start at zero, and that W_in and W are random, with standard deviations of d^−½ and r^−½."""
     for site in observed.sites:
         unit: Any = site.module.recurrence
         rank = observed.options.rank

@@ -1,29 +1,29 @@
-"""The simple recurrent unit without peephole, and the low-rank recurrence made of it.
+"""The simple recurrent unit without peephole, and the low-rank recurrence built from it.
 
     u = x W, g = σ(x W_f + b_f), q = σ(x W_r + b_r)          W, W_f, W_r: [r, r], side by side in `w`; b_f, b_r in `b`
-    c_t = g_t ⊙ c_{t−1} + (1 − g_t) ⊙ u_t                    of a token that is padding c_t = c_{t−1}
+    c_t = g_t ⊙ c_{t−1} + (1 − g_t) ⊙ u_t                    c_t = c_{t−1} for padding
     h_t = q_t ⊙ c_t + √3 · (1 − q_t) ⊙ x_t
 
     y = SRU(x W_in) W_out                                    W_in: [d, r] `w_in`, W_out: [r, d] `w_out`, zero at the start
 
-Nothing of c_{t−1} enters the gates, so c is a linear scan (`linear_scan`). Read in both directions there are two units on the same
-x W_in, and W_out is [2r, d].
+The gates do not read c_{t−1}, so c is a linear scan (`linear_scan`). A bidirectional recurrence has two units on the same x W_in,
+and W_out is [2r, d].
 
-The linear scan goes over the tokens without a loop over them:
+The linear scan computes all tokens without a loop:
 
     c_t = f_t ⊙ c_{t−1} + x_t          f_t in [0, 1]; f, x, c: (batch, tokens, r); c_0 = `before`: (batch, r)
 
-Composing two steps gives a step of the same form, so all prefixes take log2(tokens) rounds: after round n the product of up to 2^n
-factors f and what their tokens added. There is no division and no logarithm, so f may be 0. The gradient is such a scan backwards
-over c and f alone, which is all that is kept of the forward.
+Two steps compose to a step of the same form, so all prefixes take log2(tokens) rounds: after round n each token's f and c combine
+up to 2^n steps. There is no division and no logarithm, so f may be 0. The gradient is a reverse scan that needs only c and f, which
+is all that the forward saves.
 
-A program that is exported has to hold for any number of tokens, and the number of rounds would depend on it. There the same c comes
-from two triangular matrices of decays for every channel: within chunks of fixed size, and over the chunks. A decay is the
-exponential of a sum of logarithms of one sign, never of a difference of two sums, so a small one loses no digits of a large one.
+An exported program must be correct for any number of tokens, and the number of rounds would depend on it. It computes the same c
+with two triangular matrices of decays for every channel: within chunks of fixed size, and over the chunks. A decay is the
+exponential of a sum of logarithms of one sign, never of a difference of two sums, so no digits cancel.
 
-Alternatives for export: divided cumulative products underflow where gates are small; torch's `associative_scan` has no
-translation to ONNX; ONNX's `Scan` and `Loop` run one token at a time, and such a graph neither trains nor is rewritten; a fixed
-number of rounds limits the length.
+Alternatives for export: quotients of cumulative products underflow if gates are small; torch's `associative_scan` has no
+translation to ONNX; ONNX's `Scan` and `Loop` run one token at a time, and a graph with them can be neither trained nor rewritten; a
+fixed number of rounds limits the length.
 
 Simple Recurrent Units for Highly Parallelizable Recurrence (EMNLP 2018); Sparse is Enough in Scaling Transformers (NeurIPS 2021),
 §4.3.
@@ -42,8 +42,8 @@ from transformers.utils.generic import maybe_autocast
 from retrofit.sdk.modules import cond, is_exporting
 
 CHUNK = 32  # tokens in a chunk: the memory of an exported program is CHUNK + tokens / CHUNK² times that of c
-FEW = 2  # tokens that are computed one after the other; a tracer takes no size for one, so a program cannot ask for that alone
-LEAST = 1e-30  # of a factor that has a logarithm
+FEW = 2  # up to this many tokens are computed one by one; not 1, because a tracer takes no dynamic size to be 1
+LEAST = 1e-30  # smallest factor whose logarithm is used
 
 
 def linear_scan(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def all_states(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
 
 
 class Doubling(torch.autograd.Function):
-    """The scan, and backwards the scan of its gradient."""
+    """The scan; its backward is the scan of the gradient in reverse."""
 
     @staticmethod
     def forward(ctx: Any, f: Tensor, x: Tensor, before: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class Doubling(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """g_t = ∂c_t + f_{t+1} ⊙ g_{t+1} is that of x_t, and g_t ⊙ c_{t−1} that of f_t."""
+        """Return the gradients: g_t ⊙ c_{t−1} of f_t, g_t = ∂c_t + f_{t+1} ⊙ g_{t+1} of x_t, and f_1 ⊙ g_1 of `before`."""
         f, c, before = ctx.saved_tensors
         following = torch.cat([f[:, 1:], torch.zeros_like(f[:, :1])], 1)
         g = doubled(following.flip(1), gradient.flip(1)).flip(1)
@@ -88,8 +88,8 @@ class Doubling(torch.autograd.Function):
 
 
 def doubled(f: Tensor, c: Tensor) -> Tensor:
-    """Return the scan of c from zero."""
-    reach = 1  # of the tokens before each, so many are in its f and c
+    """Return the scan of c with the factors f, from zero."""
+    reach = 1  # each f and c combines up to this many steps
     while reach < c.shape[1]:
         c = torch.cat([c[:, :reach], torch.addcmul(c[:, reach:], f[:, reach:], c[:, :-reach])], 1)
         f = torch.cat([f[:, :reach], f[:, reach:] * f[:, :-reach]], 1)
@@ -101,10 +101,10 @@ def doubled(f: Tensor, c: Tensor) -> Tensor:
 
 
 def in_chunks(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
-    """Return the same c by operations that are the same for every number of tokens.
+    """Return the same c with operations that do not depend on the number of tokens.
 
-    Chunks are selected by index: a view would have to divide the tokens. Places behind the last token hold it once more, and no
-    token reads them. One chunk more than needed, as a tracer takes a size for fixed that may be one.
+    Chunks are gathered by index, because a view would need a multiple of their size. Positions after the last token repeat it, and
+    no token reads them. There is one chunk more than needed, because a tracer would fix a size that may be 1.
     """
     tokens = x.shape[1]
     inside = torch.arange(CHUNK, device=x.device)
@@ -120,7 +120,7 @@ def in_chunks(f: Tensor, x: Tensor, before: Tensor) -> Tensor:
 
 
 def triangular(logs: Tensor, x: Tensor) -> Tensor:
-    """Return the scan from zero along the last dimension but one, of factors given by their logarithms."""
+    """Return the scan from zero along the second to last dimension; the factors are given as logarithms."""
     position = torch.arange(x.shape[-2], device=x.device)
     later = (position.unsqueeze(1) > position).unsqueeze(-1).to(x.dtype)  # (t, s, 1): token t is after token s
     decays = (logs.unsqueeze(-2) * later).cumsum(-3).exp() * (1 - later.transpose(0, 1))
@@ -128,7 +128,7 @@ def triangular(logs: Tensor, x: Tensor) -> Tensor:
 
 
 class SimpleRecurrentUnit(nn.Module):
-    """h and c of x: (batch, tokens, r) each."""
+    """Computes h and c of x, (batch, tokens, r) each."""
 
     def __init__(self, rank: int, like: Tensor) -> None:
         super().__init__()
@@ -138,16 +138,17 @@ class SimpleRecurrentUnit(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw noise under which u has the variance of x; both gates are half open."""
+        """Draw W such that u has the variance of x; set the biases to zero, so that both gates are half open."""
         self.w.normal_(std=len(self.w) ** -0.5)
         self.b.zero_()
 
     def forward(
         self, x: Tensor, before: Tensor | None = None, real: Tensor | None = None, begins: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`before`, (batch, r), is c of the token before the first, zero where there is none; `real` as in `Recurrence`.
+        """Return h and c. `before`, (batch, r), is c of the token before the first (None: zero); `real` as in `Recurrence`.
 
-        With `begins`, (tokens), the one row holds several sequences: each begins there, after its own of `before`, (tokens, r).
+        With `begins`, (tokens), the only row contains several sequences: one begins at each token that is True there, after the
+        state in its row of `before`, (tokens, r).
         """
         rank = x.shape[-1]
         u, gates = (x @ self.w.to(x.dtype)).split([rank, 2 * rank], -1)
@@ -159,7 +160,7 @@ class SimpleRecurrentUnit(nn.Module):
         if begins is not None and before is not None:
             first = begins.unsqueeze(-1)
             added, before = added + torch.where(first, keep * before.to(x.dtype), 0.0), None
-            added, keep = added.nan_to_num(), torch.where(first, 0.0, keep).nan_to_num()  # what is none stays in its sequence
+            added, keep = added.nan_to_num(), torch.where(first, 0.0, keep).nan_to_num()  # NaN must not reach another sequence
         c = linear_scan(keep, added, x.new_zeros(x.shape[0], rank) if before is None else before.to(x.dtype))
         return use * c + math.sqrt(3) * (1 - use) * x, c
 
@@ -168,10 +169,9 @@ class SimpleRecurrentUnit(nn.Module):
 
 
 class Recurrence(nn.Module):
-    """x, (batch, tokens, d), through a unit of rank r and back: what is added to a feed-forward, in the dtype of the weights.
+    """SRU(x W_in) W_out for x, (batch, tokens, d), in the dtype of the weights: the term added to a feed-forward.
 
-    The units compute in float32 whatever precision the rest is in. With `bidirectional` a second one, `backwards`, reads the
-    tokens from the last to the first.
+    The units compute in float32 or better. With `bidirectional` a second unit, `backwards`, reads the tokens from last to first.
     """
 
     def __init__(self, width: int, rank: int, bidirectional: bool, like: Tensor) -> None:
@@ -191,7 +191,10 @@ class Recurrence(nn.Module):
     def forward(
         self, x: Tensor, before: Tensor | None = None, real: Tensor | None = None, begins: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """y, and c of every token. `real`, (batch or 1, tokens): those that are no padding; None: all. `begins` as in the unit."""
+        """Return y, and c of every token. `real`, (batch or 1, tokens), marks tokens that are no padding; None: all.
+
+        `begins` is that of the unit.
+        """
         with maybe_autocast(device_type=x.device.type, enabled=False):
             weight = self.w_in
             low = x.to(weight.dtype) @ weight
@@ -203,7 +206,7 @@ class Recurrence(nn.Module):
             return F.linear(h.to(weight.dtype), self.w_out.t()), c
 
     def late_parameters(self) -> list[nn.Parameter]:
-        """Return those whose gradient is zero until W_out has left zero."""
+        """Return the parameters whose gradient is zero while W_out is zero."""
         return [parameter for parameter in self.parameters() if parameter is not self.w_out]
 
     @staticmethod
