@@ -172,7 +172,7 @@ class AltUp(Pass[AltUpPlan]):
         )
 
     def chosen_stacks(self, anatomy: Anatomy, near_misses: list[NearMiss]) -> list[Stack]:
-        """Return the stacks to widen: of several streams that run through the same layers, the one through most of them."""
+        """Return the stacks to widen: of several streams through the same layers, the one through most of them."""
         chosen: list[Stack] = []
         for stack in sorted(anatomy.stacks, key=lambda stack: -len(stack.layers)):
             taken = {(layer.name, layer.call) for other in chosen for layer in other.layers if layer.name}
@@ -224,7 +224,7 @@ class AltUp(Pass[AltUpPlan]):
 
     @property
     def new_columns(self) -> str:
-        """Return how many elements a token table, or a head of its own, gets."""
+        """Return the number of new elements in a token table or an untied head."""
         return "V·e" if self.extra else "(K−1)·V·d"
 
     def repeated_parameter(self, name: str, model: nn.Module) -> Growth:
@@ -233,7 +233,7 @@ class AltUp(Pass[AltUpPlan]):
 
     @property
     def combination(self) -> tuple[float, ...]:
-        """The weights of the blocks where they are combined to the dense stream."""
+        """Return the weights of the blocks when they are combined to the dense stream."""
         return (1 / self.k,) * self.k if self.init == "lockstep" else (1.0,) + (0.0,) * (self.k - 1)
 
     def layer_plans(
@@ -345,7 +345,7 @@ class AltUp(Pass[AltUpPlan]):
         wide = edit.model.get_parameter(table.growth.name)
         same = (module for module in edit.model.modules() if isinstance(module, nn.Embedding) and module.weight is wide)
         looked_up = map(edit.model.get_submodule, table.paths)
-        for module in dict.fromkeys([*looked_up, *same]):  # also the table that the model gives out, where it calls another
+        for module in dict.fromkeys([*looked_up, *same]):  # also the table that the model returns, if it calls another
             edit.add_module(module, "project", project)
             edit.add_handle(module.register_forward_hook(project.after))
         edit.expect_late_gradient(project.weight)  # the head and the layers do not read the extra blocks at the start
@@ -409,9 +409,9 @@ class AltUp(Pass[AltUpPlan]):
 
 
 def arguments_meeting_stream(anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the arguments that the example inputs leave out, where modules outside the layers compute nothing without them.
+    """Return the arguments that the example inputs lack, and without which modules outside the layers compute nothing.
 
-    What these compute, the features of an image say, may be put among the looked-up tokens, which become wide.
+    Their outputs, e.g. image features, may be inserted among the looked-up tokens, which become wide.
     """
     model, program = anatomy.model, anatomy.program
     used = {id(model.get_parameter(name)) for node, name in program.parameters.items() if node.users}
@@ -448,7 +448,7 @@ def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
 
 
 def require_own_layers(stacks: list[Stack]) -> None:
-    """Raise `DoesNotFitError` where a module is a layer of several stacks: its wrapper would be another one in each."""
+    """Raise `DoesNotFitError` if a module is a layer of several stacks, because its wrapper would differ between them."""
     names = [name for stack in stacks for name in dict.fromkeys(layer.name for layer in stack.layers) if name]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -464,7 +464,7 @@ def require_own_layers(stacks: list[Stack]) -> None:
 
 
 def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFitError:
-    """Return why a layer cannot be wrapped where what enters it does not end in the stream's width."""
+    """Return the error of a layer that cannot be wrapped because its input does not have the stream's width."""
     if isinstance(entering[-1], int) and entering[-1] % width == 0:
         return DoesNotFitError("the stream is wide", why=AltUp.already, remedy="apply altup once", code="rewritten")
     return DoesNotFitError(
@@ -477,7 +477,7 @@ def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFi
 
 
 def token_look_ups(stack: Stack, anatomy: Anatomy) -> list[fx.Node]:
-    """Return the token look-ups that the stack's stream begins with: those in the largest table."""
+    """Return the token look-ups at the start of the stack's stream: those in the largest table."""
     names = {part.node for part in anatomy.embeddings}
     entry = anatomy.node(stack.entry)
     found = [node for node in anatomy.flow.nodes if node.name in names and anatomy.flow.reaches(node, entry)]
@@ -486,7 +486,7 @@ def token_look_ups(stack: Stack, anatomy: Anatomy) -> list[fx.Node]:
 
 
 def stays_wide(stack: Stack, look_ups: list[fx.Node], anatomy: Anatomy) -> bool:
-    """Return whether the wide stream stays wide up to a head with one output a token, or one tied to the table of look-ups."""
+    """Return whether the wide stream reaches a head with one output a token, or one tied to the table of look-ups."""
     head = anatomy.head
     if not look_ups or head is None or stack is not anatomy.stacks[-1]:
         return False

@@ -1,4 +1,4 @@
-"""The layers of AltUp: a d-wide layer works on one block of a K·d-wide stream, and a few coefficients update all blocks.
+"""The layers of AltUp: a d-wide layer reads one block of a K·d-wide stream, and a few coefficients update all blocks.
 
     predict   x̂^i = Σ_m p[i,m] x^m
     compute   x̃ = layer(x^j)
@@ -8,9 +8,9 @@ Predict and correct are one linear map over the K+1 vectors x^1 … x^K, x̃: A 
 columns of a block.
 
 The sums run in a fixed order, element by element, so that coefficients 0, 1 and −1 give exact results in every dtype, also under
-autocast and with TF32: what a matrix product does not promise.
+autocast and with TF32, which a matrix product does not guarantee.
 
-Around the stream stand modules that let a d-wide module read it, and those at its ends.
+Further modules let d-wide modules around the layers read the stream, and widen or narrow it at its ends.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def mix(x: Tensor, a: Tensor) -> Tensor:
 
 
 def mix_and_add(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
-    """Return blocks Σ_c a[r,c] x^c + g[r] y: y comes last, and stays bit for bit where the terms before it cancel."""
+    """Return blocks Σ_c a[r,c] x^c + g[r] y; y is added last, so it is unchanged if the terms before it cancel."""
     return addition()(mix(x, a), y.unsqueeze(-2), g).flatten(-2)
 
 
@@ -48,7 +48,7 @@ def addition() -> Callable[..., Tensor]:
 
 
 class Contraction(torch.autograd.Function):
-    """`mix_and_add` that keeps x and y alive for the backward pass, and neither of them where the coefficients are not trained."""
+    """`mix_and_add` that saves x and y for the backward pass, or neither if the coefficients are not trained."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
@@ -82,11 +82,11 @@ def summed_products(grad: Tensor, x: Tensor, y: Tensor, a: Tensor) -> Tensor:
     wide = torch.promote_types(grad.dtype, torch.float32)
     rows = grad.unflatten(-1, (a.shape[-2], -1)).to(wide).unbind(-2)  # R of (…, d)
     columns = (*x.unflatten(-1, (a.shape[-1], -1)).to(wide).unbind(-2), y.to(wide))
-    over = -1 if a.dim() > 2 else None  # all but the tokens, where each has coefficients of its own
+    over = -1 if a.dim() > 2 else None  # all but the tokens, if each has its own coefficients
     sums = [(row * column).sum(over) if over else (row * column).sum() for row in rows for column in columns]
     place = torch.arange(len(sums), device=grad.device)
     total = sums[0].unsqueeze(-1)
-    for number, value in enumerate(sums[1:], 1):  # chosen, not stacked: a compiler would copy each by itself
+    for number, value in enumerate(sums[1:], 1):  # indexed, not stacked: a compiler would copy each separately
         total = torch.where(place >= number, value.unsqueeze(-1), total)
     return total.unflatten(-1, (len(rows), len(columns)))
 
@@ -107,7 +107,7 @@ def combine_blocks(x: Tensor, weights: Sequence[float]) -> Tensor:
 
 
 def weighted_sum(terms: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return Σ_i weights[i] terms[i], those of weight 0 left out: a single one of weight 1 is returned as it is."""
+    """Return Σ_i weights[i] terms[i] without terms of weight 0; a single term of weight 1 is returned unchanged."""
     (first, weight), *others = [(term, weight) for term, weight in zip(terms, weights, strict=True) if weight] or [(terms[0], 0.0)]
     total = first if weight == 1.0 else first * weight
     for term, weight in others:
@@ -116,7 +116,7 @@ def weighted_sum(terms: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 class Blockwise(Wrapper):
-    """The d-wide `layer` reads each block of its K·d-wide argument `wide` on its own; its outputs are concatenated."""
+    """The d-wide `layer` reads each block of its K·d-wide argument `wide` separately; its outputs are concatenated."""
 
     def __init__(self, layer: nn.Module, k: int, wide: int | str = 0) -> None:
         super().__init__(layer)
@@ -208,7 +208,7 @@ def start_coefficients(init: str, k: int, j: int, n: int) -> tuple[Tensor, Tenso
 
 
 def outer_width(model: nn.Module, path: str) -> int | None:
-    """Return how wide the stream is at a token table or head; None where there is none of torch's at the path."""
+    """Return the width of the stream at a token table or head; None if there is none of torch's at the path."""
     try:
         module = model.get_submodule(path)
     except AttributeError:  # of another class than was rewritten
@@ -228,7 +228,7 @@ def reads_table(model: Any, paths: Iterable[str]) -> bool:
 
 
 def holds(model: Any, path: str, layer: nn.Module) -> bool:
-    """Return whether the module at `path` is the layer, or wraps it; also where a class without that path has it."""
+    """Return whether the module at `path` is the layer or wraps it; also if the class does not have that path."""
     try:
         return not path or any(module is layer for module in model.get_submodule(path).modules())
     except AttributeError:  # of another class than was rewritten
@@ -236,7 +236,7 @@ def holds(model: Any, path: str, layer: nn.Module) -> bool:
 
 
 def has_projection(model: Any, path: str) -> bool:
-    """Return whether the module at `path` holds a projection of extra columns; also where a class has no such module."""
+    """Return whether the module at `path` has a projection of extra columns; also if the class has no such module."""
     try:
         return any(isinstance(part, DivideAndProject) for part in model.get_submodule(path).modules())
     except AttributeError:  # of another class than was rewritten
@@ -244,7 +244,7 @@ def has_projection(model: Any, path: str) -> bool:
 
 
 def layers_left_out(why: str, skipped: Sequence[str] = ()) -> DoesNotFitError:
-    """Return the error of a stack that did not run these layers; which ones is not always known."""
+    """Return the error of a stack that did not run these layers; they are not always known."""
     names = f": {skipped[0]}" + (f" to {skipped[-1]}" if len(skipped) > 1 else "") if skipped else ""
     return DoesNotFitError(
         f"layers of a stack rewritten by AltUp were skipped{names}",
@@ -258,10 +258,11 @@ def layers_left_out(why: str, skipped: Sequence[str] = ()) -> DoesNotFitError:
 
 
 class StackRun:
-    """The progress of a stack whose dense stream hops: `depth` is that of the layer called last, −1 before the first of a forward.
+    """The progress of a stack whose dense stream moves between blocks: `depth` is that of the last layer called, −1 before the
+    first.
 
-    Streams that layers return say which block holds the dense one, `HOME`. That which enters the stack does not, so its first
-    layer is missed by this.
+    Streams that layers return have the attribute `HOME`, the block of the dense stream. The stream that enters the stack does not,
+    so its first layer cannot check it.
     """
 
     guards: ClassVar[tuple[str, ...]] = ("begin",)
@@ -271,24 +272,24 @@ class StackRun:
         self.depth = len(self.layers) - 1
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Begin another run; a forward pre-hook of the module that calls the layers."""
+        """Start another run; a forward pre-hook of the module that calls the layers."""
         if not torch.compiler.is_compiling():
             self.depth = -1
 
     def home(self, x: Tensor) -> int:
-        """Return the block of x that holds the dense stream, `EVERY` where nothing says so."""
+        """Return the block of x that has the dense stream; `EVERY` if it is not marked."""
         return getattr(x, HOME, self.entry if self.depth < 0 else EVERY)
 
     def skipped(self, depth: int) -> tuple[str, ...]:
-        """Return the paths of the layers that did not run before the one at this depth: that before it, if all were called."""
+        """Return the paths of the layers that did not run before the one at `depth`: the one before it, if all were called."""
         return self.layers[self.depth + 1 : depth] or self.layers[max(depth - 1, 0) : depth]
 
 
 class AltUpLayer(Wrapper):
     """The d-wide `layer` works on block `active` of a K·d-wide stream, and `p` [K, K] and `g` [K] predict and correct all blocks.
 
-    The stream enters by the argument `stream_in` and leaves by `stream_out`, an index or key of what the layer returns (None: the
-    value itself). `narrow` names other K·d-wide arguments and the block of each that the layer receives; the rest passes unchanged.
+    The stream is the argument `stream_in` and the item `stream_out` of the output: an index or key, None for the output itself.
+    `narrow` names other K·d-wide arguments and the block of each that the layer receives; the others are passed unchanged.
 
     - `expand`: the stream enters d wide, and all K blocks equal it. `combine`: it leaves d wide, as Σ_i combine[i] x^i.
     - `next_active`: the block that the dense stream is in afterwards, at the start; None where it is in all of them.
@@ -315,7 +316,7 @@ class AltUpLayer(Wrapper):
         super().__init__(layer)
         self.width, self.k, self.active = width, k, active
         self.next_active: int | None = None
-        self.stack_run: StackRun | None = None  # of its stack, where the dense stream hops
+        self.stack_run: StackRun | None = None  # of its stack, if the dense stream moves
         self.stack_depth = 0  # in that run
         self.stream_in, self.stream_out = argument_place(layer, stream_in), stream_out
         self.narrow = [(argument_place(layer, key), block) for key, block in (narrow or {}).items()]
@@ -347,11 +348,11 @@ class AltUpLayer(Wrapper):
         return with_item(output, out, stream)
 
     def enter(self, run: StackRun, x: Tensor) -> None:
-        """Record the call, and raise `DoesNotFitError` where the dense stream is in another block of x than this layer's."""
+        """Record the call. Raises `DoesNotFitError` if the dense stream is in another block of x than this layer's."""
         if not torch.compiler.is_compiling() and not self.expand:
             if run.home(x) not in (EVERY, self.active):
                 raise layers_left_out(f"block {self.active} does not hold the dense stream", run.skipped(self.stack_depth))
-            setattr(x, HOME, self.active)  # a hook of the user's may return x for what this layer returns
+            setattr(x, HOME, self.active)  # a user's hook may return x instead of the layer's output
         run.depth = self.stack_depth
 
     def require_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -362,9 +363,9 @@ class AltUpLayer(Wrapper):
                 raise layers_left_out("the stream is read before its last layer", skipped)
 
     def require_ends(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `DoesNotFitError` where a widened table or head of `model` was replaced, or it is given embeddings of width d.
+        """Raise `DoesNotFitError` if a widened table or head of `model` was replaced, or the model gets embeddings of width d.
 
-        Also where this first layer was deleted or moved.
+        Raises it also if this first layer was deleted or moved.
         """
         if torch.compiler.is_compiling() or is_exporting():
             return
@@ -400,7 +401,7 @@ class AltUpLayer(Wrapper):
             )
 
     def check_width(self, x: Tensor) -> None:
-        """Raise `DoesNotFitError` where the stream is not as wide as this layer takes it."""
+        """Raise `DoesNotFitError` if the stream does not have the width that this layer reads."""
         width = self.width if self.expand else self.k * self.width
         if x.shape[-1] == self.k * self.width != width:
             raise DoesNotFitError(
@@ -451,7 +452,7 @@ class AltUpLayer(Wrapper):
     @torch.no_grad()
     def start(self, init: str, n: int) -> None:
         """Set the coefficients of the exact start `init` (lockstep or hop); the next layer works on block n."""
-        with self.p.device:  # "meta" where the model has no values
+        with self.p.device:  # "meta" if the model has no values
             p, g = start_coefficients(init, self.k, self.active, n)
         self.p.copy_(p)
         self.g.copy_(g)
@@ -469,7 +470,7 @@ class AltUpLayer(Wrapper):
 
     @staticmethod
     def count(width: int, k: int) -> int:
-        """Return how many parameters the method adds to a layer."""
+        """Return the number of parameters that the method adds to a layer."""
         return k**2 + k
 
     def extra_repr(self) -> str:
@@ -507,9 +508,9 @@ class DenseAltUpLayer(AltUpLayer):
 class DynamicAltUpLayer(AltUpLayer):
     """Coefficients that depend on the token, as in Gemma 3n: P from the active block, g from the layer's output.
 
-    Each is its start, `base_p` or `base_g`, plus a linear map of r(v) = tanh(modality_router(router_norm(v) / d)). The names are
-    Gemma 3n's, and as there `coef_clip` bounds both maps in training. Its `correct_output_scale` has no counterpart: it scales what
-    feeds Gemma's per-layer embeddings, never the stream.
+    Each is its initial value, `base_p` or `base_g`, plus a linear map of r(v) = tanh(modality_router(router_norm(v) / d)). The
+    names are Gemma 3n's; as there, `coef_clip` bounds both maps in training. Gemma's `correct_output_scale` has no counterpart: it
+    scales only the input of the per-layer embeddings, never the stream.
     """
 
     second_step: ClassVar[tuple[str, ...]] = ("modality_router.weight", "router_norm.weight")  # until the maps leave zero

@@ -65,7 +65,7 @@ def fill(rest: Tensor, dense: Tensor, old: Tensor, growth: Growth) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class WideTable:
-    """A token table whose rows get K blocks, or d + e columns, of which e are projected to the other blocks after the look-up."""
+    """A token table whose rows get K blocks, or d + e columns; e of them are projected to the other blocks after the look-up."""
 
     growth: Growth
     width: int  # d
@@ -74,11 +74,11 @@ class WideTable:
 
 @dataclasses.dataclass(frozen=True)
 class WideHead:
-    """A head that reads the whole stream; where it is tied to a token table, its blocks are weighed before it."""
+    """A head that reads the whole stream; if it is tied to a token table, its blocks are weighted before it."""
 
     weight: str  # name of the parameter
-    path: str  # of the module whose argument is the stream, "" where the product is in code that has it from elsewhere
-    growth: Growth | None  # None where it is tied: the table's growth is its own
+    path: str  # of the module whose argument is the stream; "" if the product is in other code
+    growth: Growth | None  # None if it is tied, because the table grows
 
     @property
     def tied(self) -> bool:
@@ -93,7 +93,7 @@ class LayerPlan:
     width: int
     active: int
     next_active: int  # block that the next layer works on
-    trained: bool  # whether the layer has coefficients of its own, and not just their start
+    trained: bool  # whether the layer has coefficients as parameters, and not just their initial values
     stream_in: int | str
     stream_out: int | str | None
     narrow: dict[int | str, int]

@@ -1,4 +1,4 @@
-"""AltUp once more, block by block as Alg. 1 is written: the reference that the check `method` holds the pass against."""
+"""AltUp, block by block as in Alg. 1: the reference for the check `method`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def routed(layer: Any, v: Tensor) -> Tensor:
 
 
 def blockwise(call: SiteCall) -> Tensor:
-    """Return the dense module on each block by itself."""
+    """Return the output of the dense module for each block."""
     module: Any = call.module
     blocks = call.argument(module.place).split(call.argument(module.place).shape[-1] // call.options.k, -1)
     return torch.cat([call.given("layer", {module.place: block}, 0) for block in blocks], -1)
@@ -115,7 +115,7 @@ def divide_and_project(call: SiteCall) -> Tensor:
 
 
 def combination(options: Any) -> list[float]:
-    """Return the weights of the blocks where they become the dense stream."""
+    """Return the weights of the blocks when they are combined to the dense stream."""
     return [1 / options.k] * options.k if options.init == "lockstep" else [1.0] + [0.0] * (options.k - 1)
 
 
@@ -124,7 +124,7 @@ def layers_of(observed: Observed) -> list[ObservedSite]:
 
 
 def chains(observed: Observed) -> Iterator[list[ObservedSite]]:
-    """Yield layers of which each receives as its stream what the layer before it returned."""
+    """Yield sequences of layers in which each receives the previous one's output as its stream."""
     chain: list[ObservedSite] = []
     for site in layers_of(observed):
         if chain and not torch.equal(stream_in(site), stream_out(chain[-1])):
@@ -156,7 +156,7 @@ def is_shared(site: ObservedSite) -> bool:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Check that layer l works on block l mod K, or all on the first, and the head narrows what the look-up projected."""
+    """Check that layer l computes block l mod K, or all compute the first, and that the head narrows the look-up's projection."""
     for site in observed.sites:
         yield from narrowing(site, observed.options)
     k, alternates = observed.options.k, observed.options.selection == "alternating"

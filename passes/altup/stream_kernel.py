@@ -29,7 +29,7 @@ LARGEST = 8  # K: the loops over blocks are unrolled
 
 
 def runs_kernel(x: Tensor, p: Tensor) -> bool:
-    """Return whether the kernels run: on CUDA, with coefficients that are the same for every token, where no exporter records."""
+    """Return whether the kernels run: on CUDA, with coefficients that are the same for every token, and without an exporter."""
     if not x.is_cuda or not HAS_TRITON or p.dim() != 2 or len(p) > LARGEST or not x.numel():
         return False
     divided = hasattr(x, "to_local") or hasattr(p, "to_local")  # among processes
@@ -41,8 +41,8 @@ def update_stream(
 ) -> Tensor:
     """Return x_new, (…, K·d), from the stream x and the layer's output y, (…, d); with `combine`, Σ_i combine[i] x_new^i.
 
-    `how` is (active, shift, expand). With a shift of 1 block i of what is returned is block i + 1 of x_new. With `expand` x is
-    (…, d), and all K blocks equal it. `made` is the result where other operations have computed it.
+    `how` is (active, shift, expand). With a shift of 1, block i of the result is block i + 1 of x_new. With `expand` x is (…, d),
+    and all K blocks equal it. `made` is the result if other operations have computed it.
     """
     active, shift, expand = how
     rows = None if combine is None else combination((*combine[-shift:], *combine[:-shift]) if shift else tuple(combine), x.device)
@@ -54,7 +54,7 @@ def update_stream(
 
 
 class StreamUpdate(torch.autograd.Function):
-    """`made`, with the gradients of the update. Of x and y nothing is kept where the coefficients are not trained."""
+    """`made`, with the gradients of the update. x and y are not saved if the coefficients are not trained."""
 
     @staticmethod
     def forward(
@@ -168,7 +168,7 @@ def shaped_gradients(
 
 
 def registered() -> Any:
-    """Return the gradients as an operation that compilers do not look into.
+    """Return the gradients as an operation that is opaque to compilers.
 
     A process registers it once: a bundle loaded beside retrofit holds this code too, and registering the name again would free the
     first operation under models that call it.
@@ -194,7 +194,7 @@ stream_gradients = registered()
 
 
 def blocks_of(g: Tensor, rows: Tensor | None, how: Sequence[int]) -> tuple[int, int, int]:
-    """Return how many blocks leave and enter, and K."""
+    """Return the numbers of blocks of the output and of the input, and K."""
     k = len(g)
     return k if rows is None else len(rows), 1 if how[2] else k, k
 

@@ -2,12 +2,12 @@
 
     out^r = Σ_c a[r,c] x^c + b[r] y        a = W (P − g p_jᵀ) E, b = W g
 
-W [R, K] moves or combines the K blocks afterwards: out^r is block r + SHIFT, or where COMBINED a row of `rows`. E is the identity,
-or a column of ones where the stream enters d wide (EXPAND), as one block for all. R and C are the numbers of blocks that leave and
-enter. Sums are float32, or float64 where the operands are, in a fixed order, y last: coefficients 0, 1 and −1 give exact results.
+W [R, K] moves or combines the K blocks afterwards: out^r is block r + SHIFT, or a row of `rows` if COMBINED. E is the identity, or
+a column of ones if the stream enters d wide (EXPAND), as one block for all. R and C are the numbers of blocks that leave and enter.
+Sums are float32, or float64 for float64 operands, in a fixed order, y last: coefficients 0, 1 and −1 give exact results.
 
-Sums over tokens are made in two stages: each program of `stream_gradient` writes its part, `stream_totals` adds the parts up and
-turns the gradients of a and b into those of P and g. There are no atomic additions, so every run gives the same.
+Sums over tokens have two stages: each program of `stream_gradient` writes its part, `stream_totals` adds the parts and converts the
+gradients of a and b to those of P and g. There are no atomic additions, so every run gives the same result.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def stream_totals(  # type: ignore[no-untyped-def]
     of_block = tl.where((row < K) & (entry < K), inner, 0.0)
     weight = tl.load(g + side, mask=side < K, other=0.0).to(wide)
     active = tl.load(p + J * K + side, mask=side < K, other=0.0).to(wide)
-    through = tl.sum(weight[:, None] * of_block, axis=0)  # what p_j gets by way of g p_jᵀ
+    through = tl.sum(weight[:, None] * of_block, axis=0)  # the part of p_j's gradient from g p_jᵀ
     of_p = of_block - tl.where(row == J, through[None, :], 0.0)
     of_g = of_y - tl.sum(of_block * active[None, :], axis=1)
     tl.store(grad_p + row * K + entry, of_p.to(grad_p.dtype.element_ty), mask=(row < K) & (entry < K))

@@ -1,9 +1,9 @@
-"""A model's stream made K blocks wide: which modules to lift, replicate or widen, decided on the captured graph.
+"""Widening a model's stream to K blocks: which modules to lift, replicate or widen, decided on the captured graph.
 
 Width is propagated through the graph outside the layers, from the look-ups that become wide to the heads that read the wide stream.
-An operation that treats the wide dimension element by element has a wide result. A contribution of the dense width is replicated at
-the module, buffer or parameter it comes from. An operation that reads across the width is applied block by block, by lifting the
-outermost module call around it. What none of these covers is refused with the reason.
+An elementwise operation has a wide result. A contribution of the dense width is replicated at its module, buffer or parameter. An
+operation that reads across the width is applied block by block, by lifting the outermost module call around it. Anything else is
+refused with the reason.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Step:
 
 
 def dimension_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
-    """Return where dimension `dim` of the operand `source` is after `node`, from the end, or `GONE`; None if it is read across."""
+    """Return the index, from the end, of dimension `dim` of `source` after `node`, or `GONE`; None if it is read across."""
     before, out, name = shape(source), shape(node), op(node)
     if before is None:
         return dim
@@ -229,10 +229,10 @@ class WideningPlan:
 
 @dataclasses.dataclass(frozen=True)
 class WideProduct:
-    """A product that reads the wide stream: the dimension of its weight to widen, the module called."""
+    """A product that reads the wide stream: the dimension of its weight to widen, and the module called."""
 
     dim: int
-    path: str  # of the module whose argument is the stream, "" where the product is in code that has it from elsewhere
+    path: str  # of the module whose argument is the stream; "" if the product is in other code
 
 
 class WidthPropagation:
@@ -255,7 +255,7 @@ class WidthPropagation:
         self.lifted: set[Call] = set()
         self.replicas: set[Call] = set()  # calls whose output is replicated
         self.calls: dict[Call, WideLayer] = {}
-        self.leaves: dict[Call, WideValue | None] = {}  # what each layer returns as the stream, None: no wide value
+        self.leaves: dict[Call, WideValue | None] = {}  # the stream that each layer returns; None: no wide value
         by_site = {(call.path, call.index): call for call in anatomy.program.calls}
         for stack in stacks:
             blocks = homes[stack.entry]
@@ -290,7 +290,7 @@ class WidthPropagation:
         )
 
     def other_kind(self, node: fx.Node) -> str:
-        """Return the fix of leaving the stacks before `node` as they are; "" if all are of one kind, or both are before it."""
+        """Return the fix of leaving the stacks before `node` unchanged; "" if all are of one kind, or both are before it."""
         kinds = {stack.entry: stack.kind for stack in self.stacks}
         starts = [
             start for start in self.flow.nodes if start.name in kinds and start is not node and self.flow.reaches(start, node)
@@ -356,7 +356,7 @@ class WidthPropagation:
         home, computed = next(iter(kinds)).home, any(kind.computed for kind in kinds)
         after = dimension_after(node, inputs[0], self.wide[inputs[0]].dim) if len({kind.dim for kind in kinds}) == 1 else None
         if after is None and not self.live & self.flow.bit(node) and not is_heavy(node) and name not in NORM:
-            return  # computed for its shape, or for nothing
+            return  # computed for its shape, or never read
         if after is None:
             self.lift(node)
             return
@@ -371,7 +371,7 @@ class WidthPropagation:
         self.wide[node] = WideValue(after, home, computed)
 
     def broadcasts(self, part: fx.Node, node: fx.Node, dim: int) -> bool:
-        """Return whether a narrow operand meets the wide dimension with extent one, or is no value that meets it."""
+        """Return whether a narrow operand has extent one at the wide dimension, or does not meet it."""
         size, out = shape(part), shape(node)
         if size is None or out is None or op(node) in ("index", "index_select", "gather", "type_as", "view_as"):
             return True
@@ -398,7 +398,7 @@ class WidthPropagation:
         self.plan.heads[product.parameter] = WideProduct(dim, path)
 
     def replicate(self, node: fx.Node) -> bool:
-        """Plan to replicate the contribution `node` at the buffer, parameter or module it comes from; return whether it has one."""
+        """Plan to replicate the contribution `node` at its buffer, parameter or module; return whether it has one."""
         chain = [node]
         while True:
             current = chain[-1]
@@ -475,7 +475,7 @@ class WidthPropagation:
                 self.wide[leaves] = WideValue(1, home, computed)
 
     def liftable(self, call: Call) -> bool:
-        """Return whether the call takes one wide argument, as its last dimension, and holds no look-up, layer or head."""
+        """Return whether the call takes one wide argument, as its last dimension, and contains no look-up, layer or head."""
         inputs = {part for part in call.inputs.values() if part in self.wide}
         if len(inputs) != 1 or self.wide[next(iter(inputs))].dim != 1 or not call.outputs:
             return False
@@ -483,8 +483,11 @@ class WidthPropagation:
         return not held and not any(call.encloses(inner) for inner in self.calls)
 
     def check_outputs(self) -> None:
-        """Raise `DoesNotFitError` where an output of the model would be wide, where only some calls of a module are to be
-        replicated, or where a widened weight has a reader at its dense width."""
+        """Raise `DoesNotFitError` if a widened model would be wrong.
+
+        That is: an output of the model would be wide, only some calls of a module would be replicated, or a widened weight has a
+        reader at its dense width.
+        """
         for call in self.flow.program.calls:
             if call.path in self.plan.replicated and call not in self.replicas:
                 node = next(iter(call.outputs.values()))

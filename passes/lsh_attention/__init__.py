@@ -1,1 +1,1 @@
-"""LSH attention: every token attends to those whose hash is its own, and the length costs no square."""
+"""LSH attention: every token attends to the tokens with the same hash, at a cost below the square of the length."""

@@ -1,17 +1,17 @@
-"""Attention in the buckets of locality-sensitive hashes, as a module called as torch's `scaled_dot_product_attention` is.
+"""Attention in buckets of locality-sensitive hashes: a module with the signature of torch's `scaled_dot_product_attention`.
 
     y_r = Σ_j softmax_j(s_j) v_j,   l_r = log Σ_j exp(s_j)       s_j = scale · q·k_j + mask_j, over the keys of round r
     y   = Σ_r softmax_r(l_r) y_r
 
-Round r has the keys that the query sees in it and in no round before, so that y is a softmax over all it sees, each key once. What
-it sees in a round of hashes is in `key_orders.py`. Causal attention has two more rounds: before them the last `chunk` keys by
-position, behind them the first key that the query may see, to which models give much weight whatever it holds. A query that sees no
-key has its own value. Up to `chunk` keys the attention is torch's own.
+Round r has the keys that the query sees in it and in no earlier round, so y is a softmax over all keys seen, each once.
+`key_orders.py` defines the keys seen in a round of hashes. Causal attention has two more rounds: a first one with the last `chunk`
+keys by position, and a last one with the first key that the query may see, to which models give much weight whatever its content. A
+query that sees no key returns its own value. Up to `chunk` keys torch's own attention is used.
 
-With `shared`, keys are queries: s_j = q·k_j / |k_j| + mask_j, and a query's own key has s = −1e5, which counts where it sees
-nothing else.
+With `shared`, keys are queries: s_j = q·k_j / |k_j| + mask_j, and a query's own key has s = −1e5, which matters only if it sees no
+other.
 
-It replaces the attention within a module's own code: that code's call of torch's fused attention is answered by it.
+It replaces the attention within a module's own code: that code's call of torch's fused attention is redirected to it.
 
 Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.
 """
@@ -37,7 +37,7 @@ OWN = -1e5  # the score of a query's own key where keys are queries
 
 
 class BucketedAttention(nn.Module):
-    """Attention in which a query sees the keys of its buckets. The cache keeps the buckets of its keys under `name`."""
+    """Attention in which a query sees the keys of its buckets. A cache stores the buckets of its keys under `name`."""
 
     def __init__(self, name: str, heads: int, causal: bool, shared: bool, chunk: int, rotations: Tensor) -> None:
         """`rotations` are those of all rounds, (rounds, d, buckets / 2)."""
@@ -63,9 +63,9 @@ class BucketedAttention(nn.Module):
         enable_gqa: bool = False,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the result for the arguments of `scaled_dot_product_attention`: (batch, heads, n_q, d_v).
+        """Return the attention's output for the arguments of `scaled_dot_product_attention`: (batch, heads, n_q, d_v).
 
-        Some models give the query heads that share a key as so many queries of one token.
+        Some models pass query heads that share a key as further queries of one token.
         """
 
         n_k = key.shape[-2]
@@ -102,7 +102,7 @@ class BucketedAttention(nn.Module):
         scale: float | None,
         cache: Cache | None,
     ) -> Operands:
-        """Return what the attention computes with: the same arguments, with a row for each head of each sequence."""
+        """Return the operands of the attention: the same arguments, with a row for each head of each sequence."""
         q = query.reshape(query.shape[0] * self.heads, -1, query.shape[-1])
         n_q, n_k = q.shape[1], key.shape[2]
         mask = given[0].reshape((1,) * (4 - given[0].dim()) + given[0].shape) if given else None
@@ -132,7 +132,7 @@ class BucketedAttention(nn.Module):
     def bucketed(self, operands: Operands, key: Tensor, cache: Cache | None) -> Tensor:
         """Return the result, (rows, n_q, d_v), for more keys than one chunk."""
         n_q, n_k = operands.q.shape[1], key.shape[2]
-        if self.causal:  # what a query sees is not behind it
+        if self.causal:  # a query sees nothing after it
             operands = dataclasses.replace(operands, causal=False)
         query_buckets = hash_buckets(operands.q, self.rotations)  # (rounds, rows, n_q)
         known = known_buckets(key, n_q, self.rotations, cache, self.name)
@@ -163,14 +163,14 @@ class BucketedAttention(nn.Module):
 
 
 def visible_keys_of(mask: Tensor) -> Tensor:
-    """Return which keys a mask of 4 dimensions shows, of its own shape."""
+    """Return which keys a 4-dimensional mask shows, in its shape."""
     return mask if mask.dtype == torch.bool else mask > HIDDEN
 
 
 def hidden_from_all(operands: Operands, n_k: int) -> Any:
-    """Return which keys no query sees, (batch, n_k), None where there are none.
+    """Return which keys no query sees, (batch, n_k); None if there are none.
 
-    `NotImplemented` where heads differ in it, or where the queries are not the last tokens.
+    Returns `NotImplemented` if heads differ in it, or if the queries are not the last tokens.
     """
     if operands.mask is None:
         return None

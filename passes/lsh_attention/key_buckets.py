@@ -1,23 +1,22 @@
-"""The buckets of the keys of a growing cache, which keeps them: a decoding step hashes its own keys and no others.
+"""The buckets of keys, stored in a growing cache, so that a decoding step hashes only its own keys.
 
-They follow what becomes of the keys: rows that beams choose, rows that are repeated, tokens that are taken back. So do the lists of
-the newest keys of every bucket, which a decoding step reads. A cache of fixed length, or one that drops keys, has its keys hashed
-as they are.
+They follow all changes of the keys: rows selected by beam search, repeated rows, removed tokens. So do the lists of the newest keys
+of every bucket, which a decoding step reads. In a cache of fixed length, or one that drops keys, all keys are hashed at each step.
 
-The bucket of a vector in each round is a locality-sensitive hash, by random rotations that never change.
+The bucket of a vector in each round is a locality-sensitive hash by fixed random rotations.
 
     bucket(x) = argmax [x R; −x R]          R: (d, buckets / 2), one for each round
 
-Vectors at a small angle to one another are likely to have the same bucket. The largest of the numbers is the same whatever the
-length of x, so that nothing has to be normalized.
+Vectors at a small angle are likely to have the same bucket. The index of the largest number does not depend on the length of x, so
+nothing is normalized.
 
-The lists hold the newest keys of every bucket, by their places in the cache: a decoding step looks at no others.
+The lists hold the newest keys of every bucket by their positions in the cache; a decoding step reads no others.
 
     places[round, row, bucket, i mod room]          the place of the i-th key of the bucket
     counts[round, row, bucket]                      how many keys it has
 
-Rows are the key heads of all sequences. `room` is more than a query sees, so that keys may be taken back; behind more of them the
-lists are made again, from the buckets of all keys. Padding is in no list.
+Rows are the key heads of all sequences. `room` exceeds the number of keys that a query sees, so that keys can be removed; after
+more removals the lists are rebuilt from the buckets of all keys. Padding is in no list.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ SPARE = 64  # keys that may be taken back
 
 
 class BucketLists:
-    """The lists of `buckets` buckets, of which a query sees the last `chunk` keys."""
+    """The lists of `buckets` buckets; a query sees the last `chunk` keys of its bucket."""
 
     def __init__(self, values: Tensor, hidden: Tensor | None, buckets: int, chunk: int) -> None:
         """`values` are the buckets of all keys, (rounds, batch, heads, n); `hidden` (batch, n) which of them are padding."""
@@ -99,7 +98,7 @@ class BucketLists:
             self.counts.scatter_(-1, bucket, count + 1)
 
     def take_back(self, removed: Tensor) -> bool:
-        """Remove the last keys, of these buckets; return whether the lists still hold what a query may see."""
+        """Remove the last keys, which have these buckets; return whether the lists still hold all keys that a query may see."""
         count = removed.shape[-1]
         self.taken += count
         if self.hidden is not None:
@@ -132,7 +131,7 @@ class BucketLists:
 
 
 def writable(x: Tensor) -> Tensor:
-    """Return x, or a copy of it where it was made in inference mode and is written to outside of it."""
+    """Return x, or a copy of it if it was created in inference mode and is written to outside of it."""
     return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
 
 
@@ -146,7 +145,7 @@ class KeyBuckets:
 
     def __init__(self, values: Tensor) -> None:
         self.stored, self.length = values.int(), values.shape[-1]
-        self.lists: BucketLists | None = None  # of the first `listed` keys, once a step has asked for them
+        self.lists: BucketLists | None = None  # of the first `listed` keys, once a step has read them
         self.listed = 0
 
     @property
@@ -154,7 +153,7 @@ class KeyBuckets:
         return self.stored[..., : self.length]
 
     def append(self, new: Tensor) -> None:
-        """Append the buckets of further keys; room for them grows with how many there are, so that few steps copy the others."""
+        """Append the buckets of new keys; the capacity grows with the number of keys, so that few steps copy the others."""
         end = self.length + new.shape[-1]
         fixed = self.stored.is_inference() and not torch.is_inference_mode_enabled()
         if end > self.stored.shape[-1] or fixed:
@@ -165,7 +164,7 @@ class KeyBuckets:
         self.length = end
 
     def lists_for(self, hidden: Tensor | None, tokens: int, buckets: int, chunk: int) -> BucketLists:
-        """Return the lists of all keys, the last `tokens` of which are new; `hidden` (batch, n) says which of them are padding."""
+        """Return the lists of all keys, the last `tokens` of which are new; `hidden` (batch, n) marks padding."""
         old = self.length - tokens
         if self.lists is not None and self.listed == old and same(self.lists.hidden, None if hidden is None else hidden[:, :old]):
             self.lists.append(self.values[..., old:], None if hidden is None else hidden[:, old:], old)
@@ -190,12 +189,12 @@ class KeyBuckets:
             self.lists.choose(rows, self.stored.shape[2])
 
     def repeat(self, times: int) -> None:
-        """Repeat each row so many times."""
+        """Repeat each row `times` times."""
         self.choose(torch.arange(self.stored.shape[1], device=self.stored.device).repeat_interleave(times))
 
 
 def same(known: Tensor | None, hidden: Tensor | None) -> bool:
-    """Return whether both say the same of the same keys; None: none is hidden."""
+    """Return whether both hide the same keys; None: none is hidden."""
     if known is None or hidden is None:
         buckets = known if hidden is None else hidden
         return buckets is None or not bool(buckets.any())
@@ -203,9 +202,9 @@ def same(known: Tensor | None, hidden: Tensor | None) -> bool:
 
 
 def known_buckets(key: Tensor, tokens: int, rotations: Tensor, cache: Cache | None, name: str) -> KeyBuckets | None:
-    """Return the buckets that the cache keeps of the keys, (batch, heads, n_k, d), the last `tokens` of which are new; None: none.
+    """Return the buckets of the keys, (batch, heads, n_k, d), that the cache stores, after adding the last `tokens`, which are new.
 
-    Heads that the model repeats for its queries have the buckets of one.
+    Returns None if it stores none. Heads that the model repeats for its queries have the buckets of one.
     """
     if cache is None or torch.compiler.is_compiling():
         return None

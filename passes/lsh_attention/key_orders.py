@@ -1,17 +1,17 @@
-"""An order of the keys for each round of hashes, and which stretch of it each query sees.
+"""An order of the keys for each round of hashes, and the interval of it that each query sees.
 
-Keys are sorted by bucket, those of one bucket by position. The place of a query among them is behind the last key of its bucket
-that is not after it. What it sees is a stretch of ranks:
+Keys are sorted by bucket, then by position. The place of a query is after the last key of its bucket that is not later than it. It
+sees an interval of ranks:
 
     causal        the last `chunk` keys of its bucket up to its own position: the same whatever comes later, so that a token
                   changes nothing before it and decoding finds what a prefill found; without those among the last `chunk`
                   keys of all, which it sees in a round of their own
     otherwise     the chunk of keys in which its place is and the one before, of whatever bucket (Reformer); of the first, the next
 
-Keys that no query may see, which are padding, have a bucket of their own behind all others.
+Keys that no query may see, which are padding, are in a separate bucket after all others.
 
 In Reformer the chunks of a causal stack depend on the buckets of later tokens, so a later token changes which earlier keys a query
-sees. There a key also counts in every round in which it is seen, and chunks look back across the border between two rounds.
+sees. A key also counts once for every round in which it is seen, and chunks look back across the border between two rounds.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def order_by_bucket(query: Tensor, key: Tensor, positions: Tensor, buckets: int,
 
 
 def order_by_position(positions: Tensor, n_k: int, chunk: int) -> KeyOrder:
-    """Return the keys as they come, of which each query sees the last `chunk` up to its own position: one order for all rows."""
+    """Return the keys in order of position; each query sees the last `chunk` up to its own: one order for all rows."""
     place = torch.arange(n_k, device=positions.device).unsqueeze(0)
     before = positions.unsqueeze(0) + 1
     query_ranks = torch.arange(positions.shape[0], device=positions.device).unsqueeze(0)
@@ -77,7 +77,7 @@ def order_by_position(positions: Tensor, n_k: int, chunk: int) -> KeyOrder:
 
 
 def seen(keys: Tensor, ranks: Tensor, query_ranks: Tensor, before: Tensor, start: Tensor, chunk: int, causal: bool) -> KeyOrder:
-    """Return the order with what each query sees: it stands behind `before` keys, and its bucket begins at `start`."""
+    """Return the order with the keys that each query sees: its place is after `before` keys, and its bucket begins at `start`."""
     tile = chunk // 2 if causal and chunk % 2 == 0 else chunk  # smaller ones have fewer places for keys that are not seen
     chunks = (before - 1).clamp(min=0) // tile
     if causal:
@@ -91,7 +91,7 @@ class Tiles:
     """Queries in tiles, all of a tile in the same chunk of keys, so that one window of keys holds all that they see."""
 
     size: int  # of a tile
-    queries: Tensor  # (rows, tiles · size), the query at each place, 0 where there is none
+    queries: Tensor  # (rows, tiles · size), the query at each place, 0 if there is none
     places: Tensor  # (rows, n_q), of each query
     ranks: Tensor  # (rows, tiles, window), of the keys of each tile
     keys: Tensor  # the same, these keys

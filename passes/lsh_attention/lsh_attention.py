@@ -1,7 +1,7 @@
 """The pass lsh-attention: self-attention within buckets of locality-sensitive hashes, in several rounds.
 
-What a query sees is in `key_orders.py`, the attention over it, which answers the attention in a model's own code, in
-`bucketed_attention.py` and `seen_keys.py`, the hashes and buckets in `key_buckets.py`.
+`key_orders.py` defines the keys that a query sees; `bucketed_attention.py` and `seen_keys.py` compute the attention, which replaces
+the one in a model's own code; `key_buckets.py` has the hashes and buckets.
 
 Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.
 """
@@ -65,8 +65,8 @@ class BucketedSite:
     causal: bool
     calls: int  # in one forward
     tokens: int  # in the captured program
-    query_module: str = ""  # what makes the queries, where these become the keys too
-    key_module: str = ""  # what made the keys
+    query_module: str = ""  # the module that computes the queries, if these become the keys too
+    key_module: str = ""  # the module that computed the keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +174,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
 
 
 class SiteFinder:
-    """The sites of one model as they are found."""
+    """Collects the sites of one model."""
 
     def __init__(self, anatomy: Anatomy, projections: list[AttentionSite] | None) -> None:
         """`projections` are those of all attentions where queries become keys."""
@@ -183,7 +183,7 @@ class SiteFinder:
         self.sites: dict[str, BucketedSite] = {}  # by path: a module that several layers share is rewritten once
 
     def add(self, branch: Branch, stack: Stack) -> None:
-        """Add the site of one attention; raise `DoesNotFitError` where it cannot be rewritten."""
+        """Add the site of one attention. Raises `DoesNotFitError` if it cannot be rewritten."""
         core = self.core(branch)
         call = self.flow.call_of(core.result)
         self.check_module(call, branch)
@@ -220,7 +220,7 @@ class SiteFinder:
         return query.matrix.module, key.matrix.module
 
     def core(self, branch: Branch) -> Attention:
-        """Return the one attention in a branch, fused."""
+        """Return the only attention in a branch, which must be fused."""
         name = branch.name or branch.output
         if branch.role == "cross-attention":
             raise unfit(name, "it reads another stream, and queries and keys of two streams are not sorted together")
@@ -254,7 +254,7 @@ class SiteFinder:
             raise unfit(call.path, f"its module computes {len(inside)} attentions")
 
     def check_above(self, path: str) -> None:
-        """Raise `DoesNotFitError` where the module at a path attends in buckets, or is inside one that does."""
+        """Raise `DoesNotFitError` if the module at `path` attends in buckets or is inside one that does."""
         if any(isinstance(outer, InterceptedAttention) for outer in modules_around(self.anatomy.model, path)):
             raise unfit(path, LSHAttention.already, "start from the dense model to use other options")
 

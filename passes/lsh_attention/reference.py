@@ -1,4 +1,4 @@
-"""Attention in buckets once more, query by query: the reference that the check `method` holds the pass against."""
+"""Attention in buckets, query by query: the reference for the check `method`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def bucketed_attention(call: SiteCall) -> Tensor:
 
 
 def visibility(mask: Tensor | None, is_causal: bool, q: Tensor, n_k: int) -> tuple[Tensor, Tensor]:
-    """Return which keys the mask shows to each query, and what it adds: (batch, heads, n_q, n_k) each."""
+    """Return which keys the mask shows to each query, and the bias that it adds: (batch, heads, n_q, n_k) each."""
     size = (*q.shape[:3], n_k)
     visible, bias = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.float64)
     if mask is not None:
@@ -111,7 +111,7 @@ def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Check that in float32 without gradients, where a fused kernel computes it, each attention is what it is in float64."""
+    """Check that in float32 without gradients, where a fused kernel computes it, each attention returns the same as in float64."""
     for site in observed.sites:
         module: Any = site.module
         for call in site.calls[:1]:

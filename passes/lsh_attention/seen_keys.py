@@ -1,12 +1,12 @@
-"""Attention over the keys that each query sees: in an order of the keys, tile by tile; or by comparing it with all keys.
+"""Attention over the keys that each query sees: by an order of the keys, tile by tile, or by comparison with all keys.
 
-Without gradients tiles are computed by torch's fused kernel of the CPU, which returns the logarithm of each sum too.
+Without gradients torch's fused CPU kernel computes the tiles; it also returns the logarithm of each sum.
 
-A score is computed, weighed and multiplied by its value while it is in the processor's cache. Which keys a query sees is said by a
-bias, made of rows of small tables.
+A score is computed, weighted and multiplied by its value while it is in the processor's cache. A bias, composed of rows of small
+tables, encodes which keys a query sees.
 
-The kernel is private to torch: where a version has none of this name, or one that takes or returns something else, tiles are a
-product, a softmax and a product as everywhere else, and no other numbers.
+The kernel is private to torch. In a version without it, or with another signature or result, tiles are computed by a product, a
+softmax and a product, as on other devices, with the same results.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch.nn import functional as F
 from retrofit.passes.lsh_attention.key_buckets import BucketLists
 from retrofit.passes.lsh_attention.key_orders import KeyOrder, Tiles, tiles_of
 
-UNSEEN = -1e30  # what is added to the score of a key that is not seen
+UNSEEN = -1e30  # added to the score of a key that is not seen
 KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 TAKES = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
 
 
 @functools.cache
 def kernel(name: str) -> Any:
-    """Return torch's operation of this name, None where there is none that takes and returns what is expected here."""
+    """Return torch's operation of this name; None if there is none with the expected signature and results."""
     packet = getattr(torch.ops.aten, name, None)
     operation = getattr(packet, "default", None)
     if operation is None:
@@ -41,7 +41,7 @@ def kernel(name: str) -> Any:
 
 
 def is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the kernel can be called: it exists, in float32 on a CPU, outside of tracing, without gradients."""
+    """Return whether the kernel can be called: it exists, on a CPU in float32, without tracing and gradients."""
     followed = torch.is_grad_enabled() and any(operand.requires_grad for operand in (q, k, v))
     plain = all(operand.device.type == "cpu" and operand.dtype == torch.float32 for operand in (q, k, v))
     return (
@@ -57,7 +57,7 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[
 
 
 def window_bias(first: Tensor, last: Tensor, size: int) -> Tensor:
-    """Return 0 for each place [first, last) of a window of so many, else `UNSEEN` or less: (…, size)."""
+    """Return 0 for each place in [first, last) of a window of `size` places, else `UNSEEN` or less: (…, size)."""
     place = torch.arange(size + 1, device=first.device)
     behind = torch.where(place[:-1] >= place.unsqueeze(-1), 0.0, UNSEEN)  # of each place, which of the window are at it or behind
     before = torch.where(place[:-1] < place.unsqueeze(-1), 0.0, UNSEEN)
@@ -67,9 +67,10 @@ def window_bias(first: Tensor, last: Tensor, size: int) -> Tensor:
 
 
 def last_keys(q: Tensor, k: Tensor, v: Tensor, first: int, chunk: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return each query, the first at position `first`, over the last `chunk` keys up to its own: rows (rows, n, d) of all.
+    """Return the attention of each query, the first at position `first`, over the last `chunk` keys up to its own: rows (rows, n,
+    d).
 
-    The queries of a tile see a window of keys by the same bias wherever it is; windows overlap, and none is copied.
+    The queries of every tile see a window of keys with the same bias; windows overlap, and none is copied.
     """
     rows, n_q, d = q.shape
     size = max(1, chunk // 2)
@@ -95,7 +96,7 @@ def last_keys(q: Tensor, k: Tensor, v: Tensor, first: int, chunk: int, scale: fl
 
 
 AT_ONCE = 1 << 20  # scores that are computed at once on a CPU: those of some tiles stay in its cache
-MANY_AT_ONCE = 1 << 25  # and elsewhere, where more of them keep the processors busy and each operation takes its time to begin
+MANY_AT_ONCE = 1 << 25  # on other devices, where more rows keep the processors busy and the start of each operation takes time
 HIDDEN = -1e4  # an additive mask below this hides
 NONE_SEEN = -1e29  # a logarithm of a sum below this is one of unseen keys
 
@@ -107,17 +108,17 @@ class Operands:
     q: Tensor  # (rows, n_q, d)
     k: Tensor  # (all rows / group, n_k, d)
     v: Tensor  # (all rows / group, n_k, d_v)
-    mask: Tensor | None  # (batch or 1, heads or 1, n_q or 1, n_k), a bias or what is visible
+    mask: Tensor | None  # (batch or 1, heads or 1, n_q or 1, n_k), a bias or the visible keys
     positions: Tensor  # (n_q), of the queries among the keys
     first_keys: Tensor | None  # (batch or 1, heads or 1, n_q or 1), the first that each query may see; None: it is not seen as such
     heads: int
     group: int  # heads that share a key
-    causal: bool  # whether keys behind a query are to be left out of those it sees
+    causal: bool  # whether a query must not see later keys
     own: float | None  # the score of a query's own key; None: as of any other
     scale: float
     dropout: float = 0.0
     first: int = 0
-    unit_keys: bool = False  # whether keys are to be made of length 1 where they are read
+    unit_keys: bool = False  # whether keys are normalized to length 1 when they are read
 
     def part(self, rows: slice) -> Operands:
         """Return those of some rows."""
@@ -125,7 +126,7 @@ class Operands:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether nothing but their places says which keys are seen, and the fused kernel can be called."""
+        """Return whether only their places determine which keys are seen, and the fused kernel can be called."""
         plain = self.mask is None and self.own is None and not self.causal and not self.dropout
         return plain and is_fused(self.q, self.k, self.v)
 
@@ -173,7 +174,7 @@ class Operands:
         return torch.where(visible, s, UNSEEN)
 
     def first_of_rows(self) -> Tensor | None:
-        """Return the first key that each query may see, (rows, n_q); None where it is not seen as such."""
+        """Return the first key that each query may see, (rows, n_q); None if there is no such round."""
         if self.first_keys is None:
             return None
         batch, heads, _ = self.first_keys.shape
@@ -199,9 +200,9 @@ def weighed(s: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
 
 
 def by_order(operands: Operands, orders: Sequence[KeyOrder], local: KeyOrder | None, chunk: int) -> Tensor:
-    """Return the result, (rows, n_q, d_v), of rounds that are orders of the keys. A key counts in the first round that shows it.
+    """Return the output, (rows, n_q, d_v), of rounds that are orders of the keys. A key counts in the first round that shows it.
 
-    `local` is the order by position, of which no query sees keys in another round.
+    `local` is the order by position, whose keys no query sees in another round.
     """
     found = []
     for part in parts_of(operands, chunk):
@@ -217,13 +218,13 @@ def by_order(operands: Operands, orders: Sequence[KeyOrder], local: KeyOrder | N
 
 
 def parts_of(operands: Operands, chunk: int) -> Iterator[slice]:
-    """Yield the rows, as many at a time as are computed at once; all where a program is traced."""
+    """Yield slices of rows that are computed at once; one slice while a program is traced."""
     rows, n_q, _ = operands.q.shape
     return slices(rows, 2 * chunk * (n_q + operands.k.shape[1]), operands.q.device)
 
 
 def slices(count: int, scores: int, device: torch.device) -> Iterator[slice]:
-    """Yield slices of so many things as are computed at once where each has so many scores; all where a program is traced."""
+    """Yield slices of `count` items that are computed at once, with `scores` scores each; one slice while a program is traced."""
     if torch.compiler.is_compiling():  # bounds would fix the number
         yield slice(None)
         return
@@ -233,7 +234,7 @@ def slices(count: int, scores: int, device: torch.device) -> Iterator[slice]:
 
 
 def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder]) -> tuple[Tensor, Tensor]:
-    """Return the result of one round, (rows, n_q, d_v), without keys of rounds `before`, and the log of its sum, (rows, n_q)."""
+    """Return the output of one round, (rows, n_q, d_v), without keys of rounds `before`, and the log of its sum, (rows, n_q)."""
     rows = operands.q.shape[0]
     tiles = tiles_of(order)
     parts = (tiles.part(part) for part in slices(tiles.keys.shape[1], order.tile * order.window * rows, tiles.keys.device))
@@ -245,7 +246,7 @@ def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder]) -
 
 
 def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Return the result (rows, tiles · size, d_v) of the queries of some tiles, and the log of its sum (rows, tiles · size)."""
+    """Return the output (rows, tiles · size, d_v) of the queries of these tiles, and the log of its sum (rows, tiles · size)."""
     rows = operands.q.shape[0]
     queries, keys = tiles.queries.expand(rows, -1), tiles.keys.expand(rows, -1, -1)
     shape = rows, tiles.keys.shape[1], tiles.size  # rows, tiles, queries of a tile
@@ -264,7 +265,7 @@ def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], 
 
 
 def first_key_round(operands: Operands, first: Tensor, orders: Sequence[KeyOrder]) -> tuple[Tensor, Tensor]:
-    """Return the round in which each query sees the first key it may see, `first` (rows, n_q), where no other round shows it."""
+    """Return the round in which each query sees the first key it may see, `first` (rows, n_q), if no other round shows it."""
     rows = operands.q.shape[0]
     if operands.is_plain:  # it is the first of all, for every query
         k, v = (x[:, :1].index_select(0, operands.rows // operands.group) for x in (operands.k, operands.v))
@@ -286,7 +287,7 @@ def first_key_round(operands: Operands, first: Tensor, orders: Sequence[KeyOrder
 
 
 def bias_of(order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return 0 where a query of a tile sees a key that no round before shows it: (rows, tiles, C, keys)."""
+    """Return 0 if a query of a tile sees a key that no earlier round shows it, else a negative bias: (rows, tiles, C, keys)."""
     rows, count, size = tiles.ranks.shape
     ends = (end.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for end in (order.first, order.last))
     first, last = ends
@@ -366,12 +367,12 @@ def by_comparison(operands: Operands, buckets: tuple[Tensor, Tensor] | None, chu
 
 
 def most_seen(rounds: int, chunk: int) -> int:
-    """Return how many keys a query of causal attention sees at most."""
+    """Return the largest number of keys that a query of causal attention sees."""
     return (rounds + 1) * chunk + 1
 
 
 def over_keys(operands: Operands, keys: Tensor, visible: Tensor) -> Tensor:
-    """Return the result, (rows, n_q, d_v), over these keys of each query, (rows, n_q, m), as far as they are visible."""
+    """Return the output, (rows, n_q, d_v), over these keys of each query, (rows, n_q, m), with the invisible ones left out."""
     k, v = (
         picked.view(*keys.shape, -1)
         for picked in (operands.keys_at(keys.flatten(1)), operands.at_keys(operands.v, keys.flatten(1)))

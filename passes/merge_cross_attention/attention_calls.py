@@ -1,18 +1,18 @@
-"""The one attention in a module's own code: recorded, answered by another attention, or run with the weights of another.
+"""The single attention in a module's own code: recorded, replaced by another attention, or run with another's weights.
 
 It is a call of torch's fused attention, or written out:
 
     s = q kᵀ · scale + mask        p = softmax(s)        y = dropout(p) v
 
-The softmax's result is followed, by identity, through dropout, casts and changes of layout to the product with the values.
+The softmax's output reaches the product with the values, by identity of tensors, through dropout, casts and changes of layout only.
 
-With the weights of another attention a copy of the code is run for one call, of which only the core's operands are kept:
+With the weights of another attention a copy of the code runs for one call, of which only the core's operands are used:
 
     keys and values of the encoder's tokens by self-attention's weights          the code of the cross-attention
     keys and values of the decoder's tokens by cross-attention's weights         the code of the self-attention
 
-So head layout, norms, positions, masks and the cache are whatever the model's own code makes of them. The copy shares every module
-with the two attentions, and nothing is registered in the model.
+So the model's own code determines head layout, norms, positions, masks and the cache. The copy shares every module with the two
+attentions, and nothing is registered in the model.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class RecordedScores(TorchFunctionMode):
     def __init__(self, calls: list[dict[str, Any]]) -> None:
         super().__init__()
         self.calls = calls
-        self.weights: list[Tensor] = []  # zeros, as far as they are followed
+        self.weights: list[Tensor] = []  # zeros, followed by identity
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,7 +135,7 @@ class AnsweredScores(TorchFunctionMode):
 
 
 def softmax_arguments(args: Any, kwargs: Mapping[str, Any]) -> tuple[Tensor, torch.dtype | None]:
-    """Return what a softmax normalizes, and the type that it computes in, where one is given."""
+    """Return the argument that a softmax normalizes, and the dtype in which it computes, if given."""
     scores = args[0] if args else kwargs["input"]
     given = [argument for argument in (*args, kwargs.get("dtype")) if isinstance(argument, torch.dtype)]
     return scores, given[0] if given else None
@@ -152,16 +152,16 @@ HOOKS = (
 )
 
 
-Recorded = Callable[[list[dict[str, Any]]], AbstractContextManager[Any]]  # what an attention attends with goes into the list
+Recorded = Callable[[list[dict[str, Any]]], AbstractContextManager[Any]]  # the operands of an attention are appended to the list
 
 
 @dataclasses.dataclass(frozen=True)
 class Borrowing:
     """The parts of an attention's code to replace, by paths inside it: modules of another; queries and results that go unused."""
 
-    modules: Mapping[str, str]  # path in the code's own module → path of what replaces it in the other
-    query: tuple[str, int]  # what projects the queries, and their columns; "" where the queries are needed
-    out: str  # what multiplies the result; "" where that is outside
+    modules: Mapping[str, str]  # path in the code's own module → path of its replacement in the other
+    query: tuple[str, int]  # the module that projects the queries, and their columns; "" if the queries are needed
+    out: str  # the module that multiplies the result; "" if it is outside
 
 
 class NoQuery(nn.Module):
@@ -178,7 +178,10 @@ class NoQuery(nn.Module):
 def borrowed_operands(
     code: nn.Module, lender: nn.Module, borrowing: Borrowing, recorded: Recorded, args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Any]:
-    """Return what `code`, with the modules of `lender`, attends with, as `recorded` has it; and its result, made of zeros."""
+    """Return the operands of the attention in `code`, run with the modules of `lender`, as `recorded` has them.
+
+    The second result is its output, of zeros.
+    """
     replaced = {path: module_at(lender, other) for path, other in borrowing.modules.items()}
     path, width = borrowing.query
     if path:
@@ -204,7 +207,7 @@ def copy_with(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module
     for name, below in inner.items():
         children[name] = copy_with(children[name], below)
     copy: nn.Module = object.__new__(type(module))
-    hooks: dict[str, Any] = {name: OrderedDict() for name in HOOKS}  # what watches the module's calls does not watch this one
+    hooks: dict[str, Any] = {name: OrderedDict() for name in HOOKS}  # hooks on the module's calls must not see this one
     copy.__dict__.update({**module.__dict__, **hooks, "_modules": children})
     return copy
 

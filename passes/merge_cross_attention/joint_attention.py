@@ -1,13 +1,13 @@
-"""One softmax over two sets of keys, as a module called as torch's `scaled_dot_product_attention` is, with the other set besides.
+"""One softmax over two sets of keys: a module with the signature of torch's `scaled_dot_product_attention` plus the other set.
 
     s_j = scale · q·k_j + mask_j                       of the keys that the attention itself had
     s_j = scale · q·k_j + mask_j + log w               of the other keys, w = 1 in the method
     y   = Σ_j softmax_j(s) v_j
 
-In the first attention of a layer the decoder's tokens are its own keys and the encoder's the others; in the second, which began as
-the cross-attention, it is the other way round. At w = 0 the others are not there: the dense attention.
+In the first attention of a layer the decoder's tokens are its own keys and the encoder's tokens the others; in the second, which
+was the cross-attention, it is the reverse. At w = 0 the others have no effect: the dense attention.
 
-Where scores are written out, the model's own code makes both sets of keys, and multiplies its weights by its values:
+If scores are written out, the model's own code computes both sets of keys, and multiplies its weights by its values:
 
     p = softmax([s; t + log w])            s: scores of the attention's own keys, t: those of the other keys, w = 1 in the method
     y = p_s v + p_t v'                     by the product that the model's own code makes of its weights and its values
@@ -69,7 +69,7 @@ class Part:
     q: Tensor  # (batch, heads, T, d)
     k: Tensor  # (batch, key heads, K, d)
     v: Tensor  # (batch, key heads, K, d_v)
-    mask: Tensor | None  # (batch or 1, heads or 1, T or 1, K), a bias or what is visible
+    mask: Tensor | None  # (batch or 1, heads or 1, T or 1, K), a bias or the visible keys
     scale: float
 
     @staticmethod
@@ -98,7 +98,7 @@ class Part:
         return s.masked_fill(~self.mask, torch.finfo(s.dtype).min) if self.mask.dtype == torch.bool else s + self.mask
 
     def laid_out(self, is_bias: bool) -> Tensor:
-        """Return the mask for all queries and keys, (batch or 1, heads or 1, T, K): a bias, or what is visible."""
+        """Return the mask for all queries and keys, (batch or 1, heads or 1, T, K): a bias or the visible keys."""
         tokens, keys = self.q.shape[2], self.k.shape[2]
         if self.mask is None:
             like = self.q.new_zeros(1, 1, 1, 1) if is_bias else self.q.new_ones(1, 1, 1, 1, dtype=torch.bool)
@@ -110,7 +110,7 @@ class Part:
         return mask.expand(*mask.shape[:2], tokens, keys)
 
     def seen_as_first_of(self, decoder: Part) -> Part:
-        """Return these keys as if all of them were where the decoder's first token is: its query, and the bias of that token."""
+        """Return these keys with the query of the decoder's first token and its bias for all of them."""
         mask = self.mask
         if decoder.mask is not None and decoder.mask.dtype != torch.bool:
             bias = decoder.mask[..., :1]
@@ -122,7 +122,7 @@ class Part:
         return dataclasses.replace(self, q=decoder.q, mask=mask)
 
     def beside(self, others: Part) -> tuple[Part, Part]:
-        """Return both parts with one query of twice the width: each has zeros where the other has its keys."""
+        """Return both parts with one query of twice the width; each has zeros in the other's half."""
         q = torch.cat([self.q * self.scale, others.q * others.scale], -1)
         keys = (torch.cat([self.k, torch.zeros_like(self.k)], -1), torch.cat([torch.zeros_like(others.k), others.k], -1))
         own, besides = (dataclasses.replace(part, q=q, k=k, scale=1.0) for part, k in zip((self, others), keys, strict=True))
@@ -153,9 +153,9 @@ class JointAttention(AttentionToOthers):
         enable_gqa: bool = False,
         other: Mapping[str, Any] | None = None,
     ) -> Tensor:
-        """Return the result, in the shape of the query, for the arguments of `scaled_dot_product_attention` and of the other keys.
+        """Return the output, in the shape of the query, for the arguments of `scaled_dot_product_attention` and the other keys.
 
-        `other` has no query where that is the one of the call.
+        `other` has no query if that is the call's own.
         """
         if other is None:
             return F.scaled_dot_product_attention(
@@ -171,7 +171,7 @@ class JointAttention(AttentionToOthers):
             others = others.seen_as_first_of(own)
         one_query = one_query and own.scale == others.scale
         tokens = own.q.shape[2]
-        # an exported program is to hold one attention over all keys, whatever its queries: that is what later passes find
+        # an exported program must contain one attention over all keys, for any queries, so that later passes find it
         if is_exporting() or (one_query and not (isinstance(tokens, int) and tokens <= FEW)):
             if not one_query:
                 own, others = own.beside(others)
@@ -220,7 +220,7 @@ class JointAttention(AttentionToOthers):
 
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Return x with its own copy of a shared head for each head that reads it: (batch, heads, K, width)."""
+    """Return x with a copy of each shared head for every head that reads it: (batch, heads, K, width)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 

@@ -4,8 +4,8 @@
     y_2 = y_1 + A_2(norm(y_1); [encoder; decoder])        attentions=2: from cross-attention's weights, where it was
     y   = y_2 + FFN(y_2)
 
-A decoder token sees all tokens of the encoder that are no padding, and of the decoder those up to itself. The attention over both
-is in `joint_attention.py`, the layer around it in `merged_layer.py`, what is found in a model in `merged_sites.py`.
+A decoder token sees all tokens of the encoder that are no padding, and the decoder's tokens up to itself. `joint_attention.py` has
+the attention over both, `merged_layer.py` the layer around it, `merged_sites.py` finds the sites.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.1.
 """
@@ -61,7 +61,7 @@ class MergeCrossAttentionPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
-    """Self-attention over the encoder's tokens and the decoder's, once or twice a layer, in place of cross-attention."""
+    """Replaces cross-attention: self-attention over the encoder's tokens and the decoder's, once or twice a layer."""
 
     name: ClassVar[str] = "merge-cross-attention"
     summary: ClassVar[str] = "merge a decoder's self-attention and cross-attention into one softmax over both sequences"

@@ -1,12 +1,12 @@
 """A decoder layer whose attentions see the encoder's tokens and the decoder's, around the layer's own code.
 
-The layer knows the encoder's states before its self-attention is called, and forwards what its cross-attention would be called
-with. Each attention runs its own code, with torch's fused attention in it answered by a `JointAttention`; the other set of keys
-comes from the other attention's code with this one's weights (`attention_calls.py`).
+The layer knows the encoder's states before it calls its self-attention, and passes it the arguments of its cross-attention. Each
+attention runs its own code, in which a `JointAttention` replaces torch's fused attention; the other set of keys comes from the
+other attention's code with this one's weights (`attention_calls.py`).
 
-The second attention keeps keys of the decoder, and the first those of the encoder, in layers of the model's cache behind its own. A
-cache of n layers gets n more, of the same kinds, so whatever generation does to a cache (choosing rows for beams, taking tokens
-back, a fixed length, exported states) it does to these too.
+The second attention stores keys of the decoder, and the first those of the encoder, in additional layers of the model's cache. A
+cache of n layers gets n more, of the same kinds, so operations of generation on a cache (selecting rows for beams, removing tokens,
+a fixed length, exported states) apply to them too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from retrofit.sdk.program import Key
 
 @contextlib.contextmanager
 def second_layers(cache: Cache, layers: int) -> Iterator[Cache]:
-    """Yield a view of `cache` whose layers are those behind its own `layers`, which exist from now on."""
+    """Yield a view of `cache` whose layers come after its own `layers`; they are added if they do not exist."""
     view: Any = object.__new__(type(cache))
     view.__dict__.update(cache.__dict__)
     if not isinstance(cache, EncoderDecoderCache):
         add_layers(cache, layers)
         view.layers, view.layer_class_to_replicate = cache.layers[layers:], None
         yield view
-        cache.layers[layers:] = view.layers  # a cache may replace its layers as they are written to
+        cache.layers[layers:] = view.layers  # a cache may replace its layers when they are written to
         return
     with (
         second_layers(cache.self_attention_cache, layers) as view.self_attention_cache,
@@ -49,7 +49,7 @@ def second_layers(cache: Cache, layers: int) -> Iterator[Cache]:
 
 
 def add_layers(cache: Cache, layers: int) -> None:
-    """Give the cache twice so many layers, the second half like the first."""
+    """Double the layers of the cache; the second half has the kinds of the first."""
     while len(cache.layers) < layers:
         assert cache.layer_class_to_replicate is not None, "a cache with a layer for each of the model's, or one that grows"
         cache.layers.append(cache.layer_class_to_replicate())
@@ -86,7 +86,7 @@ class CrossArguments:
 
 
 class MergedLayer(Wrapper):
-    """Calls `layer` so that its attentions at `paths` get the keyword `merged`: what the layer was called with, of use to both."""
+    """Calls `layer` so that its attentions at `paths` receive the keyword `merged`: the arguments of the layer that both need."""
 
     def __init__(self, layer: nn.Module, paths: tuple[str, ...], arguments: CrossArguments) -> None:
         super().__init__(layer)
@@ -105,7 +105,7 @@ class MergedLayer(Wrapper):
 
 
 class MergedSelfAttention(Wrapper):
-    """Self-attention whose keys are those of the encoder's tokens too, by its own weights: the first attention of the layer."""
+    """Self-attention whose keys include the encoder's tokens, by its own weights: the first attention of the layer."""
 
     def __init__(
         self, layer: nn.Module, call: AttentionCall, cross: AttentionCall, arguments: CrossArguments, attention: Joint
@@ -115,13 +115,13 @@ class MergedSelfAttention(Wrapper):
         self.attention, self.cross_stream = attention, cross.stream_in
         keys = cross.stream_in, *(key for key, _ in arguments.others)
         self.positional = 1 + max([-1, *(key for key in keys if isinstance(key, int))])  # arguments of the cross-attention
-        self.cache_layers = 0  # of the model's own; 0 where the cross-attention's keys have left theirs free
+        self.cache_layers = 0  # of the model's own; 0 if the cross-attention's layers are free
         self.__dict__["cross"] = nn.Identity()  # whose code is borrowed; registered elsewhere, or without weights
 
     def forward(self, *args: Any, merged: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         given, layer = required(merged), child_modules(self)["layer"]
         given["self"] = args, kwargs
-        if given["source"] is None:  # a decoder by itself
+        if given["source"] is None:  # a decoder without an encoder
             return layer(*args, **kwargs)
         other = None
         if self.attention.share:
@@ -149,7 +149,7 @@ class MergedSelfAttention(Wrapper):
 
 
 class MergedCrossAttention(Wrapper):
-    """Cross-attention whose keys are those of the decoder's tokens too, by its own weights: the second attention of the layer."""
+    """Cross-attention whose keys include the decoder's tokens, by its own weights: the second attention of the layer."""
 
     def __init__(self, layer: nn.Module, call: AttentionCall, own: AttentionCall, attention: Joint, layers: int) -> None:
         super().__init__(layer)
@@ -175,10 +175,10 @@ class MergedCrossAttention(Wrapper):
 
 
 class NoCrossAttention(nn.Module):
-    """In place of a cross-attention that is gone: adds nothing. Its code is kept for the first attention, without weights."""
+    """Replaces a removed cross-attention: adds nothing. The first attention needs its code, so it is kept, without weights."""
 
     def __init__(self, code: nn.Module, call: AttentionCall, returned: bool, out_key: Key, width: int) -> None:
-        """`returned`: whether the module returned what was added to the stream, at `out_key` and of this width."""
+        """`returned` is whether the module returned the term added to the stream, at `out_key` and of this width."""
         super().__init__()
         self.stream_in, self.returned, self.out_key, self.width = argument_place(code, call.stream_in), returned, out_key, width
         weights = [
@@ -196,7 +196,7 @@ class NoCrossAttention(nn.Module):
 
     def forward(self, *args: Any, merged: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         given = required(merged)
-        if not self.returned:  # zeros already, and what follows it is `Nothing`
+        if not self.returned:  # zeros already, and `Nothing` comes after it
             return given["returned"]
         container, key = find_argument(self.stream_in, list(args), kwargs)
         x: Tensor = container[key]
@@ -204,7 +204,7 @@ class NoCrossAttention(nn.Module):
 
 
 class Nothing(nn.Module):
-    """Zeros of a width, whatever it is called with: in place of the matrix of a branch that is gone."""
+    """Returns zeros of a width for any argument; replaces the matrix of a removed branch."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -226,9 +226,10 @@ def required(merged: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return the output of `layer` with `attention`, over the other keys too, in it; raise `RetrofitError` if it attends otherwise.
+    """Return the output of `layer` with `attention`, which sees the other keys too, in it; raise `RetrofitError` if it attends
+    otherwise.
 
-    Where the other keys could not be found, as its code attends otherwise too, they are empty.
+    The other keys are empty if they could not be found, because the other attention's code attends otherwise too.
     """
     calls: list[bool] = []
     with attention.answering(other, calls):
@@ -244,7 +245,7 @@ def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None
 
 
 def value_at(place: ArgumentPlace, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the argument at a place, None where it was left out."""
+    """Return the argument at a place; None if it was omitted."""
     position, keyword = place
     if keyword is not None and keyword in kwargs:
         return kwargs[keyword]
@@ -258,7 +259,7 @@ def cache_keyword(kwargs: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def own_cache(cache: Cache | None, layers: int) -> Iterator[Cache | None]:
-    """Yield the layers of the cache behind the model's own, where there are some to be used; else the cache."""
+    """Yield the layers of the cache after the model's own, if they are used; else the cache."""
     if cache is None or not layers:
         yield cache
         return
@@ -290,7 +291,7 @@ class OtherTokens:
     name: str = "the weight of the tokens that an attention did not have"
 
     def fits(self, site: nn.Module) -> bool:
-        """Return whether the cross-attention is there: the layer without it is not the dense one."""
+        """Return whether the cross-attention exists: without it the layer is not the dense one."""
         return any(isinstance(module, MergedCrossAttention) for module in site.modules())
 
     def turn(self, site: nn.Module, share: float) -> None:

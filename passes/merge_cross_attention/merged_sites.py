@@ -1,4 +1,4 @@
-"""The places where a decoder's two attentions can be merged: their modules, what each can borrow of the other, what may go."""
+"""The places where a decoder's two attentions can be merged: their modules, what each needs of the other, what can be removed."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class FoundAttention:
 
 @dataclasses.dataclass(frozen=True)
 class GoneBranch:
-    """The cross-attention's branch where it goes: which modules go with it, and how it comes to add nothing."""
+    """The branch of a cross-attention that is removed: the modules removed with it, and how it adds nothing."""
 
-    emptied: tuple[str, ...]  # modules that return what they are given
+    emptied: tuple[str, ...]  # modules that return their argument
     dropped: tuple[str, ...]  # parameters
-    returned: bool  # whether the attention's own module returns what its output matrix makes
+    returned: bool  # whether the attention's own module returns the output of its output matrix
     out: str  # the module of that matrix
     out_key: Key
     width: int
@@ -71,12 +71,12 @@ class MergedSite:
     own: AttentionCall
     cross: AttentionCall
     arguments: CrossArguments
-    written_out: bool  # whether scores are, and torch's fused attention is not called
+    written_out: bool  # whether the scores are written out, without torch's fused attention
     gone: GoneBranch | None  # where one attention is left
 
 
 class SiteFinder:
-    """The sites of one model as they are found."""
+    """Collects the sites of one model."""
 
     def __init__(self, anatomy: Anatomy, chosen: list[tuple[Stack, int]], attentions: int, positions: str) -> None:
         self.anatomy, self.flow, self.attentions_left, self.positions = anatomy, anatomy.flow, attentions, positions
@@ -86,7 +86,7 @@ class SiteFinder:
         self.unfit: dict[str, NearMiss] = {miss.name: miss for miss in misses}
 
     def site(self, stack: Stack, depth: int) -> MergedSite:
-        """Return the site of one layer; raises `DoesNotFitError` where it is none."""
+        """Return the site of one layer. Raises `DoesNotFitError` if it cannot be one."""
         layer = stack.layers[depth]
         name = layer.name or layer.exit
         branches = [
@@ -105,7 +105,7 @@ class SiteFinder:
         own, cross = (self.attention(branch, call) for (branch,) in branches)
         self.check_shapes(own, cross)
         written_out = self.written_out(own, cross)
-        decoders = self.positions == "first"  # whether the decoder's queries are those of the encoder's keys too
+        decoders = self.positions == "first"  # whether the decoder's queries are also used for the encoder's keys
         numbers = query_numbers(own, self.flow)
         same = numbers is not None and numbers == query_numbers(cross, self.flow) and not written_out
         of_cross = AttentionCall(inside(cross.path, call.path), cross.site.stream_in, self.borrowing(cross, own, same or decoders))
@@ -115,7 +115,10 @@ class SiteFinder:
         return MergedSite(call.path, own.site.heads, self.cache_layers(stack), of_own, of_cross, arguments, written_out, gone)
 
     def cache_layers(self, stack: Stack) -> int:
-        """Return how many layers the stack's cache has: layers within its layers are a stack of their own, with the same cache."""
+        """Return the number of layers in the stack's cache.
+
+        Layers inside its layers are a stack of their own with the same cache.
+        """
         stacks = [other for other in self.anatomy.stacks if other.kind == stack.kind]
         return sum(
             len(other.layers) for other in stacks if is_part_of(other.name, stack.name) or is_part_of(stack.name, other.name)
@@ -124,7 +127,7 @@ class SiteFinder:
     # The two attentions of a layer.
 
     def attention(self, branch: Branch, layer: Call) -> FoundAttention:
-        """Return the one attention in a branch, taken apart."""
+        """Return the only attention in a branch, with its parts."""
         name = branch.name or branch.output
         inner = set(self.flow.between(self.anatomy.node(branch.source), self.anatomy.node(branch.output)))
         cores = [core for core in self.cores if core.result in inner]
@@ -181,7 +184,7 @@ class SiteFinder:
                 raise unfit(cross.path, f"its heads are {first}, and those of self-attention {second}")
 
     def written_out(self, own: FoundAttention, cross: FoundAttention) -> bool:
-        """Return whether the scores of both are written out; raise `DoesNotFitError` where only one's are, or a bias is needed."""
+        """Return whether the scores of both are written out. Raises `DoesNotFitError` if only one's are, or a bias is needed."""
         kinds = [attention.core.softmax is not None for attention in (own, cross)]
         if kinds[0] != kinds[1]:
             raise unfit(
@@ -193,7 +196,7 @@ class SiteFinder:
         return kinds[0]
 
     def borrowing(self, code: FoundAttention, lender: FoundAttention, one_query: bool) -> Borrowing:
-        """Return what the code of one attention takes of the other; raise `DoesNotFitError` where the other lacks something."""
+        """Return what the code of one attention needs of the other. Raises `DoesNotFitError` if the other lacks something."""
         modules: dict[str, str] = {}
         query = "", 0
         for projection in code.site.projections:
@@ -217,7 +220,7 @@ class SiteFinder:
         return Borrowing(modules, query, out_path)
 
     def arguments(self, layer: Call, cross: FoundAttention) -> CrossArguments:
-        """Return which arguments of the layer the cross-attention is called with, as far as they are tensors."""
+        """Return which of the layer's arguments the cross-attention is called with, if they are tensors."""
         masked = {(call.path, call.index): call for call in self.calls.masked.program.calls}
         outer, inner = (masked.get((called.path, called.index)) for called in (layer, cross.call))
         if outer is None or inner is None:
@@ -235,7 +238,7 @@ class SiteFinder:
     # The branch that goes.
 
     def gone(self, cross: FoundAttention) -> GoneBranch:
-        """Return what becomes of the cross-attention's branch where it goes."""
+        """Return how the cross-attention's branch is removed."""
         site, flow = cross.site, self.flow
         if site.out is None:
             raise unfit(cross.path, f"its output matrix cannot go: {site.why_no_out}")
@@ -260,7 +263,7 @@ def operands(core: Attention) -> list[fx.Node]:
 
 
 def why_not_followed(core: Attention, flow: Dataflow) -> str:
-    """Return why a softmax in an attention's code cannot be joined with another, "" where it can."""
+    """Return why a softmax in an attention's code cannot be joined with another; "" if it can."""
     softmax, call = core.softmax, flow.call_of(core.result)
     if softmax is None:
         return f"{op(core.result)} cannot be replaced"

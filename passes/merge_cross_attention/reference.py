@@ -1,4 +1,4 @@
-"""Merged attention once more, key by key: the reference that the check `method` holds the pass against."""
+"""Merged attention, key by key: the reference for the check `method`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from retrofit.sdk.data import float_tensors, watched
 
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 HIDDEN = -1e4  # an additive mask below this hides
-CLOSE = 1e-3  # of the largest: what the model made in float32 or half precision, and what its matrix makes again
+CLOSE = 1e-3  # of the largest value: tolerance between the model's product in float32 or half precision and its matrix's
 
 
 def joint_attention(call: SiteCall) -> Tensor:
@@ -60,7 +60,7 @@ def joint_attention(call: SiteCall) -> Tensor:
 
 
 def joint_softmax(call: SiteCall) -> Tensor:
-    """Return for each query the weights of its own keys and of the others: softmax over s_j and t_j + log w, in this order."""
+    """Return, for each query, the weights of its own keys and of the others: softmax over s_j and t_j + log w, in this order."""
     module: Any = call.module
     scores, other = call.argument((0, "scores")), call.kwargs.get("other")
     sets = [scores] if other is None else [scores, other["scores"]]
@@ -84,7 +84,7 @@ def joint_softmax(call: SiteCall) -> Tensor:
 
 
 def visibility(given: Mapping[str, Any], batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return which keys the mask shows to each query, and what it adds: (batch, heads, tokens, keys) each."""
+    """Return which keys the mask shows to each query, and the bias that it adds: (batch, heads, tokens, keys) each."""
     keys = given["key"].shape[2]
     size = (batch, heads, tokens, keys)
     visible, bias, mask = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.float64), given.get("attn_mask")
@@ -104,10 +104,10 @@ def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Check that the keys and values of an attention are what its own matrices make of both sets of tokens.
+    """Check that the keys and values of an attention are its own matrices' products with both sets of tokens.
 
-    Where scores are written out no keys are at hand, and of the other tokens the values are held against its matrices. A
-    cross-attention that is gone adds nothing.
+    If scores are written out, keys are not available, and only the other tokens' values are compared. A removed cross-attention
+    must add nothing.
     """
     with streams_of(observed) as streams, added_by_gone(observed) as added:
         observed.model(**observed.inputs)
@@ -159,7 +159,7 @@ def streams_of(observed: Observed) -> Iterator[dict[str, list[tuple[tuple[Tensor
 
 @contextlib.contextmanager
 def added_by_gone(observed: Observed) -> Iterator[dict[str, list[Tensor]]]:
-    """Yield, where one attention is left, what replaces the other: it returns the shape of the stream, by site."""
+    """Yield, if only one attention is left, the outputs of what replaces the other, in the shape of the stream, by site."""
     found: dict[str, list[Tensor]] = {}
 
     def keep(path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -185,7 +185,7 @@ def batch_first(source: Tensor, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]
 
 
 def projections(outer: nn.Module) -> list[nn.Module]:
-    """Return the modules inside an attention that hold a matrix and nothing else."""
+    """Return the modules inside an attention that have a matrix and nothing else."""
     leaves = (module for module in outer.modules() if not list(module.children()))
     return [leaf for leaf in leaves if isinstance(weight := getattr(leaf, "weight", None), Tensor) and weight.dim() == 2]
 
@@ -193,7 +193,7 @@ def projections(outer: nn.Module) -> list[nn.Module]:
 def is_made(value: Tensor, projection: nn.Module, stream: Tensor) -> bool:
     """Return whether the lengths of the keys or values, (batch, heads, tokens, width), are those of a projection of the stream.
 
-    Positions turn a vector and keep its length.
+    Positions rotate a vector and keep its length.
     """
     try:
         made = projection(stream)
@@ -207,7 +207,7 @@ def is_made(value: Tensor, projection: nn.Module, stream: Tensor) -> bool:
 
 
 def start(observed: Observed) -> Problems:
-    """Check that there are as many attentions as the option says, and the weight of the other keys begins as it says."""
+    """Check that the number of attentions is the option's, and that the weight of the other keys has its initial value."""
     expected = math.log(observed.options.weight)
     seconds = [site for site in observed.sites if getattr(site.module, "encoder_is_own", False)]
     if len(seconds) * 2 != (observed.options.attentions - 1) * len(observed.sites):

@@ -1,19 +1,19 @@
-"""One call of a layer whose branches can be made again one by one, to the same result bit for bit, with a graph for the gradient.
+"""One call of a layer whose branches can be recomputed one by one, bit for bit, with a graph for the gradient.
 
-The code of a layer runs from its beginning to its end, so in the run for one branch all its code runs, but not its parts: the
-modules outside this branch are not called. They answer with zeros of the shape that they returned at first, on which the code
-between them computes what nobody reads. No gradient passes there, so that a tensor which requires one is of this branch.
+The code of a layer runs from start to end, so the run for one branch executes all its code, but not its modules: those outside this
+branch are not called. They return zeros of the shape of their first output, and the code between them computes results that nobody
+reads. No gradient passes there, so a tensor that requires one belongs to this branch.
 
-The sums by which branches are added to the stream are intercepted, and the caller says what comes of each:
+The sums by which branches are added to the stream are intercepted, and the caller determines the result of each:
 
     x = x + self.attention(self.norm(x))          the sum of x, the very tensor that is the stream, and the first branch
     x = x + self.mlp(self.other_norm(x))          that of what the caller made of the first, and the second branch
 
-The stream is known by identity, so that no name of a module or a variable plays a part. How many sums a branch takes to be added
-(`x + f(x) + g(x)` takes two) is known from the data flow.
+The stream is recognized by identity, not by the name of a module or variable. The data flow shows how many sums add a branch (`x +
+f(x) + g(x)` takes two).
 
-In float16 some code clamps its stream between two sums, so that infinite numbers become finite. Where it changes nothing the stream
-is the same tensor as before.
+In float16 some code clamps its stream between two sums, so that infinite numbers become finite. A clamp that changes nothing leaves
+the stream the same tensor.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ Following = Callable[[int, Tensor], Tensor]  # the number of a branch and what i
 
 
 class Branches:
-    """The state of a layer's code as it runs: the stream as it has it, and which of its branches have ended."""
+    """The state of a layer's code while it runs: its stream, and which branches have ended."""
 
     def __init__(
         self, sums: Sequence[int], stream: Tensor, following: Following, clamped: Callable[[Tensor], None] | None = None
     ) -> None:
-        """`sums`: of each branch, in how many sums it is added to the stream.
+        """`sums`: for each branch, the number of sums that add it to the stream.
 
-        `clamped` receives the stream where it is clamped; without it a clamp that changes a number is an error.
+        `clamped` receives the stream when it is clamped; without it a clamp that changes a number is an error.
         """
         self.sums, self.following, self.clamped = tuple(sums), following, clamped
         self.stream: Tensor | None = stream  # None within a branch of several sums
@@ -74,7 +74,7 @@ class Branches:
         self.terms = 0
 
     def add(self, term: Tensor) -> Tensor:
-        """Return what the sum of the stream and this term is: another stream, where the branch ends with it."""
+        """Return the sum of the stream and this term: another stream if the branch ends with it."""
         self.part = term if self.part is None else self.part + term
         self.terms += 1
         self.carrier = self.part
@@ -88,7 +88,7 @@ class Branches:
         return self.part
 
     def clamp(self, result: Tensor) -> Tensor:
-        """Return the stream after the code clamps it to `result`; raise `RetrofitError` where that cannot be undone."""
+        """Return the stream after the code clamps it to `result`. Raises `RetrofitError` if that cannot be undone."""
         assert self.stream is not None
         if self.clamped is None:
             if not torch.equal(result, self.stream):
@@ -126,7 +126,7 @@ class InterceptedSums(TorchFunctionMode):
 
 
 def call_intercepted(call: Callable[[], Any], branches: Branches) -> Any:
-    """Return what the call of a layer returns, its sums intercepted; raises `RetrofitError` unless every branch was added."""
+    """Return the output of a layer's call with intercepted sums. Raises `RetrofitError` unless every branch was added."""
     with InterceptedSums(branches):
         output = call()
     if branches.ended != len(branches.sums):
@@ -144,7 +144,7 @@ SKIPPABLE: dict[type[nn.Module], type[nn.Module]] = {}  # by class
 
 
 class BranchCall(RepeatedCall):
-    """A call of `layer`, whose branches are added in `sums` sums each, and whose modules at `parts` lie in one branch each."""
+    """A call of `layer`; `sums` sums each add its branches, and each of its modules at `parts` belongs to one branch."""
 
     def __init__(
         self,
@@ -159,12 +159,12 @@ class BranchCall(RepeatedCall):
         super().__init__(layer, stream_in, stream_out, args, kwargs)
         self.sums, self.parts = tuple(sums), tuple(parts)
         self.answers: list[Answer] = []  # of the parts, in the order of their calls
-        self.states: list[RandomState | None] = []  # before each branch, None where it draws nothing
+        self.states: list[RandomState | None] = []  # before each branch; None if it draws no random numbers
         self.counts: list[int] = []  # losses recorded until each branch has ended
         self.recorded = 0  # losses in all
 
     def first_of_branches(self, x: Tensor, following: Following) -> Returned:
-        """Return what the layer returns for the stream x, without a graph; `following` makes the streams after it."""
+        """Return the layer's output for the stream x, without a graph; `following` returns the streams after it."""
         self.values = [tensor.detach() for tensor in self.given]
         self.versions += [tensor._version for tensor in self.values]
         before = [RandomState(self.device)]
@@ -188,9 +188,9 @@ class BranchCall(RepeatedCall):
         return returned
 
     def branch(self, number: int, x: Tensor, with_graph: bool = True) -> tuple[Tensor, Returned, list[Tensor]]:
-        """Run one branch once more, with a graph from its stream x: what it adds, what the layer returns, the tensors it was given.
+        """Run one branch again, with a graph from its stream x: return its term, the layer's output, and the tensors passed to it.
 
-        Of what is returned only the tensors that require a gradient are of this branch, and the losses are its own alone.
+        Of the output only the tensors that require a gradient belong to this branch; the losses are this branch's alone.
         """
         self.require_unchanged()
         values = leaves_of(self.values)
@@ -217,7 +217,7 @@ class BranchCall(RepeatedCall):
 
         skipping = Skipping(self.answers, active=number == 0)
         random: Any = contextlib.nullcontext()
-        if any(state is not None for state in self.states):  # what is computed of zeros may draw too
+        if any(state is not None for state in self.states):  # code may also draw random numbers for zeros
             random = state.restored() if state is not None else RandomState(self.device).kept()
         with recorded_graph(with_graph), torch.set_grad_enabled(number == 0), random, parts_of(self, skipping):
             output, known, losses = self.run_branches(x if number == 0 else blank, values, ended, recorded)
@@ -271,13 +271,13 @@ class Answer:
 
 
 class Recording:
-    """The first run: every part is called, and what it returns is kept."""
+    """The first run: every part is called, and its output is stored."""
 
     def __init__(self, answers: list[Answer]) -> None:
         self.answers, self.depth = answers, 0
 
     def call(self, part: Any, args: Any, kwargs: Any) -> Any:
-        """Return what a call of a part returns; one inside another part is an ordinary one."""
+        """Return the output of a call of a part; a part inside another part is called as usual."""
         self.depth += 1
         try:
             output = part(*args, **kwargs)
@@ -322,9 +322,9 @@ def skippable(kind: type[nn.Module]) -> type[nn.Module]:
 
 @contextlib.contextmanager
 def parts_of(call: BranchCall, run: Recording | Skipping) -> Iterator[None]:
-    """Let the run decide, within this context, about the calls of the parts of the layer.
+    """Within this context `run` decides about the calls of the layer's parts.
 
-    A module of a subclass of its class is what its code takes it for, and so are shallow copies of it.
+    A module of a subclass of its class passes its code's type checks, and so do shallow copies of it.
     """
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     try:

@@ -20,7 +20,7 @@ from retrofit.sdk import Deviation, Observed, Problems, SiteCall, find_argument,
 
 
 class Sums(TorchFunctionMode):
-    """A context that calls `meet` with the terms of every sum of two tensors; what it returns, if anything, is the sum."""
+    """A context that calls `meet` with the terms of every sum of two tensors; its result, if any, replaces the sum."""
 
     def __init__(self, meet: Callable[[Tensor, Tensor], Tensor | None]) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Sums(TorchFunctionMode):
 
 
 def two_stream_layer(call: SiteCall) -> Tensor:
-    """Return x_{j+1} = x_{j−1} + f_j(x_j): for each branch the layer runs once more, on the streams so far."""
+    """Return x_{j+1} = x_{j−1} + f_j(x_j): for each branch the layer runs once, on the streams so far."""
     module: Any = call.module
     swaps = module.swaps
     given = call.argument(swaps.stream_in)
@@ -50,7 +50,7 @@ def two_stream_layer(call: SiteCall) -> Tensor:
 
 
 def branch(module: Any, call: SiteCall, streams: list[Tensor], number: int) -> Tensor:
-    """Return f of a branch: what its sums add to the stream of its number, the earlier ones having given the later streams."""
+    """Return f of a branch: the terms that its sums add to its stream, with the results of earlier branches given."""
     reached, terms, found = 0, list[Tensor](), list[Tensor]()
     sums = module.swaps.sums
 
@@ -95,7 +95,7 @@ def copied(value: Any) -> Any:
 
 @contextlib.contextmanager
 def swaps_kept(observed: Observed) -> Iterator[None]:
-    """Run the layers, within this context, on two streams in ordinary operations, of which autograd keeps all."""
+    """Within this context run the layers on two streams in ordinary operations, which autograd saves."""
     last: list[tuple[Tensor, Tensor, Tensor]] = []  # what the layer before returned, and both streams in it in float64
 
     def stepping(module: Any) -> Any:
@@ -139,7 +139,7 @@ def swaps_kept(observed: Observed) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced_forwards(modules: Sequence[Any], forward_of: Callable[[Any], Any]) -> Iterator[None]:
-    """Run, within this context, what `forward_of` makes for the modules."""
+    """Within this context the results of `forward_of` replace the modules' forwards."""
     for module in modules:
         module.__dict__["forward"] = forward_of(module)
     try:
@@ -156,7 +156,7 @@ SEED = 71
 
 
 def reversible_layer(call: SiteCall) -> Tensor:
-    """Return what the layer returns in evaluation."""
+    """Return the output of the layer in evaluation."""
     module: Any = call.module
     return call.given("layer", {module.stream_in: call.argument(module.stream_in)}, module.stream_out)
 
@@ -173,7 +173,7 @@ def wiring(observed: Observed) -> Problems:
         theirs = gradients(observed)
     try:
         ours = gradients(observed)
-    except Exception as error:  # where the formula has a result the step is to have one
+    except Exception as error:  # if the formula has a result, the step must have one
         what = str(error).partition("\n")[0]
         yield called[0].path, f"in training it raises an error, and with everything kept it does not: {what}"
         return
@@ -191,14 +191,15 @@ def wiring(observed: Observed) -> Problems:
 
 
 def largest(value: Tensor | None) -> float:
-    """Return the largest magnitude among the numbers, 0 where there is none."""
+    """Return the largest magnitude among the numbers; 0 if there are none."""
     return 0.0 if value is None or not value.numel() else float(value.abs().masked_fill(~value.isfinite(), 0.0).max())
 
 
 def gradients(observed: Observed) -> list[tuple[str, Tensor | None]]:
-    """Return the outputs of a forward in training mode, always on the same random numbers, and the gradients of a function of them.
+    """Return the outputs of a forward in training mode, always with the same random numbers, and the gradients of a function of
+    them.
 
-    The model keeps its cache, as it does in training unless told otherwise.
+    The model uses its cache, as it does in training by default.
     """
     model = observed.model
     modes = {part: part.training for part in model.modules()}
@@ -224,7 +225,7 @@ def gradients(observed: Observed) -> list[tuple[str, Tensor | None]]:
 
 
 def floats(value: Any) -> Iterator[Tensor]:
-    """Yield the float tensors in what a model returns."""
+    """Yield the float tensors in a model's output."""
     if isinstance(value, Tensor):
         yield from [value] if value.is_floating_point() else []
     elif isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""One call of a layer that can be made a second time, to the same result bit for bit, and with a graph for its gradient.
+"""One call of a layer that can be repeated, bit for bit, with a graph for its gradient.
 
-What the first run leaves behind is small: the layer's arguments by reference, the state of the random numbers where it drew any,
-and how autocast was set. The same input to the same operations gives the same decisions (active units, experts, buckets), and the
-same random numbers give the same dropout and the same noise, so none of these is stored.
+Little is stored of the first run: the layer's arguments by reference, the state of the random numbers if it drew any, and the
+autocast settings. The same input to the same operations gives the same decisions (active units, experts, buckets), and the same
+random numbers give the same dropout and noise, so none of these is stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CHECKPOINTING = "gradient_checkpointing"  # transformers' switch, an attribute o
 
 
 class Placeholder:
-    """In place of a tensor of a call: the `number`-th of its kind."""
+    """Replaces a tensor of a call: the `number`-th of its kind."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -68,9 +68,9 @@ def flattened(value: Any) -> tuple[list[Any], Any]:
 
 
 class RepeatedCall:
-    """A call of `layer` whose stream is given anew in each run; `given` are its other tensors that require a gradient.
+    """A call of `layer` whose stream is passed to each run; `given` are its other tensors that require a gradient.
 
-    Each run gets a copy of the caches among the arguments, with the same tensors: what one run writes, the other must not read.
+    Each run gets a copy of the caches among the arguments, with the same tensors: one run must not read what another wrote.
     """
 
     def __init__(
@@ -99,10 +99,10 @@ class RepeatedCall:
         self.random: RandomState | None = None
 
     def first(self, x: Tensor) -> Returned:
-        """Return what the layer returns for the stream x, without a graph.
+        """Return the layer's output for the stream x, without a graph.
 
-        While it runs there is one, as in every run of it: an operation may run another kernel where an argument is trained, as
-        torch's attention does for a trained mask, and all runs are to run the same.
+        While it runs there is a graph, as in every run: an operation may use another kernel for a trained argument, as torch's
+        attention does for a trained mask, and all runs must use the same.
         """
         self.values = [tensor.detach() for tensor in self.given]
         self.versions += [value._version for value in self.values]
@@ -176,7 +176,7 @@ def without_checkpoints(layer: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_graph(kept: bool) -> Iterator[None]:
-    """Make a graph for the gradient within this context; unless it is `kept`, nothing that operations save for it is."""
+    """Build a graph for the gradient within this context; unless it is `kept`, nothing that operations save for it is stored."""
     hooks = contextlib.nullcontext() if kept else torch.autograd.graph.saved_tensors_hooks(forget, forgotten)
     with torch.enable_grad(), hooks:
         yield
@@ -188,7 +188,7 @@ def leaves_of(values: list[Tensor]) -> list[Tensor]:
 
 
 def forget(saved: Tensor) -> None:
-    """Keep nothing of a tensor that an operation saves for its gradient."""
+    """Store nothing of a tensor that an operation saves for its gradient."""
 
 
 def forgotten(kept: None) -> Tensor:

@@ -1,14 +1,14 @@
 """The reversible pass: training memory that does not grow with depth, by one of two schemes.
 
-`exact`, in a model that is evaluated as it was:
+`exact` leaves the model unchanged in evaluation:
 
     x_{k+1} = F(x_k) + γ (F(x_k) − 2 x_k + x_{k−1})          γ = ±2⁻ⁿ in training, drawn for each row and layer; 0 in evaluation
 
-F is a layer, whatever it computes. From x_{k+1} and x_k follows x_{k−1}, so a backward pass computes each layer's input again, and
-then the layer, instead of keeping its activations. In fixed point, with the n bits that γ x_{k−1} loses, this is exact bit for bit
-(`reversible_layer.py`). With γ ≠ 0 training sees another function than evaluation, whose mean over γ it is to first order.
+F is a layer of any kind. x_{k−1} follows from x_{k+1} and x_k, so a backward pass recomputes each layer's input, and then the
+layer, instead of storing its activations. In fixed point, with the n bits that γ x_{k−1} loses, this is exact bit for bit
+(`reversible_layer.py`). With γ ≠ 0 training computes another function than evaluation; its mean over γ is the same to first order.
 
-`terraformer`, another function, of two streams, from which nothing at all has to be kept (`two_streams.py`):
+`terraformer`, another function, of two streams, for which nothing has to be stored (`two_streams.py`):
 
     x_{j+1} = x_{j−1} + f_j(x_j)          f_j the branches of all layers; the mean of both streams at the end
 
@@ -114,7 +114,7 @@ class Reversible(Pass[ReversiblePlan]):
         finder = StepFinder(anatomy)
         near_misses: list[NearMiss] = []
         notes: list[str] = []
-        links = 0  # layers whose stream is what a reversible layer before them returns
+        links = 0  # layers whose input stream is the output of a reversible layer
         for stack in anatomy.stacks:
             chosen = selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())
             previous: Layer | None = None
@@ -197,7 +197,7 @@ class Reversible(Pass[ReversiblePlan]):
 
 
 class StepFinder:
-    """The steps of one model as they are found."""
+    """Collects the steps of one model."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.anatomy, self.flow = anatomy, anatomy.flow
@@ -207,7 +207,7 @@ class StepFinder:
         self.sites: dict[str, ReversibleSite] = {}  # by path: a module that several depths share is one step, made several times
 
     def add(self, layer: Layer) -> None:
-        """Return the step of a layer; raise `DoesNotFitError` where it can be none."""
+        """Add the step of a layer. Raises `DoesNotFitError` if it cannot be one."""
         key_in, key_out = layer.stream_places()
         self.require_reversible(layer)
         if not self.anatomy.is_trained(layer):
@@ -215,7 +215,7 @@ class StepFinder:
         self.sites.setdefault(layer.name, ReversibleSite(layer.name, key_in, key_out))
 
     def swaps(self, layer: Layer, stack: Stack) -> SwapSite:
-        """Return the layer as a link of two streams; raises `DoesNotFitError` where it can be none."""
+        """Return the layer as a link of two streams. Raises `DoesNotFitError` if it cannot be one."""
         key_in, key_out = layer.stream_places()
         call = self.require_reversible(layer)
         if sum(called.path == layer.name for called in self.flow.program.calls) > 1:
@@ -233,7 +233,7 @@ class StepFinder:
         return dataclasses.replace(chain[-1], closes=True, reader=reader)
 
     def leads_to(self, layer: Layer, following: Layer) -> bool:
-        """Return whether what a layer returns goes to the following one, and nowhere else."""
+        """Return whether a layer's output goes to the following layer and nowhere else."""
         same, call = same_as(self.anatomy.node(layer.exit), self.flow), self.call_of(following)
         bounds = bounds_of(same, self.flow)
         others = [
@@ -249,7 +249,7 @@ class StepFinder:
         return next(call for call in self.flow.program.calls if (call.path, call.index) == (layer.name, layer.call))
 
     def require_reversible(self, layer: Layer) -> Call:
-        """Return the layer's call; raises `DoesNotFitError` where it cannot be computed again from its stream."""
+        """Return the layer's call. Raises `DoesNotFitError` if it cannot be recomputed from its stream."""
         call = self.call_of(layer)
         around = modules_around(self.anatomy.model, layer.name)
         if any(isinstance(outer, (ReversibleLayer, TwoStreamLayer)) for outer in around):
@@ -262,7 +262,7 @@ class StepFinder:
         return call
 
     def require_stateless(self, call: Call, layer: Layer) -> None:
-        """Raise `DoesNotFitError` where the layer leaves something of its tokens in a module: its second run would read it."""
+        """Raise `DoesNotFitError` if the layer stores something of its tokens in a module, because its second run would read it."""
         for inner in self.flow.program.calls:
             names = [name for name, node in inner.kept.items() if node in self.flow.depends]
             if names and call.encloses(inner):
@@ -270,9 +270,9 @@ class StepFinder:
                 raise unfit(layer.name, f"its code keeps {kept} between calls, and its second run would read that")
 
     def require_closed(self, call: Call, layer: Layer) -> None:
-        """Raise `DoesNotFitError` where the layer reads or returns a float past its arguments and what it returns.
+        """Raise `DoesNotFitError` if the layer reads or passes on a float other than by its arguments and output.
 
-        A gradient would not find its way to such a value when the layer is computed again.
+        A gradient would not reach such a value when the layer is recomputed.
         """
         flow, program = self.flow, self.flow.program
         inside = {node for node in flow.nodes if call.encloses(flow.call_of(node))}
@@ -301,7 +301,10 @@ class StepFinder:
         return is_float(node) and bool(self.flow.ancestors[node] & self.weights)
 
     def is_made_of(self, node: fx.Node, weights: set[nn.Parameter]) -> bool:
-        """Return whether these weights alone make the value: of a shared weight a tracer has one cast, its readers one each."""
+        """Return whether the value is computed from these weights alone.
+
+        Of a shared weight a tracer records one cast, its readers one each.
+        """
         if node in self.flow.depends:
             return False
         above = [name for parameter, name in self.flow.program.parameters.items() if self.flow.reaches(parameter, node)]
@@ -338,10 +341,10 @@ class SwapSite:
     stream_in: int | str
     stream_out: int | str | None
     width: int
-    sums: tuple[int, ...]  # of each branch, in how many sums it is added to the stream
-    parts: tuple[str, ...]  # modules inside of which each lies in one branch, by their paths in the layer
-    closes: bool = False  # whether the streams end with it
-    reader: tuple[str, int | str] | None = None  # then the module that is called with their mean, and by which argument
+    sums: tuple[int, ...]  # for each branch, the number of sums that add it to the stream
+    parts: tuple[str, ...]  # paths in the layer of the modules that belong to one branch each
+    closes: bool = False  # whether the streams end after it
+    reader: tuple[str, int | str] | None = None  # in that case the module that is called with their mean, and by which argument
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,7 +370,7 @@ def branches_of(layer: Layer, anatomy: Anatomy) -> LayerBranches:
 
 
 def sums_to(stream: fx.Node, end: fx.Node, layer: Layer, flow: Dataflow) -> tuple[fx.Node, ...]:
-    """Return the sums from a stream to the one in which its next branch ends; raise `DoesNotFitError` if it is no term of them."""
+    """Return the sums from a stream to the one that ends its next branch. Raises `DoesNotFitError` if it is no term of them."""
     found: list[fx.Node] = []
     node = stream
     while node is not end:
@@ -384,9 +387,9 @@ def sums_to(stream: fx.Node, end: fx.Node, layer: Layer, flow: Dataflow) -> tupl
 
 
 def same_as(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
-    """Return the node, and what is the very same tensor: casts to the dtype that it has, which a tracer records all the same.
+    """Return the node and all nodes that are the same tensor: casts to the dtype that it has, which a tracer records anyway.
 
-    So is what is clamped in float16, where no number is beyond its range: a run finds out.
+    Clamps in float16 count too, as if no number were beyond its range; a run checks this.
     """
     found = [node]
     for alias in found:
@@ -408,7 +411,7 @@ def bounds_of(same: Collection[fx.Node], flow: Dataflow) -> set[fx.Node]:
 
 
 def is_sum_of(same: Collection[fx.Node], node: fx.Node) -> bool:
-    """Return whether a sum has one of these nodes, and another of its shape, as its terms as they are."""
+    """Return whether the unmodified terms of a sum are one of these nodes and another node of its shape."""
     terms = [part for part in node.args if isinstance(part, fx.Node)]
     plain = len(terms) == 2 and len(node.args) == 2 and not node.kwargs and sum(part in same for part in terms) == 1
     return plain and all(is_float(part) and shape(part) == shape(node) for part in terms)
@@ -417,7 +420,7 @@ def is_sum_of(same: Collection[fx.Node], node: fx.Node) -> bool:
 def parts_of(call: Call, branches: LayerBranches, layer: Layer, anatomy: Anatomy) -> tuple[str, ...]:
     """Return the modules called in the layer's code that add nothing to the stream themselves, by their paths in the layer.
 
-    Raises `DoesNotFitError` where one branch reads what another computes.
+    Raises `DoesNotFitError` if one branch reads a value that another computes.
     """
     flow = anatomy.flow
     adding = {inner for sums in branches.sums for node in sums for inner in flow.call_of(node).chain}

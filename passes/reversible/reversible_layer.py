@@ -1,6 +1,6 @@
-"""A layer whose activations are computed again in the backward pass, from what the layer after it received.
+"""A layer whose activations are recomputed in the backward pass, from the input of the layer after it.
 
-Steps one after the other compute their inputs again from their outputs, in the order of the backward pass:
+Consecutive steps recompute their inputs from their outputs, in the order of the backward pass:
 
     X_1     = F_0(X_0)
     X_{k+1} = Y + s ((Y − 2 X_k) >> n) + s (X_{k−1} >> n),   Y = F_k(X_k)          in fixed point; s = ±1 for each row, n = `bits`
@@ -49,10 +49,10 @@ Key = int | str
 
 
 def written_arguments(model: nn.Module, inputs: Mapping[str, Any], paths: Collection[str]) -> dict[str, tuple[Key, ...]]:
-    """Return by layer the arguments with tensors that are written to between its call and the end of a forward with a cache.
+    """Return, by layer, the arguments whose tensors are written to between the layer's call and the end of a forward with a cache.
 
-    The forward is one in training without values, so that a model that is being loaded gives the same; none are known of a model
-    that cannot be copied, or run, so.
+    The forward is one in training mode without values, so it is the same for a model that is being loaded; {} for a model that
+    cannot be copied or run in this way.
     """
     calls: list[tuple[str, Key, Tensor, int]] = []
 
@@ -86,10 +86,10 @@ def copy_of(value: Any) -> Any:
 
 
 class ReversibleLayer(Wrapper):
-    """Evaluated, `layer` as it is; trained, one reversible step, which keeps `bits` bits of each number of the stream.
+    """In evaluation `layer` unchanged; in training one reversible step, which stores `bits` bits of each number of the stream.
 
-    The stream is the argument `stream_in`, and leaves by `stream_out`: an index or key of what the layer returns, None for the
-    value itself. The model writes to its arguments `written` once it has run: a step keeps copies of them.
+    The stream is the argument `stream_in` and the item `stream_out` of the output: an index or key, None for the output itself. The
+    model writes to its arguments `written` after the call, so a step stores copies of them.
     """
 
     stays_outermost = True  # a chain of steps ends where something else makes the stream
@@ -123,7 +123,7 @@ LARGEST = 2.0**29
 
 
 def to_fixed(x: Tensor) -> Tensor:
-    """Return x in fixed point; what cannot be represented becomes the nearest number that can, or zero."""
+    """Return x in fixed point; a number that cannot be represented becomes the nearest one that can, or zero."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * SCALE).round_().clamp_(-LARGEST * SCALE, LARGEST * SCALE).nan_to_num_(nan=0.0).to(torch.int64)
 
@@ -140,12 +140,12 @@ def not_a_number_where(unrepresented: Tensor, x: Tensor) -> Tensor:
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:
-    """Return those of x, or of a contiguous tensor of its size where x has gaps or overlaps."""
+    """Return the strides of x; if x has gaps or overlaps, those of a contiguous tensor of its size."""
     return torch.empty_like(x, device="meta").stride()
 
 
 def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return x with these strides: how a product is rounded depends on the layout of what is multiplied."""
+    """Return x with these strides, because the rounding of a product depends on the layout of its operands."""
     return x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
@@ -160,7 +160,7 @@ def low_bits(fixed: Tensor, count: int) -> Tensor:
 
 
 def unpacked(bits: Tensor, like: Tensor) -> Tensor:
-    """Return the numbers of which `low_bits` are these, of the shape of `like`."""
+    """Return the numbers of which `bits` are the lowest, in the shape of `like`."""
     found = torch.zeros_like(like)
     for bit, plane in enumerate(bits):
         values = (plane.unsqueeze(-1) >> places(like)).bitwise_and_(1).view(-1)[: like.numel()]
@@ -172,7 +172,7 @@ def places(like: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=like.device)
 
 
-NEARBY = 2  # nodes of autograd between a step and the next that leave its tensor as it is: those of hooks
+NEARBY = 2  # nodes of autograd that hooks may insert between a step and the next
 
 # ── The formula, forwards and backwards ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -199,7 +199,7 @@ class Move:
 
 
 class Chain:
-    """The steps so far, and the two newest X: what the last step returned, and what it was given."""
+    """The steps so far, and the two newest X: the last step's output and input."""
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -208,7 +208,7 @@ class Chain:
         self.start: Tensor | None = None  # the sum of X_0
 
     def forward(self, call: RepeatedCall, x: Tensor) -> Returned:
-        """One step more, from x, which is X_k as it was returned; what the layer returns, its stream replaced by the new one."""
+        """Add a step from x, which is the stored X_k; return the layer's output with the new stream."""
         if self.newest is None:
             current, move = to_fixed(x), Move(call, x.dtype, strides_of(x))
             self.start = current.sum()
@@ -228,7 +228,7 @@ class Chain:
         return returned
 
     def back(self, with_graph: bool = True) -> tuple[Move, Tensor, Returned, list[Tensor]]:
-        """Return the last step is undone: its move, its input and what its layer returned, with a graph between them."""
+        """Undo the last step; return its move, its input and its layer's output, with a graph between them."""
         if self.newest is None:
             raise used_up()
         after, current = self.newest
@@ -267,10 +267,10 @@ def not_reproduced() -> RetrofitError:
 
 
 class Step(torch.autograd.Function):
-    """x_{k+1}, and what else the layer returns or records, from x_k and x_{k−1}; further inputs are what a gradient goes to.
+    """x_{k+1}, and further outputs and losses of the layer, from x_k and x_{k−1}; further inputs receive gradients.
 
-    They are tensors that the layer is given, and its parameters: so each parameter gets its gradient from autograd itself, once,
-    however many layers it is in and whoever waits for it.
+    These are the layer's tensor arguments and its parameters: so autograd itself computes the gradient of each parameter, once, for
+    any number of layers that share it and any hooks on it.
     """
 
     @staticmethod
@@ -287,7 +287,7 @@ class Step(torch.autograd.Function):
         chain: Chain = ctx.chain
         if len(chain.moves) < ctx.index:
             raise used_up()
-        while len(chain.moves) > ctx.index:  # nothing that has a gradient depends on the steps after this one
+        while len(chain.moves) > ctx.index:  # steps after this one have no gradient
             chain.back(with_graph=False)
         move, x, returned, given = chain.back()
         wanted = [x, *given, *ctx.parameters]
@@ -317,7 +317,7 @@ def outputs_of(ctx: Any, returned: Returned, made: list[Returned]) -> tuple[Tens
 
 
 def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], parameters: Sequence[Tensor]) -> list[Any]:
-    """Return the wanted gradients from values and their gradients; those of weights that FSDP made whole go to these."""
+    """Return the wanted gradients from values and their gradients; those of weights that FSDP gathered go to these."""
     if not results:
         return [None] * len(wanted)
     values, gradients = [result for result, _ in results], [of for _, of in results]
@@ -330,7 +330,7 @@ def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], par
 
 
 def stray_leaves(values: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
-    """Return the leaves of a graph other than those wanted: whole weights that FSDP put in place of sharded ones for this run."""
+    """Return the leaves of a graph other than the wanted ones: weights that FSDP gathered for this run."""
     known, seen = {id(parameter) for parameter in wanted}, set()
     pending, found = [value.grad_fn for value in values], []
     while pending:
@@ -346,7 +346,7 @@ def stray_leaves(values: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def accumulate(leaf: Tensor, gradient: Tensor) -> None:
-    """Add the gradient to the leaf's, before what is around the leaf's module looks for it."""
+    """Add the gradient to the leaf's, before code around the leaf's module reads it."""
     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
@@ -381,9 +381,9 @@ def step_that_made(x: Tensor, kind: type = Chain) -> Any:
 def reversible_call(
     layer: nn.Module, stream_in: ArgumentPlace, stream_out: int | str | None, bits: int, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Return what the layer returns, its stream that of one step more of the chain that its input is from, or of a new chain.
+    """Return the layer's output, whose stream is one more step of the chain of its input, or the first of a new chain.
 
-    A call that no gradient passes is an ordinary one.
+    A call without a gradient is an ordinary one.
     """
     container, key = find_argument(stream_in, list(args), kwargs)
     x, parameters = container[key], [parameter for parameter in layer.parameters() if parameter.requires_grad]

@@ -1,5 +1,4 @@
-"""Layers on two streams, of which each branch reads the newer and is added to the older, one after the other; reversed without
-anything kept.
+"""Layers on two streams: each branch reads the newer and is added to the older; reversed without any stored activations.
 
     x_{j+1} = x_{j−1} + f_j(x_j)          f_j the branches of all layers in order, x_{−1} = x_0 the stream before the first layer
 
@@ -45,19 +44,19 @@ class Swaps:
     width: int
     stream_in: ArgumentPlace
     stream_out: int | str | None
-    sums: tuple[int, ...]  # of each branch, in how many sums it is added to the stream
-    parts: tuple[str, ...]  # the modules of which each lies in one branch
+    sums: tuple[int, ...]  # for each branch, the number of sums that add it to the stream
+    parts: tuple[str, ...]  # the modules that belong to one branch each
     closes: bool  # whether the mean of both streams is returned
 
 
 @dataclasses.dataclass
 class Link:
-    """The record of a layer's call: its arguments, and the dtypes of its branches' streams, the two it was given first."""
+    """The record of a layer's call: its arguments, and the dtypes of its branches' streams, the first two of which it received."""
 
     call: BranchCall
     dtypes: list[torch.dtype]
-    begins: bool  # whether the chain begins with it
-    opens: bool  # whether it was given one stream
+    begins: bool  # whether the chain starts with it
+    opens: bool  # whether it received one stream
     closes: bool
 
 
@@ -67,10 +66,10 @@ class TwoStreamChain:
     def __init__(self) -> None:
         self.links: list[Link] = []
         self.newest: tuple[Tensor, Tensor] | None = None
-        self.start: tuple[Tensor, Tensor] | None = None  # the sums of both where the chain began
+        self.start: tuple[Tensor, Tensor] | None = None  # both streams at the start of the chain
 
     def forward(self, call: BranchCall, swaps: Swaps, x: Tensor) -> Returned:
-        """One layer more, from x, one stream or both; what the layer returns, its stream replaced by both, or their mean."""
+        """Add a layer from x, one stream or both; return the layer's output with both new streams, or their mean."""
         newer, older = halves(x, swaps.width)
         begins = self.newest is None
         if self.newest is None:
@@ -98,7 +97,7 @@ class TwoStreamChain:
     def back(
         self, gradient: Tensor | None, of_others: Sequence[Tensor | None], parameters: Sequence[Tensor], with_graph: bool = True
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Return the last layer is undone: the gradients of its stream, and of what else it was given and its parameters."""
+        """Undo the last layer; return the gradients of its stream, of its other arguments and of its parameters."""
         if self.newest is None:
             raise used_up()
         link = self.links.pop()
@@ -140,7 +139,7 @@ def mean(newer: Tensor, older: Tensor, current: Tensor, previous: Tensor) -> Ten
 
 
 def both(gradient: Tensor | None, link: Link) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of both streams behind a layer, from that of what it returned."""
+    """Return the gradients of both streams after a layer, from the gradient of its output."""
     if gradient is None:
         return None, None
     newer, older = link.dtypes[-1], link.dtypes[-2]
@@ -151,7 +150,7 @@ def both(gradient: Tensor | None, link: Link) -> tuple[Tensor | None, Tensor | N
 
 
 def joined(of_newer: Tensor | None, of_older: Tensor | None, link: Link) -> Tensor | None:
-    """Return the gradient of what a layer was given, from those of the streams in it."""
+    """Return the gradient of a layer's input, from those of its streams."""
     if link.opens:
         return plus(of_newer, of_older)
     if of_newer is None and of_older is None:
@@ -162,7 +161,7 @@ def joined(of_newer: Tensor | None, of_older: Tensor | None, link: Link) -> Tens
 
 
 def plus(term: Tensor | None, other: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Return the sum of what is there, of this dtype."""
+    """Return the sum of the terms that are not None, in this dtype."""
     total = other if term is None else term if other is None else term + other
     return total if total is None or dtype is None else total.to(dtype)
 
@@ -170,7 +169,7 @@ def plus(term: Tensor | None, other: Tensor | None, dtype: torch.dtype | None = 
 def results_of(
     returned: Returned, of_others: Sequence[Tensor | None], call: BranchCall, number: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return what else of this branch the layer returned or recorded, with its gradient."""
+    """Return this branch's further outputs and recorded losses of the layer, each with its gradient."""
     plain = len(of_others) - call.recorded
     first = call.counts[number - 1] if number else 0
     losses = returned.tensors[len(returned.tensors) - returned.losses :]
@@ -183,7 +182,7 @@ def results_of(
 
 
 class TwoStreamStep(torch.autograd.Function):
-    """Both streams behind a layer, and what else it returns or records; `others` are tensors it is given, and its parameters."""
+    """Both streams after a layer, and its further outputs and losses; `others` are its other tensor arguments and parameters."""
 
     @staticmethod
     def forward(
@@ -201,7 +200,7 @@ class TwoStreamStep(torch.autograd.Function):
         chain: TwoStreamChain = ctx.chain
         if len(chain.links) < ctx.index:
             raise used_up()
-        while len(chain.links) > ctx.index:  # nothing that has a gradient depends on the layers after this one
+        while len(chain.links) > ctx.index:  # layers after this one have no gradient
             chain.back(None, (), (), with_graph=False)
         of_stream, found = chain.back(gradient, of_others, ctx.parameters)
         return None, None, None, None, of_stream, *found
@@ -209,9 +208,9 @@ class TwoStreamStep(torch.autograd.Function):
 
 @torch.compiler.disable
 def two_stream_call(layer: nn.Module, swaps: Swaps, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what the layer returns, its stream that of one layer more of the chain that its input is from, or of a new chain.
+    """Return the layer's output, whose streams are one more layer of the chain of its input, or the first of a new chain.
 
-    `NotImplemented` where no gradient passes.
+    Returns `NotImplemented` without a gradient.
     """
     container, key = find_argument(swaps.stream_in, list(args), kwargs)
     x, parameters = container[key], [parameter for parameter in layer.parameters() if parameter.requires_grad]
@@ -303,7 +302,7 @@ class TwoStreamLayer(Wrapper):
         return with_item(output, out, streams.mean() if swaps.closes else torch.cat([streams.newer, streams.older], -1))
 
     def on(self, streams: Streams, call: Callable[[], Any]) -> Any:
-        """Return what a call of the layer returns that works on these streams."""
+        """Return the output of a call of the layer on these streams."""
         with without_checkpoints(child_modules(self)["layer"]) if self.training else contextlib.nullcontext():
             return call_intercepted(call, Branches(self.swaps.sums, streams.newer, streams.add, streams.clamped))
 
@@ -313,7 +312,7 @@ class TwoStreamLayer(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class StreamsEnd:
-    """The end of two streams: `last` is the layer that returns their mean, `place` where the module after it takes that."""
+    """The end of two streams: `last` is the layer that returns their mean, `place` is where the next module takes it."""
 
     guards: ClassVar[tuple[str, ...]] = ("require",)
 
@@ -345,7 +344,7 @@ class SecondStream:
         return bool(two_stream_layers(site))
 
     def turn(self, site: nn.Module, share: float) -> None:
-        """Set λ to `share`; below 1 nothing is reversed, and a training step keeps all activations."""
+        """Set λ to `share`; below 1 nothing is reversed, and a training step stores all activations."""
         for layer in two_stream_layers(site):
             layer.share = share
 

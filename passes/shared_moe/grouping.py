@@ -1,6 +1,6 @@
-"""The feed-forwards of a stack that become one mixture: even groups by depth, and in each those of its most common form.
+"""The feed-forwards of a stack that become one mixture: even groups by depth, each reduced to its most common form.
 
-The layers of a group share the attention matrices of the first one; norms, positions and caches stay each layer's own.
+The layers of a group share the first one's attention matrices; norms, positions and caches stay each layer's own.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Group:
     """Feed-forwards of one stack, all of one form, that become one mixture."""
 
     sites: tuple[FeedForward, ...]
-    chosen: tuple[int, ...] = ()  # of the sites, the one that each expert is taken from; empty: spread evenly
+    chosen: tuple[int, ...] = ()  # the site from which each expert is taken; empty: spread evenly
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Group:
         return [e for e, site in enumerate(sources) if site in sources[:e]]
 
     def bound_to(self, model: nn.Module) -> Group:
-        """Return the same group in `model`, a copy of the one it was found in."""
+        """Return the same group in `model`, a copy of the group's model."""
         return dataclasses.replace(self, sites=tuple(site.bound_to(model) for site in self.sites))
 
 
@@ -103,7 +103,7 @@ class HiddenFunction:
 
 
 def form_of(site: FeedForward, model: nn.Module, functions: list[HiddenFunction]) -> Form:
-    """Return the form of a feed-forward; `functions` are the hidden functions of its group, to which a new one is appended."""
+    """Return the form of a feed-forward; a new hidden function is appended to `functions`, those of its group."""
     matrices = {name: weight_and_bias(matrix, model) for name, matrix in named_matrices(site).items()}
     return Form(
         site.width,
@@ -117,7 +117,7 @@ def form_of(site: FeedForward, model: nn.Module, functions: list[HiddenFunction]
 
 
 def check_same_form(site: FeedForward, form: Form, common: Form) -> None:
-    """Raise `DoesNotFitError` with the first difference between a feed-forward's form and the common one of its group."""
+    """Raise `DoesNotFitError` with the first difference between a feed-forward's form and its group's common one."""
     for field in dataclasses.fields(Form):
         value = getattr(form, field.name)
         if value != getattr(common, field.name):
@@ -128,7 +128,7 @@ def check_same_form(site: FeedForward, form: Form, common: Form) -> None:
 def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str, ...]:
     """Return the steps that identify a hidden function: those of the first of `functions` that computes the same, else its own.
 
-    One that holds weights is identified by its steps alone: a recipe is replayed on models whose weights have no values.
+    A function with weights is identified only by its steps, because a recipe is replayed on models whose weights have no values.
     """
     steps = steps_of(site)
     if any(True for _ in (*site.hidden.parameters(), *site.hidden.buffers())):
@@ -144,7 +144,7 @@ def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str
 
 
 def activation_name(site: FeedForward) -> str:
-    """Return transformers' name of the hidden function, alone or times the second argument; "" where it has none."""
+    """Return transformers' name of the hidden function, alone or times the second argument; "" if there is none."""
     z = torch.linspace(-6, 6, 97, device="cpu")
     arguments = [z.roll(7 * port) for port in range(len(site.ports))]
     if len(arguments) > 2 or any(True for _ in (*site.hidden.parameters(), *site.hidden.buffers())):
@@ -183,7 +183,7 @@ class SharedAttention:
 
     name: str
     first: str  # the layer that they are taken from
-    replacements: dict[str, str]  # parameter name: the name of the one that replaces it
+    replacements: dict[str, str]  # by parameter name, the name of the parameter that replaces it
 
 
 def plan_sharing(group: Group, stack: Stack, anatomy: Anatomy, near_misses: list[NearMiss]) -> list[SharedAttention]:
@@ -210,7 +210,7 @@ def layers_of(group: Group, stack: Stack) -> list[Layer]:
 
 
 def pair_parameters(first: Layer, ours: Branch | None, other: Layer, theirs: Branch | None, anatomy: Anatomy) -> dict[str, str]:
-    """Return the parameters of the attention `theirs`, each with the one of `ours` that replaces it; raises where they differ."""
+    """Return the parameters of the attention `theirs`, each with the one of `ours` that replaces it. Raises if they differ."""
     if ours is None or theirs is None or ours.role != theirs.role:
         raise differ(other, f"{first.name} has not the same attentions, which it would share")
     common = parameter_names(ours, anatomy) & parameter_names(theirs, anatomy)

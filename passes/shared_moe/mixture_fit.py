@@ -1,16 +1,17 @@
-"""The start of a mixture that replaces several feed-forwards, on calibration data: which of them become experts, and the router.
+"""The fit of a mixture that replaces several feed-forwards, on calibration data: which of them become experts, and the router.
 
-Let y_j(x) be what feed-forward j of the group computes. A mixture of experts j_1 … j_E with gates g(x) misses layer l's output by
+Let y_j(x) be the output of feed-forward j of the group. For a mixture of experts j_1 … j_E with gates g(x) the squared error of
+layer l's output is
 
     ‖y_l(x) − Σ_e g_e(x) y_{j_e}(x)‖² = ‖y_l‖² − 2 Σ_e g_e ⟨y_{j_e}, y_l⟩ + Σ_{e,f} g_e g_f ⟨y_{j_e}, y_{j_f}⟩
 
-so that the inner products of a token, n × n for n layers, are all that is needed of it. They are divided by the layer's energy and
-weighed so that tokens with huge outputs do not decide (`token_weights`): a layer's sum is its relative squared error.
+so only the inner products of a token, n × n for n layers, are needed. They are divided by the layer's energy and weighted so that
+tokens with huge outputs do not dominate (`token_weights`): a layer's sum is its relative squared error.
 
-Experts are the E feed-forwards of which, on the mean over the layers, the best convex combination of two (K = 1: of one) is nearest
-to the layer's own; where E ≥ n all are experts. The router first learns to tell the layers by x, then, by gradient descent through
-the gates, to lower the error. Of the uncalibrated start and the fitted ones that one is kept which is best on held-out tokens among
-those that are worse for no layer.
+The experts are the E feed-forwards for which, on average over the layers, the best convex combination of two (K = 1: of one) is
+nearest to the layer's own output; if E ≥ n all are experts. The router first learns to distinguish the layers by x, then gradient
+descent through the gates lowers the error. Of the uncalibrated start and the fits, the best on held-out tokens is kept, among those
+that are worse for no layer.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ from retrofit.sdk.data import (
 TOKENS = 8192  # of all layers of a group together
 STEPS = 300  # of Adam on the router, half of them to tell the layers
 RATE = 0.02  # of Adam, on the router of inputs whose features have a root mean square of one
-WORSE = 10.0  # how much more it counts where a layer becomes worse than it was without calibration
+WORSE = 10.0  # weight of an error if a layer becomes worse than without calibration
 CHUNK = 256  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Tokens of all layers of a group, and the inner products of what its feed-forwards compute for each of them."""
+    """Tokens of all layers of a group, and the inner products of its feed-forwards' outputs for each of them."""
 
     x: Tensor  # (tokens, d)
     layer: Tensor  # (tokens), whose input each token is
@@ -87,7 +88,7 @@ def weighed_products(group: Group, layer: int, x: Tensor, model: nn.Module) -> T
 
 
 def compute(site: FeedForward, x: Tensor, model: nn.Module) -> Tensor:
-    """Return what a dense feed-forward computes, in float32: (tokens, d) to (tokens, d)."""
+    """Return the outputs of a dense feed-forward, in float32: (tokens, d) to (tokens, d)."""
     return times(site.out, hidden_units(site, x, model), model)
 
 
@@ -188,7 +189,7 @@ def fit_router(products: Products, sources: Tensor, start: Tensor, k: int, renor
 
 
 def nearest_experts(products: Products, sources: Tensor) -> Tensor:
-    """Return for each layer which experts compute what is nearest to it: (layers, E)."""
+    """Return, for each layer, the experts whose outputs are nearest to its own: (layers, E)."""
     errors = torch.stack(
         [
             products.errors(sources, F.one_hot(torch.full_like(products.layer, e), len(sources)).float())
@@ -204,7 +205,7 @@ def nearest_experts(products: Products, sources: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class MixtureStart:
-    """The feed-forward of its group that each expert is, the router, and each layer's relative error on held-out tokens."""
+    """The feed-forward from which each expert is copied, the router, and each layer's relative error on held-out tokens."""
 
     sources: tuple[int, ...]
     router: Tensor

@@ -53,7 +53,7 @@ class Router(nn.Linear):
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return the dtype that products have under autocast, None where there is none."""
+    """Return the dtype of products under autocast; None without autocast."""
     kind = device.type
     available = torch.compiler.is_dynamo_compiling() or torch.amp.is_autocast_available(kind)  # torch 2.11 cannot trace the latter
     on = available and torch.is_autocast_enabled(kind)
@@ -70,12 +70,12 @@ class ExpertMatrices(nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, rows: Tensor, expert: Tensor | Sequence[int], ends: Tensor | None) -> Tensor:
-        """Each row times the matrix of its expert, plus its bias: (rows, in) to (rows, out).
+        """Return each row times the matrix of its expert, plus its bias: (rows, in) to (rows, out).
 
-        `ends` is the index after the last row of each expert where rows are sorted by expert. None is for few rows: the matrix of
-        each is read where it lies if the experts are numbers, and gathered if they are a tensor.
+        `ends` is the index after the last row of each expert if rows are sorted by expert. None is for few rows: the matrix of each
+        is read in place if the experts are numbers, and gathered if they are a tensor.
         """
-        weight, bias = self.weight, self.bias  # once: adapters make them anew each time
+        weight, bias = self.weight, self.bias  # read once, because adapters compute them at each access
         if not isinstance(expert, Tensor):
             parts = zip(rows.split(1), expert, strict=True)
             if bias is None:
@@ -91,7 +91,7 @@ class ExpertMatrices(nn.Module):
         return y if bias is None else y + bias.to(y.dtype).index_select(0, expert)
 
     def of_every_expert(self, rows: Tensor) -> Tensor:
-        """Return rows, (rows, in) or for each expert its own (E, rows, in), times its matrix plus its bias: (E, rows, out)."""
+        """Return `rows` for every expert, (rows, in) or (E, rows, in), times its matrix plus its bias: (E, rows, out)."""
         y = rows @ self.weight.to(rows.dtype).transpose(1, 2)
         return y if self.bias is None else y + self.bias.to(y.dtype).unsqueeze(1)
 
@@ -134,7 +134,7 @@ class MixtureOfExperts(nn.Module):
         self.slices, self.experts, self.sent = slices, self.stacked // slices, slices * k
         self.order: Tensor | None
         self.register_buffer("order", order)
-        self.config: Any = None  # the model's, where it has one
+        self.config: Any = None  # the model's, if it has one
         self.activation = ""  # the name that transformers has for the hidden function, alone or times the second argument
         self.k, self.renormalize, self.capacity, self.balance, self.noise = k, renormalize, capacity, balance, noise
         like = down.weight
@@ -148,7 +148,7 @@ class MixtureOfExperts(nn.Module):
         return self.combine(x.reshape(-1, self.width), gates, selected, hidden).view(x.shape)
 
     def reads_in_place(self, x: Tensor) -> bool:
-        """Return whether x is few tokens whose experts can be read at once: on a CPU, without gradients or anything that traces."""
+        """Return whether x is few tokens whose experts can be read in place: on a CPU, without gradients or tracing."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or x.device.type != "cpu":
             return False
         few = 0 < x.numel() * self.sent <= self.stacked * self.width and x.dtype == self.down.weight.dtype
@@ -158,7 +158,7 @@ class MixtureOfExperts(nn.Module):
         return not traced and self.plugged_function() is None
 
     def compute_in_place(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
-        """Return y of a few tokens by views of their experts' matrices: nothing is sorted, and no matrix copied."""
+        """Return y of a few tokens by views of their experts' matrices, without sorting or copying."""
         logits = self.router(x).view(-1, self.slices, self.experts)
         gates = None
         if self.order is not None or (self.k == 1 and self.renormalize):
@@ -208,7 +208,7 @@ class MixtureOfExperts(nn.Module):
         return selected.flatten(1)
 
     def expert_capacity(self, tokens: int) -> int:
-        """Return B: how many of the tokens an expert keeps in training, the first ones."""
+        """Return B: the number of tokens that an expert computes in training; these are the first ones."""
         assert self.capacity is not None
         return math.ceil(self.capacity * self.k * tokens / self.experts - 1e-9)
 
@@ -234,9 +234,9 @@ class MixtureOfExperts(nn.Module):
         return self.weigh(y.index_select(0, torch.argsort(order)), gates)
 
     def plugged_function(self) -> Callable[..., Tensor] | None:
-        """Return the function of transformers' interface that the config names, None where there is none or it does not fit.
+        """Return the function of transformers' interface that the config names; None if there is none or it does not fit.
 
-        It has one matrix that reads x, biases of both matrices or none, and no adapter around either.
+        It supports one matrix that reads x, biases of both matrices or none, and no adapter around either.
         """
         name = getattr(self.config, "_experts_implementation", None)
         if name in (None, GROUPED) or name not in ALL_EXPERTS_FUNCTIONS or len(self.into) != 1:
@@ -271,14 +271,14 @@ class MixtureOfExperts(nn.Module):
         return y
 
     def units_of(self, z: Sequence[Tensor]) -> list[Tensor]:
-        """Return what the hidden function reads of the results of the matrices: (…, units) each."""
+        """Return the inputs of the hidden function, from the outputs of the matrices: (…, units) each."""
         if all(port.step == 1 for port in self.ports):
             return [z[port.matrix].narrow(-1, port.start, self.units) for port in self.ports]
         return [z[port.matrix][..., port.start : port.start + port.step * (self.units - 1) + 1 : port.step] for port in self.ports]
 
     @torch.no_grad()
     def take_order(self, other: MixtureOfExperts) -> None:
-        """Divide the hidden units as in `other`: the e-th experts of all slices compute together what they did."""
+        """Divide the hidden units as in `other`: the e-th experts of all slices together compute the same as before."""
         if self.order is None or other.order is None:
             return
         chosen = self.order.argsort().index_select(0, other.order.to(self.order.device))
@@ -314,17 +314,17 @@ class ExpertsView:
         self.gate_up_proj = self.up_proj = into.weight
         self.gate_up_proj_bias = self.up_proj_bias = into.bias
         self.down_proj, self.down_proj_bias = moe.down.weight, moe.down.bias
-        self.config, self.hidden_act = self, moe.activation  # the one entry that they read
+        self.config, self.hidden_act = self, moe.activation  # the only entry that they read
 
     def act_fn(self, z: Tensor) -> Tensor:
-        """Return the hidden units of what the one matrix makes of x."""
+        """Return the hidden units for the output of the matrix that reads x."""
         return self.hidden(*self.moe.units_of([z]))
 
     _apply_gate = act_fn
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return rows times the matrix of their group, of weight (E, in, out), by a kernel, or a loop where no kernel supports them."""
+    """Return rows times the matrix of their group, of weight (E, in, out), by a kernel, or a loop if no kernel supports them."""
     if rows.dtype == torch.float64 or any(size * rows.element_size() % ROW for size in weight.shape[1:]):
         return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)  # type: ignore[no-any-return]
     return _grouped_mm(rows, weight, ends)  # type: ignore[no-any-return]
@@ -357,9 +357,9 @@ CELL, ROW_HEIGHT, HEADER, TITLE, LETTER = 0.8, 0.34, 1.3, 5.0, 0.08  # sizes in 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """The part of a layer's dispatches that each of its experts gets, layer by layer; 1/E each where they are balanced."""
+    """The share of a layer's dispatches that each of its experts gets, layer by layer; 1/E each if they are balanced."""
 
-    shares: dict[str, tuple[float, ...]]  # by the path of the layer's block, and the slice where it has slices; each sums to one
+    shares: dict[str, tuple[float, ...]]  # by the path of the layer's block, and its slice if it has slices; each sums to one
     tokens: int
 
     def lines(self) -> Iterator[str]:
@@ -408,10 +408,10 @@ class Load:
 
 
 def expert_load(model: nn.Module, data: Any) -> Load:
-    """Return the load of the experts of every layer of `model` in evaluation mode on `data`, padding left out.
+    """Return the load of the experts of every layer of `model` in evaluation mode on `data`, without padding.
 
-    `data` is what `calibration=` takes: texts, token ids (windows, length), or batches of the model's inputs. Raises
-    `DoesNotFitError` where the model has no mixture of experts of this package, `SpecError` where `data` is empty.
+    `data` is as for `calibration=`: texts, token ids (windows, length), or batches of the model's inputs. Raises `DoesNotFitError`
+    if the model has no mixture of experts of this package, `SpecError` if `data` is empty.
     """
     counters = {path: RoutingCounter(module) for path, module in model.named_modules() if isinstance(module, MoEBlock)}
     if not counters:

@@ -1,4 +1,4 @@
-"""The mixture of experts once more, token by token: the reference that the check `method` holds the pass against."""
+"""The mixture of experts, token by token: the reference for the check `method`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def moe_block(call: SiteCall) -> Tensor:
         capacity = math.ceil(options.capacity * options.chosen * len(tokens) / experts - 1e-9)
     y = torch.zeros_like(tokens)
     lost = tokens.new_zeros(())
-    for first in range(0, experts * slices, experts):  # each slice has a router of its own
+    for first in range(0, experts * slices, experts):  # each slice has its own router
         routed = logits[:, first : first + experts]
         odds = (routed - routed.detach().amax(-1, keepdim=True)).exp()
         probabilities = odds / odds.sum(-1, keepdim=True)
@@ -45,7 +45,7 @@ def moe_block(call: SiteCall) -> Tensor:
             part = torch.zeros_like(tokens[0])
             for e in picked:
                 taken[e] += 1
-                if taken[e] <= capacity:  # what is over passes by the residual
+                if taken[e] <= capacity:  # excess tokens only take the residual connection
                     part = part + (row[e] / whole) * results[e][number]
             rows.append(part)
         y = y + torch.stack(rows)
@@ -115,7 +115,10 @@ def groups_of(observed: Observed) -> list[list[ObservedSite]]:
 
 
 def start(observed: Observed) -> Problems:
-    """Check that experts begin as feed-forwards of their group, spread evenly over its depth, the router with a spread of 0.02."""
+    """Check that experts start as feed-forwards of their group, spread evenly over its depth.
+
+    The router must have a standard deviation of 0.02.
+    """
     named = iter(named_sources(observed.options.sources))
     for group in groups_of(observed):
         moe: Any = group[0].module.moe
@@ -135,7 +138,7 @@ def named_sources(text: str) -> list[list[int]]:
 
 
 def expert_start(group: list[ObservedSite], sources: list[int] | None, observed: Observed) -> Problems:
-    """Check that expert e computes what the feed-forward named for it did, or that at depth ⌊(e + ½) n / E⌋ of the group's n."""
+    """Check that expert e equals the feed-forward named for it, or that at depth ⌊(e + ½) n / E⌋ of the group's n."""
     experts, slices = observed.options.experts, observed.options.slices or 1
     for e, depth in enumerate(sources or [int((e + 0.5) * len(group) / experts) for e in range(experts)]):
         source = group[depth]

@@ -4,10 +4,10 @@
     loss = l_main + λ Σ_t l_balance^t              t: every routing, a layer's of a group's mixture
 
 groups=1 is WideNet: one mixture for all layers of a stack. With as many groups as layers (groups=0) and gates that sum to one,
-every expert begins as a copy of its layer's feed-forward and the function is the dense model's: sparse upcycling.
+every expert starts as a copy of its layer's feed-forward, and the model computes the dense function: sparse upcycling.
 
 slices=g divides each feed-forward's hidden units, with E experts for each slice (slicing.py): as many active parameters as the
-dense feed-forward has, and its function.
+dense feed-forward, and the same function.
 
 Go Wider Instead of Deeper (AAAI 2022), eq. 6 and 8; the mixture itself, eq. 1 to 5, is in mixture_of_experts.py. `reinit` is the
 partial re-initialisation of Drop-Upcycling (ICLR 2025).
@@ -68,7 +68,7 @@ class SharedMoEPlan(Plan):
     groups: tuple[Group, ...] = ()
     attentions: tuple[SharedAttention, ...] = ()
     starts: Mapping[str, MixtureStart] = dataclasses.field(default_factory=dict)  # fitted on calibration data, by group
-    number_is_loss: bool = False  # whether a single number that the model returns in a tuple is its loss
+    number_is_loss: bool = False  # whether a single number in the tuple that the model returns is its loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,12 +161,12 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
     @property
     def exact(self) -> bool:
-        """As far as the options say: `groups=L` is exact too for a model of L layers, and its plan says so."""
+        """Return whether the options make it exact; `groups=L` is exact too for a model of L layers, and its plan says so."""
         return self.groups == 0 and self.sums_to_one and not self.reinit
 
     @property
     def sums_to_one(self) -> bool:
-        """Return whether the gates of a token sum to one: each is, or they are divided by their sum, or K = E."""
+        """Return whether the gates of a token sum to one: a single gate is 1, or they are divided by their sum, or K = E."""
         return self.slices is not None or self.renormalize or self.chosen == self.experts
 
     # What would be rewritten.
@@ -227,7 +227,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
         )
 
     def with_sources(self, groups: Sequence[Group]) -> tuple[Group, ...]:
-        """Return the groups with the layers that `sources` names; raises `DoesNotFitError` where they are not there."""
+        """Return the groups with the layers that `sources` names. Raises `DoesNotFitError` if they do not exist."""
         named = parse_sources(self.sources, self.experts)
         if not named:
             return tuple(groups)
@@ -257,14 +257,14 @@ class SharedMoE(Pass[SharedMoEPlan]):
         return tuple(dataclasses.replace(group, chosen=chosen.get(group.name, ())) for group in groups)
 
     def unused_options(self, groups: Sequence[Group]) -> Iterator[str]:
-        """Yield what is said of options that have no effect on these groups."""
+        """Yield notes on options that have no effect on these groups."""
         if self.share_attention and all(len(group.sites) == 1 for group in groups):
             yield "share_attention=true has no effect: no group has several layers"
         if self.reinit and not any(group.copies(self.experts) for group in groups):
             yield f"reinit={self.reinit:g} has no effect: no expert is a copy of another"
 
     def is_exact_for(self, group: Group) -> bool:
-        """Return whether every expert of the group's mixture computes what each layer computed, with gates that sum to one."""
+        """Return whether every expert of the group's mixture equals each layer's feed-forward, with gates that sum to one."""
         return len(group.sites) == 1 and not (self.reinit and group.copies(self.experts))
 
     def parameter_terms(self, groups: Sequence[Group], model: nn.Module) -> list[tuple[str, int]]:
@@ -376,7 +376,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
             install_feed_forward(site, MoEBlock(site, edit.model.get_submodule(site.path), moe), edit)
 
     def slice(self, site: FeedForward, order: Tensor | None, edit: Edit) -> None:
-        """Replace a feed-forward by mixtures of its slices, and account for each of its weights; `order` is that of its units."""
+        """Replace a feed-forward by mixtures of its slices and record the fate of each weight; `order` is that of its units."""
         assert self.slices is not None
         device = edit.model.get_parameter(site.out.weight).device
         order = torch.arange(site.units, device=device) if order is None else order.to(device)

@@ -1,10 +1,10 @@
-"""The feed-forward's hidden units in slices, each of which has experts and a router of its own (virtual groups, arXiv 2410.07524).
+"""A feed-forward's hidden units in slices, each with experts and a router of its own (virtual groups, arXiv 2410.07524).
 
     y = Σ_s e_s(x) + b,   e_s: the units of slice s          the dense feed-forward, however its units are divided
     u ~ v where |h_u| ‖w_u‖ and |h_v| ‖w_v‖ correlate        over the tokens of calibration data; w_u: what unit u writes
 
-As a mixture it is one of g·E experts of d_ff/g units each, those of a slice one after the other: expert e of slice s is s·E + e.
-The matrices that read x are one, in which each port has its rows; the bias of y is that of the experts of the first slice.
+It is stored as one mixture of g·E experts of d_ff/g units each, those of a slice in sequence: expert e of slice s is s·E + e. The
+matrices that read x are stacked in one, in which each port has its rows; the first slice's experts have the bias of y.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from retrofit.sdk import DoesNotFitError, Edit, Rearranged
 from retrofit.sdk.anatomy import FeedForward, Port, weight_and_bias, weight_out_first
 from retrofit.sdk.data import counted, sample_calibration
 
-TOKENS = 4096  # of a feed-forward, from which the slices of its units are found
+TOKENS = 4096  # of a feed-forward, from which the slices of its units are computed
 SWEEPS = 16  # of the clustering, at most
 UP, GATE_UP, ORDER = "up", "gate_up", "order"
 
@@ -57,7 +57,7 @@ class Slices:
         return sorted(range(len(self.site.ports)), key=lambda number: self.site.ports[number].matrix)
 
     def layouts(self) -> Iterator[tuple[str, str | None, str | None, Rearranged]]:
-        """Yield for each dense matrix: where it is, its parameters' names, and how the weight lies in the first experts."""
+        """Yield, for each dense matrix, its module, its parameters' names, and the layout of the weight in the first experts."""
         first = slice(0, None, self.experts)
         for index, matrix in enumerate(self.site.into):
             own = [place for place, number in enumerate(self.places) if self.site.ports[number].matrix == index]
@@ -109,12 +109,12 @@ class Slices:
 
 
 def bias_layout(layout: Rearranged) -> Rearranged:
-    """Return the layout of a bias beside that of its weight."""
+    """Return the layout of a bias, from that of its weight."""
     return dataclasses.replace(layout, transposed=False, dim=0)
 
 
 def require_slices(site: FeedForward, count: int, model: nn.Module) -> None:
-    """Raise `DoesNotFitError` where a feed-forward has not so many even slices, or its matrices are not one for each slice."""
+    """Raise `DoesNotFitError` if a feed-forward does not divide into `count` slices, or its matrices do not."""
     what = f"the feed-forward {site.name} has no {count} slices"
     if site.units % count:
         near = [divisor for divisor in range(2, min(site.units, 4 * count) + 1) if site.units % divisor == 0]
@@ -159,7 +159,10 @@ def strengths(site: FeedForward, x: Tensor, model: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def together(strength: Tensor, count: int) -> Tensor:
-    """Return the units, (units), in `count` even slices whose strengths, (tokens, units), correlate: no worse than as they lie."""
+    """Return the units, (units), in `count` even slices whose strengths, (tokens, units), correlate.
+
+    Their correlation is at least that of the original order.
+    """
     x = F.normalize(strength - strength.mean(0), dim=0)  # the product of two columns is their correlation
     units = x.shape[1]
     best = torch.arange(units, device=x.device) // (units // count)  # the slice of each unit
@@ -194,7 +197,10 @@ def affinities(x: Tensor, slices: Tensor, count: int) -> Tensor:
 
 
 def nearest_with_room(affinity: Tensor, size: int) -> Tensor:
-    """Return the slice of each unit, `size` in each: that of its greatest affinity which has room, those that care most first."""
+    """Return the slice of each unit, with `size` units in each: that of its greatest affinity which is not full.
+
+    Units with the largest affinities choose first.
+    """
     ranked = affinity.sort(1, descending=True)
     margin = ranked.values[:, 0] - ranked.values[:, 1:2].sum(1)
     preferences, room = ranked.indices.tolist(), [size] * affinity.shape[1]

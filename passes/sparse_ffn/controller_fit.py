@@ -2,10 +2,10 @@
 
     c_u = |h_u| ‖row u of W_out‖        the length of the vector that unit u of the dense feed-forward adds to y
 
-Without data, C1 C2 + c is the reduced-rank regression of the contributions, less their block's mean, on x: the least squared error
-at rank r, from the weights alone. With calibration data it is fitted to what the units contribute on it, after they were permuted
-into blocks that rarely fire together; then it is trained as a classifier. On tokens left out of the fit each start is measured, the
-one without data among them, and the best is taken.
+Without data, C1 C2 + c is the reduced-rank regression of the contributions, minus their block's mean, on x: the least squared error
+at rank r, from the weights alone. With calibration data the units are first permuted into blocks that rarely fire together, and the
+map is fitted to their contributions on the data; then it is trained as a classifier. All starts, including the one without data,
+are measured on held-out tokens, and the best is kept.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from retrofit.sdk.data import evaluation_mode, evenly_spaced
 SPREAD = 4.0  # of the controller's logits in a block at the start, in standard deviations (benchmarks/sparse_ffn_calibration.py)
 SHRINKAGE = 0.1  # of the covariance of x towards the identity
 TOKENS = 8192  # whose moments are averaged; the controller is trained on all
-HELD_OUT = 8  # one run of tokens in so many is left out of the fit and measured on
-RUN = 64  # tokens of a run: neighbours are much the same, so a token would not be new where those beside it were fitted to
+HELD_OUT = 8  # one run of tokens in this many is held out of the fit
+RUN = 64  # tokens of a run: neighbours are similar, so a held-out token must not lie between fitted ones
 
-Scores = Callable[[Tensor], Tensor]  # x, (tokens, d), to what the units are selected by, (tokens, d_ff)
+Scores = Callable[[Tensor], Tensor]  # x, (tokens, d), to the scores by which units are selected, (tokens, d_ff)
 Choice = tuple[Scores | None, Tensor]  # of active units, in an order; without scores those that contribute most
 
 
@@ -79,14 +79,14 @@ class Controller:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The part of its outputs' energy Σ c_u² that a feed-forward keeps with the selected units."""
+    """The part of the energy Σ c_u² of its outputs that a feed-forward keeps with the selected units."""
 
     of_tokens: float  # the share that a token keeps, averaged over the tokens
     of_all: float  # the share of the sum over all tokens
 
     @staticmethod
     def measure(contributions: Contributions, x: Tensor, n: int, k: int, choices: Sequence[Choice]) -> list[Kept]:
-        """Return what each of the choices keeps: the k units of each block that score highest, or that contribute most."""
+        """Return what each of the choices keeps: the k units of each block with the highest scores or the largest contributions."""
         sums = torch.zeros(len(choices), 3, dtype=torch.double)  # the shares that tokens keep, what is kept, the whole
         for part, c in contributions.chunks(x):
             for found, (scores, order) in zip(sums, choices, strict=True):
@@ -118,7 +118,7 @@ class Start:
 def fit_start(site: FeedForward, model: nn.Module, n: int, k: int, rank: int | None, x: Tensor | None) -> Start:
     """Return the controller of a feed-forward and the order of its units; `x`, (tokens, d), is its input on calibration data.
 
-    k units of each block of n are to be active. `rank` is the controller's; None: the gate selects, and only the order is fitted.
+    Of each block of n units k will be active. `rank` is the controller's; None: the gate selects, and only the order is fitted.
     """
     with evaluation_mode(site.hidden):
         contributions = Contributions(site, model)
@@ -158,10 +158,10 @@ def gate_scores(site: FeedForward, contributions: Contributions, order: Tensor) 
 
 
 def held_out_tokens(count: int) -> Tensor:
-    """Return which of so many tokens are left out of the fit, in runs drawn at random: (count).
+    """Return which of `count` tokens are held out of the fit, in runs drawn at random: (count).
 
-    Not every eighth run: windows of text have lengths that these divide, and the first tokens of all of them, which are the massive
-    ones of many models, would be left out.
+    Every eighth run would not do: it divides the lengths of windows of text, so the first tokens of all windows, which have massive
+    activations in many models, would be held out.
     """
     run = max(1, min(RUN, count // (4 * HELD_OUT)))
     runs = -(-count // run)
@@ -261,7 +261,7 @@ def by_block(values: Tensor, n: int) -> Tensor:
 # is then E[∂c_u/∂x] (Stein's lemma), which depends on the weights alone.
 
 CHUNK = 1024  # tokens computed at a time
-DRAWS = 256  # of each unit's pre-activations where there is no data
+DRAWS = 256  # of each unit's pre-activations without data
 
 
 class Contributions:
@@ -300,7 +300,7 @@ def shares(c: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class ContributionMoments:
-    """Means and covariances of a feed-forward's input x and the contributions c of its units, in the dense model's order."""
+    """Means and covariances of a feed-forward's input x and its units' contributions c, in the dense model's order."""
 
     x: Tensor  # E[x]: (d)
     c: Tensor  # E[c]: (d_ff)
@@ -309,7 +309,10 @@ class ContributionMoments:
 
     @staticmethod
     def of_data(contributions: Contributions, x: Tensor) -> tuple[ContributionMoments, Tensor]:
-        """Return those of inputs x, (tokens, d), and of their shares s, and E[s_u² s_v²], which says what units fire together."""
+        """Return the moments of inputs x, (tokens, d), and of their shares s, and E[s_u² s_v²].
+
+        The last shows which units fire together.
+        """
         d, units, like = x.shape[1], len(contributions.lengths), contributions.lengths
         shift = x[:CHUNK].to(like).mean(0)  # near the mean, so that little cancels
         usual = torch.cat([part.float().norm(dim=1) for part in x.split(CHUNK)]).median().to(like)

@@ -1,11 +1,10 @@
 """Products with rows of a matrix given by index: z[t, b] = x[t] · rows[i[t, b]] and y[t] = Σ_b h[t, b] rows[i[t, b]].
 
-A bias may be added, z's of the same rows. Where no gradient is needed, rows are read in place. On a CPU the sum of rows is a bag of
-embeddings, and the products are what the backward pass of such a bag computes for its weights; the products of a single token are
-faster on a copy of its rows, while that is small (`benchmarks/sparse_ffn.py --products`). On CUDA, where torch would read the rows
-one after the other, Triton kernels read tiles of them (`triton_kernels.py`). With the few tokens of a decoder, y would keep few of
-the processors busy there, so the sum over b is split into parts, which are added at the end. Of a packed matrix only rows that are
-read are unpacked.
+A bias may be added, for z that of the same rows. Without gradients rows are read in place. On a CPU the sum of rows is an embedding
+bag, and the products are the weight gradient of such a bag; for a single token they are faster on a copy of its rows, if the copy
+is small (`benchmarks/sparse_ffn.py --products`). On CUDA, where torch would read the rows one by one, Triton kernels read tiles of
+them (`triton_kernels.py`). For the few tokens of a decoder y would occupy few multiprocessors, so the sum over b is split into
+parts that are added at the end. Of a packed matrix only the rows that are read are unpacked.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from torch.nn import functional as F
 from retrofit.sdk.modules import has_rows_apart, is_exporting, is_packed_tensor, rows_at
 
 SMALL = 3 << 20  # bytes of the rows of one token that a CPU copies faster than it reads them one by one
-PIECE = 1024  # columns of a row that a CPU thread sums at a time where there is one token
-SUM = 0  # the mode of a bag that is the sum of its rows
+PIECE = 1024  # columns of a row that a CPU thread sums at a time, for one token
+SUM = 0  # the mode of a bag that sums its rows
 PRODUCTS, SUMS = (2, 1024, 4), (64, 128, 4)  # rows and columns that a Triton program reads at a time, and its warps
 TOTALS = (16, 128)  # parts and columns, likewise
 PROGRAMS = 512  # that keep a GPU busy
@@ -74,7 +73,7 @@ def sums(h: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 
 
 def reads_tiles(x: Tensor, *operands: Tensor | None) -> bool:
-    """Return whether the Triton kernels run: on CUDA, with ordinary tensors that are not empty, and nothing has to be recorded."""
+    """Return whether the Triton kernels run: on CUDA, with ordinary, non-empty tensors, and without autograd or export."""
     if not x.is_cuda or not HAS_TRITON or not x.numel():
         return False
     given = [x, *(operand for operand in operands if operand is not None)]
@@ -82,13 +81,13 @@ def reads_tiles(x: Tensor, *operands: Tensor | None) -> bool:
 
 
 def is_recorded(*operands: Tensor) -> bool:
-    """Return whether autograd or an exporter records the computation: then only operations that these support are used."""
+    """Return whether autograd or an exporter records the computation: then only operations that both support are used."""
     exported = is_exporting() or torch.jit.is_tracing()
     return exported or (torch.is_grad_enabled() and any(operand.requires_grad for operand in operands))
 
 
 def products_by_bag(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
-    """Return `indexed_products`: the gradient of the weights h in y = Σ_b h[t, b] rows[i[t, b]] where that of y is x."""
+    """Return `indexed_products`, as the gradient of the weights h in y = Σ_b h[t, b] rows[i[t, b]] for the gradient x of y."""
     tokens, blocks = indices.shape
     starts = torch.arange(0, tokens * blocks, blocks)
     token = torch.arange(tokens).repeat_interleave(blocks)
@@ -163,11 +162,11 @@ FEW = 4  # up to N / (k FEW) tokens it is faster to copy the active rows than to
 # Of rows that a CPU reads in place, by whether numbers take less than four bytes (benchmarks/sparse_ffn.py --crossover):
 ALWAYS = {False: 16, True: 32}  # from this N / k on rows are faster for any number of tokens
 PART = {False: 2, True: 8}  # below, for up to (N / k)² / PART tokens, and for one
-CACHED = 32 << 20  # bytes of a matrix, in four bytes a number or more, of which half as large an N / k is enough
+CACHED = 32 << 20  # bytes of a matrix in 4-byte or larger numbers up to which half of N / k suffices
 
 
 def prefers_rows(x: Tensor, width: int, share: int, weights: Sequence[Tensor]) -> bool | torch.SymBool:
-    """Return whether rows alone are faster for x, (…, width), where one of `share` units is active; weights: W_out first."""
+    """Return whether reading rows is faster for x, (…, width), if one of `share` units is active; weights: W_out first."""
     if any(weight.device != x.device for weight in weights):  # offloaded: they are there only while their own module computes
         return False
     packed = [weight for weight in weights if is_packed_tensor(weight)]

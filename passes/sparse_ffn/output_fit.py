@@ -1,11 +1,12 @@
-"""The output matrix of a sparse feed-forward, fitted to what the dense one returned: what is left out of h is made up for by W.
+"""The output matrix of a sparse feed-forward, fitted to the dense outputs: W compensates for the units left out of h.
 
     Σ_t w_t ‖y_t − a_t W − b‖² + λ g (‖W − W⁰‖² + ‖b − b⁰‖²) = min        a = h ⊙ mask, y = h W⁰ + b⁰, g: the mean of Σ_t w_t a_tu²
 
-The mask is the one that the sparse feed-forward selects in evaluation. λ pulls towards the dense matrix W⁰, most where units are
-small or rarely active: at λ = ∞ nothing is fitted. w_t keeps tokens with massive activations from deciding (`token_weights`). Of
-some λ and the dense matrix the one is kept whose error is least on tokens held out, among those that are worse neither for the
-tokens, each counted once, nor for their sum. Where the gate selects, the units that are active depend on W: there are two rounds.
+The mask is the selection of the sparse feed-forward in evaluation. λ pulls towards the dense matrix W⁰, most for units that are
+small or rarely active; λ = ∞ fits nothing. The weights w_t limit the influence of tokens with massive activations
+(`token_weights`). Of several λ and the dense matrix the one with the least error on held-out tokens is kept, among those that are
+no worse either for the mean over tokens or for their sum. If the gate selects, the active units depend on W, so there are two
+rounds.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from retrofit.sdk.data import evaluation_mode, evenly_spaced, token_weights
 CHUNK = 1024  # tokens computed at a time
 SAMPLE = 2048  # tokens whose median length counts
 STRENGTHS = (0.01, 0.1, 0.3, 1.0, 3.0)  # λ; none: the dense matrix
-ROUNDS = 2  # where the mask depends on W
+ROUNDS = 2  # if the mask depends on W
 STRIPE = 384  # rows of a symmetric product that are computed from the diagonal on
 
 
@@ -87,7 +88,7 @@ def fit_output(block: SparseFeedForward, x: Tensor, held_out: Tensor) -> tuple[E
 
 
 def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output]:
-    """Return the minimum of the formula above for each λ, with the units that `block` selects as it is now."""
+    """Return the minimizer of the formula above for each λ, with the units that `block` currently selects."""
     sample = torch.cat([y for _, y in values(block, dense, evenly_spaced(x, SAMPLE))])
     median = sample.square().sum(1).median().clamp_min(torch.finfo(torch.float32).tiny)
     units, width = dense.weight.shape
@@ -117,21 +118,21 @@ def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output
 
 
 def add_symmetric_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right, a symmetric matrix, to the upper triangle of `total`; what is below it is undefined afterwards."""
+    """Add left @ right, a symmetric matrix, to the upper triangle of `total`; the lower triangle is undefined afterwards."""
     for first in range(0, len(total), STRIPE):
         rows = slice(first, first + STRIPE)
         total[rows, first:].addmm_(left[rows], right[:, first:])
 
 
 def values(block: SparseFeedForward, dense: Output, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield what the output matrix multiplies in evaluation, and the dense feed-forward's output, some tokens at a time."""
+    """Yield the inputs of the output matrix in evaluation and the dense feed-forward's outputs, some tokens at a time."""
     for part in x.split(CHUNK):
         h, a = block.values(part.to(block.down.weight))
         yield a.float(), dense(h.float())
 
 
 def measure(output: Output, pairs: Sequence[tuple[Tensor, Tensor]]) -> Errors:
-    """Return the errors with this output, where `pairs` are what it multiplies and what it should return."""
+    """Return the errors with this output; `pairs` are its inputs and the outputs that it should return."""
     missed, y = (torch.cat(parts) for parts in zip(*((output(a) - y, y) for a, y in pairs), strict=True))
     weights = token_weights(y)
 

@@ -1,9 +1,10 @@
-"""The sparse feed-forward once more, every unit computed, most of them times zero: the reference of the check `method`.
+"""The sparse feed-forward with every unit computed, most of them times zero: the reference for the check `method`.
 
-Its start is held against the dense feed-forward and against an optimum that is computed here. Without data the controller is the
-best map of rank r from x, standard normal, to what the units contribute, |h_u| ‖row u of W_out‖, less the mean of their block. With
-x standard normal the slope of that regression is Cov[x, c_u], here by Gauss-Hermite quadrature in the one or two directions that a
-unit reads, and the best map of rank r is its truncated singular value decomposition."""
+Its initial values are compared with the dense feed-forward and with an optimum that is computed here. Without data the controller
+is the best map of rank r from x, standard normal, to the units' contributions, |h_u| ‖row u of W_out‖, minus the mean of their
+block. For standard normal x the slope of that regression is Cov[x, c_u], here by Gauss-Hermite quadrature in the one or two
+directions that a unit reads, and the best map of rank r is its truncated singular value decomposition.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def sparse_feed_forward(call: SiteCall) -> Tensor:
 
 
 def hidden_units(block: Any, x: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return what each port of the hidden function reads, and its values: (…, d_ff) each."""
+    """Return the input of each port of the hidden function, and the hidden units: (…, d_ff) each."""
     results = []
     for role in block.roles:
         matrix = getattr(block, role)
@@ -48,7 +49,7 @@ def hidden_units(block: Any, x: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 def output(block: Any, h: Tensor, dense: Dense | None = None, *, with_tail: bool = True) -> Tensor:
-    """Return h W_out + b_out, with those of the `dense` model where given, and what the dense model's module did to it."""
+    """Return h W_out + b_out, with the weights of the `dense` model if given, and with its module's further operations."""
     weight, bias = (block.down.weight, block.down.bias) if dense is None else dense
     y = h @ weight.to(h.dtype)
     y = y if bias is None else y + bias
@@ -56,7 +57,7 @@ def output(block: Any, h: Tensor, dense: Dense | None = None, *, with_tail: bool
 
 
 def controller_logits(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Return x C1 C2 + c, or log |act(gate)| ‖row of W_up‖ ‖row of W_out‖; `weight` is W_out where it is not the block's."""
+    """Return x C1 C2 + c, or log |act(gate)| ‖row of W_up‖ ‖row of W_out‖; `weight` is W_out if it is not the block's."""
     if getattr(options, "controller", "low-rank") != "gate":
         return (x @ block.c1) @ block.c2 + block.bias  # type: ignore[no-any-return]
     gate = gate_port(block, z)
@@ -127,15 +128,16 @@ TOKENS = 512  # of calibration data that a fitted output matrix is tried on
 STRENGTHS = (0.01, 0.1, 0.3, 1.0, 3.0)  # λ, of the pull towards the dense output matrix
 MOST = 4  # blocks whose regression is solved again, spread evenly over the model
 NODES = {1: 64, 2: 40}  # of the quadrature, in each direction
-EXPLAINED = 0.9  # of what the best map of that rank explains: the pass estimates the slopes from draws
-NEGLIGIBLE = 1e-3  # of the contributions: so little their means differ that the bias says nothing
+EXPLAINED = 0.9  # of the part that the best map of that rank explains: the pass estimates the slopes from draws
+NEGLIGIBLE = 1e-3  # of the contributions: if their means differ by less, the bias is arbitrary
 
 
 def start(observed: Observed) -> Problems:
-    """Check that with all units and the dense output matrix it is the dense feed-forward, and its controller the best of its rank.
+    """Check that with all units and the dense output matrix the module is the dense feed-forward, with the best controller of its
+    rank.
 
-    On data the controller is better than chance, and an output matrix that was fitted no further from the dense feed-forward than
-    the dense one.
+    On data the controller must be better than chance, and a fitted output matrix no further from the dense feed-forward than the
+    dense one.
     """
     options = observed.options
     advantages: list[tuple[str, float, float]] = []
@@ -172,7 +174,7 @@ def start(observed: Observed) -> Problems:
 
 
 def dense_output(observed: Observed, site: ObservedSite) -> Dense | None:
-    """Return W_out and b_out of the dense model, units in the order of the block; None where they are not at hand."""
+    """Return W_out and b_out of the dense model, units in the block's order; None if they are not available."""
     block: Any = site.module
     found = {fate.name: (name, fate) for name, fate in observed.dense.fates.items()}
     name, fate = found.get(f"{site.path}.down.weight", ("", None))
@@ -185,9 +187,9 @@ def dense_output(observed: Observed, site: ObservedSite) -> Dense | None:
 
 
 def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense | None) -> Problems:
-    """Compare the output matrix on calibration tokens with others: how far is each from the dense feed-forward?
+    """Compare, on calibration tokens, how far the output matrix and others are from the dense feed-forward.
 
-    One that is fitted here, to fewer tokens, must not be nearer; nor must the dense matrix, where another was fitted.
+    One fitted here, to fewer tokens, must not be nearer; nor must the dense matrix, if another was fitted.
     """
     block, options, rows = site.module, observed.options, list[Tensor]()
     if observed.calibration is None:
@@ -221,11 +223,11 @@ def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense | None)
 
 @torch.no_grad()
 def share_of_fitted(block: Any, options: Any, x: Tensor, dense: Dense | None) -> float:
-    """Return the squared error on a quarter of these tokens of a matrix fitted to the others, as a part of the block's own.
+    """Return the squared error on a quarter of these tokens of a matrix fitted to the others, as a fraction of the block's own.
 
-    The matrix is the minimum of what the fit minimizes, for the λ that is best here. Of four shares the largest is returned: of
-    either half of the quarter, tokens weighed by their length or all the same. The block's matrix was fitted to these tokens among
-    others, so that one fitted to fewer is not nearer.
+    The matrix is the minimizer of the fit's objective, for the best λ here. The largest of four fractions is returned: for either
+    half of the quarter, with tokens weighted by length or equally. The block's matrix was fitted to these tokens among others, so a
+    matrix fitted to fewer is not nearer.
     """
     z, h = hidden_units(block, x)
     weight, bias = (block.down.weight.double(), block.down.bias) if dense is None else dense
@@ -254,7 +256,7 @@ def share_of_fitted(block: Any, options: Any, x: Tensor, dense: Dense | None) ->
 
 
 def masked(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor, dense: Dense | None) -> Tensor:
-    """Return h with the units that are active in evaluation, where the output matrix is the `dense` one or the block's."""
+    """Return h with the units active in evaluation; the output matrix is the `dense` one or the block's."""
     if options.controller == "gate":
         logits = in_blocks(controller_logits(block, options, x, z, h, None if dense is None else dense[0]), options.sparsity)
     else:
@@ -270,7 +272,7 @@ def masked(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor, dens
 
 @torch.no_grad()
 def regression_problems(block: Any, n: int) -> list[str]:
-    """Return what is wrong with a controller as the regression of the units' contributions on standard normal x."""
+    """Return the errors of a controller as the regression of the units' contributions on standard normal x."""
     means, slopes = standard_normal_moments(block)
     means, slopes = centred(means, n), centred(slopes, n)
     c1, c2, bias = block.c1.double(), centred(block.c2.double(), n), centred(block.bias.double(), n)
@@ -345,7 +347,7 @@ def real_rows(site: ObservedSite) -> Tensor:
 
 
 def logits_of(block: Any, options: Any, x: Tensor) -> Tensor:
-    """Return x C1 C2 + c as it is in the model: (rows, blocks, N)."""
+    """Return x C1 C2 + c as the model has it: (rows, blocks, N)."""
     logits = (x @ block.c1.detach().float()) @ block.c2.detach().float() + block.bias.detach().float()
     return in_blocks(logits, options.sparsity)
 

@@ -52,10 +52,10 @@ LEAST = 1e-20  # magnitude of a gate, so that it has a logarithm
 class SparseFeedForward(FeedForwardBlock):
     """y = (hidden(x W_in + b_in) ⊙ Controller(x)) W_out + b_out: (…, d) to (…, d).
 
-    Hidden units come in blocks of `sparsity`, of which `active` are active; unit i is the dense model's unit `order[i]`. Where all
-    are, no controller is needed, and with that of the gate no parameters: there `c1`, `c2` and `bias` are None. `lengths` holds
-    ‖row of W_up‖ ‖row of W_out‖ of each unit then, as of the last call of `train()` or `eval()`, and is not saved. `fitted` says
-    whether `down` began with values fitted to data (`output_fit.py`), and not with the dense ones.
+    Hidden units form blocks of `sparsity`, of which `active` are active; unit i is the dense model's unit `order[i]`. If all are
+    active there is no controller, and the gate as controller has no parameters: then `c1`, `c2` and `bias` are None. With the gate,
+    `lengths` holds ‖row of W_up‖ ‖row of W_out‖ of each unit, from the last call of `train()` or `eval()`, and is not saved.
+    `fitted` is whether the initial values of `down` were fitted to data (`output_fit.py`) instead of copied.
     """
 
     c1: Tensor
@@ -121,7 +121,7 @@ class SparseFeedForward(FeedForwardBlock):
         return cond(self.prefers_gather(x), self.compute_gathered, self.compute_masked, x, unit, *gate, *weight, size=x.shape)
 
     def values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all hidden units, and what `down` multiplies in evaluation, zero where they are not active: (…, d_ff) each."""
+        """Return all hidden units, and the input of `down` in evaluation, zero for inactive units: (…, d_ff) each."""
         z = self.port_values(x)
         unit, *weight = self.active_units(self.logits(x, *([z[self.gate_port]] if self.controller == "gate" else [])))
         h = self.hidden(*z)
@@ -143,7 +143,7 @@ class SparseFeedForward(FeedForwardBlock):
     # Which units are active.
 
     def activate(self, count: int) -> None:
-        """Make so many units of each block active, and scale their outputs for so many."""
+        """Make `count` units of each block active, and scale their outputs for that number."""
         self.active = count
         self.factor = math.sqrt(self.sparsity / count) if self.scales else 1.0
 
@@ -162,7 +162,7 @@ class SparseFeedForward(FeedForwardBlock):
             return F.linear(low, self.c2.float().t(), self.bias.float()).unflatten(-1, (-1, self.sparsity))
 
     def sample_mask(self, logits: Tensor) -> Tensor:
-        """Return what h is multiplied by in training: (…, blocks, N)."""
+        """Return the factor of h in training: (…, blocks, N)."""
         if self.controller == "gate":
             scaled = logits / self.temperature
             mask = straight_through(scaled, scaled, self.active)
@@ -181,7 +181,7 @@ class SparseFeedForward(FeedForwardBlock):
         return self
 
     def rebuild_buffers(self) -> None:
-        """Compute `lengths`, which is not saved, from the weights, or where a quantizer packed these from what they compute."""
+        """Compute `lengths`, which is not saved, from the weights; if a quantizer packed them, from their outputs."""
         self.measure_lengths()
         if self.controller == "gate" and any(map(is_packed, self.parameters())):
             up = self.get_submodule(self.roles[self.other_port.matrix])
@@ -189,12 +189,12 @@ class SparseFeedForward(FeedForwardBlock):
 
     @property
     def other_port(self) -> Port:
-        """The argument of `hidden` that is not the gate, where the gate is the controller."""
+        """Return the argument of `hidden` that is not the gate, if the gate is the controller."""
         return next(port for index, port in enumerate(self.ports) if index != self.gate_port)
 
     @torch.no_grad()
     def measure_lengths(self) -> None:
-        """Compute `lengths` from the weights as they are now, unless these are sharded, quantized or without values."""
+        """Compute `lengths` from the current weights, unless these are sharded, quantized or without values."""
         if self.controller != "gate":
             return
         up: Any = getattr(self.get_submodule(self.roles[self.other_port.matrix]), "weight", None)
@@ -215,9 +215,10 @@ class SparseFeedForward(FeedForwardBlock):
     # All rows, and the mask.
 
     def compute_masked(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
-        """Return y from all units and a mask of the active ones: `unit`, their indices in each block, (…, blocks, k).
+        """Return y from all units and a mask of the active ones; `unit` has their indices in each block, (…, blocks, k).
 
-        The rest: the values of the gate where it is the controller, (…, d_ff), and the weights of the active units, (…, blocks, k).
+        Further arguments: the values of the gate if it is the controller, (…, d_ff), and the weights of the active units, (…,
+        blocks, k).
         """
         gate, weight = self.gate_and_weight(rest)
         return self.apply_mask(x, indicator(unit, self.sparsity, weight), gate)
@@ -314,9 +315,9 @@ class SparseFeedForward(FeedForwardBlock):
 
 @torch.no_grad()
 def represented_weight(linear: Any, inputs: int) -> Tensor:
-    """Return the matrix by which a linear layer multiplies, whatever its weight is packed in: (inputs, outputs).
+    """Return the matrix by which a linear layer multiplies, however its weight is packed: (inputs, outputs).
 
-    A copy of the layer is asked: what it computes may change how it holds its weight.
+    A copy of the layer computes it, because a call may change how the layer stores its weight.
     """
     linear = copy.deepcopy(linear)
     weight = linear.weight
@@ -338,7 +339,7 @@ class ActiveUnits:
     name: str = "the active units of a block"
 
     def fits(self, site: nn.Module) -> bool:
-        """Return whether no units are multiplied by their probabilities: those of all N would not be the dense function."""
+        """Return whether no units are multiplied by their probabilities; otherwise all N would not give the dense function."""
         blocks = sparse_feed_forwards(site)
         return bool(blocks) and not any(block.multiply for block in blocks)
 

@@ -1,4 +1,4 @@
-"""The sparse-ffn pass: every feed-forward becomes one of which a controller activates k hidden units in N.
+"""The sparse-ffn pass: in every feed-forward a controller activates k hidden units in N.
 
 `sparse_feed_forward.py` is the layer; `controller_fit.py` and `output_fit.py` are its start from the dense weights and calibration
 data.
@@ -51,7 +51,7 @@ from retrofit.sdk.data import (
 )
 from retrofit.sdk.modules import RowMajor, install_feed_forward, linear
 
-ENERGY = "energy kept of the outputs"  # what calibration measures at each site
+ENERGY = "energy kept of the outputs"  # measured by calibration at each site
 OUTPUT = "relative error of the outputs on tokens held out"  # the same, where the output matrix is fitted
 
 
@@ -74,7 +74,7 @@ class SparseFFNPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class SparseFFN(Pass[SparseFFNPlan]):
-    """Feed-forwards of which a controller activates k hidden units in N."""
+    """Makes feed-forwards sparse: a controller activates k hidden units in N."""
 
     name: ClassVar[str] = "sparse-ffn"
     summary: ClassVar[str] = "activate k of N hidden units in every feed-forward, selected by a low-rank controller or the gate"
@@ -148,12 +148,12 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     @property
     def predicts(self) -> bool:
-        """True where there is a controller of its own parameters."""
+        """Return whether the controller has parameters of its own."""
         return self.controller == "low-rank" and not self.exact
 
     @property
     def fits_output(self) -> bool:
-        """True where the output matrix may begin with other values than the dense ones."""
+        """Return whether the output matrix may start with other values than the dense ones."""
         return self.fit_output and not self.exact
 
     def rank_for(self, width: int) -> int:
@@ -187,7 +187,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         )
 
     def check(self, site: FeedForward, model: nn.Module, remedy: str) -> None:
-        """Raise `DoesNotFitError` where a feed-forward cannot be made sparse; `remedy` is for a d_ff that N does not divide."""
+        """Raise `DoesNotFitError` if a feed-forward cannot be made sparse; `remedy` is for a d_ff that N does not divide."""
         what = f"the feed-forward {site.name} cannot be made sparse"
         if site.units % self.sparsity:
             why = f"its d_ff = {site.units} is not a multiple of N = {self.sparsity}; {self.divisors([site])} would do"
@@ -214,7 +214,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         return "sparsity=" + " or ".join(map(str, sorted(nearest)))
 
     def controller_parameters(self, d: int, d_ff: int) -> int:
-        """Return d·r + r·d_ff + d_ff; none where the gate is the controller or all units are active."""
+        """Return d·r + r·d_ff + d_ff; 0 if the gate is the controller or all units are active."""
         r = self.rank_for(d)
         return d * r + r * d_ff + d_ff if self.predicts else 0
 
@@ -229,7 +229,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         return " + ".join(terms)
 
     def decoding_cost(self, sites: Sequence[FeedForward]) -> str:
-        """Return the FLOPs of a token that is decoded by itself."""
+        """Return the FLOPs of decoding one token at a time."""
         whole = 1 if self.controller == "gate" and not self.exact else 0  # matrices of which all rows are used
         matrices = [(2 * site.width * site.units, len(site.ports) + 1) for site in sites]
         dense = sum(size * count for size, count in matrices)
@@ -266,12 +266,12 @@ class SparseFFN(Pass[SparseFFNPlan]):
     def make_group(
         self, sites: Sequence[FeedForward], edit: Edit, calls: Mapping[str, int], done: int, total: int
     ) -> list[SparseBlock]:
-        """Return the sparse feed-forwards of some of the `total` sites, `done` of which came before, side by side."""
+        """Return the sparse feed-forwards of some of the `total` sites, computed in parallel; `done` came before them."""
         recorded: dict[str, Tensor] = {}
         if edit.calibration is not None and not self.exact:
             paths = {site.entry_path: calls.get(site.entry_path, 1) for site in sites}
             recorded = record_inputs(edit.model, edit.calibration, paths)
-            page_out_mapped(edit.model.parameters())  # each fit reads those of its own site alone
+            page_out_mapped(edit.model.parameters())  # each fit reads only the weights of its own site
         inputs = [recorded.get(site.entry_path) for site in sites]
         size = max(bytes_of_a_fit(max(map(len, recorded.values()), default=0), site) for site in sites)
         recorded.clear()
@@ -351,13 +351,13 @@ def blocks_of(number: int) -> str:
     return "its one block" if number == 1 else f"each of {number} blocks"
 
 
-TOKENS = 32_768  # that a layer is calibrated on, where there are so many
+TOKENS = 32_768  # on which a layer is calibrated, if there are as many
 FEWEST = 16  # tokens that anything is fitted on
 ROUNDED = torch.bfloat16  # what recorded inputs are rounded to: fits are as good, and more layers are recorded in a run
 
 
 def most_tokens(calibration: Calibration) -> int:
-    """Return how many tokens of a call are recorded at most: those of images and sound are not known before they are run."""
+    """Return the most tokens that are recorded per call; the number of image and sound tokens is unknown before the run."""
     tensors = [value for batch in calibration.batches for value in batch.values() if isinstance(value, Tensor)]
     return TOKENS if any(value.is_floating_point() for value in tensors) else min(TOKENS, tokens_given(calibration))
 
@@ -394,12 +394,12 @@ class TokenRecorder:
             raise Enough
 
     def tokens(self) -> Tensor:
-        """Return (tokens, d); none where the module was not called."""
+        """Return the tokens, (tokens, d); none if the module was not called."""
         return self.rows[: self.count]
 
 
 def spread_out(calibration: Calibration, tokens: int) -> Calibration:
-    """Return batches of about so many tokens, at even distances: the data may go from one subject to the next."""
+    """Return batches of about `tokens` tokens, evenly spaced, because the data may change its subject."""
     return Calibration(calibration.batches[:: max(1, tokens_given(calibration) // tokens)])
 
 

@@ -119,10 +119,10 @@ def tile_choice(  # type: ignore[no-untyped-def]
     TILE_BLOCKS: tl.constexpr,
     TILE_RANK: tl.constexpr,
 ):
-    """The K largest of the n logits in each block of a tile, largest first and the first of equal ones, for one token t.
+    """Choose the K largest of the n logits in each block of a tile for one token t, largest first; of equal ones, the first.
 
-    The logits are Σ_r low[t, r] c2[r, u] + bias[u], or low[t, u] where they are given. out is their indices u, K a block, or 1 at
-    them and 0 at the others. Not a number counts as the largest. PADDED is a power of two from n on.
+    The logits are Σ_r low[t, r] c2[r, u] + bias[u], or low[t, u] if they are given. `out` receives their indices u, K a block, or 1
+    at them and 0 elsewhere. NaN counts as the largest. PADDED is a power of two, at least n.
     """
     token = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, TILE_BLOCKS * PADDED)

@@ -20,7 +20,7 @@ from retrofit.sdk import DoesNotFitError
 from retrofit.sdk.anatomy import FeedForward
 from retrofit.sdk.program import CAST, DROPOUT, op
 
-HIGHEST = 30.0  # what a logit counts above the k-th largest: from log N on its unit has its full 1 anyway
+HIGHEST = 30.0  # limit of a logit's excess over the k-th largest; from log N on its unit is fully active
 FAR = 1e30  # larger than any logit
 
 
@@ -117,17 +117,17 @@ def indicator_of_largest(logits: Tensor, k: int, least: Tensor, dim: int) -> Ten
 
 
 def relaxed_below(logits: Tensor, k: int, least: Tensor, dim: int) -> Tensor:
-    """Return the relaxation where the units whose logits are at least so large have their full 1: a softmax of the others."""
+    """Return the relaxation in which units with logits of at least `least` are fully active: a softmax of the others."""
     full = (logits.detach() - least.unsqueeze(dim)).sign_().add_(1).clamp_max_(1.0)
     rest = k - full.sum(dim, keepdim=True)
     return torch.addcmul(full, rest, torch.add(logits, full, alpha=-FAR).softmax(dim))
 
 
 def full_ones(sorted_logits: Tensor, k: int) -> Tensor:
-    """Return the least logit of each block whose unit has its full 1 in the relaxation, `FAR` where none has: (N, …) to (…).
+    """Return the least logit of each block whose unit is fully active in the relaxation, `FAR` if there is none: (N, …) to (…).
 
-    Of the sorted units the j-th, if all before it do, where its share (k − j) e^{l_j} of what is left for it and the smaller ones
-    exceeds their sum. The units from the k-th on never do.
+    Of the sorted units the j-th is, if all before it are and its share (k − j) e^{l_j} of the remainder exceeds the sum over it and
+    the smaller ones. The units from the k-th on never are.
     """
     weights = (sorted_logits - sorted_logits[k - 1]).clamp_max_(HIGHEST).exp_()
     rests = [weights[k - 1 :].sum(0)]  # Σ of the weights from the j-th on: j = k − 1, k − 2, …, 0
@@ -191,9 +191,9 @@ LARGEST = 64  # N up to which several units of a block are chosen: the kernel co
 
 
 def chooses_in_kernel(n: int, k: int, x: Tensor, *operands: Tensor | None) -> bool:
-    """Return whether the functions below choose k of every n: on CUDA, where no gradient is needed, but not in float64.
+    """Return whether the functions below choose k of every n: on CUDA, without gradients, and not in float64.
 
-    The kernel's logits are float32, and what is compared in float64 may differ by another choice between two that are almost equal.
+    The kernel's logits are float32, so in float64 it could choose differently between two that are almost equal.
     """
     return (k == 1 or n <= LARGEST) and x.dtype != torch.float64 and reads_tiles(x, *operands)
 

@@ -1,19 +1,19 @@
-"""The start of sparse projections: the least-squares fit to the dense weights, and on calibration data to the attention's results.
+"""Fits of sparse projections: by least squares to the dense weights, and on calibration data to the attention's outputs.
 
 Where no earlier token counts, multiplicative layer and convolutions multiply by the dense matrices Ŵ_j[i,s,n] = Σ_o D[i,
 r·s+o−⌊F/2⌋] (E[i,:] C_j[o])[n], where C_j[o] = W_j[o,0] are the taps of the token itself. The fit minimises
 
     Σ_j tr (W_j − Ŵ_j)ᵀ A (W_j − Ŵ_j)        A: the second moments of x on calibration data, the identity without
 
-Given two of D, E and C the third is a linear least-squares problem, for D and E one of S or M unknowns for each input feature.
-Alternating least squares solves them in turn, each of which lowers the error, with A = I. With calibration data L-BFGS continues
-from there under A, which couples the features. The taps of earlier tokens are zero: the dense model reads none.
+Given two of D, E and C, the third is a linear least-squares problem; for D and E it is one of S or M unknowns for each input
+feature. With A = I alternating least squares solve them in turn, and each solution lowers the error. With calibration data L-BFGS
+continues from there under A, which couples the features. The taps of earlier tokens are zero, because the dense model reads none.
 
-With calibration data the sparse attention is then fitted to what the dense one returns for the same arguments. The projections can
-be near the dense ones and their attention far from the dense attention, most of all where the output layer is gone. So what is
-compared is the result: the dense attention's calls are recorded, and the sparse one is called with the same arguments. Of the start
-from the weights and those fitted to data the one is kept whose results are nearest on windows held out, and from there gradient
-descent on other windows lowers the error as far as it falls on the windows held out.
+With calibration data the sparse attention is then fitted to the dense attention's outputs for the same arguments. The projections
+can be near the dense ones while the outputs are far apart, most of all without the output layer. So the dense attention's calls are
+recorded, and the sparse attention is called with the same arguments. Of the fit to the weights and those to data, the one with the
+nearest outputs on held-out windows is chosen; gradient descent on other windows continues from it as long as the held-out error
+falls.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from retrofit.passes.multiplicative import Multiplicative, balanced, nearest_pro
 from retrofit.passes.sparse_qkv.modular_projection import ModularConvolution, ModularProjection, neighbours
 from retrofit.sdk.data import RecordedCall, evaluation_mode, float_tensors, set_aside, token_weights, weighted_error
 
-SWEEPS = 12  # of the alternation (benchmarks/sparse_qkv_start.py)
+SWEEPS = 12  # of alternating least squares (benchmarks/sparse_qkv_start.py)
 STEPS = 40  # of L-BFGS
-RIDGE = 1e-5  # added to the diagonal of a system, as a fraction of its mean
-ROWS = 256  # input features solved for at a time
-TOKENS = 8192  # that the second moments are averaged over
+RIDGE = 1e-5  # added to the diagonal of a system, as a fraction of the diagonal's mean
+ROWS = 256  # input features in one solve
+TOKENS = 8192  # in the average of the second moments
 
 Targets = Mapping[str, Tensor]  # by letter: (d, S/r, N)
 
 
 class SecondMoments:
-    """The weighted sum of x xᵀ over the rows it is called with, a watcher for `Calibration.observe`; no row decides alone."""
+    """The weighted sum of x xᵀ over rows, a watcher for `Calibration.observe`; the weights limit the influence of long rows."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -55,7 +55,7 @@ class SecondMoments:
 
 
 def joined(projections: Sequence[ModularProjection]) -> ModularProjection:
-    """Return projections that share a multiplicative layer as one projection of the same layers: fitting it fits them all."""
+    """Return projections that share a multiplicative layer as one projection with the same layers; fitting it fits them all."""
     first = projections[0]
     strides = {letter: stride for projection in projections for letter, stride in projection.strides.items()}
     like = torch.empty(0, device="meta")
@@ -89,9 +89,9 @@ def fit(projection: ModularProjection, weights: Mapping[str, Tensor], moments: T
 def fit_to_data(
     projection: ModularProjection, weights: Mapping[str, Tensor], moments: Tensor, held_out: Tensor
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return `projection` is fitted under `moments`, unless it lies nearer under `held_out` as it is fitted to the weights alone.
+    """Fit `projection` to the weights, then under `moments`; keep the fit with the lower error under `held_out`.
 
-    Returns the relative error of each letter under `held_out` of the one fit and of the one that was kept.
+    Returns the relative error of each letter under `held_out` for the fit to the weights, and for the fit that is kept.
     """
     fit(projection, weights)
     plain = [parameter.detach().clone() for parameter in projection.parameters()]
@@ -121,7 +121,7 @@ def convolution(projection: ModularProjection, letter: str) -> ModularConvolutio
 
 
 def dense_matrices(projection: ModularProjection) -> dict[str, Tensor]:
-    """Return the dense matrix by which the projection multiplies where no earlier token counts, by letter: (d, S/r, N)."""
+    """Return the projection's dense matrix without earlier tokens, by letter: (d, S/r, N)."""
     if projection.variant == "mult":
         products = {letter: multiplicative(projection, letter) for letter in projection.strides}
         return {letter: product.matrix().float().unflatten(-1, product.modules_and_size) for letter, product in products.items()}
@@ -133,7 +133,7 @@ def dense_matrices(projection: ModularProjection) -> dict[str, Tensor]:
 
 
 def factors(projection: ModularProjection) -> tuple[Tensor, Tensor]:
-    """Return D and E; without a multiplicative layer those that split x into modules."""
+    """Return D and E; without a multiplicative layer, those that split x into modules."""
     if projection.variant == "mult-conv":
         return projection.mult.d.float(), projection.mult.e.float()
     device = next(projection.parameters()).device
@@ -160,7 +160,7 @@ def length(matrix: Tensor, moments: Tensor | None) -> Tensor:
 
 
 def alternate(projection: ModularProjection, targets: Targets) -> None:
-    """Solve for taps, D and E in turn, by least squares given the others."""
+    """Solve for the taps, D and E in turn, each by least squares given the others."""
     kernel, strides = projection.kernel, projection.strides
     d, e = factors(projection)
     identity = torch.eye(projection.module_count, device=d.device).unsqueeze(-1)
@@ -189,7 +189,7 @@ def chunks(count: int) -> list[slice]:
 
 
 def best_taps(d: Tensor, e: Tensor, reach: Tensor, target: Tensor) -> Tensor:
-    """Return C[o] for D, E: (F, M, N)."""
+    """Return the taps C[o] for D and E: (F, M, N)."""
     kernel, size = len(reach), e.shape[1]
     spread = torch.einsum("osg,is->iog", reach, d)  # (d, F, S/r)
     gram = torch.einsum("iog,ipg->opi", spread, spread)
@@ -230,7 +230,7 @@ def best_e(d: Tensor, reach: Targets, taps: Targets, targets: Targets, rows: sli
 
 @torch.enable_grad()
 def descend(projection: ModularProjection, targets: Targets, moments: Tensor) -> None:
-    """Lower the error under `moments`, whose gradient by a matrix is 2 A (Ŵ − W), by L-BFGS."""
+    """Lower the error under `moments` by L-BFGS; its gradient by a matrix is 2 A (Ŵ − W)."""
     names = [name for name, _ in projection.named_parameters() if not name.endswith("bias")]
     parameters = [projection.get_parameter(name) for name in names]
     values = [parameter.detach().float().clone().requires_grad_() for parameter in parameters]
@@ -280,27 +280,27 @@ Values = list[Tensor]  # of the parameters of an attention's sparse layers
 
 @dataclasses.dataclass(frozen=True)
 class DenseAttention:
-    """The calls of an attention in the dense model, on windows to fit on and on windows held out."""
+    """The calls of an attention in the dense model, on windows for fitting and on held-out windows."""
 
-    path: str  # of the module that holds the attention and its output layer
+    path: str  # of the module that contains the attention and its output layer
     fitted: Sequence[RecordedCall]
     held_out: Sequence[RecordedCall]
 
     def is_repeatable(self, module: nn.Module) -> bool:
-        """Return whether its calls return a stream, and the same again where `module`, the dense one, is called by itself."""
+        """Return whether the calls return a stream, and `module`, the dense one, returns the same if called by itself."""
         calls = [*self.fitted, *self.held_out]
         returns_stream = all(any(tensor.dim() == 3 for tensor in float_tensors(call.output)) for call in calls)
         return bool(self.fitted and self.held_out) and returns_stream and calls[0].is_repeatable(module)
 
     def error(self, module: nn.Module) -> float:
-        """Return the relative error of the module's results on the windows held out."""
+        """Return the relative error of the module's outputs on the held-out windows."""
         with evaluation_mode(module), torch.no_grad():
             found, dense = (torch.cat(rows) for rows in zip(*(results(call, module) for call in self.held_out), strict=True))
             return float(weighted_error(found, dense))
 
 
 def scope_of(attention: str, out: str | None) -> str:
-    """Return the path of the innermost module that holds both modules; "" where that is the model."""
+    """Return the path of the innermost module that contains both modules; "" for the model."""
     if out is None:
         return attention
     common = []
@@ -312,20 +312,20 @@ def scope_of(attention: str, out: str | None) -> str:
 
 
 def results(call: RecordedCall, module: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return the results of the module and the dense one for the same arguments, without padding: (tokens, d) each."""
+    """Return the outputs of the module and of the dense one for the same arguments, without padding: (tokens, d) each."""
     found, dense = (stream_among(output) for output in (call.repeat(module), call.output))
     return call.real(found), call.real(dense)
 
 
 def stream_among(output: object) -> Tensor:
-    """Return the first tensor that a module returned of (batch, tokens, d) numbers."""
+    """Return the first tensor of shape (batch, tokens, d) in a module's output."""
     return next(tensor for tensor in float_tensors(output) if tensor.dim() == 3)
 
 
 def fit_results(
     module: nn.Module, parameters: Sequence[nn.Parameter], dense: DenseAttention, starts: Sequence[Values]
 ) -> tuple[float, float]:
-    """Set the parameters to the values with which the module is nearest to the dense one; return its error before and after.
+    """Set the parameters to the values with the least error of the module; return the error of the first start and the least.
 
     The first of the `starts` is the one without data.
     """
@@ -351,8 +351,8 @@ def put(parameters: Sequence[nn.Parameter], values: Values) -> None:
 
 @torch.enable_grad()
 def descend_by_calls(module: nn.Module, parameters: Sequence[nn.Parameter], calls: Sequence[RecordedCall]) -> None:
-    """Take `OUTPUT_STEPS` steps of Adam, a call each, that lower the relative error of the module's results."""
-    trained = [parameter for parameter in parameters if parameter.dim() > 1]  # the convolutions' biases begin at zero and stay
+    """Take `OUTPUT_STEPS` steps of Adam, one call each, on the relative error of the module's outputs."""
+    trained = [parameter for parameter in parameters if parameter.dim() > 1]  # the convolutions' biases stay at zero
     optimizer, schedule = relative_adam(trained, RATE, OUTPUT_STEPS)
     with evaluation_mode(module):
         for step in range(OUTPUT_STEPS):

@@ -1,11 +1,11 @@
-"""A projection with few weights: a multiplicative layer, a convolution over tokens and modules, or one after the other.
+"""A projection with few weights: a multiplicative layer, a convolution over tokens and modules, or both in sequence.
 
     mult:  m[t,s,n] = Σ_i x[t,i] D[i,s] E[i,n]                              S modules of size M, shared by all the convolutions
     conv:  y[t,s,n] = b[n] + Σ_τ g[t,τ] Σ_o Σ_m m[t−τ, r·s+o−⌊F/2⌋, m] W[o,τ,m,n]      o, τ = 0 … F−1     W: `weight`, b: `bias`
 
-The convolution reads F modules of the last F tokens, with zeros before the first token and outside the S modules. g[t,τ] is 1
-where token t may see token t−τ, else 0; g[t,0] = 1. With a stride r its result has S/r modules: the key or value heads of a model
-in which r query heads share one, each read around the first module of its group.
+The convolution reads F modules of the last F tokens, with zeros before the first token and outside the S modules. g[t,τ] is 1 if
+token t may see token t−τ, else 0; g[t,0] = 1. With a stride r the output has S/r modules: the key or value heads of a model in
+which r query heads share one, each read around the first module of its group.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.2.
 """
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from retrofit.passes.multiplicative import Multiplicative
 from retrofit.sdk.modules import holds_one_way
 
-FEW = 8  # up to so many tokens in a row, the F·F neighbours of each are concatenated; for more that takes too much memory
+FEW = 8  # up to this many tokens in a row, the F·F neighbours of each are concatenated; for more that takes too much memory
 
 
 class ModularConvolution(nn.Module):
@@ -37,26 +37,27 @@ class ModularConvolution(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw noise under which y has the variance of m."""
+        """Draw the weight such that y has the variance of m; set the bias to zero."""
         kernel, _, size, _ = self.weight.shape
         self.weight.normal_(std=(kernel * kernel * size) ** -0.5)
         self.bias.zero_()
 
     def forward(self, m: Tensor, gates: Tensor | None, inputs: Tensor | None = None) -> Tensor:
-        """`m` begins with the F−1 tokens before the first; `gates`, (batch or 1, tokens, F−1), are g[t,1] …; None: all ones.
+        """Return y. `m` starts with the F−1 tokens before the first; `gates`, (batch or 1, tokens, F−1), are g[t,1] …; None: all
+        ones.
 
-        `inputs` is the result of `convolution_inputs`, where several convolutions share it.
+        `inputs` is the result of `convolution_inputs` if several convolutions share it.
         """
         inputs = convolution_inputs(m, gates, self.kernel, self.stride) if inputs is None else inputs
         y = self.in_one_product(inputs) if is_few(m.shape[1] - self.kernel + 1) else self.tap_by_tap(inputs, gates)
         return y + self.bias.to(y.dtype)
 
     def in_one_product(self, inputs: Tensor) -> Tensor:
-        """Return one product for all F·F inputs of a module."""
+        """Return y by one product for all F·F inputs of a module."""
         return inputs @ self.weight.flatten(0, 2).to(inputs.dtype)
 
     def tap_by_tap(self, inputs: Tensor, gates: Tensor | None) -> Tensor:
-        """Return each token's contributions to itself and the F−1 after it: backward keeps F·S·M numbers a token, not F²·S·M."""
+        """Return y by each token's contributions to itself and the next F−1: backward saves F·S·M numbers a token, not F²·S·M."""
         contributions = inputs @ self.weight.transpose(1, 2).flatten(2).flatten(0, 1).to(inputs.dtype)
         taps = contributions.unflatten(-1, (self.kernel, -1)).unbind(-2)
         y = delayed(taps[0], 0, self.kernel)
@@ -69,15 +70,15 @@ class ModularConvolution(nn.Module):
 
     @staticmethod
     def count(kernel: int, size: int, filters: int) -> int:
-        """Return its number of parameters: F²M² + M where the size stays M."""
+        """Return the number of parameters: F²M² + M if the size stays M."""
         return kernel * kernel * size * filters + filters
 
 
 def convolution_inputs(m: Tensor, gates: Tensor | None, kernel: int, stride: int) -> Tensor:
     """Return what a convolution multiplies by its weight.
 
-    For few tokens all F·F inputs of a module, by o, then τ: (batch, tokens, S/r, F·F·M). For many the F inputs of one token, those
-    before the first included: (batch, F−1+tokens, S/r, F·M).
+    For few tokens all F·F inputs of a module, by o, then τ: (batch, tokens, S/r, F·F·M). For many the F inputs of one token,
+    including tokens before the first: (batch, F−1+tokens, S/r, F·M).
     """
     if not is_few(m.shape[1] - kernel + 1):
         return neighbours(m, kernel, stride)
@@ -86,17 +87,17 @@ def convolution_inputs(m: Tensor, gates: Tensor | None, kernel: int, stride: int
 
 
 def is_few(tokens: int) -> bool:
-    """Return whether the F·F inputs of a module are concatenated for so many tokens."""
+    """Return whether the F·F inputs of a module are concatenated for this many tokens."""
     return not holds_one_way() and tokens <= FEW
 
 
 def delayed(values: Tensor, tau: int, kernel: int) -> Tensor:
-    """Return for each token that has F−1 before it the values of τ tokens earlier."""
+    """Return, for each token with F−1 before it, the values of τ tokens earlier."""
     return values.narrow(1, kernel - 1 - tau, values.shape[1] - kernel + 1)
 
 
 def neighbours(m: Tensor, kernel: int, stride: int) -> Tensor:
-    """Return the `kernel` modules around each, at a stride, concatenated: (…, S, M) gives (…, S/stride, kernel·M)."""
+    """Return the `kernel` modules around each one, at a stride, concatenated: (…, S, M) gives (…, S/stride, kernel·M)."""
     modules, before = m.shape[-2], kernel // 2
     if kernel == 1 and stride == 1:
         return m
@@ -105,7 +106,7 @@ def neighbours(m: Tensor, kernel: int, stride: int) -> Tensor:
 
 
 def gated(values: Tensor, gates: Tensor | None, tau: int) -> Tensor:
-    """Return `values` of τ tokens earlier, (batch, tokens, …), zero where the token may not see them."""
+    """Return `values` of τ tokens earlier, (batch, tokens, …), set to zero if the token may not see them."""
     if gates is None or tau == 0:
         return values
     return values * gates[..., tau - 1].to(values.dtype).view(*gates.shape[:-1], *(1 for _ in values.shape[2:]))
@@ -131,12 +132,14 @@ class ModularShape:
         return shared + len(self.strides) * ModularConvolution.count(self.kernel, read, self.size)
 
     def build(self, like: Tensor, mult: Multiplicative | None = None) -> ModularProjection:
-        """Return the projection, with random weights of the device and dtype of `like`; `mult` is its shared layer if given."""
+        """Return the projection with random weights, in the dtype and on the device of `like`; `mult`, if given, is its shared
+        layer.
+        """
         return ModularProjection(self.variant, self.width, self.modules, self.size, self.strides, self.kernel, like, mult)
 
 
 class ModularProjection(nn.Module):
-    """x, (batch, tokens, d), to the concatenated columns of each letter of `strides`: q, k and v of an attention, for example.
+    """Projects x, (batch, tokens, d), to the concatenated columns of each letter in `strides`, e.g. q, k and v of an attention.
 
     `variant` determines the layers. The shared multiplicative layer is `mult`, the convolutions are `conv_q`, …; without
     convolutions each letter has a multiplicative layer of its own, `mult_q`, …. The S/r modules of a letter are contiguous.
@@ -168,11 +171,11 @@ class ModularProjection(nn.Module):
 
     @property
     def columns(self) -> dict[str, int]:
-        """The number of columns of each letter."""
+        """Return the number of columns of each letter."""
         return {letter: self.module_count // stride * self.size for letter, stride in self.strides.items()}
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of a whole sequence: no tokens come before it, and every token may see every earlier one."""
+        """Return the columns of a whole sequence: no tokens come before it, and every token may see every earlier one."""
         return self.project(x, F.pad(self.in_modules(x), (0, 0, 0, 0, self.kernel - 1, 0)), None)
 
     def in_modules(self, x: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Sparse projections once more, tap by tap: the reference that the check `method` holds the pass against.
+"""Sparse projections, tap by tap: the reference for the check `method`.
 
-Their start is held against optima that are computed here. A multiplicative layer by itself has an exact optimum. Where a
-convolution follows, alternating least squares ends where no factor alone can be bettered: E is the least-squares solution for D and
-the filters, which were solved for before it."""
+Their initial values are compared with optima that are computed here. A multiplicative layer by itself has an exact optimum. With a
+convolution after it, alternating least squares end when no factor alone can be improved: E is the least-squares solution for D and
+the filters.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from retrofit.passes.multiplicative import UNEVEN, fit_problem
 from retrofit.passes.sparse_qkv.sparse_projections import FITTED, FITTED_OUTPUT, NO_OUTPUT
 from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
 
-Gates = dict[int, Tensor] | None  # by τ: which tokens may read the one τ before them, (batch or 1, T)
+Gates = dict[int, Tensor] | None  # by τ: whether a token may read the one τ tokens earlier, (batch or 1, T)
 
 # ── The projections ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def projected(projection: Any, variant: str, kernel: int, x: Tensor, gates: Gates = None) -> Tensor:
-    """Return the columns of all letters, one after the other, of whole sequences x (batch, T, d)."""
+    """Return the concatenated columns of all letters for whole sequences x (batch, T, d)."""
     if variant == "mult":
         parts = [multiplied(getattr(projection, f"mult_{letter}"), x) for letter in projection.strides]
         return torch.cat([part.flatten(-2) for part in parts], -1)
@@ -51,7 +52,7 @@ def convolved(m: Tensor, weight: Tensor, bias: Tensor, kernel: int, stride: int,
                 source = stride * s + o - kernel // 2
                 if not 0 <= source < modules or tau >= tokens:
                     continue
-                seen = m[:, : tokens - tau, source]  # by tokens τ, τ+1, …
+                seen = m[:, : tokens - tau, source]  # of tokens τ, τ+1, …
                 if gates is not None and tau:
                     seen = seen * gates[tau][:, tau:, None].to(seen)
                 y = with_added(y, tau, s, seen @ weight[o, tau])
@@ -69,7 +70,7 @@ def with_added(y: Tensor, tau: int, s: int, value: Tensor) -> Tensor:
 
 
 def sparse_attention(call: SiteCall) -> Tensor:
-    """Return the attention of [Q|K|V] in place of x, and a sparse output where there is one."""
+    """Return the output of the attention called with [Q|K|V] instead of x, and its sparse output projection if there is one."""
     module: Any = call.module
     options = call.options
     x = call.argument(module.stream_in)
@@ -77,7 +78,7 @@ def sparse_attention(call: SiteCall) -> Tensor:
     before = earlier_tokens(call, "stream")
     call.kept["stream"] = stream
     tokens, total = stream.shape[1], sum(part.shape[1] for part in (*before, stream))
-    is_shown = not module.cross and module.mask is not None  # an attention without a mask is not told what is padding
+    is_shown = not module.cross and module.mask is not None  # an attention without a mask does not know the padding
     real = unpadded(call, total, len(stream)) if is_shown else None
     if real is not None:
         call.irrelevant = ~real[:, -tokens:]
@@ -101,7 +102,10 @@ def sparse_attention(call: SiteCall) -> Tensor:
 
 
 def visible_source(call: SiteCall, module: Any) -> dict[Any, Tensor]:
-    """Return the source of cross-attention by its place, zero where it is padding, so that no convolution reads that."""
+    """Return the source of cross-attention by its argument, with zeros at padding, so that no convolution reads it.
+
+    Returns {} without a mask.
+    """
     if not module.cross or module.source_in is None or module.mask is None or call.before:
         return {}
     source, mask = call.argument(module.source_in, None), call.argument(module.mask, None)
@@ -120,7 +124,10 @@ def visible_source(call: SiteCall, module: Any) -> dict[Any, Tensor]:
 
 
 def earlier_tokens(call: SiteCall, name: str) -> list[Tensor]:
-    """Return what earlier calls kept by that name, of the tokens that stayed in their sequences: rows end together, after zeros."""
+    """Return what earlier calls stored under `name`, for the tokens that stayed in their sequences.
+
+    If tokens were removed, the rows end together, after zeros.
+    """
     if not any(past.staying is not None for past in call.before):
         return [past.kept[name] for past in call.before]
     rows = [
@@ -134,23 +141,24 @@ def earlier_tokens(call: SiteCall, name: str) -> list[Tensor]:
 
 
 def with_earlier(projection: Any, variant: str, kernel: int, before: list[Tensor], x: Tensor, gates: Gates) -> Tensor:
-    """Return the projection of the last tokens of a sequence of which the earlier ones came before."""
+    """Return the projection of x, the last tokens of a sequence that starts with `before`."""
     some = torch.cat([*before, x], 1)[:, -(x.shape[1] + kernel - 1) :]
     return projected(projection, variant, kernel, some, gates)[:, -x.shape[1] :]
 
 
 def gates_of(call: SiteCall, kernel: int, real: Tensor | None, tokens: int, total: int) -> Gates:
-    """Return what hides an earlier token: that it is padding (`real`: no padding), or a mask of the attention by queries and keys.
+    """Return the gates that hide earlier tokens: padding (`real` marks the others), or what the attention's mask hides by query and
+    key.
 
-    Of the last `tokens` of `total`, and of F−1 before them.
+    They are those of the last `tokens` of `total`, and of the F−1 tokens before them.
     """
     module: Any = call.module
     mask = call.argument(module.mask, None)
     pairs = shown(mask, module.true_hides) if isinstance(mask, Tensor) and mask.dim() == 4 else None
     if pairs is not None and (pairs.shape[1] != tokens or pairs.shape[2] > total):
-        pairs = None  # the same for every query, or with places for tokens to come: a mask of padding
+        pairs = None  # the same for every query, or with positions of future tokens: a mask of padding
     if pairs is not None and not given_masks(call):
-        real = None  # it was read off the same mask
+        real = None  # it was derived from the same mask
     if real is None and pairs is None:
         return None
     some = min(total, tokens + kernel - 1)
@@ -171,10 +179,10 @@ def gates_of(call: SiteCall, kernel: int, real: Tensor | None, tokens: int, tota
 
 
 def unpadded(call: SiteCall, tokens: int, batch: int) -> Tensor | None:
-    """Return which tokens are no padding, (batch, tokens), by the model's `attention_mask`; None where all are or nothing says.
+    """Return which tokens are no padding, (batch, tokens), by the model's `attention_mask`; None if all are, or nothing shows it.
 
-    A model that is given none, or one with places for more than the stream's tokens, may make its own: what its attentions receive
-    is believed.
+    A model without one, or with one for more tokens than the stream's, may make its own mask: then the mask that its attention
+    receives is used.
     """
     named = given_masks(call)
     for value in named:
@@ -202,12 +210,12 @@ def shown(mask: Tensor, true_hides: bool) -> Tensor | None:
         return None
     values = mask[:, None] if mask.dim() == 2 else mask[:, 0]
     if values.is_floating_point() and (mask.dim() == 4 or true_hides):
-        return (values > -1e4) & ((values < 0.5) | (mask.dim() == 4))  # a bias, or ones for what is hidden
+        return (values > -1e4) & ((values < 0.5) | (mask.dim() == 4))  # a bias, or ones for hidden keys
     return (values == 0) if true_hides else (values != 0)
 
 
 def column_projection(call: SiteCall) -> Tensor:
-    """Return the columns from `start` on, or those it computes, in the order of the dense projection, plus the dense bias."""
+    """Return the columns from `start` on, or those computed here, in the order of the dense projection, plus the dense bias."""
     module: Any = call.module
     x = call.args[0]
     if module.sparse is None:
@@ -222,7 +230,7 @@ def column_projection(call: SiteCall) -> Tensor:
 
 
 def sparse_output(call: SiteCall) -> Tensor:
-    """Return a sparse projection of the attention's result, plus the dense bias."""
+    """Return a sparse projection of the attention's output, plus the dense bias."""
     module: Any = call.module
     y = projected(module.sparse, call.options.output, call.options.kernel, call.args[0])
     return y if module.bias is None else y + module.bias
@@ -234,7 +242,7 @@ def identity(call: SiteCall) -> Tensor:
 
 
 def stream_slice(call: SiteCall) -> Tensor:
-    """Return the module inside the attention, called with the columns of the stream."""
+    """Return the output of the module inside the attention for the columns of the stream."""
     module: Any = call.module
     x = call.argument(module.stream_in)
     if module.start >= x.shape[-1]:
@@ -244,9 +252,9 @@ def stream_slice(call: SiteCall) -> Tensor:
 
 # ── The start ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-LEAST = 0.6  # of a fit's own square: its product with what it is fitted to (1 but for the few rows they are tried on)
-CALIBRATED = 0.1  # the same of a fit on calibration data, where the rows it is tried on count less or more than in the data
-SOLVED, NEARLY = 2e-3, 0.05  # of a target's square: by how much another E, or another D, may better a fit
+LEAST = 0.6  # least ⟨Ŵ, W⟩ / ‖Ŵ‖² of a fit (1 but for the small number of rows)
+CALIBRATED = 0.1  # the same for a fit on calibration data, in which the rows have other weights
+SOLVED, NEARLY = 2e-3, 0.05  # of a target's square: by how much another E, or another D, may improve a fit
 NO_PLAIN_MATRIX = "no module of the dense model multiplies by its matrix alone"
 
 
@@ -255,15 +263,15 @@ class Part:
     """The columns of one letter, and the dense projection that they replace."""
 
     site: ObservedSite
-    sparse: Any  # that computes them
+    sparse: Any  # computes them
     kind: str  # mult-conv, mult, conv
     letter: str
-    columns: slice  # among those of `sparse`
-    dense: list[int]  # their places in the dense projection
+    columns: slice  # among the columns of `sparse`
+    dense: list[int]  # their positions in the dense projection
 
 
 def start(observed: Observed) -> Problems:
-    """Check that every projection was fitted to the dense one, and its columns are in the same order."""
+    """Check that every projection was fitted to the dense one, with its columns in the same order."""
     by_sparse: dict[int, list[Part]] = {}
     owners: dict[tuple[int, ...], Part] = {}
     for part in parts(observed):
@@ -282,19 +290,19 @@ def start(observed: Observed) -> Problems:
 
 
 def dropped_before(part: Part, observed: Observed) -> str:
-    """Return why an earlier pass dropped the matrix of the dense projection, "" where none did: then another one was fitted to."""
+    """Return why an earlier pass dropped the dense projection's matrix, so that the fit was to another; "" if none did."""
     fate = observed.dense.fates.get(f"{part.site.dense_path}.weight")
     return fate.why if fate is not None and fate.kind == "dropped" and fate.why not in (FITTED, FITTED_OUTPUT, NO_OUTPUT) else ""
 
 
 def given_later(part: Part, owners: dict[tuple[int, ...], Part]) -> str:
-    """Return whose parameters a later pass gave to the sparse modules, "" for their own; `owners` holds the parts so far."""
+    """Return whose parameters a later pass shares with the sparse module; "" for its own. `owners` has the parts so far."""
     first = owners.setdefault(tuple(map(id, part.sparse.parameters())), part)
     return "" if first.sparse is part.sparse else f"it shares the matrices of {first.site.path}"
 
 
 def parts(observed: Observed) -> Iterator[Part]:
-    """Yield what was a dense projection and is a sparse one now."""
+    """Yield the parts that replace dense projections."""
     by_path = {site.path: site for site in observed.sites}
     for site in observed.sites:
         module: Any = site.module
@@ -317,7 +325,7 @@ def parts(observed: Observed) -> Iterator[Part]:
                 continue
             sparse = owner.module.sparse
         order = list(range(module.width)) if module.order is None else module.order.tolist()
-        place = [order.index(column) for column in range(module.width)]  # in the dense projection, of each of its columns
+        place = [order.index(column) for column in range(module.width)]  # position in the dense projection of each of these columns
         first = 0
         for letter, stride in sparse.strides.items():  # type: ignore[union-attr]
             columns = slice(first, first + sparse.module_count // stride * sparse.size)  # type: ignore[union-attr,operator]
@@ -328,7 +336,10 @@ def parts(observed: Observed) -> Iterator[Part]:
 
 
 def replaced_output(site: ObservedSite, observed: Observed) -> ObservedSite:
-    """Return the site of a sparse output layer in the dense one's place; outside the attention's code it is the wrapper's child."""
+    """Return the site of a sparse output layer with the path of the dense one.
+
+    Outside the attention's code the sparse layer is a child of the wrapper.
+    """
     owner = next(
         (other for other in observed.sites if other.path == site.path.rpartition(".")[0] and hasattr(other.module, "cross")), None
     )
@@ -341,9 +352,9 @@ def replaced_output(site: ObservedSite, observed: Observed) -> ObservedSite:
 
 
 def agreement_problems(part: Part, observed: Observed) -> Problems:
-    """Check that the scale of a least-squares fit Ŵ is the best one, ⟨Ŵ, W⟩ = ‖Ŵ‖²: on random rows, or with data on a model's.
+    """Check that a least-squares fit Ŵ has the best scale, ⟨Ŵ, W⟩ = ‖Ŵ‖²: on random rows, or with data on the model's activations.
 
-    What is fitted to data may be far too long along inputs that the data do not have.
+    A fit to data may be far too long along inputs that the data do not contain.
     """
     probes = observed.dense.probes[part.site.dense_path]
     rows = [probes, observed.dense.products[part.site.dense_path]] if observed.is_calibrated else [probes]
@@ -355,7 +366,7 @@ def agreement_problems(part: Part, observed: Observed) -> Problems:
 
 
 def agreement(part: Part, observed: Observed, x: Tensor, y: Tensor) -> float:
-    """Return ⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, of which the dense projection makes y."""
+    """Return ⟨Ŵ, W⟩ / ‖Ŵ‖² on rows x, for which the dense projection returns y."""
     x, y = x.double(), y.double()
     y = y if part.letter == "out" else y[..., part.dense]
     found = projected(part.sparse, part.kind, observed.options.kernel, x.unsqueeze(1)).detach().squeeze(1)[..., part.columns]
@@ -363,7 +374,7 @@ def agreement(part: Part, observed: Observed, x: Tensor, y: Tensor) -> float:
 
 
 def fit_problems(same: list[Part], observed: Observed) -> Problems:
-    """Check, without data, that the fit to the weights of projections that share a multiplicative layer is the best one."""
+    """Check, without data, that projections with a shared multiplicative layer have the best fit to the weights."""
     first = same[0]
     rows = [observed.dense.features[part.site.dense_path] for part in same]
     if observed.is_calibrated or len({tuple(features) for features, _ in rows}) > 1:
@@ -392,7 +403,7 @@ def fit_problems(same: list[Part], observed: Observed) -> Problems:
 
 
 def factor_problem(same: list[Part], features: list[int], targets: list[Tensor]) -> str:
-    """Return what is wrong with D and E of a layer before convolutions: given all others, neither can be much better."""
+    """Return what is wrong with D and E of a layer before convolutions: given all else, neither can be much better."""
     product = same[0].sparse.mult
     d, e = product.d.detach().double(), product.e.detach().double()
     better = {"E": 0.0, "D": 0.0}
@@ -424,7 +435,7 @@ def factor_problem(same: list[Part], features: list[int], targets: list[Tensor])
 
 
 def columns_of(part: Part, m: Tensor) -> Tensor:
-    """Return what the convolution of a part makes of m, (rows, S, M), where no earlier token counts: (rows, columns)."""
+    """Return the output of a part's convolution for m, (rows, S, M), without earlier tokens: (rows, columns)."""
     filters = getattr(part.sparse, f"conv_{part.letter}")
     weight = filters.weight.detach().double()
     found = convolved(

@@ -1,8 +1,8 @@
-"""An attention whose queries, keys and values are computed by a sparse projection in front of the attention's own code.
+"""An attention whose queries, keys and values are computed by a sparse projection before the attention's own code.
 
-`SparseAttention` passes the attention's own code the columns of Q, K and V instead of x. Where that code calls its projections,
-each of these returns its part of the columns, plus the dense bias. Which earlier tokens a convolution may read follows from the
-mask that the attention itself is called with.
+`SparseAttention` passes the columns of Q, K and V instead of x to the attention's own code. Where this code calls its projections,
+each returns its part of the columns, plus the dense bias. The attention's mask determines which earlier tokens a convolution may
+read.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from retrofit.sdk.program import Trial, failed_trials
 
 
 class WeightlessProjection(nn.Module):
-    """Replaces a dense projection; its `weight` is an empty tensor, for code that initialises every projection's weight by name."""
+    """Replaces a dense projection; its `weight` is an empty tensor, for code that initializes every projection's weight by name."""
 
     @property
     def weight(self) -> Tensor:
         like = next(self.parameters(), torch.empty(()))
-        return like.detach().new_empty(0, 1)  # no output features and one input feature: rules for initial weights divide by these
+        return like.detach().new_empty(0, 1)  # no output features and one input feature, because initializers divide by these
 
 
 class IdentityProjection(WeightlessProjection):
-    """Replaces a dense projection that is gone: returns its argument. The bias, where there was one, is empty too."""
+    """Replaces a removed dense projection: returns its argument. If there was a bias, it is an empty tensor too."""
 
     def __init__(self, biased: bool) -> None:
         super().__init__()
@@ -73,8 +73,8 @@ class BiasProjection(WeightlessProjection):
 class ColumnProjection(BiasProjection):
     """Replaces a dense projection: returns `width` columns of its argument, from `start` on, plus the dense bias.
 
-    Column c of the result is the `order[c]`-th of them, where the model's code expects another order. With `sparse` the columns are
-    computed here, by that projection of the argument: the stream, (T, batch, d) where `tokens_first`.
+    If the model's code expects another order, column c of the output is the `order[c]`-th of them. With `sparse` the columns are
+    computed here, by that projection of the argument: the stream, (T, batch, d) if `tokens_first`.
     """
 
     order: Tensor | None
@@ -106,7 +106,7 @@ class ColumnProjection(BiasProjection):
 
 
 class SparseOutput(BiasProjection):
-    """Replaces a dense output layer: a sparse projection, and the dense bias."""
+    """Replaces a dense output layer: a sparse projection plus the dense bias."""
 
     def __init__(self, sparse: ModularProjection, bias: nn.Parameter | None) -> None:
         super().__init__(bias)
@@ -120,7 +120,7 @@ class StreamSlice(nn.Module):
     """Wraps a module inside an attention that reads x and is no projection: passes it the columns from `start` on, which are x.
 
     The attention's code may read the wrapped module's weight and bias. PEFT finds modules by their last name and by their
-    attributes: `reader` is the name of no other module.
+    attributes, so no other module is named `reader`.
     """
 
     def __init__(self, reader: nn.Module, stream_in: ArgumentPlace, start: int) -> None:
@@ -144,13 +144,13 @@ class StreamSlice(nn.Module):
 
 
 class SparseAttention(Wrapper):
-    """Calls the attention `layer` with [Q|K|V] instead of x, in cross-attention with Q; `output`, if any, is applied to its result.
+    """Calls the attention `layer` with [Q|K|V] instead of x (Q in cross-attention); `output`, if any, is applied to its output.
 
-    Where modules inside the attention read x as well, it is called with [Q|K|V|x]. Without `sparse` it is called with x: then its
-    projections compute for themselves.
+    If modules inside the attention read x too, it is called with [Q|K|V|x]. Without `sparse` it is called with x, and each of its
+    projections computes its own columns.
 
-    Where `sparse` or `output` reads earlier tokens, those of earlier calls with the same cache count too: the cache keeps their
-    last F−1 tokens by the name of this module. What the mask hides from the attention is hidden from the convolutions.
+    If `sparse` or `output` reads earlier tokens, these include tokens of earlier calls with the same cache, which stores the last
+    F−1 tokens under the name of this module. Tokens that the attention's mask hides are hidden from the convolutions too.
     """
 
     stores_histories = True
@@ -192,7 +192,7 @@ class SparseAttention(Wrapper):
         return with_item(result, self.out_key, batch_first(BiasProjection.forward(self.output, z), self.tokens_first))
 
     def zero_hidden_source(self, mask: Tensor, tokens: int, arguments: list[Any], keywords: dict[str, Any]) -> None:
-        """Set the source to zero where no query may see it: the convolutions read nothing there."""
+        """Set the source to zero where no query may see it, so that the convolutions read nothing there."""
         if self.source_in is None:
             return
         container, key = find_argument(self.source_in, arguments, keywords)
@@ -211,9 +211,9 @@ def project_with_history(
     name: str,
     cache: Cache | None = None,
 ) -> Tensor:
-    """Return `projection` of x after the earlier tokens in the cache's history `name`, zero before them and where not `visible`.
+    """Return `projection` of x after the earlier tokens in the history `name`: zeros before them and for tokens not `visible`.
 
-    One that is not yet among the `histories` is made for `cache`. Where that packs sequences each token is a row of its own.
+    If `histories` has no such history, one is created for `cache`. If the cache packs sequences, each token is a row of its own.
     """
     past = projection.kernel - 1
     packed = bool(past) and packs_sequences(cache)
@@ -234,18 +234,24 @@ def project_with_history(
 
 
 def with_separate_ones(sites: list[AttentionSite], anatomy: Anatomy) -> list[AttentionSite]:
-    """Return the sites; the projections of those whose own code does not run on anything but the stream compute for themselves."""
+    """Return the sites; those whose own code fails on inputs other than the stream get projections that compute their own columns.
+
+    The code is run on zeros of the new width.
+    """
     sites = list(sites)
     trials = {site.name: trial_of(site, anatomy) for site in sites if not site.why_separate}
     failed = failed_trials(anatomy.model, anatomy.program.examples, trials) if trials else {}
-    why = "its own code does not run where queries, keys and values come in place of the stream"
+    why = "its own code does not run on queries, keys and values instead of the stream"
     return [
         dataclasses.replace(site, why_separate=f"{why} ({failed[site.name]})") if site.name in failed else site for site in sites
     ]
 
 
 def trial_of(site: AttentionSite, anatomy: Anatomy) -> Trial:
-    """Return a call of the dense attention with as many columns as `SparseAttention` gives it, which its projections do not see."""
+    """Return a call of the dense attention with as many columns as `SparseAttention` passes to it.
+
+    Its projections receive inputs of the dense width.
+    """
     reading = [projection.matrix.module for projection in site.stream_projections] + [reader.path for reader in site.readers]
     columns = sum(projection.width for projection in site.stream_projections) + (site.width if site.readers else 0)
 

@@ -25,13 +25,13 @@ class AttentionPlan:
     """The sparse projections of one attention."""
 
     site: AttentionSite
-    shared: ModularShape | None  # of x, for all projections that read it; None where each computes for itself
-    separate: dict[str, ModularShape]  # of the projections that compute for themselves, by module
-    output: ModularShape | None  # of the output layer; None where it goes without replacement, or is kept
+    shared: ModularShape | None  # of x, for all projections that read it; None if each computes its own columns
+    separate: dict[str, ModularShape]  # of the projections that compute their own columns, by module
+    output: ModularShape | None  # of the output layer; None if it is removed or kept
 
     @property
     def parameters(self) -> int:
-        """The number of parameters by the formula: separate projections of one stream share their multiplicative layer."""
+        """Return the number of parameters; separate projections of one stream share their multiplicative layer."""
         whole = [shape for shape in (self.shared, self.output) if shape is not None]
         firsts = [self.separate[group[0].matrix.module] for group in separate_streams(self.site)]
         mults = sum(first.count() - first.count(mult=False) for first in firsts)
@@ -39,7 +39,7 @@ class AttentionPlan:
 
 
 def separate_streams(site: AttentionSite) -> list[list[SiteProjection]]:
-    """Return the projections that compute for themselves, grouped by the stream that they read."""
+    """Return the projections that compute their own columns, grouped by the stream that they read."""
     projections = site.projections if site.why_separate else site.source_projections
     streams: dict[str, list[SiteProjection]] = {}
     for projection in projections:
@@ -66,7 +66,7 @@ class SparseProjections:
 
     @classmethod
     def build(cls, plan: AttentionPlan, like: Tensor) -> SparseProjections:
-        """Return the modules with random weights, of the device and dtype of `like`."""
+        """Return the modules with random weights, on the device and in the dtype of `like`."""
         shared = None if plan.shared is None else plan.shared.build(like)
         separate: dict[str, ModularProjection] = {}
         for group in separate_streams(plan.site):
@@ -80,8 +80,8 @@ class SparseProjections:
     def fit(self, model: nn.Module, moments: Moments, *, absorb: bool = False) -> dict[str, tuple[float, float]]:
         """Fit the modules to the dense weights of `model`; return the relative errors by letter, without data and with it.
 
-        `moments` holds the second moments of what each dense module multiplies, on data to fit on and held out, by module; it is
-        empty without calibration data. With `absorb` the values are fitted to what the output layer makes of them.
+        `moments` has the second moments of each dense module's inputs, on data for fitting and on held-out data, by module; it is
+        empty without calibration data. With `absorb` the values are fitted to their product with the output layer.
         """
         weights = weights_by_letter(self.site, model)
         if absorb:
@@ -98,15 +98,15 @@ class SparseProjections:
         return errors
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of all the modules, each once."""
+        """Return the parameters of all modules, each once."""
         modules = [module for module in (self.shared, *self.separate.values(), self.output) if module is not None]
         return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
     def install(self, edit: Edit, keep_output: bool) -> None:
-        """Install these modules, by which the attention computes its projections; its output layer stays, is replaced, or goes."""
+        """Install these modules in the attention; its output layer is kept, replaced or removed."""
         site, model = self.site, edit.model
         device = model.get_parameter(site.projections[0].matrix.weight).device
-        column = 0  # of what the attention is called with instead of x
+        column = 0  # of the attention's new argument
         for projection in site.projections:
             weight, bias = weight_and_bias(projection.matrix, model)
             separate = self.separate.get(projection.matrix.module)
@@ -127,7 +127,7 @@ class SparseProjections:
             edit.replace_module(site.name, wrapper)
 
     def install_output(self, edit: Edit, out: Matrix) -> SparseOutput | None:
-        """Remove the dense output layer; return its replacement where that reads earlier tokens, and belongs into the wrapper."""
+        """Remove the dense output layer; return its replacement if it reads earlier tokens and so belongs to the wrapper."""
         weight, bias = weight_and_bias(out, edit.model)
         outer: SparseOutput | None = None
         why = FITTED_OUTPUT
@@ -148,7 +148,7 @@ class SparseProjections:
 def fit_letters(
     projection: ModularProjection, weights: dict[str, Tensor], moments: tuple[Tensor, Tensor] | None
 ) -> dict[str, tuple[float, float]]:
-    """Return `projection` is fitted to the weights of its letters; returns their relative errors, without data and with it."""
+    """Fit `projection` to the weights of its letters; return their relative errors, without data and with it."""
     own = {letter: weights[letter] for letter in projection.strides}
     if moments is None or any(weight.is_meta for weight in own.values()):
         return {letter: (error, error) for letter, error in fit(projection, own).items()}
@@ -157,10 +157,10 @@ def fit_letters(
 
 
 def absorbed_values(site: AttentionSite, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return W_v of an attention that loses its output layer: the values that add to the stream what the dense attention adds.
+    """Return W_v of an attention that loses its output layer: values that add to the stream what the dense attention adds.
 
-    Exact where all heads attend equally: then head s adds Σ_h x W_v^h W_o^h, of which its own columns count. Heads that share their
-    values get the mean of what each would need. Empty where the columns do not come out as the heads'.
+    This is exact if all heads attend equally: then head s adds its own columns of Σ_h x W_v^h W_o^h. Heads that share values get
+    the mean of their values. {} if the columns do not divide into the heads.
     """
     if site.out is None or "v" not in weights:
         return {}
@@ -174,7 +174,7 @@ def absorbed_values(site: AttentionSite, weights: dict[str, Tensor], model: nn.M
 
 
 def column_order(projection: SiteProjection) -> list[int]:
-    """Return for each column of a dense projection which of its columns it is when they are sorted by letter."""
+    """Return, for each column of a dense projection, its index when the columns are sorted by letter."""
     places = [column for _, columns in projection.columns for column in columns]
     order = [0] * len(places)
     for new, column in enumerate(places):

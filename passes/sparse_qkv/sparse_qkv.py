@@ -3,12 +3,12 @@
     m = mult(x)                 y[s,n] = Σ_i x_i D[i,s] E[i,n]                            S modules of size M
     Q, K, V = conv_Q(m), conv_K(m), conv_V(m)                                             F × F over (length, modules), M filters
 
-The modules are laid out as the model's heads are: module s of Q is head s where S is the number of heads. A model in which r query
-heads share a key head has K and V at a stride of r over the modules, so the layout of its cache stays. Dense biases stay. In
-cross-attention Q is computed from one stream, K and V from the other, with a multiplicative layer for each.
+The modules correspond to the model's heads: module s of Q is head s if S is the number of heads. If r query heads share a key head,
+K and V are computed at a stride of r over the modules, so the cache keeps its layout. Dense biases are kept. In cross-attention Q
+is computed from one stream, K and V from the other, with a multiplicative layer for each.
 
-Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.2. The layers are in `modular_projection`, their start in
-`fitting`, the modules around the attention's own code in `sparse_attention`.
+Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.2. The layers are in `modular_projection`, their fits in `fitting`, the
+modules around the attention's own code in `sparse_attention`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from retrofit.sdk.anatomy import REST, AttentionSite, SiteProjection, find_atten
 from retrofit.sdk.data import split_calibration
 from retrofit.sdk.program import is_all_zeros, refuse_state_inputs
 
-RESULT_TOKENS = 2048  # whose attention results are fitted
+RESULT_TOKENS = 2048  # on which the attention's outputs are fitted
 VARIANTS = ("mult-conv", "mult", "conv")
 
 
@@ -64,7 +64,7 @@ class SparseQKVPlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class SparseQKV(Pass[SparseQKVPlan]):
-    """Queries, keys and values from a multiplicative layer of S modules and an F × F convolution each; no output layer."""
+    """Computes queries, keys and values by a multiplicative layer of S modules and an F × F convolution each; no output layer."""
 
     name: ClassVar[str] = "sparse-qkv"
     summary: ClassVar[str] = "replace the four attention projections with a multiplicative layer and convolutions over heads"
@@ -87,13 +87,13 @@ class SparseQKV(Pass[SparseQKVPlan]):
     )
     remedy: ClassVar[str] = "choose other modules= or layers=, or output=keep; retrofit inspect shows the attentions"
     way_around: ClassVar[str] = (
-        "an attention is given queries, keys and values side by side in place of its input, and its own code may read that: "
+        "an attention receives concatenated queries, keys and values instead of its input, and its own code may read that: "
         "leave it out by layers=, or use another pass"
     )
 
     modules: int | None = option(None, "S, modules per projection; none: the number of query heads", minimum=1, weights="divides")
     kernel: int = option(3, "F, filter size in modules and tokens", minimum=1)
-    variant: str = option("mult-conv", "layers that make queries, keys and values", choices=VARIANTS)
+    variant: str = option("mult-conv", "layers that compute queries, keys and values", choices=VARIANTS)
     output: str = option("none", "replacement of the output layer", choices=("none", "keep", *VARIANTS))
     layers: str = option("all", "depths to rewrite, e.g. 0-5+8", depths=True)
     stacks: str = option("all", "stacks to rewrite", choices=("all", "encoder", "decoder"))
@@ -146,12 +146,12 @@ class SparseQKV(Pass[SparseQKVPlan]):
             if (attention := dense.get(projections.site.name)) is not None:
                 before, after = fit_results(edit.model.get_submodule(attention.path), projections.parameters(), attention, starts)
                 columns = {"before": before, "after": after}
-                edit.note("relative error of the result on windows held out", projections.site.name, columns, worst="highest")
+                edit.note("relative error of the output on held-out windows", projections.site.name, columns, worst="highest")
 
     # The layers and sizes of the new projections.
 
     def plan_attention(self, site: AttentionSite) -> AttentionPlan:
-        """Return the new projections of an attention; raises `DoesNotFitError` where they do not fit."""
+        """Return the new projections of an attention. Raises `DoesNotFitError` if they do not fit."""
         widths = site.widths
         modules = self.modules or site.heads
         columns = max(count for letter, count in widths.items() if letter != REST)  # of the queries
@@ -173,37 +173,37 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return AttentionPlan(site, shared, separate, self.output_shape(site, modules))
 
     def check_streams(self, site: AttentionSite, anatomy: Anatomy) -> None:
-        """Raise `DoesNotFitError` where a projection only has zeros to read, as in the first layer of some decoders."""
+        """Raise `DoesNotFitError` if a projection reads only zeros, as in the first layer of some decoders."""
         for projection in site.projections:
             if is_all_zeros(anatomy.node(projection.stream)):
-                why = f"{projection.matrix.module} reads zeros there, so nothing of its weight can be learnt"
+                why = f"{projection.matrix.module} reads only zeros there, so its weight has no gradient"
                 raise self.unfit(site, why)
 
     def check_lookback(self, site: AttentionSite) -> None:
-        """Raise `DoesNotFitError` where a causal attention would read earlier tokens without a history in the cache."""
+        """Raise `DoesNotFitError` if a causal attention would read earlier tokens without a history in the cache."""
         if self.kernel == 1 or not site.causal:
             return
         if site.calls > 1 and "conv" in self.variant + self.output:
             why = "its module is called at several depths, and the cache keeps one history for each module"
             raise self.unfit(site, why, "kernel=1 reads no earlier token")
         if site.why_separate and "conv" in self.variant:
-            why = f"{site.why_separate}, so each of its projections computes for itself, and receives no cache"
+            why = f"{site.why_separate}, so its projections compute their own columns and receive no cache"
             raise self.unfit(site, why, "kernel=1 and variant=mult read no earlier token")
 
     def stride(self, site: AttentionSite, letter: str, count: int, columns: int, modules: int) -> int:
-        """Return how many modules of the queries there are for each module of a letter with `count` columns."""
+        """Return the number of query modules for each module of a letter with `count` columns."""
         if columns % modules:
             why = f"its {columns} columns are not a multiple of modules={modules}"
             raise self.unfit(site, why, self.divisions(site, columns), in_any_form=True)
         if columns % count or modules % (columns // count):
             size = columns // modules
-            read = "that are read for something else than attention" if letter == REST else f"of {letter}"
+            read = "that are not read by attention" if letter == REST else f"of {letter}"
             why = f"no stride over {modules} modules of {size} columns gives the {count} columns {read}"
             raise self.unfit(site, why, self.divisions(site, columns), in_any_form=True)
         return columns // count
 
     def divisions(self, site: AttentionSite, columns: int) -> str:
-        """Return the numbers of modules nearest to the one asked for that all its columns allow, as the option is written."""
+        """Return the allowed numbers of modules nearest to the requested one, as a fix in the option's syntax; "" if none is."""
         wanted = self.modules or site.heads
         counts = list(site.widths.values())
         allowed = [
@@ -222,7 +222,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return ModularShape(variant, width, modules, size, strides, self.kernel)
 
     def output_shape(self, site: AttentionSite, modules: int) -> ModularShape | None:
-        """Return what replaces the output layer, None where it goes without replacement or is kept."""
+        """Return the layer that replaces the output layer; None if it is removed or kept."""
         kind = self.output
         if kind == "keep":
             return None
@@ -237,10 +237,10 @@ class SparseQKV(Pass[SparseQKVPlan]):
         if "conv" in kind and self.kernel > 1 and not site.returns_out:
             raise self.unfit(site, f"{site.name} does not return the result of its output layer, so it can have no history")
         if "conv" in kind and self.kernel > 1 and site.stream_in is None:
-            raise self.unfit(site, f"no one argument of {site.name} is its input stream, so it can have no history")
+            raise self.unfit(site, f"no argument of {site.name} is its input stream, so it can have no history")
         if columns % modules or width % modules:
             raise self.unfit(
-                site, f"modules={modules} divides not both sizes of its output layer, {columns} and {width}", in_any_form=True
+                site, f"modules={modules} does not divide both sizes of its output layer, {columns} and {width}", in_any_form=True
             )
         return self.shape(site, kind, columns, modules, width // modules, {"out": 1})
 
@@ -255,10 +255,10 @@ class SparseQKV(Pass[SparseQKVPlan]):
             code="does-not-fit",
         )
 
-    # The start, and the account.
+    # The fit, and its report.
 
     def second_moments(self, plan: SparseQKVPlan, edit: Edit) -> Moments:
-        """Return the second moments of each dense module's input, on data to fit on and held out; empty without such data."""
+        """Return the second moments of each dense module's input, on data for fitting and held out; {} without calibration data."""
         if edit.calibration is None:
             return {}
         paths = [projection.matrix.module for attention in plan.attentions for projection in attention.site.projections]
@@ -276,9 +276,10 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return {path: (fitted, held_out) for path, fitted, held_out in found if fitted is not None and held_out is not None}
 
     def dense_attentions(self, plan: SparseQKVPlan, edit: Edit) -> dict[str, DenseAttention]:
-        """Return the calls of each attention, by its name; without those that cannot be called by themselves. Empty without data.
+        """Return the calls of each attention, by name; {} without calibration data.
 
-        Also without those whose convolutions learn of no mask: earlier taps, fitted to data, would read padding.
+        Leaves out attentions that cannot be called by themselves, and those whose convolutions receive no mask, because their
+        earlier taps, fitted to data, would read padding.
         """
         if edit.calibration is None:
             return {}
@@ -300,7 +301,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         }
 
     def describe(self, plan: AttentionPlan) -> str:
-        """Return the layers and sizes of one attention in a few words."""
+        """Return a short text on the layers and sizes of one attention."""
         shapes = [*([plan.shared] if plan.shared is not None else []), *plan.separate.values()]
         text = f"{self.variant} of {shapes[0].modules} modules of {shapes[0].size}"
         strides = {stride for shape in shapes for stride in shape.strides.values()} - {1}
@@ -308,14 +309,14 @@ class SparseQKV(Pass[SparseQKVPlan]):
         return text + {"none": ", no output layer", "keep": ""}.get(self.output, f", output {self.output}")
 
     def formula(self) -> str:
-        """Return the number of parameters of the layers in use."""
+        """Return the formula of the number of parameters of the layers in use."""
         kinds = {self.variant, self.output} & set(VARIANTS)
         terms = {"mult": "mult d·(S + M)", "conv": "conv F²·M² + M"}
         return ", ".join(term for word, term in terms.items() if any(word in kind for kind in kinds))
 
 
 def has_columns(model: nn.Module, path: str) -> bool:
-    """Return whether projections in the module at the path are sparse."""
+    """Return whether projections in the module at `path` are sparse."""
     try:
         module = model.get_submodule(path)
     except AttributeError:
@@ -329,7 +330,7 @@ def sparse_already(miss: NearMiss) -> NearMiss:
 
 
 def values_of(projections: SparseProjections) -> Values:
-    """Return the values of the projections' parameters."""
+    """Return copies of the projections' parameters."""
     return [parameter.detach().clone() for parameter in projections.parameters()]
 
 

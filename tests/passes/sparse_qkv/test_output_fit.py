@@ -99,8 +99,8 @@ def fitted(name: str, spec: SparseQKV) -> tuple[nn.Module, nn.Module, Tensor, tu
 @pytest.mark.parametrize(("name", "output"), [("causal/llama", "none"), ("masked/bert", "keep")])
 def test_no_attention_is_worse_on_windows_held_out(name: str, output: str) -> None:
     model, dense, ids, notes = fitted(name, SparseQKV(output=output, layers="0-1"))
-    results = [note.values for note in notes if note.kind.startswith("relative error of the result")]
-    letters = [note.values for note in notes if "result" not in note.kind]
+    results = [note.values for note in notes if note.kind.startswith("relative error of the output")]
+    letters = [note.values for note in notes if "output" not in note.kind]
     assert len(results) == 2 and len(letters) == 6
     assert all(values["after"] <= values["before"] for values in results) and results[0]["after"] < results[0]["before"]
     again = fitted(name, SparseQKV(output=output, layers="0-1"))[0]

@@ -564,7 +564,7 @@ def test_values_projected_from_zeros_stay_as_they_are() -> None:
     (rewrite,) = apply_reported(model, SparseQKV(), count_flops=False).rewrites  # verified: all of it learns
     assert [site.name for site in rewrite.sites] == ["b.0.p", "b.1.o", "b.1.p"]
     assert [(one.name, one.why) for one in rewrite.skipped] == [
-        ("b.0.o", "b.0.o.v reads zeros there, so nothing of its weight can be learnt")
+        ("b.0.o", "b.0.o.v reads only zeros there, so its weight has no gradient")
     ]
 
 
