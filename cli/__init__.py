@@ -72,7 +72,7 @@ def dispatch(given: list[str]) -> int:
 
 
 def require_package() -> None:
-    """Raise `RetrofitError` where another distribution has replaced `retrofit/__init__.py`, or its uninstallation removed it."""
+    """Raise `RetrofitError` if another distribution has replaced `retrofit/__init__.py`, or its uninstallation removed it."""
     import retrofit
 
     if not hasattr(retrofit, "HOMES"):

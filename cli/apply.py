@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from retrofit.rewriting import Applied
 
 
-TOKENS = 16_384  # that passes are fitted on: benchmarks/sparse_ffn_real.py --tokens shows what more or fewer are worth
+TOKENS = 16_384  # on which passes are fitted: benchmarks/sparse_ffn_real.py --tokens shows the effect of more or fewer
 
 EXAMPLES = """\
 An option after --pass belongs to that pass. List passes and their options: retrofit passes [NAME]
@@ -72,7 +72,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Rewrite the model, save it, and print a table of what happened."""
+    """Rewrite the model, save it, and print a summary table."""
     passes = named_passes(arguments)
     if not passes:
         raise UsageError("no pass to apply", remedy="add --pass NAME or --recipe FILE; retrofit passes lists them")
@@ -197,14 +197,14 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
 
 
 def warned(verdict: Verdict) -> Verdict:
-    """Return the verdict; warn where the model is to be trained before use."""
+    """Return the verdict; warn if the model must be trained before use."""
     if verdict.needs_training:
         warnings.warn(str(verdict), RetrofitWarning, stacklevel=3)
     return verdict
 
 
 def require_calibration(files: list[Path], passes: Recipe) -> None:
-    """Raises `UsageError`, before any work, where a text is not there or no pass reads it."""
+    """Raise `UsageError`, before any work, if a text does not exist or no pass reads it."""
     if not any(pass_.calibrates for pass_ in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         raise UsageError("--calibrate: none of the passes needs calibration", why=f"passes that do: {fitted}", remedy="drop it")
@@ -214,7 +214,7 @@ def require_calibration(files: list[Path], passes: Recipe) -> None:
 
 
 def tokenizer_for(arguments: argparse.Namespace, passes: Recipe) -> Any:
-    """Return the tokenizer that was named, or comes with the model, where a pass uses one; None without."""
+    """Return the tokenizer that is named or comes with the model, if a pass uses one; else None."""
     from retrofit.passbase.tokenization import read_tokenizer
     from retrofit.storage.companions import tokenizer_place
 
@@ -230,12 +230,12 @@ class CalibrationText:
 
     fitted: torch.Tensor
     held_back: torch.Tensor
-    kind: str  # of what is held back
+    kind: str  # of the held-out data
     tokenizer: Any
-    read: str  # in words: how it was read, and how much of it is fitted on
+    read: str  # in words: how it was read, and how much of it is used for fitting
 
     def dense_outputs(self, model: nn.Module) -> DenseOutputs:
-        """Return what the dense model makes of the text held back."""
+        """Return the dense model's outputs for the held-out text."""
         from retrofit.planning.quality import DenseOutputs
 
         return DenseOutputs.of(model, self.held_back, self.tokenizer, text=self.kind)
@@ -258,7 +258,7 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> Calibra
 
 
 def fitted_on(windows: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, str]:
-    """Windows of about so many tokens, at even distances over the text, and how many that are, in words; at least one window."""
+    """Return windows of about `tokens` tokens, evenly spaced over the text, at least one, and their amount in words."""
     count, length = windows.shape[:2]
     most = min(count, max(1, (tokens or TOKENS) // length))
     kept = windows[[(index + 1) * count // most - 1 for index in range(most)]]
@@ -266,7 +266,7 @@ def fitted_on(windows: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, 
 
 
 def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
-    """Return what was rewritten, parameters and FLOPs before and after, what was verified or left out, where the result is."""
+    """Return the rows of the summary: sites, parameters and FLOPs before and after, checks and omissions, and the result's path."""
     from retrofit.checks.verify import CHECKS
     from retrofit.storage.directories import left_out
 
@@ -295,7 +295,7 @@ NO_TEXT = "no text was given to measure a loss on"
 def advice(
     model: Path, output: Path, applied: Applied, verdict: Verdict | None, unmeasured: str = NO_TEXT
 ) -> list[tuple[str, str]]:
-    """Return what an approximate rewrite cost, or why that was not measured, and the command that is probably next."""
+    """Return the cost of an approximate rewrite, or why it was not measured, and the probable next command."""
     dense, result = shlex.quote(str(model)), shlex.quote(str(output))
     train = f"retrofit train {result} --teacher {dense} --data TEXT --steps 1000"
     compare = f"retrofit compare {dense} {result} --data TEXT"
@@ -419,7 +419,10 @@ def run_merge(arguments: argparse.Namespace) -> int:
 
 
 def require_base(named: Any) -> Path:
-    """Return the path of the adapter's model; raise `UsageError` where it is not on disk, as an adapter may name anything."""
+    """Return the path of the adapter's model.
+
+    Raises `UsageError` if it is not on disk, because an adapter may name anything.
+    """
     if named and isinstance(named, (str, Path)) and Path(named).exists():
         return Path(named)
     raise UsageError(

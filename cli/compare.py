@@ -55,7 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures, and draw the picture that was asked for."""
+    """Print the figures, and draw the picture if requested."""
     paths = [arguments.model, *arguments.others]
     for path in paths:
         require_path(path)
@@ -99,7 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_of(path: Path) -> TrainingRun | None:
-    """Return the run that trained the model, where its numbers are next to it."""
+    """Return the run that trained the model, if its numbers are next to it."""
     from retrofit.errors import TrainingError
     from retrofit.training.runs import TrainingRun
 
@@ -171,7 +171,7 @@ def add_generate_parser(subparsers: Subparsers) -> None:
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
-    """Print the text with its continuation, and below it how it was generated."""
+    """Print the text with its continuation, then how it was generated."""
     if arguments.tokens < 1:
         raise UsageError(f"--tokens {arguments.tokens}: must be at least 1", remedy="use an integer ≥ 1")
     if not 0 <= arguments.temperature < math.inf:

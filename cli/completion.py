@@ -1,9 +1,9 @@
 """`retrofit completion`: a shell completes commands, options, passes and the options of a pass.
 
-The script of a shell asks `retrofit completion words -- WORD…`, where the last word is the one to complete, and gets one candidate
-a line, with a tab and what it means. Where there is none, the shell completes the name of a file. The candidates come from the
-parser of the command line and, for passes, from their sources: a pass imports torch, which takes seconds. (argcomplete and shtab
-complete from a parser alone, and the options of a pass are in none until it is imported.)
+A shell's script calls `retrofit completion words -- WORD…`, whose last word is the one to complete, and gets one candidate a line,
+with a tab and its meaning. Without candidates the shell completes file names. The candidates come from the parser of the command
+line and, for passes, from their sources, because importing a pass imports torch, which takes seconds. (argcomplete and shtab use a
+parser alone, which does not have a pass's options until the pass is imported.)
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class DeclaredOption:
 
 
 def declared_in_source(name: str) -> list[DeclaredOption]:
-    """Return the options of the installed pass `name`; none where there is no such pass, or no source.
+    """Return the options of the installed pass `name`; none if there is no such pass or no source.
 
-    What is read: the fields that the class itself declares by `option(…)`, with choices that are words, or names for words.
+    Reads the fields that the class itself declares by `option(…)`, with choices that are words or names of words.
     """
     for entry in importlib.metadata.entry_points(group=GROUP):
         if entry.name == name and (source := source_of(entry.module)) is not None:
@@ -42,7 +42,7 @@ def declared_in_source(name: str) -> list[DeclaredOption]:
 
 
 def source_of(module: str) -> str | None:
-    """Return the source of a module that is not imported, nor are the packages it lies in."""
+    """Return the source of a module without importing it or its packages."""
     places: Sequence[str] | None = None
     parts = module.split(".")
     for depth in range(1, len(parts) + 1):
@@ -63,7 +63,7 @@ def source_of(module: str) -> str | None:
 
 
 class Source:
-    """A file of Python, of which expressions made of words are evaluated, names that it imports included."""
+    """A Python source file; evaluates expressions of words, including imported names."""
 
     def __init__(self, text: str) -> None:
         self.tree = ast.parse(text)
@@ -139,7 +139,7 @@ def summaries() -> Iterator[tuple[str, str]]:
         yield entry.name, Source(source).summary(entry.attr) if source is not None else ""
 
 
-Candidates: TypeAlias = Iterator[tuple[str, str]]  # word, what it means
+Candidates: TypeAlias = Iterator[tuple[str, str]]  # word, its meaning
 
 EXAMPLES = """\
   retrofit completion bash > ~/.local/share/bash-completion/completions/retrofit
@@ -185,11 +185,11 @@ end
 complete -c retrofit -a '(__retrofit_words)'
 """
 
-WORDS = "words"  # what the scripts ask for
+WORDS = "words"  # the command that the scripts call
 
 
 class Shells(dict[str, str]):
-    """The scripts by the names of their shells; what they ask for is taken as well, and listed nowhere."""
+    """The scripts by shell; the command that they call is accepted too, and not listed."""
 
     def __contains__(self, name: object) -> bool:
         return name == WORDS or super().__contains__(name)
@@ -199,7 +199,7 @@ SCRIPTS = Shells(bash=BASH, zsh=ZSH, fish=FISH)
 
 
 def add_parser(subparsers: Subparsers, whole: Parser) -> None:
-    """`whole` is the parser of the command line, to which the subparsers belong."""
+    """Add the command; `whole` is the parser of the command line, which has the subparsers."""
     parser = subparsers.add_parser(
         "completion",
         help="print a shell completion script",
@@ -228,7 +228,7 @@ def run(arguments: argparse.Namespace, whole: Parser) -> int:
 
 
 def candidates(whole: Parser, line: Sequence[str]) -> Candidates:
-    """Return what the last word of `line` may become; nothing where it is the name of a file, or free text."""
+    """Return the candidates for the last word of `line`; none if it is a file name or free text."""
     *before, word = joined_values(line) if line else [""]
     begun, equals, start = word.partition("=") if word.startswith("--") else ("", "", word)
     if equals:
@@ -239,13 +239,13 @@ def candidates(whole: Parser, line: Sequence[str]) -> Candidates:
 
 
 def joined_values(line: Sequence[str]) -> list[str]:
-    """Return the line without the `=` that bash makes a word of its own: `--k`, `=`, `2` is `--k`, `2`."""
+    """Return the line with the words joined that bash splits at `=`: `--k`, `=`, `2` to `--k`, `2`."""
     kept = [word for word in line[:-1] if word != "="]
     return [*kept, "" if line[-1] == "=" else line[-1]]
 
 
 def possible(whole: Parser, before: Sequence[str], word: str) -> Candidates:
-    """Return everything that may follow the words `before`; options only where `word` begins as one does."""
+    """Return all words that may follow the words `before`; options only if `word` starts like one."""
     commands = next(action for action in whole._actions if isinstance(action, argparse._SubParsersAction))
     name = next((word for word in before if not word.startswith("-")), None)
     if name is None:
@@ -256,7 +256,7 @@ def possible(whole: Parser, before: Sequence[str], word: str) -> Candidates:
 
 
 def after_command(parser: Parser, before: Sequence[str], word: str) -> Candidates:
-    """Return what may follow the arguments `before` of a command."""
+    """Return the words that may follow the arguments `before` of a command."""
     passes = [value for option, value in itertools.pairwise(before) if option == "--pass"]
     passes += [word.removeprefix("--pass=") for word in before if word.startswith("--pass=")]
     fields = {f"--{option.name.replace('_', '-')}": option for option in declared_in_source(passes[-1])} if passes else {}

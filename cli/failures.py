@@ -55,7 +55,7 @@ def report(error: BaseException, stream: IO[str]) -> None:
 
 
 def explain(error: BaseException) -> str:
-    """Return the message of a failure: what went wrong, why, and the fix."""
+    """Return the message of a failure: the problem, the reason and the fix."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     failure = as_retrofit_error(error)
@@ -66,7 +66,7 @@ def explain(error: BaseException) -> str:
 
 
 def as_retrofit_error(error: BaseException) -> RetrofitError:
-    """Any failure as one that names the thing, the reason and the remedy."""
+    """Return any failure as an error that names the thing, the reason and the fix."""
     if isinstance(error, RetrofitError):
         return error
     if isinstance(error, OSError) and error.errno is not None:
@@ -94,7 +94,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def hang_up() -> int:
-    """Nobody reads stdout any more: what is left in its buffer goes nowhere, without a complaint at exit."""
+    """Return the exit code when the reader of stdout is gone; discard its buffer, so that the exit prints no error."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
@@ -115,10 +115,10 @@ class Interruption:
 
     @contextlib.contextmanager
     def unwinding(self) -> Iterator[None]:
-        """Either signal unwinds the stack as Ctrl-C does, so that half-written files are removed.
+        """Within this context either signal unwinds the stack as Ctrl-C does, so that half-written files are removed.
 
-        The exception may be dropped, as in a finaliser: then it is raised again a moment later. Or code in C may raise another in
-        its place: `received` says what that comes of.
+        The exception may be dropped, as in a finalizer: then it is raised again a moment later. C code may replace it by another:
+        `received` then holds the signal's exception.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -170,14 +170,14 @@ def is_reported_here(error: BaseException) -> bool:
 
 
 def disconnect() -> None:
-    """Disconnect the processes, where training connected them."""
+    """Disconnect the processes if training connected them."""
     training = sys.modules.get("retrofit.training.processes")
     if started() > 1 and training is not None:
         training.disconnect()
 
 
 def refuse_several(command: str) -> None:
-    """Raises `UsageError` where several processes run a command that works in one."""
+    """Raise `UsageError` if several processes run a command that supports only one."""
     if started() > 1:
         raise UsageError(
             f"retrofit {command} runs in one process; {started()} were started",
@@ -187,9 +187,9 @@ def refuse_several(command: str) -> None:
 
 
 def quieten_wrappers() -> None:
-    """Of several processes, torch's C++ code reports errors alone: each would warn that a search for unused parameters found none.
+    """Let torch's C++ code report only errors if there are several processes.
 
-    It reads this before torch is imported.
+    Otherwise each would warn that a search for unused parameters found none. The variable must be set before torch is imported.
     """
     if started() > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,4 +1,4 @@
-"""`retrofit inspect`: the anatomy of a model on disk, or what passes would do to it; `retrofit passes`: the passes installed."""
+"""`retrofit inspect`: the anatomy of a model on disk, or the plans of passes for it; `retrofit passes`: the installed passes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def read_model(arguments: argparse.Namespace) -> nn.Module:
 
 
 def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
-    """Print what the passes would do; return 0 where `apply` would find something to rewrite for each of them, else 2."""
+    """Print the plans of the passes; return 0 if `apply` would rewrite something for each of them, else 2."""
     from retrofit.preview import plan_of
 
     with working(arguments.debug) as progress:

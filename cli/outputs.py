@@ -19,7 +19,10 @@ GRAPHS = (EXPORTED, ONNX)  # files of models without a class
 
 
 def default_output(model: Path, words: Sequence[str]) -> Path:
-    """`model.altup.pt` for `model.pt` and what was done to it, a directory `model.altup` for `model` or `model.gguf`."""
+    """Return the default output: `model.altup.pt` for `model.pt`, a directory `model.altup` for `model` or `model.gguf`.
+
+    `words`, e.g. the names of the passes, say what was done to the model.
+    """
     model = with_a_name(model)
     done = ".".join(words)
     if model.suffix == gguf_header.SUFFIX:
@@ -29,7 +32,7 @@ def default_output(model: Path, words: Sequence[str]) -> Path:
 
 
 def beside(model: Path, word: str) -> Path:
-    """`model.logits` for `model.pt` and for a directory `model`."""
+    """Return `model.logits` for `model.pt` and for a directory `model`."""
     model = with_a_name(model)
     return model.with_name(f"{model.name if model.is_dir() else model.stem}.{word}")
 
@@ -40,7 +43,10 @@ def with_a_name(model: Path) -> Path:
 
 
 def check_output(output: Path, force: bool, suffix: str = "") -> Path:
-    """`output`, where a file may be written there; raises an error before any work where it may not, or has another suffix."""
+    """Return `output` if a file may be written there.
+
+    Raises an error, before any work, if it may not, or if its suffix is wrong.
+    """
     if suffix and output.suffix.lower() != suffix:
         raise UsageError(f"{output} is not a {suffix} file", remedy=f"call it {output.name}{suffix}")
     final_name(output, force=force, directory=False)
@@ -48,7 +54,7 @@ def check_output(output: Path, force: bool, suffix: str = "") -> Path:
 
 
 def check_model_output(output: Path, force: bool, source: Path | None = None) -> Path:
-    """`output`, where the model may be written that is made of `source`; raises an error before any work where it may not."""
+    """Return `output` if the model derived from `source` may be written there; raise an error, before any work, if it may not."""
     require_writable_kind(output)
     if source is not None and source.suffix in GRAPHS and output.suffix not in GRAPHS:
         raise UsageError(
@@ -61,7 +67,7 @@ def check_model_output(output: Path, force: bool, source: Path | None = None) ->
 
 
 def write_model(model: nn.Module, source: Path, output: Path, force: bool) -> None:
-    """Save the model at `output`; in a directory with what else the directory or the GGUF file `source` holds."""
+    """Save the model at `output`; to a directory, copy the other files of the directory or the data of the GGUF file `source`."""
     from transformers import PreTrainedModel
 
     from retrofit.storage.checkpoint import save

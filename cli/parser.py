@@ -1,4 +1,4 @@
-"""An argument parser whose errors are exceptions that name the nearest known word, and the arguments that commands share."""
+"""An argument parser whose errors are exceptions that suggest the nearest known word, and the arguments that commands share."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Gather: TypeAlias = Callable[[list[str], Sequence[str]], tuple[list[str], dict[s
 class Parser(argparse.ArgumentParser):
     """A parser with `--debug` and no abbreviations that raises `UsageError`.
 
-    `gather`, where set, sees the arguments first, together with the option strings of the parser; it returns the arguments
-    that are left to parse and what it read from the others.
+    `gather`, if set, receives the arguments first, with the parser's option strings; it returns the arguments that are left to
+    parse and the values that it read from the others.
     """
 
     gather: Gather | None = None
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, extra
 
     def refuse(self, argument: str, parsed: argparse.Namespace) -> NoReturn:
-        """Return an unknown argument is an error that says which was probably meant, or what was read in its place."""
+        """Raise an error for an unknown argument that suggests the nearest one, or names the value that was read instead."""
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise UsageError(f"unknown option {name}", remedy=suggest(name, self._option_string_actions, self.see()))
@@ -76,7 +76,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def suggest(word: str, known: Iterable[str], otherwise: str) -> str:
-    """Return the known word nearest to `word`, as a question, and what to do where it is not that one."""
+    """Return the known word nearest to `word`, as a question, and the fix if that is not the one."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]}? otherwise {otherwise}" if near else otherwise
 
@@ -101,7 +101,7 @@ def add_checks_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def config_place(text: str) -> Path:
-    """Return the directory of a config, or the file where it has another name than config.json."""
+    """Return the directory of a config, or the file if its name is not config.json."""
     path = Path(text)
     if not path.exists():
         raise UsageError(f"--config {text}: no such file or directory", remedy="name the directory of a config.json")
@@ -109,7 +109,7 @@ def config_place(text: str) -> Path:
 
 
 def config_for(path: Path, arguments: argparse.Namespace) -> Path | None:
-    """--config, where a command reads several models, for those that may be bare weights: others say themselves what they are."""
+    """Return --config for models that may be bare weights, if a command reads several; other models contain their config."""
     from retrofit.files.model_folders import DESCRIBED
 
     return arguments.config if path.is_file() and path.suffix not in DESCRIBED else None
@@ -127,7 +127,7 @@ def seed(text: str) -> int:
 
 
 def require_path(path: Path) -> Path:
-    """`path`, where something is there; raises `CheckpointError` where nothing is."""
+    """Return `path` if it exists. Raises `CheckpointError` if it does not."""
     if not path.exists():
         raise CheckpointError(
             f"{path}: no such file or directory",

@@ -14,18 +14,17 @@ from retrofit.passbase.options import options_of
 from retrofit.passbase.protocol import Pass, Recipe, load_pass, make_pass, pass_names, split_spec
 from retrofit.storage.recipe_file import read_recipe
 
-Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether one may be given without a value, as a yes
+Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether each is a switch that needs no value
 Requested = list[tuple[str, dict[str, str]] | Path]  # (pass name, option → text), or a recipe file; in the order given
 
 YES_OR_NO = ("true", "false", "yes", "no")
 
 
 def split_passes(arguments: Sequence[str], own: Collection[str], declared: Declared) -> tuple[list[str], Requested]:
-    """Return the arguments of the command, and the passes with their options, recipe files among them.
+    """Return the command's arguments, and the passes with their options, recipe files included.
 
-    After `--pass NAME`, `--option value` and `--option=value` belong to that pass where it declares the option, and else to the
-    command where it is one of its `own`. A yes-or-no option may be given without a value. NAME may be a spec as in recipes,
-    `altup(k=2)`. Raises `UsageError`.
+    After `--pass NAME`, `--option value` and `--option=value` belong to that pass if it declares the option, else to the command if
+    it is one of its `own`. A yes-or-no option needs no value. NAME may be a spec as in recipes, `altup(k=2)`. Raises `UsageError`.
     """
     left: list[str] = []
     passes: Requested = []
@@ -65,7 +64,7 @@ def split_passes(arguments: Sequence[str], own: Collection[str], declared: Decla
 
 
 def name_and_options(text: str) -> tuple[str, dict[str, str]]:
-    """Return what `--pass` was given: a name, or a spec with options."""
+    """Return the name and options in the value of `--pass`: a name, or a spec."""
     if "(" not in text:
         return text, {}
     try:
@@ -83,7 +82,7 @@ def take_value(option: str, queue: list[str], own: Collection[str]) -> str:
 
 
 def refuse(option: str, own: Collection[str], passes: Requested, declared: Declared) -> None:
-    """Raise `UsageError` for an option that neither the pass nor the command has, with the one that was probably meant."""
+    """Raise `UsageError` for an option that neither the pass nor the command has; suggest the nearest one."""
     if not passes:
         near = suggest(option, own, "an option of a pass follows the --pass it belongs to")
         raise UsageError(f"unknown option {option}", remedy=near)
@@ -99,12 +98,12 @@ def refuse(option: str, own: Collection[str], passes: Requested, declared: Decla
 
 
 def field_name(option: str) -> str:
-    """`--some-option` as the field it sets, `some_option`."""
+    """Return the field that `--some-option` sets: `some_option`."""
     return option.removeprefix("--").replace("-", "_")
 
 
 def find_pass(name: str) -> type[Pass]:
-    """Return the class of the installed pass `name`; an unknown name is a `UsageError` that says which was probably meant."""
+    """Return the class of the installed pass `name`. Raises `UsageError` for an unknown name and suggests the nearest one."""
     names = pass_names()
     if name not in names:
         raise UsageError(f"unknown pass {name!r}", remedy=suggest(name, names, f"choose one of {', '.join(names)}"))
@@ -112,12 +111,12 @@ def find_pass(name: str) -> type[Pass]:
 
 
 def declared_options(name: str) -> Mapping[str, bool]:
-    """Return the options of the installed pass `name`, and whether each may be given without a value."""
+    """Return the options of the installed pass `name`, and whether each needs no value."""
     return {option: isinstance(default, bool) for option, _, default, _ in options_of(find_pass(name))}
 
 
 def gather_passes(arguments: list[str], own: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return the arguments left for the command, and its `passes`; with --help nothing but that."""
+    """Return the arguments left for the command, and its `passes`; with --help only the arguments."""
     ended = arguments.index("--") if "--" in arguments else len(arguments)
     if {"-h", "--help"} & set(arguments[:ended]):
         return ["--help"], {}
@@ -135,7 +134,7 @@ def add_pass_arguments(parser: Parser) -> None:
 
 
 def named_passes(arguments: argparse.Namespace) -> Recipe:
-    """Return the passes that the command line names, in the order given, those of a recipe file where it is named."""
+    """Return the passes on the command line, in order, including those of a recipe file."""
     passes: list[Recipe] = []
     for named in arguments.passes:
         passes.append((make_pass(*named),) if isinstance(named, tuple) else read_recipe(named))

@@ -1,4 +1,4 @@
-"""`retrofit plan`: which passes, with which settings, in which layers, for what a model is to reach: a recipe file."""
+"""`retrofit plan`: chooses passes, settings and layers that reach a target, and writes them as a recipe file."""
 
 from __future__ import annotations
 
@@ -137,9 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def named_candidates(arguments: argparse.Namespace) -> list[AnyPass | str] | None:
-    """Return the passes that the command line names: one without options by its name, which stands for what it proposes.
+    """Return the passes on the command line; a name without options means the settings that the pass proposes.
 
-    None for all.
+    Returns None for all passes.
     """
     found: list[AnyPass | str] = []
     for named in arguments.passes:
@@ -153,7 +153,7 @@ def named_candidates(arguments: argparse.Namespace) -> list[AnyPass | str] | Non
 def output_files(output: Path, targets: tuple[Target, ...]) -> list[Path]:
     """Return the recipe file of each target.
 
-    `output`, or where there are several one named for each, `model.plan.decode-1.5x.json`.
+    `output`, or for several targets one file each, e.g. `model.plan.decode-1.5x.json`.
     """
     if len(targets) == 1:
         return [output]
@@ -162,7 +162,7 @@ def output_files(output: Path, targets: tuple[Target, ...]) -> list[Path]:
 
 
 def print_plans(found: ModelPlan, files: Mapping[Target, Path], picture: Path, read: str) -> None:
-    """Print each plan as a table, then the candidates, what was not tried, how the text was read, and where the results are."""
+    """Print each plan as a table, then the candidates, what was not tried, how the text was read, and the paths of the results."""
     from retrofit.planning.model_plan import candidate_rows, rows_of
 
     for planned in found.planned:

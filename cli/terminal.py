@@ -1,7 +1,7 @@
 """Text and tables on a terminal, in a file or in a pipe.
 
-A terminal gets its own width and colours; a file or a pipe gets plain text, as long as it is. Characters in names from files that
-would move a cursor, colour it or end a line are written out.
+A terminal gets its own width and colours; a file or a pipe gets plain text of any width. Characters in names from files that would
+move a cursor, change a colour or end a line are escaped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 
-HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of characters that are not shown but do something, and of broken ones
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of invisible control characters, and of broken ones
 
 
 def printable(text: str, *, lines: bool = False) -> str:
@@ -39,7 +39,7 @@ def printable(text: str, *, lines: bool = False) -> str:
     )
 
 
-ENDLESS = 1_000_000  # columns of what is no terminal: nothing is cut or wrapped
+ENDLESS = 1_000_000  # width of anything but a terminal: nothing is cut or wrapped
 
 
 def console_for(stream: IO[str]) -> Console:
@@ -67,7 +67,7 @@ COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow"}  # of w
 def print_table(rows: Iterable[Row], headings: Row = (), stream: IO[str] | None = None) -> None:
     """Print the rows on `stream` (stdout) in aligned columns, every cell in full.
 
-    A terminal wraps the last column to its width, and the others too where they leave it too little room.
+    On a terminal the last column is wrapped to the width, and the others too if they leave it too little room.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -91,11 +91,11 @@ def print_table(rows: Iterable[Row], headings: Row = (), stream: IO[str] | None 
         stream.write("".join(f"{line.rstrip()}\n" for line in plain.getvalue().splitlines()))
 
 
-VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # set by what starts several processes
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE")  # set by launchers of several processes
 
 
 def started() -> int:
-    """Return how many processes run this command."""
+    """Return the number of processes that run this command."""
     given = [os.environ.get(name, "") for name in VARIABLES]
     return int(given[-1]) if all(text.isdigit() for text in given) else 1
 
@@ -132,7 +132,7 @@ class Progress:
             self.print_line(stage)
 
     def print_line(self, stage: str) -> None:
-        """Print the stage on a line of its own, unless the line before said the same a moment ago."""
+        """Print the stage on a new line, unless the previous line reported the same stage a moment ago."""
         kind, now = COUNTS.sub("", stage), time.monotonic()
         milestone = isinstance(stage, Milestone)
         if milestone or kind != self.stage or now - self.printed >= INTERVAL:
@@ -154,7 +154,7 @@ class Progress:
             spinner = SpinnerColumn("dots" if console.encoding.startswith("utf") else "line")
             self.bar = Bar(spinner, TimeElapsedColumn(), stage, console=console, transient=True, redirect_stdout=False, expand=True)
             self.bar.add_task("", visible=False)
-            with contextlib.suppress(OSError):  # the terminal is gone: nobody is watching
+            with contextlib.suppress(OSError):  # the terminal is closed
                 self.bar.start()
         return self
 
@@ -166,9 +166,9 @@ class Progress:
 
 @contextlib.contextmanager
 def working(debug: bool) -> Iterator[Progress]:
-    """Within this context the stage that work is in is shown, and libraries say nothing of their own unless debugging.
+    """Within this context the current stage is shown, and libraries print nothing of their own unless debugging.
 
-    Of several processes the first one shows it.
+    Only the first of several processes shows it.
     """
     from retrofit.process import quiet
 
@@ -180,7 +180,7 @@ def working(debug: bool) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """Within this context what retrofit itself warns of is on stderr as a note, of several processes by the first one."""
+    """Within this context retrofit's warnings are printed to stderr as notes, by the first of several processes."""
 
     def show(message: Warning | str, category: type[Warning], *place: Any, **other: Any) -> None:
         if not issubclass(category, RetrofitWarning):

@@ -65,7 +65,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
-    """Add one field of the settings to the parser; it keeps its default where it is not given."""
+    """Add one field of the settings to the parser; without it the field keeps its default."""
     text, default = field.metadata["doc"], field.default
     if default is False:
         parser.add_argument(flag(field), action="store_true", default=argparse.SUPPRESS, help=text)
@@ -133,7 +133,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def refuse_what_needs_a_teacher(given: Mapping[str, Any]) -> None:
-    """Raises `TrainingError` where an option is given that says how to learn from the teacher that is not."""
+    """Raise `TrainingError` for an option about learning from a teacher if there is no teacher."""
     for name in ("distil", "temperature", "dial", "align_lr"):
         if given.get(name):
             raise TrainingError(
@@ -146,7 +146,7 @@ def refuse_what_needs_a_teacher(given: Mapping[str, Any]) -> None:
 
 
 def refuse_what_has_no_effect(given: Mapping[str, Any]) -> None:
-    """Raises `TrainingError` where an option is given, and another one, of which it says how, is zero."""
+    """Raise `TrainingError` for an option that has no effect because another one is zero."""
     for name, other in (("eval_every", "eval_fraction"), ("temperature", "distil"), ("align_lr", "align"), ("dial", "anneal")):
         if name in given and given.get(other) == 0:
             value = given[name] if isinstance(given[name], str) else f"{given[name]:g}"
@@ -174,9 +174,9 @@ def read_model(arguments: argparse.Namespace, config: Path | None) -> tuple[Any,
 
 
 def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """Return the dense model to learn from, or the folder of its predictions, None where none is named.
+    """Return the dense model to learn from, or the folder of its predictions; None if none is named.
 
-    Raises `TrainingError` where it reads other tokens.
+    Raises `TrainingError` if it has other tokens.
     """
     if arguments.teacher is None:
         return None
@@ -204,7 +204,7 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
 
 
 def hold_in_float32(model: Any) -> None:
-    """Cast the numbers of a model to float32, except those that a quantizer packed; leave predictions in a folder as they are."""
+    """Cast the numbers of a model to float32, except those that a quantizer packed; leave predictions in a folder unchanged."""
     from torch import nn
 
     from retrofit.surgery.dequantization import is_quantized

@@ -118,9 +118,9 @@ def show(report: Report) -> int:
 
 
 def check_rows(check: CheckResult) -> Iterator[tuple[str, ...]]:
-    """Yield a check with its outcome, the seconds it took and what it measured.
+    """Yield the rows of a check: its outcome, its seconds and its measurement.
 
-    Below, the site to blame or the reason it was skipped.
+    Further rows: the site at fault, or the reason it was skipped.
     """
     yield check.name, check.status, f"{check.seconds:.1f} s", check.measured
     yield from (("", "", "", line) for line in check.why.splitlines() if line)
@@ -172,7 +172,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 
 def rows_of(found: Differences) -> Iterator[tuple[str, str, str, str]]:
-    """Yield what differs, kind by kind."""
+    """Yield the differences, kind by kind."""
     if found.architectures[0] != found.architectures[1]:
         yield "architecture", "", *found.architectures
     for key, (a, b) in list(found.config.items())[:MOST]:
@@ -195,7 +195,7 @@ def rows_of(found: Differences) -> Iterator[tuple[str, str, str, str]]:
 
 
 def folded_rows(tensors: Sequence[TensorDifference]) -> Iterator[tuple[str, str, str]]:
-    """Yield one row for tensors at several depths that differ in the same way, with the range of how far their values are apart."""
+    """Yield one row for tensors at several depths that differ in the same way, with the range of the distances of their values."""
     groups: dict[tuple[str, str, str, bool], list[TensorDifference]] = {}
     for tensor in tensors:
         key = (NUMBER.sub("*", tensor.name), tensor.one, tensor.other, tensor.largest is None)
@@ -209,7 +209,7 @@ def folded_rows(tensors: Sequence[TensorDifference]) -> Iterator[tuple[str, str,
 
 
 def range_of(group: Sequence[TensorDifference]) -> str:
-    """Return how far the values of several tensors are apart, the least and the most."""
+    """Return the least and the greatest distance of the values of several tensors."""
     spans = []
     for sign, values in (("max |Δ|", [tensor.largest for tensor in group]), ("‖Δ‖/‖·‖", [tensor.relative for tensor in group])):
         known = [value for value in values if value is not None]
@@ -219,7 +219,7 @@ def range_of(group: Sequence[TensorDifference]) -> str:
 
 
 def cells(tensor: TensorDifference) -> tuple[str, str]:
-    """Return the same tensor in both models, or how far apart its values are."""
+    """Return the tensor's form in both models, or its form and the distance of its values."""
     if tensor.largest is None:
         return tensor.one, tensor.other
     return tensor.one, f"max |Δ| {tensor.largest:.2e}, ‖Δ‖/‖·‖ {tensor.relative:.2e}"

@@ -179,7 +179,7 @@ class AltUp(Pass[AltUpPlan]):
             if self.stacks not in ("all", stack.kind):
                 near_misses.append(NearMiss.not_selected(stack, self.stacks))
             elif any((layer.name, layer.call) in taken for layer in stack.layers):
-                why = "a second stream through layers of which another stream is widened"
+                why = "a second stream through the layers of another stream, which is widened"
                 near_misses.append(NearMiss(stack.name, why, code="shared-layers"))
             else:
                 chosen.append(stack)
@@ -399,7 +399,7 @@ class AltUp(Pass[AltUpPlan]):
         edit.replace_module(layer.name, wrapper)
 
     def track_run(self, owner: str, layers: Sequence[str], edit: Edit) -> None:
-        """Have the layers of a stack notice where those before them were not called."""
+        """Let the layers of a stack detect that layers before them were not called."""
         wrappers: list[AltUpLayer] = [edit.model.get_submodule(path) for path in layers]  # type: ignore[misc]
         run = StackRun(layers, wrappers[0].active)
         for depth, wrapper in enumerate(wrappers):

@@ -175,7 +175,7 @@ class DivideAndProject(nn.Module):
         self.weight = nn.Parameter(torch.randn(k - 1, width, part) / part**0.5)  # (K−1, d, e/(K−1))
 
     def forward(self, extra: Tensor) -> Tensor:
-        """(…, e) gives (…, (K−1)·d)."""
+        """Return (…, (K−1)·d) for (…, e)."""
         parts = extra.unflatten(-1, (len(self.weight), -1))  # (…, K−1, e/(K−1))
         return torch.einsum("...kp,kdp->...kd", parts, self.weight.to(extra.dtype)).flatten(-2)
 
@@ -258,11 +258,10 @@ def layers_left_out(why: str, skipped: Sequence[str] = ()) -> DoesNotFitError:
 
 
 class StackRun:
-    """The progress of a stack whose dense stream moves between blocks: `depth` is that of the last layer called, −1 before the
-    first.
+    """The progress of a stack whose dense stream moves between blocks.
 
-    Streams that layers return have the attribute `HOME`, the block of the dense stream. The stream that enters the stack does not,
-    so its first layer cannot check it.
+    `depth` is that of the last layer called, −1 before the first. Streams that layers return have the attribute `HOME`, the block
+    of the dense stream. The stream that enters the stack does not, so a skipped first layer is not detected by this.
     """
 
     guards: ClassVar[tuple[str, ...]] = ("begin",)
@@ -292,7 +291,7 @@ class AltUpLayer(Wrapper):
     `narrow` names other K·d-wide arguments and the block of each that the layer receives; the others are passed unchanged.
 
     - `expand`: the stream enters d wide, and all K blocks equal it. `combine`: it leaves d wide, as Σ_i combine[i] x^i.
-    - `next_active`: the block that the dense stream is in afterwards, at the start; None where it is in all of them.
+    - `next_active`: the block that the dense stream is in afterwards, at the start; None if it is in all of them.
     - `rotate`: the blocks move up by one afterwards, so that a layer called at every depth works on each in turn with one `active`.
     """
 
@@ -356,7 +355,7 @@ class AltUpLayer(Wrapper):
         run.depth = self.stack_depth
 
     def require_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `DoesNotFitError` where `module`, which reads the stream after this last layer, is called on that of another."""
+        """Raise `DoesNotFitError` if `module`, which reads the stream after this last layer, is called on that of another."""
         for home in (getattr(value, HOME, None) for value in (*args, *kwargs.values())):
             if home is not None and (self.combine is not None or home not in (EVERY, self.next_active)):
                 skipped = self.stack_run.skipped(self.stack_depth + 1) if self.stack_run is not None else ()

@@ -184,7 +184,7 @@ def stream_totals(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """The gradients of P and g from `count` parts. SIDE is a power of two from K + 1 on."""
+    """Write the gradients of P and g from `count` parts. SIDE is a power of two, at least K + 1."""
     wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     side = tl.arange(0, SIDE)
     row, entry = side[:, None], side[None, :]

@@ -352,7 +352,7 @@ class WidthPropagation:
         ):
             return
         if len({kind.home for kind in kinds}) > 1:
-            raise self.refuse(node, "it combines wide values of which different blocks hold the dense one")
+            raise self.refuse(node, "it combines wide values that hold the dense one in different blocks")
         home, computed = next(iter(kinds)).home, any(kind.computed for kind in kinds)
         after = dimension_after(node, inputs[0], self.wide[inputs[0]].dim) if len({kind.dim for kind in kinds}) == 1 else None
         if after is None and not self.live & self.flow.bit(node) and not is_heavy(node) and name not in NORM:
@@ -445,7 +445,7 @@ class WidthPropagation:
             raise self.refuse(
                 node,
                 f"{op(node)} picks tokens of the stream for a layer inside it",
-                "let altup rewrite the model first, and what put the layer in there after it",
+                "apply altup first, and the pass or tool that inserted the inner layer after it",
             )
         if not fitting:
             raise self.refuse(

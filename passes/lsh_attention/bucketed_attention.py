@@ -40,7 +40,7 @@ class BucketedAttention(nn.Module):
     """Attention in which a query sees the keys of its buckets. A cache stores the buckets of its keys under `name`."""
 
     def __init__(self, name: str, heads: int, causal: bool, shared: bool, chunk: int, rotations: Tensor) -> None:
-        """`rotations` are those of all rounds, (rounds, d, buckets / 2)."""
+        """Store `rotations`, those of all rounds, (rounds, d, buckets / 2)."""
         super().__init__()
         self.name, self.heads, self.causal, self.shared, self.chunk = name, heads, causal, shared, chunk
         self.rotations: Tensor

@@ -67,7 +67,7 @@ class BucketLists:
     """The lists of `buckets` buckets; a query sees the last `chunk` keys of its bucket."""
 
     def __init__(self, values: Tensor, hidden: Tensor | None, buckets: int, chunk: int) -> None:
-        """`values` are the buckets of all keys, (rounds, batch, heads, n); `hidden` (batch, n) which of them are padding."""
+        """Store `values`, the buckets of all keys, (rounds, batch, heads, n), and `hidden`, (batch, n), which marks padding."""
         self.hidden, self.room, self.taken = hidden, chunk + SPARE, 0
         codes = values if hidden is None else torch.where(hidden.unsqueeze(1), buckets, values)
         codes = codes.flatten(1, 2).long()  # (rounds, rows, n)

@@ -50,7 +50,7 @@ from retrofit.sdk.program import Call, op, shape
 SHARES = ("none", "queries")
 FUSED = "scaled_dot_product_attention"
 NO_MODULE = (Remedy("emit='graph' makes each attention a module", "graph"), "layers= leaves depths out")
-SHARE_NONE = "share=none hashes queries and keys, each made as it was"
+SHARE_NONE = "share=none hashes queries and keys and keeps both projections"
 CAPPED = "layers= leaves depths out; sequence-altup and sparse-qkv make attention cheaper and keep the cap"
 WRITTEN_OUT = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
 
@@ -177,7 +177,7 @@ class SiteFinder:
     """Collects the sites of one model."""
 
     def __init__(self, anatomy: Anatomy, projections: list[AttentionSite] | None) -> None:
-        """`projections` are those of all attentions where queries become keys."""
+        """Store `projections`, those of all attentions, if queries become keys."""
         self.anatomy, self.flow, self.projections = anatomy, anatomy.flow, projections
         self.cores = find_attentions(self.flow)
         self.sites: dict[str, BucketedSite] = {}  # by path: a module that several layers share is rewritten once
@@ -209,7 +209,7 @@ class SiteFinder:
             raise unfit(name, "its mask hides later keys at one depth and shows them at another")
 
     def made_by(self, path: str) -> tuple[str, str]:
-        """Return the modules that make the queries and keys of an attention; raise `DoesNotFitError` where one cannot make both."""
+        """Return the modules that make the queries and keys of an attention. Raises `DoesNotFitError` if one cannot make both."""
         found = [projection for projection in self.projections or () if f"{path}.".startswith(f"{projection.name}.")]
         modules = {letter: projection for site in found for projection in site.projections for letter in projection.letters}
         query, key = modules.get("q"), modules.get("k")

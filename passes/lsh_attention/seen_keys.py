@@ -132,7 +132,7 @@ class Operands:
 
     @property
     def rows(self) -> Tensor:
-        """The numbers of the rows."""
+        """Return the indices of the rows."""
         return torch.arange(self.q.shape[0], device=self.q.device) + self.first
 
     def at_keys(self, x: Tensor, index: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class AttentionToOthers(nn.Module):
     """Has w, the weight of the other keys; `share` of it is in use, all of it but while a dial turns."""
 
     def __init__(self, heads: int, positions: str, encoder_is_own: bool, weight: float, like: Tensor) -> None:
-        """`weight` is w at the start; below 1 it is trained, a number for each head."""
+        """Start with w = `weight`; below 1 it is trained, with one number for each head."""
         super().__init__()
         self.heads, self.positions, self.encoder_is_own = heads, positions, encoder_is_own
         self.share = 1.0
@@ -110,7 +110,7 @@ class Part:
         return mask.expand(*mask.shape[:2], tokens, keys)
 
     def seen_as_first_of(self, decoder: Part) -> Part:
-        """Return these keys with the query of the decoder's first token and its bias for all of them."""
+        """Return these keys for the decoder's queries, each with the bias of the decoder's first token."""
         mask = self.mask
         if decoder.mask is not None and decoder.mask.dtype != torch.bool:
             bias = decoder.mask[..., :1]
@@ -230,7 +230,7 @@ class JointSoftmax(AttentionToOthers):
     replaces = "a softmax between two products"
 
     def forward(self, scores: Tensor, dtype: torch.dtype | None = None, *, other: Mapping[str, Any] | None = None) -> Tensor:
-        """Of scores (…, T, K) and others (…, T, K') the weights (…, T, K + K'); … is batch and heads, or their product."""
+        """Return the weights (…, T, K + K') of scores (…, T, K) and others (…, T, K'); … is batch and heads, or their product."""
         if other is None:
             return scores.softmax(-1, dtype)
         others = other["scores"].reshape(*scores.shape[:-1], -1).to(scores.dtype)

@@ -49,7 +49,7 @@ def second_layers(cache: Cache, layers: int) -> Iterator[Cache]:
 
 
 def add_layers(cache: Cache, layers: int) -> None:
-    """Double the layers of the cache; the second half has the kinds of the first."""
+    """Extend the cache to twice `layers` layers; the second half has the kinds of the first."""
     while len(cache.layers) < layers:
         assert cache.layer_class_to_replicate is not None, "a cache with a layer for each of the model's, or one that grows"
         cache.layers.append(cache.layer_class_to_replicate())
@@ -226,10 +226,10 @@ def required(merged: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return the output of `layer` with `attention`, which sees the other keys too, in it; raise `RetrofitError` if it attends
-    otherwise.
+    """Return the output of `layer` with `attention` in it, which sees the other keys too.
 
-    The other keys are empty if they could not be found, because the other attention's code attends otherwise too.
+    Raises `RetrofitError` if the layer attends otherwise. The other keys are empty if they could not be found, because the other
+    attention's code attends otherwise too.
     """
     calls: list[bool] = []
     with attention.answering(other, calls):
@@ -295,7 +295,7 @@ class OtherTokens:
         return any(isinstance(module, MergedCrossAttention) for module in site.modules())
 
     def turn(self, site: nn.Module, share: float) -> None:
-        """Count the keys that an attention did not have with this share of their weight."""
+        """Weight the keys that an attention did not have before by `share`."""
         for module in site.modules():
             if isinstance(module, AttentionToOthers):
                 module.share = share

@@ -231,7 +231,7 @@ class SiteFinder:
                 continue
             keys = [key for key, given in outer.inputs.items() if key is not None and given is node]
             if not keys:
-                raise unfit(cross.path, f"its argument {key} is none of the arguments of {layer.path}")
+                raise unfit(cross.path, f"its argument {key} is not an argument of {layer.path}")
             found[key] = keys[0]
         return CrossArguments(found[cross.site.source_in], tuple(found.items()))
 

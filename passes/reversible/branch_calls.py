@@ -7,7 +7,7 @@ reads. No gradient passes there, so a tensor that requires one belongs to this b
 The sums by which branches are added to the stream are intercepted, and the caller determines the result of each:
 
     x = x + self.attention(self.norm(x))          the sum of x, the very tensor that is the stream, and the first branch
-    x = x + self.mlp(self.other_norm(x))          that of what the caller made of the first, and the second branch
+    x = x + self.mlp(self.other_norm(x))          the sum of the first sum, as the caller returned it, and the second branch
 
 The stream is recognized by identity, not by the name of a module or variable. The data flow shows how many sums add a branch (`x +
 f(x) + g(x)` takes two).

@@ -34,7 +34,7 @@ class Returned:
     """The result of a layer: its stream, its other tensors, and how they are put together; last the losses that it recorded."""
 
     def __init__(self, output: Any, key: int | str | None, known: dict[int, Any], losses: list[Tensor]) -> None:
-        """`known`: what of the call's own arguments may be in it, by identity, and what that is outside the call."""
+        """Map in `known`, by identity, the call's own arguments that may be in the output to their values outside the call."""
         stream = output if isinstance(output, Tensor) else item(output, key)
         leaves, self.structure = flattened(output)
         self.tensors: list[Tensor] = [stream]
@@ -126,7 +126,7 @@ class RepeatedCall:
         return Returned(output, self.stream_out, known | {id(value): value for value in values}, losses), values
 
     def require_unchanged(self) -> None:
-        """Raise `RetrofitError` where an argument has been written to since the first run."""
+        """Raise `RetrofitError` if an argument has been written to since the first run."""
         tensors = [*(leaf for leaf in self.leaves if isinstance(leaf, Tensor)), *self.values]
         if [tensor._version for tensor in tensors] != self.versions:
             raise RetrofitError(
@@ -139,9 +139,9 @@ class RepeatedCall:
     def run(
         self, x: Tensor, values: list[Tensor], called: Any = None, recorded: list[list[Tensor]] | None = None
     ) -> tuple[Any, dict[int, Any], list[Tensor]]:
-        """Return what the layer returns; what it was given, by identity, a cache by that of its copy; the losses that it recorded.
+        """Return the layer's output, its arguments by identity (a copied cache by that of its copy), and its losses.
 
-        `called`, where it is given, calls the layer; `recorded` receives the list of the losses before it does.
+        `called`, if given, calls the layer; `recorded` receives the list of the losses before it does.
         """
         known: dict[int, Any] = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, Tensor)}
 
@@ -204,13 +204,13 @@ class KeptCache:
     """A cache as it was when the layer was called."""
 
     def __init__(self, cache: Cache, tensors: list[Tensor], numbers: dict[int, int]) -> None:
-        """`numbers`: of the tensors that require a gradient, by identity, which of those given to the call they are."""
+        """Map in `numbers`, by identity, tensors that require a gradient to their index among the call's."""
         self.cache = cache
         self.tensors = [Placeholder(numbers[id(tensor)]) if id(tensor) in numbers else tensor for tensor in tensors]
         self.kept = copied(cache, tensors, self.tensors)
 
     def copied(self, values: list[Tensor]) -> Any:
-        """Return a copy with these values in place of what was given."""
+        """Return a copy with `values` instead of the tensors of the call."""
         new = [values[tensor.number] if isinstance(tensor, Placeholder) else tensor for tensor in self.tensors]
         return copied(self.kept, self.tensors, new)
 
@@ -260,7 +260,7 @@ class RandomState:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Let the numbers go on from this state after this context, whatever was drawn in it."""
+        """Restore this state of the random numbers after this context."""
         try:
             yield
         finally:

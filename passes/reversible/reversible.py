@@ -287,7 +287,7 @@ class StepFinder:
                         raise unfit(layer.name, f"it reads the weight {program.parameters[operand]}, which is not its own")
                 elif node in inside and operand not in inside and operand not in given:
                     if self.has_gradient(operand) and not self.is_made_of(operand, own):
-                        raise unfit(layer.name, f"it reads {self.described(operand)}, which is none of its arguments")
+                        raise unfit(layer.name, f"it reads {self.described(operand)}, which is not one of its arguments")
                 elif node not in inside and operand in inside and operand not in returned and self.has_gradient(operand):
                     around = [other.path for other in flow.call_of(node).chain if not other.encloses(call)]
                     if not any(self.is_made_of(operand, self.parameters(path)) for path in around):
@@ -356,7 +356,7 @@ class LayerBranches:
 
 
 def branches_of(layer: Layer, anatomy: Anatomy) -> LayerBranches:
-    """Return those of a layer; raises `DoesNotFitError` where one is not added to the stream that it reads."""
+    """Return those of a layer. Raises `DoesNotFitError` if one is not added to the stream that it reads."""
     flow = anatomy.flow
     stream = anatomy.node(layer.entry)
     streams, sums = [stream], list[tuple[fx.Node, ...]]()
@@ -402,7 +402,7 @@ def same_as(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
 
 
 def bounds_of(same: Collection[fx.Node], flow: Dataflow) -> set[fx.Node]:
-    """Return what the bounds of clamps among these nodes are made of, where that is made of the nodes themselves."""
+    """Return the nodes that compute the bounds of clamps among these nodes from the nodes themselves."""
     made: set[fx.Node] = set()
     for alias in same:
         for bound in alias.all_input_nodes[1:] if op(alias) == "clamp" else ():
@@ -437,7 +437,7 @@ def parts_of(call: Call, branches: LayerBranches, layer: Layer, anatomy: Anatomy
 
 
 def require_separate(call: Call, parts: set[Call], branches: LayerBranches, layer: Layer, flow: Dataflow) -> None:
-    """Raise `DoesNotFitError` where a branch reads more of another than the stream, or an earlier stream.
+    """Raise `DoesNotFitError` if a branch reads more of another than the stream, or an earlier stream.
 
     What lies in no part is computed in the run for each branch, unless it is made of a stream or of what a part returns.
     """

@@ -317,7 +317,7 @@ def outputs_of(ctx: Any, returned: Returned, made: list[Returned]) -> tuple[Tens
 
 
 def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], parameters: Sequence[Tensor]) -> list[Any]:
-    """Return the wanted gradients from values and their gradients; those of weights that FSDP gathered go to these."""
+    """Return the wanted gradients from values and their gradients; gradients of weights that FSDP gathered are added to these."""
     if not results:
         return [None] * len(wanted)
     values, gradients = [result for result, _ in results], [of for _, of in results]
@@ -367,7 +367,7 @@ class Place:
 
 
 def step_that_made(x: Tensor, kind: type = Chain) -> Any:
-    """Return the node of autograd of the step, of a chain of this kind, that returned x as its stream; None where none did."""
+    """Return the node of autograd of the step, of a chain of this kind, that returned x as its stream; None if none did."""
     nodes: list[Any] = [x.grad_fn]
     for _ in range(NEARBY + 1):
         for node in nodes:

@@ -321,7 +321,7 @@ class StreamsEnd:
     place: ArgumentPlace
 
     def require(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `DoesNotFitError` where `module` is called with both streams: the last layer was skipped."""
+        """Raise `DoesNotFitError` if `module` is called with both streams: the last layer was skipped."""
         x = tensor_argument(self.place, list(args), kwargs)
         if x is not None and x.shape[-1] == 2 * self.width:
             raise DoesNotFitError(

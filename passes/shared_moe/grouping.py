@@ -191,7 +191,7 @@ def plan_sharing(group: Group, stack: Stack, anatomy: Anatomy, near_misses: list
     shared: list[SharedAttention] = []
     layers = layers_of(group, stack)
     if not layers:
-        near_misses.append(NearMiss(group.name, "no module owns its layers, whose attentions could be told apart", code="no-owner"))
+        near_misses.append(NearMiss(group.name, "no module owns its layers, so their attentions are unknown", code="no-owner"))
         return []
     first = layers[0]
     for other in layers[1:]:

@@ -134,7 +134,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
             )
 
     def require_for_slices(self) -> None:
-        """Raise `SpecError` where another option contradicts slices."""
+        """Raise `SpecError` if another option contradicts slices."""
         if self.groups != 0:
             raise SpecError(
                 f"shared-moe: slices={self.slices} with groups={self.groups}: layers that share a mixture have no slices",
@@ -153,7 +153,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
     @property
     def chosen(self) -> int:
-        """K: the experts that a router takes for a token."""
+        """Return K, the number of experts that a router selects for a token."""
         return self.k or (2 if self.slices is None else 1)
 
     def idle_options(self) -> dict[str, tuple[str, ...]]:
@@ -472,7 +472,7 @@ def stack_matrices(matrices: Sequence[Matrix], model: nn.Module) -> ExpertMatric
 
 
 def place_expert(site: FeedForward, e: int, moe: MixtureOfExperts, placed: set[int], edit: Edit) -> None:
-    """Account for the dense weights of `site` as expert `e`, and add their ids to `placed`."""
+    """Record the fate of the dense weights of `site` as expert `e`, and add their ids to `placed`."""
     for name, matrix in named_matrices(site).items():
         stacked: Any = moe.get_submodule(name)
         weight, bias = weight_and_bias(matrix, edit.model)

@@ -43,17 +43,17 @@ class Slices:
 
     @property
     def into(self) -> str:
-        """The name of the matrix that reads x."""
+        """Return the name of the matrix that reads x."""
         return GATE_UP if len(self.site.ports) > 1 else UP
 
     @property
     def ports(self) -> list[Port]:
-        """The rows of the hidden function's arguments in the matrix that reads x."""
+        """Return the rows of the hidden function's arguments in the matrix that reads x."""
         return [Port(0, self.places.index(number) * self.units, 1) for number in range(len(self.site.ports))]
 
     @property
     def places(self) -> list[int]:
-        """The numbers of the ports, those of a matrix side by side, in the order of their rows."""
+        """Return the indices of the ports, grouped by matrix, in the order of their rows."""
         return sorted(range(len(self.site.ports)), key=lambda number: self.site.ports[number].matrix)
 
     def layouts(self) -> Iterator[tuple[str, str | None, str | None, Rearranged]]:
@@ -98,7 +98,7 @@ class Slices:
         return ExpertMatrices(of_experts(weights), of_experts(biases) if biases else None)
 
     def place(self, moe: nn.Module, edit: Edit) -> None:
-        """Account for the dense weights: they are the first expert of each slice."""
+        """Record the fate of the dense weights: they are the first expert of each slice."""
         why = "its slices are experts of a mixture"
         for name, weight, bias, layout in self.layouts():
             matrices = moe.get_submodule(name)

@@ -102,7 +102,7 @@ class Kept:
 
     @property
     def share(self) -> float:
-        """The mean of both: neither the few tokens with massive activations nor all the others may be lost."""
+        """Return the mean of both, so that neither the few tokens with massive activations nor all the others are lost."""
         return (self.of_tokens + self.of_all) / 2
 
 

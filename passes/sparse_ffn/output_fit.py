@@ -5,7 +5,7 @@
 The mask is the selection of the sparse feed-forward in evaluation. λ pulls towards the dense matrix W⁰, most for units that are
 small or rarely active; λ = ∞ fits nothing. The weights w_t limit the influence of tokens with massive activations
 (`token_weights`). Of several λ and the dense matrix the one with the least error on held-out tokens is kept, among those that are
-no worse either for the mean over tokens or for their sum. If the gate selects, the active units depend on W, so there are two
+worse neither for tokens counted equally nor for their sum. If the gate selects, the active units depend on W, so there are two
 rounds.
 """
 

@@ -129,7 +129,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         if self.active > self.sparsity:
             raise SpecError(
                 f"sparse-ffn: option active={self.active} is above sparsity={self.sparsity}",
-                why="a block has only so many units",
+                why="a block has no more units",
                 remedy=f"use at most {self.sparsity}, the dense function",
                 option="active",
                 code="range",

@@ -239,7 +239,7 @@ REMEDY = "use controller=low-rank"
 def gate_activation(site: FeedForward) -> tuple[int, fx.GraphModule]:
     """Return the index of the gate's port, and act of h = act(z_gate) · z_up with the modules of `site.hidden`, without dropout.
 
-    Raises `DoesNotFitError` where h is not of this form, or act has parameters of its own.
+    Raises `DoesNotFitError` if h is not of this form, or act has parameters of its own.
     """
     if not site.gated:
         raise misfit(site, "it has no gate")

@@ -1,7 +1,7 @@
 """Fits of sparse projections: by least squares to the dense weights, and on calibration data to the attention's outputs.
 
-Where no earlier token counts, multiplicative layer and convolutions multiply by the dense matrices Ŵ_j[i,s,n] = Σ_o D[i,
-r·s+o−⌊F/2⌋] (E[i,:] C_j[o])[n], where C_j[o] = W_j[o,0] are the taps of the token itself. The fit minimises
+Without earlier tokens, the multiplicative layer and the convolutions multiply by the dense matrices Ŵ_j[i,s,n] = Σ_o D[i,
+r·s+o−⌊F/2⌋] (E[i,:] C_j[o])[n], where C_j[o] = W_j[o,0] are the taps of the token itself. The fit minimizes
 
     Σ_j tr (W_j − Ŵ_j)ᵀ A (W_j − Ŵ_j)        A: the second moments of x on calibration data, the identity without
 
@@ -12,8 +12,8 @@ continues from there under A, which couples the features. The taps of earlier to
 With calibration data the sparse attention is then fitted to the dense attention's outputs for the same arguments. The projections
 can be near the dense ones while the outputs are far apart, most of all without the output layer. So the dense attention's calls are
 recorded, and the sparse attention is called with the same arguments. Of the fit to the weights and those to data, the one with the
-nearest outputs on held-out windows is chosen; gradient descent on other windows continues from it as long as the held-out error
-falls.
+nearest outputs on held-out windows is chosen. Gradient descent on other windows continues from it; its result is kept if the
+held-out error falls.
 """
 
 from __future__ import annotations
