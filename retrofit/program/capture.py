@@ -1,10 +1,11 @@
 """Capture a model as one ATen graph with every module call: `torch.export` under fake tensors.
 
-The trace is functionalized, so that no operation writes in place. Where the export fails, fallbacks are tried: an attention mask of
-ones, and replayed tensor values for code that branches on them. A dynamic program gets only those that are the same for all inputs.
+The trace is functionalized, so that no operation writes in place. If the export fails, fallbacks are tried: an attention mask of
+ones, and replayed tensor values for code that branches on them. A dynamic program uses only values that are the same for all
+inputs.
 
-In a model without weights the tracer creates constants on the meta device, without values. Captured again on fake tensors of the
-CPU, which take no memory, they have their values (`with_constant_values`).
+For a model without weights the tracer creates constants on the meta device, without values. They have values if the model is
+captured again on fake CPU tensors, which take no memory (`with_constant_values`).
 """
 
 from __future__ import annotations
@@ -50,17 +51,17 @@ from retrofit.program.tracing import (
 LIBRARY = torch.library.Library("retrofit", "DEF")
 LIBRARY.define("mark(Tensor x, int call, bool leaves, str key) -> Tensor")
 LIBRARY.impl("mark", lambda x, call, leaves, key: x.clone(), "CompositeExplicitAutograd")
-fx.node.has_side_effect(torch.ops.retrofit.mark.default)  # kept in the graph even where no output depends on it
+fx.node.has_side_effect(torch.ops.retrofit.mark.default)  # kept in the graph even if no output depends on it
 
 
 @serialized
 def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: bool = False, training: bool = False) -> Program:
-    """Return the program that `model` runs on inputs like `example_inputs` (by argument), in evaluation mode if not in `training`.
+    """Return the program that `model` runs on inputs like `example_inputs` (by argument), in evaluation mode unless `training`.
 
-    Nothing is computed and no weight is copied, except where the code branches on the values of tensors: there the model is run,
-    and the program holds the branches that these inputs take. A `dynamic` program runs on inputs of other sizes too, as far as the
-    model's code does, and on any values: it holds a branch only where inputs of other values and sizes take the same one. Raises
-    `CaptureError` where the model cannot be traced.
+    Nothing is computed and no weight is copied, except if the code branches on the values of tensors: then the model is run, and
+    the program contains the branches taken for these inputs. A `dynamic` program runs on inputs of other sizes too, as far as the
+    model's code does, and on any values: it contains a branch only if inputs of other values and sizes take the same one. Raises
+    `CaptureError` if the model cannot be traced.
     """
     refuse_packed_layers(model, CaptureError, "captured as a graph", "which torch.export does not trace")
     try:
@@ -78,13 +79,13 @@ def capture(model: nn.Module, example_inputs: Mapping[str, Any], *, dynamic: boo
 
 
 def captured(model: nn.Module, inputs: dict[str, Any], dynamic: bool) -> Program:
-    """Return the program of the model in its mode, without its examples; raises what the model's own code does."""
+    """Return the program of the model in its mode, without its examples. Raises any error of the model's own code."""
     exported, calls, branches = export_with_fallbacks(model, inputs, dynamic)
     return dataclasses.replace(read_program(exported, calls), branches=branches)
 
 
 def each_its_own(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the inputs, none of them the tensor that another is: a trace tells arguments apart by their tensors."""
+    """Return the inputs with each tensor a separate object: a trace distinguishes arguments by their tensors."""
     found: dict[str, Any] = {}
     for name, value in inputs.items():
         again = isinstance(value, torch.Tensor) and any(value is earlier for earlier in found.values())
@@ -95,9 +96,9 @@ def each_its_own(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def export_with_fallbacks(
     model: nn.Module, inputs: dict[str, Any], dynamic: bool
 ) -> tuple[torch.export.ExportedProgram, list[Call], bool]:
-    """`export`; where it fails again with a mask of ones, then with replayed values, and whether these were read.
+    """Return the result of `export`, and whether values were replayed.
 
-    Raises the last error before the values.
+    If it fails, it is tried again with a mask of ones, then with replayed values. Raises the last error before the values.
     """
     without_values = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     try:
@@ -122,14 +123,14 @@ def export_with_fallbacks(
 
 
 def values_read(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
-    """Return what the code reads out of tensors."""
+    """Return the values that the code reads from tensors."""
     with record_tensor_values() as recording:
         model(**inputs)
     return recording
 
 
 def constant_values(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
-    """Return what the code reads out of tensors, where that is no input's and the same for other sizes; else nothing."""
+    """Return the values that the code reads from tensors if they are no input's and the same for other sizes; else nothing."""
     found, training = [], model.training
     for given in (inputs, *other_sizes(model, inputs)):
         with preserve_state(model), record_constant_values(given) as recording:
@@ -139,7 +140,7 @@ def constant_values(model: nn.Module, inputs: Mapping[str, Any]) -> Recording:
 
 
 def other_sizes(model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Inputs of another batch and length, and of a single token."""
+    """Return inputs of another batch size and length, and of a single token."""
     batch, length = extent_of(inputs)
     if length:
         return [resized(model, inputs, batch + 1, length + 2), resized(model, inputs, batch, 1)]
@@ -151,11 +152,11 @@ def other_sizes(model: nn.Module, inputs: Mapping[str, Any]) -> list[dict[str, A
 
 
 def materialize(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[nn.Module, dict[str, Any]]:
-    """`model` and its inputs, or copies with random values where they have none: branches depend little on weights."""
+    """Return `model` and its inputs, or copies with random values if they have none: branches rarely depend on weights."""
     if not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         return model, dict(inputs)
     drawn, generator = copy.deepcopy(model), torch.Generator().manual_seed(0)
-    values: dict[torch.Tensor, torch.Tensor] = {}  # by tensor: what modules share stays shared
+    values: dict[torch.Tensor, torch.Tensor] = {}  # by tensor: shared tensors stay shared
     for module in drawn.modules():
         for own in (module._parameters, module._buffers):
             for name, tensor in own.items():
@@ -169,7 +170,7 @@ def materialize(model: nn.Module, inputs: Mapping[str, Any]) -> tuple[nn.Module,
 
 
 def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return a parameter or buffer like this one on the CPU, of small random numbers, or of zeros where it holds no floats."""
+    """Return a CPU tensor like this parameter or buffer, of small random numbers, or of zeros if it contains no floats."""
     value = torch.empty_like(tensor, device="cpu").detach()
     value.normal_(std=0.02, generator=generator) if value.is_floating_point() else value.zero_()
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
@@ -180,10 +181,10 @@ def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> t
     if not dynamic:
         with disable_stack_traces(), compile_on_call():  # a graph module keeps its traces and is called, so only here
             return trace(model, inputs, None)
-    # of **kwargs only tensors: torch.export compares the others with what the code may have popped from them
+    # only tensors of **kwargs: torch.export compares the others with kwargs from which the code may have popped
     named = inspect.signature(model.forward).parameters
     inputs = {name: value for name, value in inputs.items() if name in named or isinstance(value, torch.Tensor)}
-    # tensors of their own: where the trace fails, torch leaves its marks of dynamic sizes on them
+    # new tensors: if the trace fails, torch leaves its marks of dynamic sizes on them
     inputs = {name: value.detach() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
     return with_dynamic_shapes(model, inputs, lambda shapes: trace(model, inputs, shapes))
 
@@ -191,9 +192,9 @@ def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> t
 def trace(
     model: nn.Module, inputs: dict[str, Any], shapes: dict[str, Any] | None
 ) -> tuple[torch.export.ExportedProgram, list[Call]]:
-    """`export` with the dynamic shapes `shapes`, in the terms of `torch.export`; None where all are static.
+    """Return the result of `export` for the dynamic shapes `shapes`, in the form of `torch.export`; None: all static.
 
-    Signals wait until it is done: torch's code in C++ calls back into Python, and an exception there may end the process.
+    Signals are deferred: torch's code in C++ calls back into Python, and an exception there may end the process.
     """
     modes = skip_no_op_grad_modes() if shapes is None else annotate_autograd()
     with (
@@ -215,10 +216,10 @@ def trace(
 
 
 def as_plain_module(model: nn.Module) -> nn.Module:
-    """`model`; a graph module as a plain module on the same state, which `torch.export` traces by calling it.
+    """Return `model`; for a graph module, a plain module with the same state, which `torch.export` traces by calling it.
 
-    `torch.export` interprets the graph of a graph module instead, which skips its hooks and a forward that was replaced, and
-    takes its arguments by position.
+    `torch.export` interprets the graph of a graph module instead, which skips its hooks and a replaced forward, and takes its
+    arguments by position.
     """
     if not isinstance(model, fx.GraphModule):
         return model
@@ -228,14 +229,14 @@ def as_plain_module(model: nn.Module) -> nn.Module:
 
 
 def missing_masks(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """All-ones attention masks where the model takes one and `inputs` hold its ids and no mask: some code needs one when traced."""
+    """Return masks of ones where the model has an argument and `inputs` only the ids: some code needs one in a trace."""
     taken = inspect.signature(model.forward).parameters
     sides = [(f"{side}attention_mask", inputs.get(f"{side}input_ids")) for side in ("", "decoder_")]
     return {name: torch.ones_like(ids) for name, ids in sides if name in taken and ids is not None and inputs.get(name) is None}
 
 
 def with_constant_values(program: Program, model: nn.Module) -> Program:
-    """`program` with the values of the constants it indexes by, where `model` can also be captured on the CPU."""
+    """Return `program` with the values of constants used as indices, if `model` can also be captured on the CPU."""
     names = {name for node, name in program.constants.items() if any(op(user) in SELECTION for user in node.users)}
     if not any(program.values[name].is_meta for name in names & program.values.keys()):
         return program
@@ -265,11 +266,11 @@ def on_fake_cpu(model: nn.Module) -> nn.Module:
 
 
 def failure_in(model: nn.Module, error: BaseException, at: str = "") -> str:
-    """Return the first line of the error, after the path of the innermost module of the model in whose code it was raised.
+    """Return the first line of the error, after the path of the innermost module in whose code it was raised.
 
-    The model may itself be a part of another, where its path is `at`.
+    The model may itself be part of another model, at the path `at`.
     """
-    paths = {  # by contents: a tracer calls other modules that have the same ones
+    paths = {  # by contents: a tracer calls other modules with the same contents
         id(vars(module)): f"{at}.{path}".strip(".") for path, module in model.named_modules()
     }
     owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -280,7 +281,7 @@ def failure_in(model: nn.Module, error: BaseException, at: str = "") -> str:
 
 @serialized
 def call_or_capture(model: nn.Module, inputs: Mapping[str, Any]) -> None:
-    """Call the model on the inputs, for what its hooks see, without its cache; capture it where its code fails without values."""
+    """Call the model on the inputs, without cache, for its hooks; capture it instead if its code fails without values."""
     try:
         with preserve_state(model), disable_cache(model):
             run(model, inputs)
@@ -291,15 +292,15 @@ def call_or_capture(model: nn.Module, inputs: Mapping[str, Any]) -> None:
 # ── Trial calls ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Trial = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object]  # of a module and the arguments of one of its calls
+Trial = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], object]  # called with a module and the arguments of one of its calls
 
 
 @serialized
 def failed_trials(model: nn.Module, inputs: Mapping[str, Any], trials: Mapping[str, Trial]) -> dict[str, str]:
-    """Run `model` without its cache, and before each call of a module at one of the paths its trial; return why trials failed.
+    """Run `model` without its cache, with each module's trial before each of its calls; return why trials failed.
 
-    `trials` and what is returned are by path. A model without values is captured instead: it may branch on them. One that does not
-    run on the inputs has no trials.
+    `trials` and the result are by path. A model without values is captured instead, because it may branch on them. A model that
+    does not run on the inputs has no trials.
     """
     failed: dict[str, str] = {}
     with trying(model, trials, failed):
@@ -325,7 +326,7 @@ def trying(model: nn.Module, trials: Mapping[str, Trial], failed: dict[str, str]
         try:
             with torch.no_grad():
                 trials[path](module, args, dict(kwargs))
-        except GuardOnDataDependentSymNode:  # the capture goes on with values
+        except GuardOnDataDependentSymNode:  # the capture continues with values
             raise
         except DoesNotFitError as error:
             failed[path] = error.what

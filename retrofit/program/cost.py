@@ -1,4 +1,4 @@
-"""The cost of a model: its parameters, and the floating-point operations of its products, counted on its graph or on a run."""
+"""The cost of a model: its parameters, and the floating-point operations of its products, counted on its graph or in a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from retrofit.program.aten_ops import op_name
 from retrofit.program.program import Program
 from retrofit.program.tracing import as_if_traced
 
-# A product costs 2 operations (multiply, add) an element and summand; of element-wise operations only multiply-adds are counted.
+# A product costs 2 operations (multiply, add) per element and summand; of element-wise operations only multiply-adds count.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Cost:
     """The cost of one forward pass of a program."""
 
     parameters: int  # elements that the graph reads, shared ones once
-    flops: int  # of the whole pass
-    tokens: int  # what the pass works on: batch × length positions, or the inputs of a batch where they are no tokens alone
+    flops: int  # of the whole forward
+    tokens: int  # batch × length positions, or the inputs of a batch if they are not only tokens
     by_module: dict[str, int]  # FLOPs in each module's own code
     read: frozenset[str] = frozenset()  # names of the parameters that the graph reads
-    unit: str = "token"  # of which there are so many
+    unit: str = "token"  # the unit of `tokens`
 
     @property
     def flops_per_token(self) -> int:
@@ -39,7 +39,7 @@ class Cost:
 
 
 def cost_of(program: Program) -> Cost:
-    """Return the cost of a program on the inputs it was captured with."""
+    """Return the cost of a program for the inputs of its capture."""
     read = {node: name for node, name in program.parameters.items() if node.users}
     by_module: dict[str, int] = {}
     for node in program.graph.nodes:
@@ -56,7 +56,7 @@ def flops_per_token(program: Program) -> int:
 
 
 def tokens_of(program: Program) -> int:
-    """Return how many units the program works on: the positions of its longest input of integers, else its batch."""
+    """Return the number of units in the inputs: the positions of the longest input of integers, else the batch size."""
     inputs = inputs_of(program)
     if unit_of(program) == "token":
         return max(value.numel() for value in inputs if is_ids(value))
@@ -64,7 +64,7 @@ def tokens_of(program: Program) -> int:
 
 
 def unit_of(program: Program) -> str:
-    """Return the unit that operations are counted for: `token`, or a whole input that is no tokens, `image of 3×224×224`."""
+    """Return the unit of the operation count: `token`, or a whole input without tokens, `image of 3×224×224`."""
     inputs = inputs_of(program)
     ids = max((int(value.shape[1]) for value in inputs if is_ids(value)), default=0)
     signals = [value for value in inputs if value.is_floating_point() and value.dim() >= 2 and not is_per_token(value, ids)]
@@ -83,22 +83,22 @@ def inputs_of(program: Program) -> list[torch.Tensor]:
 
 
 def is_per_token(value: torch.Tensor, tokens: int) -> bool:
-    """Return whether an input of numbers goes with the tokens, as masks and embeddings do."""
+    """Return whether an input of numbers has the token dimension, as masks and embeddings do."""
     return tokens in value.shape[1:] and (value.dim() < 4 or value.shape[1] == 1)
 
 
 def is_ids(value: torch.Tensor) -> bool:
-    """Return whether an input has a number for each token."""
+    """Return whether an input has one integer per token."""
     return value.dim() == 2 and not value.is_floating_point()
 
 
 def flops_of_run(skeleton: nn.Module, inputs: Mapping[str, Any]) -> int:
-    """Return the operations of one forward pass of a model without weights, by running it; raise what its code raises.
+    """Return the operations of one forward of a model without weights, by running it. Raises any error of its code.
 
-    A run costs a tenth of a capture. It may differ from the graph where products of several operands are summed in another
-    order, or code reads what only a tracer shows: compare the two for the dense model before the number is used.
+    A run costs a tenth of a capture. It may differ from the graph if products of several operands are summed in another order, or
+    code reads values that only a tracer has: compare the two for the dense model before using the number.
     """
-    with contextlib.suppress(Exception):  # code that asks for values asks for those of tensors without any, not of fake ones
+    with contextlib.suppress(Exception):  # code that reads values fails here, and may run on fake tensors
         return counted_run(skeleton, inputs)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     given = {name: fake.from_tensor(value) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
@@ -128,7 +128,7 @@ class CountedProducts(HollowGroupedProducts):
 
 
 def flops_of(node: fx.Node) -> int:
-    """Return the operations of one node; 0 where it is no product."""
+    """Return the operations of one node; 0 if it is not a product."""
     if node.op != "call_function" or not is_counted(node.target):
         return 0
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value_of)
@@ -141,7 +141,7 @@ def is_counted(target: Any) -> bool:
 
 
 def flops_of_call(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
-    """Return the operations of one call of an operation with these values; 0 where it is no product."""
+    """Return the operations of one call of an operation with these values; 0 if it is not a product."""
     formula = FORMULAS.get(op_name(target))
     if formula is not None:
         return formula(args, out)
@@ -157,29 +157,29 @@ def value_of(node: Any) -> Any:
 
 
 def size(value: Any) -> tuple[int, ...]:
-    """Return the shape of a (first) value."""
+    """Return the shape of a value, or of the first of several."""
     value = value[0] if isinstance(value, (tuple, list)) else value
     return tuple(extent if isinstance(extent, int) else 0 for extent in value.shape)  # 0: it depends on the data
 
 
 def matrix_product(args: Sequence[Any], out: Any) -> int:
-    """Return a product that sums over the last dimension of its first operand."""
+    """Return the operations of a product that sums over the last dimension of its first operand."""
     return 2 * math.prod(size(out)) * size(args[0])[-1]
 
 
 def vector_product(args: Sequence[Any], out: Any) -> int:
-    """Return a product with a vector: each element of the first operand is read once."""
+    """Return the operations of a product with a vector: each element of the first operand is read once."""
     return 2 * math.prod(size(args[0]))
 
 
 def attention_flops(args: Sequence[Any], out: Any) -> int:
-    """Queries times keys, weights times values."""
+    """Return the operations of queries times keys, and of weights times values."""
     query, key, value = (size(args[position]) for position in range(3))
     return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
 
 
 def einsum_flops(args: Sequence[Any], out: Any) -> int:
-    """Return the FLOPs of each operand in turn times the product so far; one operand alone is no product."""
+    """Return the FLOPs of each operand in turn times the product so far; a single operand is not a product."""
     terms = str(args[0]).replace(" ", "").split("->")[0].split(",")
     operands = args[1]
     assert isinstance(operands, (list, tuple))
@@ -192,7 +192,7 @@ def einsum_flops(args: Sequence[Any], out: Any) -> int:
 
 
 def indices(term: str, rank: int) -> list[str]:
-    """Return the indices of one operand of an einsum, those of an ellipsis numbered from the right."""
+    """Return the indices of one operand of an einsum; those of an ellipsis are numbered from the right."""
     before, dots, after = term.partition("...")
     hidden = rank - len(before) - len(after) if dots else 0
     return [*before, *(f".{place}" for place in range(hidden, 0, -1)), *after]

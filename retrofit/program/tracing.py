@@ -1,11 +1,11 @@
 """Contexts for a trace: no cache, no warnings, dataclasses opened, autograd annotated, dynamic shapes.
 
-Torch reads the tensors in a dataclass whose class it knows as a container, which `open_dataclasses` sees to. A trace records
-operations, and not whether they ran under `no_grad` or in a custom `torch.autograd.Function`: annotations say so.
+Torch treats a dataclass whose class is registered as a container of its tensors; `open_dataclasses` registers it. A trace records
+operations, but not whether they ran under `no_grad` or in a custom `torch.autograd.Function`: annotations record this.
 
-While a model is traced all dimensions of its inputs are dynamic, or of images only the batch. A dynamic dimension is a symbol, and
-sizes computed from it are expressions. Code that cuts images into windows makes these longer with every layer, until the tracer
-takes hours over them; there the height and width are static.
+During a trace all dimensions of the inputs are dynamic; for images only the batch is. A dynamic dimension is a symbol, and sizes
+computed from it are expressions. Code that cuts images into windows makes these longer with every layer, until tracing takes hours;
+therefore height and width are static.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor
 
 @contextlib.contextmanager
 def disable_cache(model: nn.Module) -> Iterator[None]:
-    """Within this context no config in the model turns its cache on: a cache object is no value of a graph."""
+    """Within this context no config in the model enables its cache: a cache object cannot be a value of a graph."""
     found = [getattr(module, "config", None) for module in model.modules()]
     configs: dict[int, Any] = {id(config): config for config in found if hasattr(config, "use_cache")}
     before = {key: config.use_cache for key, config in configs.items()}
@@ -57,7 +57,7 @@ def disable_cache(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def disable_stack_traces() -> Iterator[None]:
-    """Within this context the tracer does not look up the line of code that each node comes from, which is slow."""
+    """Within this context the tracer does not look up the line of code of each node, which is slow."""
     settings: Any = fx.config
     before = getattr(settings, "do_not_emit_stack_traces", False)
     settings.do_not_emit_stack_traces = True
@@ -69,7 +69,7 @@ def disable_stack_traces() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compile_on_call() -> Iterator[None]:
-    """Within this context a graph module gets its Python code when it is first called, and not each time its graph changes.
+    """Within this context a graph module's Python code is compiled on its first call, not after each change of its graph.
 
     An export changes its graphs two dozen times and calls none of them.
     """
@@ -81,7 +81,7 @@ def compile_on_call() -> Iterator[None]:
 
     def recompile(module: fx.GraphModule) -> None:
         tree = getattr(module.graph._codegen, "pytree_info", None)
-        if tree is not None:  # an exporter reads how the arguments and results of a part nest without calling it
+        if tree is not None:  # an exporter reads the nesting of a part's arguments and results without calling it
             module._in_spec, module._out_spec = tree.in_spec, tree.out_spec
         type(module).forward = forward  # each graph module has a class of its own
 
@@ -111,7 +111,7 @@ def silence_tracer() -> Iterator[None]:
 
 @contextlib.contextmanager
 def skip_no_op_casts() -> Iterator[None]:
-    """Within this context `module.to` does nothing where dtype and device are the same: a tracer cannot replace weights."""
+    """Within this context `module.to` does nothing if dtype and device are the same: a tracer cannot replace weights."""
     cast = nn.Module.to
 
     def to(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -129,7 +129,7 @@ def skip_no_op_casts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def skip_no_op_grad_modes() -> Iterator[None]:
-    """Within this context `no_grad` does nothing where no gradient is recorded: torch splits a graph at every change of mode."""
+    """Within this context `no_grad` does nothing if no gradient is recorded: torch splits a graph at every change of mode."""
     enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
     entered: list[bool] = []
 
@@ -151,7 +151,7 @@ def skip_no_op_grad_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_if_traced(model: nn.Module) -> Iterator[None]:
-    """Within this context the model runs the code that a capture records: `torch.compiler` says that an exporter is at work."""
+    """Run the model, in this context, with the code that a capture records: `torch.compiler` reports an exporter at work."""
     flags: Any = torch.compiler
     before = flags._is_compiling_flag, flags._is_exporting_flag
     with evaluation_mode(model), torch.no_grad(), disable_cache(model), silence_tracer():
@@ -164,14 +164,14 @@ def as_if_traced(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def open_dataclasses(model: nn.Module, inputs: Any) -> Iterator[None]:
-    """Within this context dataclasses among the inputs and outputs are containers of their fields."""
+    """Within this context dataclasses in the inputs and outputs are containers of their fields."""
     register_classes(inputs)
     with watched({"": model}, after=lambda path, module, args, kwargs, output: register_classes(output)):
         yield
 
 
 def register_classes(value: Any) -> None:
-    """Register every class of dataclasses in the value, however nested, as a container of torch."""
+    """Register every dataclass in the value, at any depth, as a container with torch."""
     is_instance = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if is_instance and type(value) not in _pytree.SUPPORTED_NODES:
         torch.export.register_dataclass(type(value))
@@ -181,7 +181,7 @@ def register_classes(value: Any) -> None:
 
 
 NO_GRAD, CUSTOM_BACKWARD = "retrofit_no_grad", "retrofit_custom_backward"
-SWITCHES: dict[Any, Callable[[Any], bool]] = {  # the contexts that switch gradients, and whether they switch them off
+SWITCHES: dict[Any, Callable[[Any], bool]] = {  # contexts that enable or disable gradients → whether one disables them
     torch.no_grad: lambda switch: True,
     torch.enable_grad: lambda switch: False,
     torch.set_grad_enabled: lambda switch: not switch.mode,
@@ -206,7 +206,7 @@ def annotate_autograd() -> Iterator[None]:
 
 
 def annotate_within(switch: Any, is_off: Callable[[Any], bool]) -> None:
-    """From now on the context `switch` annotates the operations inside it."""
+    """Make the context `switch` annotate the operations inside it from now on."""
     enter, leave = switch.__enter__, switch.__exit__
     opened: list[contextlib.ExitStack] = []
 
@@ -224,7 +224,7 @@ def annotate_within(switch: Any, is_off: Callable[[Any], bool]) -> None:
 
 
 def annotated_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.Function.apply`, annotated at the operations inside it, except for torch's own functions."""
+    """Return `torch.autograd.Function.apply` with annotations on the operations inside it, except for torch's own functions."""
 
     def annotating(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls.__module__.partition(".")[0] == "torch":
@@ -236,20 +236,20 @@ def annotated_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def annotation(node: fx.Node, what: str) -> Any:
-    """Return the node's annotation `what`, None where it has none."""
+    """Return the node's annotation `what`; None if it has none."""
     return (node.meta.get("custom") or {}).get(what)
 
 
 Result = TypeVar("Result")
-MAX_OPERATIONS = 24  # in the expression of one size; windows have 29 after one layer and 81 after two, everything else at most 13
+MAX_OPERATIONS = 24  # in the expression of a size; windows have 29 after one layer and 81 after two, other sizes at most 13
 
 
 class LongExpressionError(Exception):
-    """A size in the trace became too long an expression of the sizes of the inputs."""
+    """A size in the trace became too long an expression of the input sizes."""
 
 
 def with_dynamic_shapes(model: nn.Module, inputs: dict[str, Any], trace: Callable[[dict[str, Any]], Result]) -> Result:
-    """Return what `trace` returns for all dimensions dynamic (in the terms of `torch.export`), or of images only the batch."""
+    """Return the result of `trace` with all dimensions dynamic (in the form of `torch.export`), or only the batch of images."""
     try:
         with ExpressionLimit() if any(map(is_image_batch, inputs.values())) else contextlib.nullcontext():
             return trace(dynamic_shapes_by_argument(model, inputs, all_dimensions))
@@ -258,7 +258,7 @@ def with_dynamic_shapes(model: nn.Module, inputs: dict[str, Any], trace: Callabl
 
 
 def dynamic_shapes_by_argument(model: nn.Module, inputs: dict[str, Any], dynamic: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return the dynamic dimensions of each input; those that the forward takes as `**kwargs` under that name."""
+    """Return the dynamic dimensions of each input; those in the forward's `**kwargs` under that name."""
     parameters = inspect.signature(model.forward).parameters
     keywords = next((name for name, parameter in parameters.items() if parameter.kind is parameter.VAR_KEYWORD), "")
     shapes: dict[str, Any] = {name: dynamic(inputs[name]) for name in parameters if name in inputs}
@@ -275,7 +275,7 @@ def all_dimensions(value: Any) -> Any:
 
 
 def only_batch_of_images(value: Any) -> Any:
-    """`all_dimensions`, but of images only the batch."""
+    """Return `all_dimensions`, but for images only the batch."""
     return {0: torch.export.Dim.AUTO} if is_image_batch(value) else all_dimensions(value)
 
 
@@ -285,7 +285,7 @@ def is_image_batch(value: Any) -> bool:
 
 
 class ExpressionLimit(TorchFunctionMode):
-    """Within this context a trace ends with `LongExpressionError` as soon as an operation returns a tensor of such a size."""
+    """Within this context a trace ends with `LongExpressionError` once an operation returns a tensor with such a size."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -295,7 +295,7 @@ class ExpressionLimit(TorchFunctionMode):
 
 
 def expression_length(size: int | torch.SymInt) -> int:
-    """Return how many operations the expression of a size has."""
+    """Return the number of operations in the expression of a size."""
     return int(size.node.expr.count_ops()) if isinstance(size, torch.SymInt) else 0
 
 
@@ -304,8 +304,8 @@ def expression_length(size: int | torch.SymInt) -> int:
 
 QUERIES = ("__bool__", "__int__", "__float__", "__index__", "__format__", "item", "tolist", "nonzero")
 TORCH = str(Path(torch.__file__).parent)
-TENSOR_TOLIST = Tensor.tolist  # the original, also while queries are intercepted
-UNKNOWN = object()  # recorded of a value that is not to be replayed
+TENSOR_TOLIST = Tensor.tolist  # the original, even while queries are intercepted
+UNKNOWN = object()  # recorded for a value that must not be replayed
 
 Line: TypeAlias = tuple[str, int]  # file and number
 Recording: TypeAlias = dict[tuple[Line, str], deque[Any]]  # results by line and query, in the order of the calls
@@ -321,7 +321,7 @@ def record_tensor_values() -> Iterator[Recording]:
 
 @contextlib.contextmanager
 def record_constant_values(inputs: Any) -> Iterator[Recording]:
-    """Record values, with `UNKNOWN` for those computed from the inputs or drawn at random, and for all read after such."""
+    """Record values, with `UNKNOWN` for values computed from the inputs or at random, and for all values read after these."""
     influence = Influence(inputs)
     with recording_queries(influence.is_read) as recording, influence:
         yield recording
@@ -342,12 +342,12 @@ def recording_queries(is_unknown: Callable[[Tensor], bool]) -> Iterator[Recordin
 
 
 class Influence(TorchDispatchMode):
-    """Within this context it is known in which memory lies what is computed from the values of the sources, or drawn at random."""
+    """Within this context the memory of all values computed from the sources, or at random, is tracked."""
 
     def __init__(self, sources: Any) -> None:
         super().__init__()
         self.was_read = False
-        self.kept: dict[int, Tensor] = {}  # by memory, which is kept: another tensor may not come to lie there
+        self.kept: dict[int, Tensor] = {}  # by memory, which is kept alive so that no other tensor gets it
         self.spread(tree_leaves(sources))
 
     def spread(self, values: Iterable[Any]) -> None:
@@ -357,7 +357,7 @@ class Influence(TorchDispatchMode):
         return memory_of(tensor) in self.kept
 
     def is_read(self, tensor: Tensor) -> bool:
-        """Return whether Python code, which reads this tensor, has read such values: its later results may depend on them."""
+        """Return whether Python code, which reads this tensor, has read a tracked value: its later results may depend on it."""
         self.was_read |= self.reaches(tensor)
         return self.was_read
 
@@ -379,7 +379,7 @@ def memory_of(tensor: Tensor) -> int:
 
 @contextlib.contextmanager
 def replay_tensor_values(recording: Recording) -> Iterator[None]:
-    """Within this context queries of fake tensors return what was recorded."""
+    """Within this context queries of fake tensors return the recorded values."""
     left = {call: results.copy() for call, results in recording.items()}
 
     def replay(name: str, original: Query, tensor: Tensor, *more: Any, **how: Any) -> Any:
@@ -451,7 +451,7 @@ def intercept_queries(handle: Callable[..., Any]) -> Iterator[None]:
 
 
 def is_exporting() -> bool:
-    """Return whether an exporter records this call: while torch 2.11 compiles it says so too, and its own flag is right."""
+    """Return whether an exporter records this call: torch 2.11 also says so while it compiles, but its own flag is right."""
     return torch.compiler.is_exporting() and bool(getattr(torch.compiler, "_is_exporting_flag", True))
 
 
@@ -467,10 +467,10 @@ def cond(
     *operands: Tensor,
     size: Sequence[int | torch.SymInt],
 ) -> Tensor:
-    """`yes(*operands)` where the condition holds, else `no(*operands)`, which must be right for every size of operands.
+    """Return `yes(*operands)` if the condition holds, else `no(*operands)`, which must be right for operands of any size.
 
-    Both return a tensor of that `size`. Where a program is exported its sizes may be any: it gets `no` alone, or, within
-    `both_kept`, both and the condition.
+    Both return a tensor of that `size`. In an exported program, which must hold for any sizes, only `no` is used; within
+    `both_kept`, both branches and the condition.
     """
     if torch.compiler.is_dynamo_compiling() or not is_exporting():
         return yes(*operands) if condition else no(*operands)
@@ -483,18 +483,18 @@ def cond(
 
 
 def holds_one_way() -> bool:
-    """Return whether a program is exported that holds one way for every size: code that chose by its sizes would bind them."""
+    """Return whether a program with one branch for all sizes is being exported: code that chose by sizes would fix them."""
     return is_exporting() and KEPT.get() is None
 
 
 def flattened(branch: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the branch, which returns its numbers in a row: the tracer cannot compare strides that several dynamic sizes make."""
+    """Return the branch with a flat result: the tracer cannot compare strides computed from several dynamic sizes."""
     return lambda *operands: branch(*operands).flatten()
 
 
 @contextlib.contextmanager
 def both_kept(originals: Originals = ()) -> Iterator[None]:
-    """Within this context exported programs keep both ways; each is traced with these attributes as they originally were."""
+    """Within this context exported programs contain both branches; each is traced with these attributes' original values."""
     token = KEPT.set(tuple(originals))
     try:
         yield
@@ -504,7 +504,7 @@ def both_kept(originals: Originals = ()) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_it_was(originals: Originals) -> Iterator[None]:
-    """Within this context the attributes have their original values: the tracer of a branch handles torch's own only."""
+    """Within this context the attributes have their original values: the tracer of a branch handles only torch's own."""
     now = [(owner, name, getattr(owner, name)) for owner, name, _ in originals]
     try:
         for owner, name, value in originals:

@@ -1,6 +1,6 @@
-"""Rewritten models in vLLM: its plugin, called in each of its processes, lets it load a directory with a recipe like any other.
+"""Rewritten models in vLLM: a plugin, called in each of vLLM's processes, that loads a directory with a recipe like any other.
 
-vLLM reads such a directory's config without the recipe, which is no quantization, and builds the model by the class in
+vLLM reads such a directory's config without the recipe, which is not a quantization, and builds the model by the class in
 `retrofit.serving.vllm_model`. Nothing here imports vLLM before vLLM has called `register`.
 """
 
@@ -11,16 +11,16 @@ from typing import Any
 
 from retrofit.errors import CheckpointError, DoesNotFitError, RetrofitError
 
-ARCHITECTURE = "RetrofittedForCausalLM"  # as vLLM's registry knows the class
-RECIPE = "retrofit_recipe"  # in the config that vLLM reads: what config.json has as its quantization_config
-CLASSES = "retrofit_architectures"  # the same: the classes that were saved
+ARCHITECTURE = "RetrofittedForCausalLM"  # the class's name in vLLM's registry
+RECIPE = "retrofit_recipe"  # in the config that vLLM reads: the quantization_config of config.json
+CLASSES = "retrofit_architectures"  # also there: the classes that were saved
 TESTED = ((0, 32),)  # major and minor versions of vLLM
 
 
 def register() -> None:
-    """Have vLLM load directories with recipes; vLLM calls this once in each of its processes.
+    """Make vLLM load directories with recipes; vLLM calls this once in each of its processes.
 
-    A version that was not tried may lack what this needs: then a warning says so, and vLLM loads other models as before.
+    An untested version may lack an interface that this needs: then there is a warning, and vLLM loads other models as before.
     """
     import logging
 
@@ -38,7 +38,7 @@ def register() -> None:
 
 
 def read_recipes(version: str) -> None:
-    """Have this version of vLLM read a config without its recipe, and build the model by a class of this project."""
+    """Make this version of vLLM read a config without its recipe, and build the model by a class of this project."""
     import logging
 
     from vllm import ModelRegistry
@@ -52,7 +52,7 @@ def read_recipes(version: str) -> None:
     own: Any = type(reading.get_config_parser("hf"))
 
     class RecipeParser(own):  # type: ignore[misc]
-        """vLLM's reader of config.json, for which a recipe is no quantization."""
+        """vLLM's reader of config.json, except that a recipe is not a quantization."""
 
         def parse(self, *arguments: Any, **keywords: Any) -> tuple[dict[str, Any], Any]:
             held, config = super().parse(*arguments, **keywords)
@@ -69,9 +69,9 @@ def read_recipes(version: str) -> None:
 
 
 def without_recipe(held: Mapping[str, Any], config: Any, version: str) -> tuple[dict[str, Any], Any]:
-    """Return the content of config.json and its config as vLLM is to read them; unchanged where they hold no recipe.
+    """Return the content of config.json and its config in the form that vLLM should read; unchanged if they have no recipe.
 
-    Raise `RetrofitError` where this version of vLLM, or the recipe, is not one that is served.
+    Raises `RetrofitError` if this version of vLLM, or the recipe, is not supported.
     """
     from retrofit.surgery.dequantization import is_recipe
 
@@ -88,20 +88,20 @@ def without_recipe(held: Mapping[str, Any], config: Any, version: str) -> tuple[
 
 
 def require_tested(version: str) -> None:
-    """Raise `RetrofitError` where rewritten models were not tried in this version of vLLM."""
+    """Raises `RetrofitError` if rewritten models were not tested in this version of vLLM."""
     found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if found not in TESTED:
         tested = ", ".join(".".join(map(str, number)) for number in TESTED)
         raise RetrofitError(
             f"a rewritten model is not loaded in vLLM {version}",
-            why=f"it was tried in vLLM {tested}, and what it needs of vLLM changes between versions",
+            why=f"it was tested with vLLM {tested}, and the interfaces that it needs change between versions",
             remedy=f"pip install 'vllm=={tested.rpartition(' ')[2]}.*'",
             code="version",
         )
 
 
 def require_served(recipe: Sequence[str], quantization: Any = None, part: str | None = None) -> None:
-    """Raise `DoesNotFitError` where a pass of the recipe cannot run in vLLM, `CheckpointError` for other kinds of models."""
+    """Raises `DoesNotFitError` if a pass of the recipe cannot run in vLLM, `CheckpointError` for other kinds of models."""
     from retrofit.passbase.protocol import parse_spec
 
     for spec in recipe:
@@ -124,7 +124,7 @@ def require_served(recipe: Sequence[str], quantization: Any = None, part: str | 
     if part:
         raise CheckpointError(
             f"a model of which {part} alone was rewritten does not run in vLLM",
-            why="vLLM is given the recipe of a whole model",
+            why="vLLM needs the recipe of the whole model",
             remedy="apply the recipe to the model that generates",
             code="not-served",
         )
