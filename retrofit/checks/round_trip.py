@@ -21,6 +21,7 @@ from retrofit.checks.report import Finding, Raised, attempt, failed, passed, ski
 from retrofit.checks.subject import Context, Run, Subject
 from retrofit.errors import CheckpointError, first_few
 from retrofit.files.atomic_writes import why_full
+from retrofit.files.memory import page_out
 from retrofit.inputs.example_inputs import device_of
 from retrofit.inputs.model_memory import own_bytes
 from retrofit.inputs.model_state import same_bits
@@ -195,6 +196,7 @@ def share_weights(
         if own is None or not is_same_weight(own, parameter):
             lost.append(name)
         else:
+            page_out([parameter])  # the file stays mapped as long as any of its tensors is held
             parameter.data = own.data
     return lost
 
