@@ -15,6 +15,7 @@ Further modules let d-wide modules around the layers read the stream, and widen 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -243,6 +244,17 @@ def has_projection(model: Any, path: str) -> bool:
         return True
 
 
+def skips_its_hooks(model: Any, path: str) -> bool:
+    """Return whether PEFT trains single tokens of the module at `path`: it reads its weight, past what acts on its argument."""
+    peft: Any = sys.modules.get("peft.tuners.trainable_tokens.layer")
+    try:
+        parts = list(model.get_submodule(path).modules()) if peft is not None else []
+    except AttributeError:  # of another class than was rewritten
+        return False
+    live = (part for part in parts if isinstance(part, peft.TrainableTokensLayer) and not (part.merged or part.disable_adapters))
+    return any(isinstance(child, (BlockScale, DivideAndProject)) for part in live for child in part.base_layer.children())
+
+
 def layers_left_out(why: str, skipped: Sequence[str] = ()) -> DoesNotFitError:
     """Return the error of a stack that did not run these layers; they are not always known."""
     names = f": {skipped[0]}" + (f" to {skipped[-1]}" if len(skipped) > 1 else "") if skipped else ""
@@ -370,6 +382,14 @@ class AltUpLayer(Wrapper):
             return
         if self.stack_run is not None and not holds(model, self.place, self):
             raise layers_left_out("it is no longer where it was", [self.place])
+        if path := next((path for path in self.ends if skips_its_hooks(model, path)), None):
+            raise DoesNotFitError(
+                f"PEFT cannot train single tokens (trainable_token_indices) of the wide table that {path} reads",
+                why=f"it reads the table past {path}, so the weights of AltUp's blocks are left out",
+                remedy="adapt the whole table with modules_to_save=, or rewrite with embedding=recycled",
+                site=path,
+                code="single-tokens",
+            )
         now = {path: outer_width(model, path) for path in self.ends}
         path = next((path for path, width in now.items() if width not in (None, self.ends[path])), None)
         if path is not None:

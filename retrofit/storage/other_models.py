@@ -193,8 +193,8 @@ def names_in_files(files: Sequence[str] | None) -> set[str] | None:
 
 
 def in_any(name: str, paths: Iterable[str]) -> bool:
-    """Return whether the name lies in one of the modules at `paths`."""
-    return any(name.startswith(f"{path}.") for path in paths)
+    """Return whether the name lies in one of the modules at `paths`, or is one of these."""
+    return any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 # ── A recipe on another class ─────────────────────────────────────────────────────────────────────────────────────────────────────

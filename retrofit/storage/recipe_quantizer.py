@@ -74,6 +74,14 @@ class RecipeConfig(QuantizationConfigMixin):
                     code="no-recipe",
                     option=name,
                 )
+        if not self.recipe and (passes := self.applied_to.get("passes")):
+            raise CheckpointError(
+                "the recipe of a rewritten model is empty",
+                why=f'"applied_to" in "quantization_config" of config.json is a record of {len(passes)} passes',
+                remedy="take the config.json that was saved with the model; undo makes a dense model of it",
+                code="no-recipe",
+                option="recipe",
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the entry as it is in `config.json`."""
@@ -88,6 +96,7 @@ class RecipeReplay(HfQuantizer):
 
     quantization_config: RecipeConfig
     new: frozenset[str] = frozenset()  # the names of tensors that files may lack: another head's, as its class initializes it
+    widened: frozenset[str] = frozenset()  # the names of tensors that the recipe made larger where the class is the saved one
     openings: Collection[Any] = ()  # the renamings that find a part's weights in a file of the whole model
 
     def __new__(cls, quantization_config: RecipeConfig, **kwargs: Any) -> Any:
@@ -132,7 +141,9 @@ class RecipeReplay(HfQuantizer):
         if entry.recipe and entry.part:
             self.dense, self.new = rewrite_inner_part(model, entry)
         elif entry.recipe and not entry.through and {entry.architecture, saved} <= {None, type(model).__name__}:
+            before = shapes_of(model)
             self.dense = rewrite_same_class(model, entry)
+            self.widened = frozenset(name for name, shape in shapes_of(model).items() if before.get(name, shape) != shape)
         elif entry.recipe:
             self.dense, self.new = rewrite_as_part(model, entry, saved)
         self.shapes = shapes_of(model)
@@ -159,8 +170,10 @@ class RecipeReplay(HfQuantizer):
         self.finish(model)
 
     def rewritten(self, model: Any) -> set[str]:
-        """Return the paths of the modules that the recipe has put into the model."""
-        return {path for path, module in model.named_modules(remove_duplicate=False) if module not in self.dense}
+        """Return the paths of the modules that the recipe has put into the model, and the names of the tensors it has widened."""
+        return {path for path, module in model.named_modules(remove_duplicate=False) if module not in self.dense}.union(
+            self.widened
+        )
 
     def finish(self, model: Any) -> None:
         """Check the loaded tensors, compute the remaining buffers of new modules, and freeze what a pass froze."""
@@ -319,6 +332,7 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
         if all(parameter.is_meta for parameter in model.parameters()):  # filled from a file later
             dense, _ = rewrite_as_part(model, RecipeConfig.from_dict(copy.deepcopy(entry)), None)
         elif model.base_model is model:
+            forget_recipe(model)
             return model
         else:
             raise CheckpointError(
@@ -334,6 +348,18 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
                 module._buffers[name] = torch.empty_like(buffer, device="cpu") if buffer.is_meta else buffer
         rebuild_buffers(model, dense)
     return model
+
+
+def forget_recipe(model: Any) -> None:
+    """Give a dense model and the modules in it configs without a recipe: it would be saved as if it had been rewritten."""
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        held = vars(module).get("config")
+        if is_recipe(getattr(held, "quantization_config", None)):
+            if id(held) not in copies:
+                copies[id(held)] = copy.deepcopy(held)
+                del copies[id(held)].quantization_config
+            module.config = copies[id(held)]
 
 
 def rewrite_drawn(

@@ -195,6 +195,22 @@ def test_one_stack_of_two() -> None:
         retrofit.apply(shared, AltUp(stacks="encoder"), example_inputs=shared_inputs)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_single_trained_tokens_of_a_tied_wide_table_are_refused(tied: bool) -> None:
+    """PEFT multiplies by the table itself, past the head that weighs the blocks; an untied head is not touched."""
+    peft = pytest.importorskip("peft")
+    model, inputs = tiny_models.llama(tie_word_embeddings=tied), {"input_ids": torch.arange(3, 9)[None]}
+    expected = logits(retrofit.apply(model, AltUp(k=2), verify=False), inputs)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], trainable_token_indices=[5, 6]))
+    if tied:
+        with refused(DoesNotFitError, "modules_to_save", code="single-tokens"):
+            adapted(**inputs)
+        model = adapted.unload()
+    else:
+        torch.testing.assert_close(logits(adapted, inputs), expected)
+    torch.testing.assert_close(logits(model, inputs), expected)
+
+
 @pytest.mark.parametrize("identity", ["causal/gpt2", "causal/llama", "masked/bert", "seq2seq/t5"])
 def test_an_end_of_the_dense_width_is_named(identity: str) -> None:
     model, inputs, _ = build(identity)
