@@ -146,6 +146,9 @@ def wrong_weights(model: Any, what: str, names: list[str], remedy: str = REMOVE_
     recipe = ", ".join(recipe_storage.stored_recipe(model))
     named = str(model.config.name_or_path)  # "None" for weights that were in memory
     place = f"{named}: " if Path(named).exists() else ""
+    own, saved = type(model).__name__, (model.config.architectures or [""])[0]
+    if saved not in ("", own):
+        remedy = f"load it as {saved}, the class it was saved as, or save a {own}; {remedy}"
     return CheckpointError(
         f"{place}the weights do not match the recipe {recipe}",
         why=f"{what}: {first_few(names)}",

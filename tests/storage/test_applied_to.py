@@ -494,6 +494,12 @@ def test_a_part_of_another_kind_says_which_class_it_was(tmp_path):
         transformers.MistralModel.from_pretrained(tmp_path)
 
 
+def test_a_base_model_without_the_head_that_its_recipe_rewrote_says_which_class_it_was(tmp_path):
+    rewritten(llama(tie_word_embeddings=True), "altup(k=2)").model.save_pretrained(tmp_path)
+    with refused(CheckpointError, "LlamaModel", "lm_head.block_scale.scale", code="mismatch"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+
+
 @some
 @pytest.mark.parametrize("field", ["recipe", "no recipe", "inputs", "applied_to", "through"])
 def test_a_damaged_entry_in_the_config_is_refused(field, tmp_path):
