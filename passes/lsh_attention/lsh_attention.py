@@ -52,7 +52,10 @@ FUSED = "scaled_dot_product_attention"
 NO_MODULE = (Remedy("emit='graph' makes each attention a module", "graph"), "layers= leaves depths out")
 SHARE_NONE = "share=none hashes queries and keys and keeps both projections"
 CAPPED = "layers= leaves depths out; sequence-altup and sparse-qkv make attention cheaper and keep the cap"
-WRITTEN_OUT = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
+WRITTEN_OUT = (
+    "have the model call it (transformers: attn_implementation='sdpa'; a file: rewrite the model before its export); "
+    "layers= leaves depths out"
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,10 @@ from retrofit.sdk.modules import MULTI_HEAD, calls_multi_head
 from retrofit.sdk.program import CAST, DROPOUT, LAYOUT, Call, Dataflow, Key, op, shape
 
 FUSED = "scaled_dot_product_attention"
-CALLS_FUSED = "attn_implementation='sdpa', where the model has it, calls it; layers= leaves depths out"
+CALLS_FUSED = (
+    "have the model call it (transformers: attn_implementation='sdpa'; a file: rewrite the model before its export); "
+    "layers= leaves depths out"
+)
 AS_GRAPH = Remedy("emit='graph' makes each attention a module", "graph")
 WRITES_OWN = (AS_GRAPH, f"one that has nn.Linear projections and calls {FUSED} can be merged")
 LEFT_OUT = "layers= leaves depths out"
