@@ -104,10 +104,10 @@ def test_two_weights_that_change_places_on_their_way_are_found(monkeypatch: pyte
 
     def swapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         state = state_dict(self, *args, **kwargs)
-        one, other = (
-            name for name in state if name.endswith(("0.layer.self_attn.q_proj.weight", "1.layer.self_attn.q_proj.weight"))
-        )
-        state[one], state[other] = state[other], state[one]
+        places = [name for name in state if name.endswith(("0.layer.self_attn.q_proj.weight", "1.layer.self_attn.q_proj.weight"))]
+        if places:  # none yet in a model that is not rewritten
+            one, other = places
+            state[one], state[other] = state[other], state[one]
         return state
 
     monkeypatch.setattr(type(model), "state_dict", swapped)
