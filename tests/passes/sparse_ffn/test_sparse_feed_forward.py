@@ -32,7 +32,7 @@ from retrofit.passes.sparse_ffn.unit_choice import (
     straight_through,
 )
 
-COMPARED = 40  # tokens of a row that are held against the formula
+COMPARED = 8  # tokens of a row that are held against the formula
 
 
 def sparse_block(ffn: nn.Module, d: int, **options: Any) -> SparseFeedForward:
