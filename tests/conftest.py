@@ -13,29 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from support.command_server import CommandServer
 
-SHARING = {
-    "activation_sparsity",
-    "altup",
-    "checks",
-    "drawing",
-    "lsh_attention",
-    "memory",
-    "merge_cross_attention",
-    "native",
-    "passbase",
-    "passes",
-    "planning",
-    "recurrence",
-    "reversible",
-    "sequence_altup",
-    "shared_moe",
-    "sparse_ffn",
-    "sparse_qkv",
-    "storage",
-    "streaming",
-    "surgery",
-    "undoing",
-}  # folders whose tests are of what is done with a captured program
+UNSHARED = {"cli", "onnx", "program"}  # folders that meet few models twice, and the one whose tests are of the capture itself
 
 gc.set_threshold(50_000, 20, 50)
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -79,7 +57,7 @@ def forget_what_is_there() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     from support import shared_programs
 
-    shared_programs.share(item.path.parent.name in SHARING and item.get_closest_marker("long") is None)
+    shared_programs.share(item.path.parent.name not in UNSHARED and item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(scope="session")

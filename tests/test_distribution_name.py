@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import re
 import tomllib
@@ -34,6 +35,7 @@ def advice(text: str, requirements: bool = False) -> list[str]:
     return [found[0] for pattern in patterns for found in pattern.finditer(text)]
 
 
+@functools.cache
 def sources() -> dict[Path, str]:
     """The text of every file of the project, and of Python also its strings, those in several pieces as they are joined."""
     found = {}

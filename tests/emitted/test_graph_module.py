@@ -135,7 +135,7 @@ def test_it_is_copied_saved_and_cast_like_any_module(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_copy_keeps_config_examples_and_recipe() -> None:
     """What it was captured with, its config and its recipe: a copy is rewritten, verified and saved as the original is."""
-    graph = graph_module(zoo.build(zoo.entry("causal/gpt2")))
+    graph = graph_module(zoo.shallow(zoo.entry("causal/gpt2")))
     widened = copy.deepcopy(retrofit.apply(copy.deepcopy(graph), "sparse-loss(modules=4)", verify=False))
     assert widened.config.model_type == graph.config.model_type == "gpt2"
     (rewrite,) = rewrites(widened)
@@ -187,7 +187,7 @@ MORE = ("causal/llama", "masked/bert", "masked/esm", "image/vit")
 @pytest.mark.parametrize("name", [*ENTRIES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_a_library_model_and_its_graph_agree(name: str) -> None:
     entry = zoo.entry(name)
-    model = zoo.build(entry)
+    model = zoo.shallow(entry)
     graph = graph_module(model, zoo.inputs(entry, model))
     other = zoo.inputs(entry, model, batch=3, length=7, seed=3)
     assert torch.equal(zoo.logits(graph(**other)), zoo.logits(model(**other)))
@@ -201,7 +201,7 @@ def test_a_library_model_and_its_graph_agree(name: str) -> None:
 def test_a_rewrite_of_the_graph_and_of_the_modules_agree(name: str, spec: str) -> None:
     """Two derivations of one recipe: outputs and gradients."""
     entry = zoo.entry(name)
-    model = zoo.build(entry)
+    model = zoo.shallow(entry)
     given = zoo.inputs(entry, model)
     torch.manual_seed(0)
     graph = retrofit.apply(copy.deepcopy(model), spec, emit="graph", example_inputs=given)

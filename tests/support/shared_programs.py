@@ -22,7 +22,7 @@ from retrofit.program.program import Program
 LIBRARIES = ("torch.nn.", "transformers.")
 IMPLEMENTATIONS = (None, "eager", "sdpa", "grouped_mm", "batched_mm")  # of attention and experts; a test may give others any code
 UNREAD = {"quantization_config", "_name_or_path", "name_or_path", "_is_hf_initialized", "generation_config"}  # by any forward
-NUMBER = 40  # programs are kept, those used last
+NUMBER = 80  # programs are kept, those used last
 PLAIN = (str, bytes, int, float, complex, type(None), type(...), torch.dtype, torch.device, torch.Size, slice, range)
 
 programs: OrderedDict[str, tuple[Program, str]] = OrderedDict()  # by key, each with its text

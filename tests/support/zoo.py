@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from support.families import CORRECTIONS, UNBUILDABLE
-from support.shrinking import FIRST_FREE_ID, IMAGE, LAST_FREE_ID, tiny
+from support.shrinking import FIRST_FREE_ID, IMAGE, LAST_FREE_ID, LAYERS, tiny
 
 MAPPINGS: dict[str, Mapping[str, str | Sequence[str]]] = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -25,6 +26,7 @@ MAPPINGS: dict[str, Mapping[str, str | Sequence[str]]] = {
 }
 LARGEST = 3_000_000  # parameters
 NOISE = 0.1
+DEPTH = re.compile(r"(.*_)?layers|n_layer")  # names of fields
 LABELS = 7
 
 torch.set_num_threads(1)  # the models are too small for more
@@ -115,6 +117,14 @@ def build(entry: Entry, device: str = "cpu", **overrides: Any) -> PreTrainedMode
     if device != "meta":
         settle(entry, model)
     return model
+
+
+def shallow(entry: Entry, device: str = "cpu", **overrides: Any) -> PreTrainedModel:
+    """As `build` with half the layers, where no list says what each of them is: for what does not depend on the depth."""
+    listed = any(isinstance(value, list) for value in CORRECTIONS.get(entry.model_type, {}).values())
+    fields = {} if listed else config(entry, **overrides).to_dict()
+    fewer = {name: LAYERS // 2 for name, value in fields.items() if value == LAYERS and DEPTH.fullmatch(name)}
+    return build(entry, device, **fewer | overrides)
 
 
 @torch.no_grad()

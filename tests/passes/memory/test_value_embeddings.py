@@ -51,7 +51,7 @@ FAMILIES: dict[str, tuple[str, int, list[int]]] = {
 
 @functools.cache
 def dense(identity: str) -> Any:
-    model = zoo.build(zoo.entry(identity))
+    model = zoo.shallow(zoo.entry(identity))
     if model.config.is_encoder_decoder:
         model.config.decoder_start_token_id = 0
     return model
@@ -152,19 +152,18 @@ def test_values_of_a_latent_are_left_alone_with_the_reason() -> None:
 
 
 def test_layers_that_read_the_values_of_others_are_left_alone_with_the_reason() -> None:
-    """Gemma 3n's last layers compute no keys and values."""
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 8}
+    """Gemma 3n's last layer computes no keys and values."""
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
     more = {"num_key_value_heads": 1, "vocab_size": 64, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8}
-    kinds = ["sliding_attention", "full_attention"] * 2
     config = transformers.Gemma3nTextConfig(
-        **sizes, **more, layer_types=kinds, num_kv_shared_layers=2, laurel_rank=4, activation_sparsity_pattern=[0.0] * 4,
-        altup_num_inputs=2, pad_token_id=0,
+        **sizes, **more, layer_types=["full_attention"] * 2, num_kv_shared_layers=1, laurel_rank=4,
+        activation_sparsity_pattern=[0.0] * 2, altup_num_inputs=2, pad_token_id=0,
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.Gemma3nForCausalLM(config).eval()
     (planned,) = retrofit.plan_of(model, VALUES).passes
     missed = {miss.name: miss.why for miss in planned.plan.near_misses}
-    assert ["another layer's" in missed[f"model.layers.{depth}.self_attn"] for depth in (2, 3)] == [True, True]
+    assert "another layer's" in missed["model.layers.1.self_attn"]
 
 
 def test_values_that_are_keys_too_are_left_alone_with_the_reason() -> None:
@@ -350,16 +349,18 @@ def test_an_attention_gets_one_table() -> None:
 
 
 @pytest.mark.first(1)
-@pytest.mark.parametrize("dense_model", [tiny_models.gpt2, tiny_models.llama])
+@pytest.mark.parametrize(
+    "dense_model", [lambda: tiny_models.gpt2(n_layer=1), lambda: tiny_models.llama(num_hidden_layers=1)], ids=["gpt2", "llama"]
+)
 def test_a_graph_an_exported_program_and_an_onnx_file(dense_model: Callable[[], Any], tmp_path: Path) -> None:
     ids = torch.arange(3, 15).view(2, 6)
     with torch.no_grad():
         before = dense_model()(ids).logits
     graph = retrofit.apply(dense_model(), VALUES, emit="graph", verify=False)
-    assert len(tables(graph)) == 2 and torch.equal(zoo.logits(graph(input_ids=ids)), before)
+    assert len(tables(graph)) == 1 and torch.equal(zoo.logits(graph(input_ids=ids)), before)
     retrofit.export_onnx(dense_model(), tmp_path / "dense.onnx", "none")
     read = retrofit.apply(retrofit.from_onnx(tmp_path / "dense.onnx"), VALUES, verify=False)
-    assert len(tables(read)) == 2
+    assert len(tables(read)) == 1
     model = moved(retrofit.apply(dense_model(), VALUES, verify=False))
     retrofit.export_onnx(model, tmp_path / "model.onnx")  # which compares it with torch, with its cache
     retrofit.save(model, tmp_path / "model.pt2")
