@@ -136,10 +136,10 @@ def test_parameters_that_no_output_hangs_on_are_counted_elsewhere() -> None:
 # ── Rewritten models ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def deep(name: str = "llama") -> Any:
-    """A tiny model of six layers, in each stack where it has two."""
+def deep(name: str = "llama", layers: int = 6) -> Any:
+    """A tiny model of so many layers, in each stack where it has two."""
     depth = {"t5": "num_layers", "gpt2": "n_layer"}.get(name, "num_hidden_layers")
-    return getattr(tiny_models, name)(**{depth: 6})
+    return getattr(tiny_models, name)(**{depth: layers})
 
 
 REWRITES = {
@@ -159,7 +159,7 @@ FIRST = (*zip(MODELS, REWRITES, strict=False), ("llama", "memory(lookup=softmax)
 @pytest.mark.parametrize(("name", "spec"), dict.fromkeys((*FIRST, *itertools.product(MODELS, REWRITES))))
 def test_a_rewritten_model_shows_what_was_done_where(name: str, spec: str, tmp_path: Path) -> None:
     """Also once it was saved and loaded."""
-    model = retrofit.apply(deep(name), spec, verify=False)
+    model = retrofit.apply(deep(name, 3), spec, verify=False)
     model.save_pretrained(tmp_path / "saved")
     method = spec.partition("(")[0]
     for one in (model, retrofit.load(tmp_path / "saved")):

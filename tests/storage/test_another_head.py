@@ -19,7 +19,7 @@ from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from tests.support.refusals import refused
 
 IDS, TARGET = torch.arange(3, 19)[None], torch.arange(5, 12)[None]
-BASE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+BASE = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 EXACT = ("memory(lookup=softmax)", "altup(k=2,embedding=recycled)", "reversible", "recurrence")
 PASSES = (
     "memory(lookup=token-id)",
@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "t5": (
         lambda: transformers.T5Config(
-            vocab_size=96, d_model=32, d_ff=64, d_kv=8, num_layers=3, num_heads=4, decoder_start_token_id=0
+            vocab_size=96, d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, decoder_start_token_id=0
         ),
         "T5ForConditionalGeneration",
         "T5EncoderModel T5ForTokenClassification T5ForSequenceClassification T5ForQuestionAnswering T5Model",
@@ -63,7 +63,7 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str, str]] = {
     ),
     "gpt2": (
         lambda: transformers.GPT2Config(
-            vocab_size=96, n_embd=32, n_layer=3, n_head=4, pad_token_id=0, bos_token_id=1, eos_token_id=2
+            vocab_size=96, n_embd=32, n_layer=2, n_head=4, pad_token_id=0, bos_token_id=1, eos_token_id=2
         ),
         "GPT2LMHeadModel",
         "GPT2ForSequenceClassification GPT2ForTokenClassification GPT2Model",
@@ -74,8 +74,8 @@ FAMILIES: dict[str, tuple[Callable[[], Any], str, str]] = {
             d_model=32,
             encoder_ffn_dim=64,
             decoder_ffn_dim=64,
-            encoder_layers=3,
-            decoder_layers=3,
+            encoder_layers=2,
+            decoder_layers=2,
             encoder_attention_heads=4,
             decoder_attention_heads=4,
             max_position_embeddings=64,
