@@ -55,7 +55,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def dense(identity: str) -> Any:
     """A model of two layers, or as many as its shape takes."""
     fewer = dict.fromkeys(LAYERS.get(identity, ("num_hidden_layers",)), 2)
-    model = zoo.build(zoo.entry(identity), **fewer)
+    model = zoo.shallow(zoo.entry(identity), **fewer)
     if model.config.is_encoder_decoder:
         model.config.decoder_start_token_id = 0
     return model

@@ -39,7 +39,7 @@ MODELS = "causal/llama causal/gpt2 causal/glm causal/phi masked/bert masked/albe
 
 def build(name: str, **how: int) -> tuple[Any, dict[str, Any]]:
     entry = zoo.entry(name)
-    model = zoo.build(entry)
+    model = zoo.shallow(entry)
     return model, zoo.inputs(entry, model, **how)
 
 
