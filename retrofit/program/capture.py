@@ -31,7 +31,8 @@ from retrofit.inputs.probes import extent_of, resized, run
 from retrofit.process import deferred_signals, serialized
 from retrofit.program.aten_ops import SELECTION, op
 from retrofit.program.functionalize import functionalize, replace_nondifferentiable_copies
-from retrofit.program.program import Call, Program, mark_calls, read_program, restore_users
+from retrofit.program.program import Call, CallMarker, Program, read_program, restore_users
+from retrofit.program.repeated_modules import RepeatedModules, expand
 from retrofit.program.tracing import (
     Recording,
     annotate_autograd,
@@ -118,7 +119,7 @@ def export_with_fallbacks(
                 recording = constant_values(runnable, given) if dynamic else values_read(runnable, given)
             if not dynamic or recording:
                 with replay_tensor_values(recording):
-                    return *export(runnable, given, dynamic), bool(recording)
+                    return *export(runnable, given, dynamic, repeats=not recording), bool(recording)
     raise why
 
 
@@ -176,11 +177,13 @@ def random_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tenso
     return nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
 
 
-def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> tuple[torch.export.ExportedProgram, list[Call]]:
+def export(
+    model: nn.Module, inputs: dict[str, Any], dynamic: bool = False, repeats: bool = True
+) -> tuple[torch.export.ExportedProgram, list[Call]]:
     """Return the model as a functionalized exported program with markers, and the calls they belong to."""
     if not dynamic:
         with disable_stack_traces(), compile_on_call():  # a graph module keeps its traces and is called, so only here
-            return trace(model, inputs, None)
+            return trace(model, inputs, None, repeats)
     # only tensors of **kwargs: torch.export compares the others with kwargs from which the code may have popped
     named = inspect.signature(model.forward).parameters
     inputs = {name: value for name, value in inputs.items() if name in named or isinstance(value, torch.Tensor)}
@@ -190,29 +193,39 @@ def export(model: nn.Module, inputs: dict[str, Any], dynamic: bool = False) -> t
 
 
 def trace(
-    model: nn.Module, inputs: dict[str, Any], shapes: dict[str, Any] | None
+    model: nn.Module, inputs: dict[str, Any], shapes: dict[str, Any] | None, repeats: bool = False
 ) -> tuple[torch.export.ExportedProgram, list[Call]]:
     """Return the result of `export` for the dynamic shapes `shapes`, in the form of `torch.export`; None: all static.
 
-    Signals are deferred: torch's code in C++ calls back into Python, and an exception there may end the process.
+    With `repeats`, modules that compute the same are traced once. Signals are deferred: torch's code in C++ calls back into Python,
+    and an exception there may end the process.
     """
     modes = skip_no_op_grad_modes() if shapes is None else annotate_autograd()
-    with (
-        deferred_signals(),
-        mark_calls(model) as calls,
-        open_dataclasses(model, inputs),
-        torch.no_grad(),
-        silence_tracer(),
-        disable_cache(model),
-        skip_no_op_casts(),
-    ):
-        with modes:
-            exported = torch.export.export(as_plain_module(model), (), inputs, dynamic_shapes=shapes, strict=False)
-        restore_users(exported.graph)
-        if not functionalize(exported.graph):
-            exported = exported.run_decompositions({})  # functionalized, no operation decomposed
-        replace_nondifferentiable_copies(exported.graph)
-    return exported, calls
+    marker = CallMarker(model)
+    modules = RepeatedModules(model, marker) if repeats else None
+    try:
+        with (
+            deferred_signals(),
+            marker.active(),
+            open_dataclasses(model, inputs),
+            torch.no_grad(),
+            silence_tracer(),
+            disable_cache(model),
+            skip_no_op_casts(),
+            modules.active() if modules else contextlib.nullcontext(),
+        ):
+            with modes:
+                exported = torch.export.export(as_plain_module(model), (), inputs, dynamic_shapes=shapes, strict=False)
+            restore_users(exported.graph)
+            expand(exported.graph)
+            if not functionalize(exported.graph):
+                exported = exported.run_decompositions({})  # functionalized, no operation decomposed
+            replace_nondifferentiable_copies(exported.graph)
+    except Exception:
+        if not modules or not modules.repeated:
+            raise
+        return trace(model, inputs, shapes)
+    return exported, marker.calls
 
 
 def as_plain_module(model: nn.Module) -> nn.Module:

@@ -73,6 +73,8 @@ def functionalize(graph: fx.Graph) -> bool:
     """
     if any(getattr(node.target, "__module__", "") == VMAP for node in graph.nodes):
         return False
+    if not any(map(mutates, graph.nodes)):
+        return True
     trial = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

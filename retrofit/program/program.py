@@ -200,42 +200,59 @@ def add_marker(item: torch.Tensor, *how: Any) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def mark_calls(model: nn.Module) -> Iterator[list[Call]]:
-    """Within this context every call of a submodule of `model` is recorded, and its tensors are marked."""
-    calls = [Call("", 0, 0, None)]
-    stack = [calls[0]]
-    held: list[dict[str, torch.Tensor]] = []  # the attributes of the modules on the stack when they were called
-    counts: dict[str, int] = {}
-    names = [(module, set(vars(module))) for module in model.modules()]
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(path)
-    other_names = {first: tuple(others) for first, *others in paths.values()}
+class CallMarker:
+    """Records every call of a submodule of a model, and marks its tensors."""
 
-    def before(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        call = Call(path, counts.get(path, 0), len(calls), stack[-1], other_names.get(path, ()))
-        counts[path] = call.index + 1
-        calls.append(call)
-        stack.append(call)
-        held.append(tensor_attributes(module))
+    def __init__(self, model: nn.Module) -> None:
+        self.calls = [Call("", 0, 0, None)]
+        self.stack = [self.calls[0]]
+        self.held: list[dict[str, torch.Tensor]] = []  # the attributes of the modules on the stack when they were called
+        self.counts: dict[str, int] = {}
+        self.modules = dict(model.named_modules())
+        paths: dict[nn.Module, list[str]] = {}
+        for path, module in model.named_modules(remove_duplicate=False):
+            paths.setdefault(module, []).append(path)
+        self.other_names = {first: tuple(others) for first, *others in paths.values()}
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[CallMarker]:
+        """Within this context calls are recorded and marked."""
+        names = [(module, set(vars(module))) for module in self.modules.values()]
+        try:
+            inner = {path: module for path, module in self.modules.items() if path}
+            with watched(inner, before=self.begin, after=self.end):
+                yield self
+        finally:
+            for module, known in names:  # `torch.export` restores existing attributes and leaves new ones: tensors of the trace
+                for name in tensor_attributes(module).keys() - known:
+                    delattr(module, name)
+
+    def add(self, path: str, parent: Call) -> Call:
+        call = Call(path, self.counts.get(path, 0), len(self.calls), parent, self.other_names.get(path, ()))
+        self.counts[path] = call.index + 1
+        self.calls.append(call)
+        return call
+
+    def begin(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = self.add(path, self.stack[-1])
+        self.stack.append(call)
+        self.held.append(tensor_attributes(module))
         marker = Marker(call.number, leaves=False)
         return marker.mark_all(tuple(args)), marker.mark_all(dict(kwargs))
 
-    def after(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        call, before = stack.pop(), held.pop()
+    def end(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        call, before = self.stack.pop(), self.held.pop()
         for name, value in tensor_attributes(module).items():
             if value is not before.get(name):
                 add_marker(value, call.number, True, KEPT + name)
         return Marker(call.number, leaves=True).mark_all(output)
 
-    try:
-        with watched({path: module for path, module in model.named_modules() if path}, before=before, after=after):
-            yield calls
-    finally:
-        for module, known in names:  # `torch.export` restores existing attributes and leaves new ones: tensors of the trace
-            for name in tensor_attributes(module).keys() - known:
-                delattr(module, name)
+    def repeat(self, calls: range, path: str, by: str) -> None:
+        """Record calls like these, made inside a call of the module at `path`, for the current call, of the module at `by`."""
+        made: dict[Call | None, Call] = {}
+        for number in calls:
+            call = self.calls[number]
+            made[call] = self.add(by + call.path.removeprefix(path), made.get(call.parent, self.stack[-1]))
 
 
 def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:
