@@ -8,7 +8,7 @@ What code may read is described: the classes, attributes and tensors (sizes and 
 below it, and the arguments. A module is traced as always if something has no description or has hooks, or if its code writes to an
 attribute or an operand, draws a number, or uses a tensor that is neither an argument nor a parameter or buffer of its own. Numbers
 and texts that differ between modules of a class, such as the index of a layer, matter only if they are read: reads are recorded
-during a trace. State that code keeps in global variables is not seen, unless it is a tensor.
+during a trace. State that code keeps in global variables is not seen, unless it is tensors.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import itertools
 import operator
 import random
 import types
@@ -144,7 +145,7 @@ class RepeatedModules:
         finally:
             reads = self.readers.pop()
         with contextlib.suppress(IndescribableError):
-            traced = nodes_after(begin)
+            traced = list(nodes_after(begin))
             require_pure(traced, set(found.nodes))
             outputs = Outputs(found, traced, tracer)
             nested = outputs.read(result)
@@ -162,6 +163,9 @@ class RepeatedModules:
     def call_again(self, trace: Trace, module: nn.Module, found: Description, tracer: Any) -> Any:
         """Return the result of a call that repeats the trace: new fake tensors, of one node."""
         self.repeated += 1
+        read = {(module.get_submodule(path), name) for path, name in trace.reads}
+        for reads in self.readers:
+            reads.update(read)
         node = tracer.create_node("call_function", REPEAT, (found.nodes, trace.number, len(self.marker.calls), AGAIN), {})
         self.marker.repeat(trace.calls, trace.path, self.paths[module])
         with disable_proxy_modes_tracing():
@@ -382,12 +386,11 @@ def empty_like(tensor: Tensor) -> Tensor:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def nodes_after(begin: fx.Node) -> list[fx.Node]:
-    nodes, node = [], begin.next
+def nodes_after(begin: fx.Node) -> Iterator[fx.Node]:
+    node = begin.next
     while node.op != "root":
-        nodes.append(node)
+        yield node
         node = node.next
-    return nodes
 
 
 def require_pure(nodes: Sequence[fx.Node], given: set[fx.Node]) -> None:
@@ -413,17 +416,31 @@ def put(kind: type, name: str, own: Any) -> None:
 
 
 def expand(graph: fx.Graph) -> None:
-    """Replace each repeated call in the graph by a copy of its trace, and remove the marks."""
+    """Replace each repeated call in the graph by a copy of its trace, and remove the marks.
+
+    Raises `RuntimeError` if a value inside a trace left it otherwise than as a result: the repeated calls have no such value.
+    """
     traces: dict[int, dict[str, fx.Node]] = defaultdict(dict)
     marks = graph.find_nodes(op="call_function", target=REPEAT)
     for node in marks:
         _, number, _, role = node.args
-        if role == AGAIN:
-            copy_trace(graph, node, traces[number][BEGIN], traces[number][END])
-        else:
+        if role != AGAIN:
             traces[number][role] = node
+            continue
+        begin, end = traces[number][BEGIN], traces[number][END]
+        require_closed(begin, end)
+        copy_trace(graph, node, begin, end)
     for node in reversed(marks):
         graph.erase_node(node)
+
+
+def require_closed(begin: fx.Node, end: fx.Node) -> None:
+    """Raises `RuntimeError` if a value computed between the marks is used elsewhere and is no result."""
+    results: Any = end.args[0]
+    inside = set(itertools.takewhile(lambda node: node is not end, nodes_after(begin)))
+    for node in inside.difference(results):
+        if not inside.issuperset(node.users):
+            raise RuntimeError(f"{node.name} is used outside the call that computes it")
 
 
 def copy_trace(graph: fx.Graph, again: fx.Node, begin: fx.Node, end: fx.Node) -> None:

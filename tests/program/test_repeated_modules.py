@@ -147,6 +147,17 @@ class ReadsATensorOfAnother(Layer):
         return super().forward(x) + self.kept[0]
 
 
+class LeavesATensor(Layer):
+    """Adds to a list of the class, as code does that sums up a loss over all layers."""
+
+    left: Any = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        self.left.append(y * 2)
+        return x + y
+
+
 class KeepsATensor(Layer):
     def forward(self, x: Tensor) -> Tensor:
         self.last = x
@@ -203,3 +214,33 @@ def test_an_overridden_forward_is_told_from_that_of_its_base(monkeypatch: pytest
             self.layers = nn.ModuleList([ReadsItsIndex(1), Layer(1), ReadsItsIndex(1), Layer(1)])
 
     assert repeats(Mixed(), TOKENS, monkeypatch) == 2
+
+
+class Pair(nn.Module):
+    def __init__(self, *indices: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(ReadsItsIndex, indices))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_a_pair_is_repeated_only_if_both_of_its_layers_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(Layer)
+    model.layers = nn.ModuleList([Pair(1, 1), Pair(1, 2), Pair(1, 1)])
+    assert repeats(model, TOKENS, monkeypatch) == 3  # the second layer of the first pair, the first of the second, the third pair
+
+
+def test_values_that_leave_a_module_through_a_global_variable_are_those_of_every_call() -> None:
+    class Summed(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            LeavesATensor.left.clear()
+            return super().forward(x) + torch.stack(LeavesATensor.left).sum(0)
+
+    program = capturing.capture(Summed(LeavesATensor), TOKENS)
+    (together,) = (node for node in program.graph.nodes if str(node.target) == "aten.stack.default")
+    doubled: Any = together.args[0]
+    assert [call.path for call in program.calls if call.path.endswith("inner")] == [f"layers.{index}.inner" for index in range(4)]
+    assert [program.owner[node.args[0]].path for node in doubled] == [f"layers.{index}.inner" for index in range(4)]
