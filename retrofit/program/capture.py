@@ -217,7 +217,7 @@ def trace(
             with modes:
                 exported = torch.export.export(as_plain_module(model), (), inputs, dynamic_shapes=shapes, strict=False)
             restore_users(exported.graph)
-            expand(exported.graph)
+            expand(exported.graph, marker.calls)
             if not functionalize(exported.graph):
                 exported = exported.run_decompositions({})  # functionalized, no operation decomposed
             replace_nondifferentiable_copies(exported.graph)

@@ -247,12 +247,13 @@ class CallMarker:
                 add_marker(value, call.number, True, KEPT + name)
         return Marker(call.number, leaves=True).mark_all(output)
 
-    def repeat(self, calls: range, path: str, by: str) -> None:
+    def repeat(self, calls: range, path: str, by: str) -> list[Call]:
         """Record calls like these, made inside a call of the module at `path`, for the current call, of the module at `by`."""
         made: dict[Call | None, Call] = {}
         for number in calls:
             call = self.calls[number]
             made[call] = self.add(by + call.path.removeprefix(path), made.get(call.parent, self.stack[-1]))
+        return list(made.values())
 
 
 def tensor_attributes(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, track_tensor_tree
 
-from retrofit.program.program import CallMarker
+from retrofit.program.program import Call, CallMarker
 
 LIBRARY = torch.library.Library("retrofit", "FRAGMENT")
 LIBRARY.define("repeat(Tensor[] x, int trace, int call, str role) -> Tensor[]")
@@ -167,7 +167,8 @@ class RepeatedModules:
         for reads in self.readers:
             reads.update(read)
         node = tracer.create_node("call_function", REPEAT, (found.nodes, trace.number, len(self.marker.calls), AGAIN), {})
-        self.marker.repeat(trace.calls, trace.path, self.paths[module])
+        calls = self.marker.repeat(trace.calls, trace.path, self.paths[module])
+        tracer.num_calls.update({call.path: call.index + 1 for call in calls})
         with disable_proxy_modes_tracing():
             made = [empty_like(tensor) for tensor in trace.made]
         results = [*made, *(found.tensors[number] for number in trace.renamed)]
@@ -415,7 +416,7 @@ def put(kind: type, name: str, own: Any) -> None:
 # ── After the trace ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def expand(graph: fx.Graph) -> None:
+def expand(graph: fx.Graph, calls: Sequence[Call]) -> None:
     """Replace each repeated call in the graph by a copy of its trace, and remove the marks.
 
     Raises `RuntimeError` if a value inside a trace left it otherwise than as a result: the repeated calls have no such value.
@@ -429,7 +430,7 @@ def expand(graph: fx.Graph) -> None:
             continue
         begin, end = traces[number][BEGIN], traces[number][END]
         require_closed(begin, end)
-        copy_trace(graph, node, begin, end)
+        copy_trace(graph, node, begin, end, calls)
     for node in reversed(marks):
         graph.erase_node(node)
 
@@ -443,25 +444,31 @@ def require_closed(begin: fx.Node, end: fx.Node) -> None:
             raise RuntimeError(f"{node.name} is used outside the call that computes it")
 
 
-def copy_trace(graph: fx.Graph, again: fx.Node, begin: fx.Node, end: fx.Node) -> None:
+def copy_trace(graph: fx.Graph, again: fx.Node, begin: fx.Node, end: fx.Node, calls: Sequence[Call]) -> None:
     """Insert a copy of the nodes between `begin` and `end` before `again`, and use its results instead."""
     given: Any = zip(begin.args[0], again.args[0], strict=True)  # type: ignore[arg-type]
     copies: dict[fx.Node, fx.Node] = dict(given)
-    calls: int = again.args[2] - begin.args[2]  # type: ignore[operator, assignment]
-    outer, inner = (node.meta.get("nn_module_stack") or {} for node in (again, begin))
-    old, new = (list(stack.values())[-1][0] if stack else "" for stack in (inner, outer))
-    node = begin.next
+    later: Any = again.args[2] - begin.args[2]  # type: ignore[operator]
+    traced: Any = calls[begin.args[2] : end.args[2]]  # type: ignore[misc]
+    moved = {(call.path, call.index): calls[call.number + later] for call in traced}
+    outer, depth = again.meta.get("nn_module_stack") or {}, len(begin.meta.get("nn_module_stack") or {})
+
+    def stack_of(node: fx.Node) -> dict[str, Any]:
+        stack = dict(outer)
+        for key, (path, kind) in list((node.meta.get("nn_module_stack") or {}).items())[depth:]:
+            call = moved[path, int(key.partition("@")[2] or 0)]
+            stack[f"{call.path}@{call.index}" if call.index else call.path] = call.path, kind
+        return stack
+
     with graph.inserting_before(again):
-        while node is not end:
-            if node.target is not REPEAT:
-                copy = copies[node] = graph.node_copy(node, copies.__getitem__)
-                if node.target is torch.ops.retrofit.mark.default:
-                    first: Any = copy.args
-                    copy.args = first[0], first[1] + calls, *first[2:]
-                below = list((node.meta.get("nn_module_stack") or {}).items())[len(inner) :]
-                moved = {new + key.removeprefix(old): (new + path.removeprefix(old), kind) for key, (path, kind) in below}
-                copy.meta = {**node.meta, "nn_module_stack": {**outer, **moved}}
-            node = node.next
+        for node in itertools.takewhile(lambda node: node is not end, nodes_after(begin)):
+            if node.target is REPEAT:
+                continue
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.target is torch.ops.retrofit.mark.default:
+                first: Any = copy.args
+                copy.args = first[0], first[1] + later, *first[2:]
+            copy.meta = {**node.meta, "nn_module_stack": stack_of(node)}
     results: Any = end.args[0]
     for user in list(again.users):
         user.replace_all_uses_with(copies[results[user.args[1]]])

@@ -56,7 +56,8 @@ def repeats(model: nn.Module, inputs: dict[str, Any], monkeypatch: pytest.Monkey
     return len(found)
 
 
-ARCHITECTURES = ("causal/llama", "causal/gemma2", "causal/mixtral", "masked/deberta", "seq2seq/t5", "image/swin", "causal/afmoe")
+LAYERS_IN_TURN = ("causal/gemma2", "causal/afmoe", "causal/hrm_text")  # of several kinds, or called several times
+ARCHITECTURES = ("causal/llama", "causal/mixtral", "masked/deberta", "seq2seq/t5", "image/swin", *LAYERS_IN_TURN)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
