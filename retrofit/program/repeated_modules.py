@@ -448,9 +448,9 @@ def copy_trace(graph: fx.Graph, again: fx.Node, begin: fx.Node, end: fx.Node, ca
     """Insert a copy of the nodes between `begin` and `end` before `again`, and use its results instead."""
     given: Any = zip(begin.args[0], again.args[0], strict=True)  # type: ignore[arg-type]
     copies: dict[fx.Node, fx.Node] = dict(given)
-    later: Any = again.args[2] - begin.args[2]  # type: ignore[operator]
-    traced: Any = calls[begin.args[2] : end.args[2]]  # type: ignore[misc]
-    moved = {(call.path, call.index): calls[call.number + later] for call in traced}
+    first, last, start = (int(str(node.args[2])) for node in (begin, end, again))  # numbers of calls
+    later = start - first
+    moved = {(call.path, call.index): calls[call.number + later] for call in calls[first:last]}
     outer, depth = again.meta.get("nn_module_stack") or {}, len(begin.meta.get("nn_module_stack") or {})
 
     def stack_of(node: fx.Node) -> dict[str, Any]:
@@ -466,8 +466,8 @@ def copy_trace(graph: fx.Graph, again: fx.Node, begin: fx.Node, end: fx.Node, ca
                 continue
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)
             if node.target is torch.ops.retrofit.mark.default:
-                first: Any = copy.args
-                copy.args = first[0], first[1] + later, *first[2:]
+                source, number, *others = copy.args
+                copy.args = source, int(str(number)) + later, *others
             copy.meta = {**node.meta, "nn_module_stack": stack_of(node)}
     results: Any = end.args[0]
     for user in list(again.users):
