@@ -192,7 +192,7 @@ class Description:
         self.nodes: list[fx.Node] = []
         self.tensors: list[Tensor] = []
         self.positions: dict[fx.Node, int] = {}
-        self.met: dict[int, int] = {}
+        self.met: dict[int, tuple[int, Any]] = {}  # by identity: numbers, and the objects, which keep theirs while they live
         self.below = {id(inner): path for path, inner in module.named_modules()}
         autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
         modes = torch.is_grad_enabled(), *autocast, torch.get_default_dtype()
@@ -222,8 +222,8 @@ class Description:
         if isinstance(value, types.MethodType):
             return value.__func__, self.of(value.__self__)
         if id(value) in self.met:
-            return "met", self.met[id(value)]
-        self.met[id(value)] = len(self.met)
+            return "met", self.met[id(value)][0]
+        self.met[id(value)] = len(self.met), value
         if isinstance(value, functools.partial) and type(value) is functools.partial:
             return functools.partial, self.of(value.func), self.of(value.args), self.of(value.keywords)
         if type(value) in CONTAINERS:

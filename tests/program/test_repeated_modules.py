@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import zoo
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 import retrofit
 from retrofit.program import capture as capturing
@@ -245,3 +246,19 @@ def test_values_that_leave_a_module_through_a_global_variable_are_those_of_every
     doubled: Any = together.args[0]
     assert [call.path for call in program.calls if call.path.endswith("inner")] == [f"layers.{index}.inner" for index in range(4)]
     assert [program.owner[node.args[0]].path for node in doubled] == [f"layers.{index}.inner" for index in range(4)]
+
+
+class Activated(Layer):
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.activation(self.inner(x))
+        return result
+
+
+def test_functions_that_modules_hold_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Stack(Layer)
+    model.layers = nn.ModuleList(map(Activated, (F.gelu, F.relu, F.gelu, F.silu)))
+    assert repeats(model, TOKENS, monkeypatch) == 1
