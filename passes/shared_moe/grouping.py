@@ -133,7 +133,9 @@ def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str
     steps = steps_of(site)
     if any(True for _ in (*site.hidden.parameters(), *site.hidden.buffers())):
         return steps
-    z = torch.linspace(-6, 6, 97)  # a prime length: shifted for each port, the arguments meet in different pairs
+    z = torch.linspace(
+        -6, 6, 97, dtype=torch.float32
+    )  # a prime length: shifted for each port, the arguments meet in different pairs
     with evaluation_mode(site.hidden):
         function = HiddenFunction(site.hidden(*(z.roll(7 * port) for port in range(len(site.ports)))), steps)
     for other in functions:
@@ -145,12 +147,12 @@ def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str
 
 def activation_name(site: FeedForward) -> str:
     """Return transformers' name of the hidden function, alone or times the second argument; "" if there is none."""
-    z = torch.linspace(-6, 6, 97, device="cpu")
+    z = torch.linspace(-6, 6, 97, device="cpu", dtype=torch.float32)
     arguments = [z.roll(7 * port) for port in range(len(site.ports))]
     if len(arguments) > 2 or any(True for _ in (*site.hidden.parameters(), *site.hidden.buffers())):
         return ""
     with evaluation_mode(site.hidden):
-        found = site.hidden(*arguments)
+        found = site.hidden(*arguments).to(z.dtype)  # T5 casts it to the dtype of the next weight
     for name in ACT2FN:
         try:
             expected = ACT2FN[name](arguments[0])

@@ -12,7 +12,8 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from retrofit.errors import CheckpointError, first_few
 from retrofit.passbase import recipe_storage
-from retrofit.surgery.dequantization import is_packed
+from retrofit.provenance import provenance_of
+from retrofit.surgery.dequantization import is_packed, is_quantized
 
 
 def openings_of(model: Any, part: str) -> list[Any]:
@@ -54,10 +55,10 @@ def endings(name: str) -> list[str]:
     return [".".join(parts[start:]) for start in range(1, len(parts))]
 
 
-def require_names(model: Any, held: set[str], rewritten: set[str], new: Collection[str] = ()) -> None:
+def require_names(model: Any, held: set[str], rewritten: set[str], new: Collection[str] = (), dense: Collection[str] = ()) -> None:
     """Raises `CheckpointError` if a rewritten module's tensor is missing in the files, or one in the files would not be read.
 
-    The `new` tensors may be missing.
+    The `new` tensors may be missing. `dense` are the names before the rewrite.
     """
     from retrofit.storage.other_models import in_any  # deferred, as above
 
@@ -75,10 +76,44 @@ def require_names(model: Any, held: set[str], rewritten: set[str], new: Collecti
     ]
     unread = [name for name in sorted(held) if {name, name.removeprefix(prefix), prefix + name}.isdisjoint(own)]
     unread = [name for name in unread if in_any(name, rewritten) or in_any(name.removeprefix(prefix), rewritten)]
+    remedy = REMOVE_RECIPE if known.isdisjoint(own.keys() - set(dense)) else UNCHANGED
     if missing:
-        raise wrong_weights(model, "missing", missing)
+        raise wrong_weights(model, "missing", missing, remedy)
     if unread:
-        raise wrong_weights(model, "in the files and not in the model", unread)
+        raise wrong_weights(model, "in the files and not in the model", unread, remedy)
+
+
+def require_added(model: Any, weights: Mapping[str, Any] | None) -> None:
+    """Raises `CheckpointError` if the model to be saved, or `weights` in its place, lacks parameters that its recipe added.
+
+    Those of a layer that was removed from its list are not needed: a recipe is also replayed on fewer layers. Processes that save
+    nothing give no weights.
+    """
+    added = provenance_of(model).added or ()
+    adapters_alone = getattr(model, "_hf_peft_config_loaded", False)
+    if not added or adapters_alone or is_quantized(model) or (weights is not None and not weights):
+        return
+    held = set(model.state_dict() if weights is None else weights)
+    held |= {name for pair in model.all_tied_weights_keys.items() if held.intersection(pair) for name in pair}
+    present = {path for path, _ in model.named_modules(remove_duplicate=False)}
+    for name in sorted(set(added) - held):
+        place = next(path for path in outer_paths(name) if path in present)
+        missing = name.removeprefix(f"{place}.").partition(".")[0]
+        if weights is None and missing.isdigit():
+            continue
+        raise CheckpointError(
+            f"{type(model).__name__} is not saved: {name} is missing" + ("" if weights is None else " in the given state_dict"),
+            why=f"{', '.join(recipe_storage.stored_recipe(model))} added it, and without it the files cannot be loaded",
+            remedy=f"keep what the rewrite made of {place or 'the model'} and set its weights, or change it before the rewrite",
+            code="not-saved",
+            site=place,
+        )
+
+
+def outer_paths(name: str) -> list[str]:
+    """Return the paths that contain the name, the innermost first: `a.b`, `a` and "" for `a.b.c`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
 
 
 def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
@@ -138,6 +173,7 @@ def require_shapes(model: Any, mismatched: Collection[tuple[Any, ...]]) -> None:
         raise wrong_weights(model, "; ".join([*changes, "of another shape in the files"]), names, remedy)
 
 
+UNCHANGED = "the model was changed after its rewrite: save it with the modules that the rewrite made, and set their weights"
 REMOVE_RECIPE = 'if they are dense weights, remove the recipe ("quantization_config" in a config.json)'
 
 

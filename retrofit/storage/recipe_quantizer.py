@@ -10,6 +10,7 @@ import contextvars
 import copy
 import dataclasses
 import functools
+import inspect
 import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -29,6 +30,7 @@ from retrofit.storage.load_guard import (
     after_hooks,
     openings_of,
     renamed,
+    require_added,
     require_filled,
     require_names,
     require_part,
@@ -37,6 +39,7 @@ from retrofit.storage.load_guard import (
 )
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import METHOD, is_recipe
+from retrofit.surgery.edit import Edit
 
 if TYPE_CHECKING:
     from retrofit.program.program import Program
@@ -132,7 +135,7 @@ class RecipeReplay(HfQuantizer):
         Raises `CheckpointError` if the names in the files are not those of the rewritten modules.
         """
         entry = self.quantization_config
-        self.dense = set(model.modules())
+        self.dense, before = set(model.modules()), shapes_of(model)
         unfreeze(model)
         self.openings = [] if entry.part is None else openings_of(model, entry.part)
         transformers_bookkeeping.keep_own_names(model)
@@ -141,7 +144,6 @@ class RecipeReplay(HfQuantizer):
         if entry.recipe and entry.part:
             self.dense, self.new = rewrite_inner_part(model, entry)
         elif entry.recipe and not entry.through and {entry.architecture, saved} <= {None, type(model).__name__}:
-            before = shapes_of(model)
             self.dense = rewrite_same_class(model, entry)
             self.widened = frozenset(name for name, shape in shapes_of(model).items() if before.get(name, shape) != shape)
         elif entry.recipe:
@@ -156,7 +158,7 @@ class RecipeReplay(HfQuantizer):
                 require_part(model, entry, held, self.openings)
                 held = {renamed(name, self.openings) for name in held}
                 tie_as_saved(model, held, declared)
-                require_names(model, held, self.rewritten(model), self.new)
+                require_names(model, held, self.rewritten(model), self.new, before)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Return no renaming but a part's: the file has the model's own names (`transformers_bookkeeping.keep_own_names`)."""
@@ -224,7 +226,10 @@ def rewrite_configured() -> None:
 
     @functools.wraps(save)
     def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not transformers_bookkeeping.is_rewritten(self):  # a dense model, built from the config of a rewritten one
+            forget_recipe(self)
         require_saved_recipes(self)
+        require_added(self, inspect.signature(save).bind(self, *args, **kwargs).arguments.get("state_dict"))
         return save(self, *args, **kwargs)
 
     models._from_config = classmethod(functools.partial(from_config, own))
@@ -352,14 +357,11 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
 
 def forget_recipe(model: Any) -> None:
     """Give a dense model and the modules in it configs without a recipe: it would be saved as if it had been rewritten."""
-    copies: dict[int, Any] = {}
-    for module in model.modules():
-        held = vars(module).get("config")
-        if is_recipe(getattr(held, "quantization_config", None)):
-            if id(held) not in copies:
-                copies[id(held)] = copy.deepcopy(held)
-                del copies[id(held)].quantization_config
-            module.config = copies[id(held)]
+    told = [module for module in model.modules() if is_recipe(getattr(vars(module).get("config"), "quantization_config", None))]
+    if told:
+        transformers_bookkeeping.own_configs(model, Edit(model))
+    for module in told:
+        vars(module.config).pop("quantization_config", None)  # several modules have one config
 
 
 def rewrite_drawn(
@@ -536,6 +538,7 @@ def prepare(skeleton: Any) -> set[nn.Module]:
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.is_meta:  # `torch.Tensor(size)` ignores the default device
                 module._parameters[name] = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+    transformers_bookkeeping.cast_kept(skeleton)
     transformers_bookkeeping.tie(skeleton)
     return modules
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+
+from retrofit.provenance import provenance_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -113,6 +116,22 @@ def declare_ties(model: Any) -> None:
         part.__dict__["_tied_weights_keys"] = tied
         part.__dict__["_adjust_bias"] = adjust_bias
         part.all_tied_weights_keys = dict(tied)
+
+
+def is_rewritten(model: Any) -> bool:
+    """Return whether a transformers model, or a part of it, was rewritten; a model built from the config of one was not."""
+    return any("_adjust_bias" in part.__dict__ or provenance_of(part).recipe for _, part in transformers_parts(model))
+
+
+def cast_kept(skeleton: Any) -> None:
+    """Give the skeleton's parameters that transformers keeps in float32, whatever the default dtype, that dtype."""
+    import torch  # deferred: reading a recipe does not need it
+
+    plan = skeleton._get_dtype_plan(torch.get_default_dtype())
+    kept = [re.compile(name.replace("*", ".*")) for name in plan]
+    for name, parameter in skeleton.named_parameters():
+        if any(pattern.search(name) for pattern in kept) and parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.float32)
 
 
 def deny_ties(model: Any, edit: Edit) -> None:

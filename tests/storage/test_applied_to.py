@@ -343,13 +343,86 @@ def test_a_composite_whose_config_lacks_the_recipe_of_a_part_is_not_saved(tmp_pa
     assert not (tmp_path / "rewritten").exists()
 
 
-@some
-@pytest.mark.parametrize("spec", SPECS)
-def test_dense_weights_saved_under_a_recipe_are_refused(spec, tmp_path):
-    dense = transformers.LlamaForCausalLM(rewritten(llama(), spec).config)
-    dense.save_pretrained(tmp_path)
-    with refused(CheckpointError, code="mismatch"):
+@pytest.mark.parametrize("spec", ["reversible", "altup(k=2)", "sparse-loss(modules=4)"])
+def test_a_dense_model_built_from_the_config_of_a_rewritten_one_is_saved_dense(spec, tmp_path):
+    model = rewritten(llama(), spec)
+    dense = transformers.LlamaForCausalLM(model.config).eval()
+    assert gap(reloaded(dense, tmp_path / "dense"), dense) == 0
+    assert gap(reloaded(model, tmp_path / "rewritten"), model) == 0  # and its config is as it was
+
+
+def test_so_is_a_composite(tmp_path):
+    model = rewritten(llava(), "reversible")
+    dense = transformers.LlavaForConditionalGeneration(model.config).eval()
+    assert gap(reloaded(dense, tmp_path / "dense"), dense) == 0
+    assert gap(reloaded(model, tmp_path / "rewritten"), model) == 0
+
+
+# What was changed after the rewrite
+
+
+def other_head(model):
+    head = model.get_output_embeddings()
+    model.set_output_embeddings(nn.Linear(head.in_features, head.out_features, bias=False))
+
+
+def other_table(model):
+    model.set_input_embeddings(nn.Embedding(96, 32))
+
+
+def other_router(model):
+    model.model.layers[1].mlp.moe.router = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("spec", "change", "site"),
+    [
+        ("altup(k=2)", other_head, "lm_head"),
+        ("sum", other_table, "model.embed_tokens"),
+        ("shared-moe(groups=0)", other_router, "model.layers.1.mlp.moe.router"),
+    ],
+)
+def test_a_model_without_what_its_recipe_added_is_not_saved(spec, change, site, tmp_path):
+    model = rewritten(llama(tie_word_embeddings=True), spec)
+    whole, unchanged = model.state_dict(), rewritten(llama(tie_word_embeddings=True), spec)
+    change(model)
+    with pytest.raises(CheckpointError) as refusal:
+        model.save_pretrained(tmp_path / "model")
+    assert (refusal.value.code, refusal.value.site) == ("not-saved", site)
+    assert not (tmp_path / "model").exists()
+    model.save_pretrained(tmp_path / "given", state_dict=whole)
+    assert gap(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "given"), unchanged) == 0
+
+
+def test_the_fix_for_another_head_works(tmp_path):
+    model = rewritten(llama(tie_word_embeddings=True), "altup(k=2)")
+    model.lm_head.weight = nn.Parameter(torch.randn_like(model.lm_head.weight))
+    assert gap(reloaded(model, tmp_path), model) == 0
+
+
+def test_a_dense_state_dict_is_not_saved_under_a_recipe(tmp_path):
+    dense = t5()
+    with pytest.raises(CheckpointError) as refusal:
+        rewritten(t5(), "sum").save_pretrained(tmp_path / "model", state_dict=dense.state_dict())
+    assert refusal.value.code == "not-saved"
+
+
+def test_layers_taken_out_of_a_rewritten_model_are_not_missed(tmp_path):
+    model = rewritten(llama(), "memory(lookup=softmax)")
+    model.model.layers = nn.ModuleList([model.model.layers[0], *model.model.layers[2:]])
+    model.config.num_hidden_layers = 3
+    for depth, layer in enumerate(model.model.layers):
+        layer.layer.self_attn.layer_idx = depth
+    assert gap(reloaded(model, tmp_path), model) == 0
+
+
+def test_a_changed_module_in_the_files_is_not_called_dense(tmp_path):
+    model = rewritten(llama(), "reversible")
+    nn.utils.parametrizations.weight_norm(model.model.layers[0].layer.self_attn.q_proj)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError) as refusal:
         transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    assert "q_proj" in refusal.value.why and not any("dense weights" in remedy for remedy in refusal.value.remedies)
 
 
 # The names in the files

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.tiny_models import VOCABULARY, llama
+from support.tiny_models import VOCABULARY, llama, t5
 
 import retrofit
 from retrofit.cli import main
@@ -63,6 +63,16 @@ def test_the_dtype_survives(dtype: torch.dtype, spec: str, tmp_path: Path) -> No
         retrofit.load(tmp_path / "model.pt"),
     ):
         require_same(model, again)
+
+
+@pytest.mark.parametrize("spec", ["shared-moe(groups=0, experts=2)", "sparse-ffn(sparsity=4)", "reversible"])
+def test_weights_that_transformers_keeps_in_float32_stay_so_in_new_modules(spec: str, tmp_path: Path) -> None:
+    t5(num_layers=2).save_pretrained(tmp_path / "dense")
+    dense = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "dense", dtype=torch.float16)
+    model = retrofit.apply(dense, spec, verify=False)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16, torch.float32}
+    model.save_pretrained(tmp_path / "model")
+    require_same(model, transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model", dtype=torch.float16))
 
 
 def test_the_command_line_keeps_the_dtype(tmp_path: Path) -> None:

@@ -404,8 +404,8 @@ def test_the_class_that_a_recipe_names_is_called_only_where_it_is_a_model(tmp_pa
 
 def test_dense_weights_under_a_recipe_are_refused(tmp_path):
     model, _ = remembered("llama")
-    impostor = type(model)(model.config)  # a dense model whose config speaks of a recipe
-    impostor.save_pretrained(tmp_path)
+    type(model)(model.config).save_pretrained(tmp_path)
+    model.config.save_pretrained(tmp_path)  # the config of a rewritten model beside the weights of a dense one
     with refused(CheckpointError, str(tmp_path), code="mismatch") as error:
         type(model).from_pretrained(tmp_path)
     assert "config.json" in error.value.remedy
