@@ -133,9 +133,8 @@ def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str
     steps = steps_of(site)
     if any(True for _ in (*site.hidden.parameters(), *site.hidden.buffers())):
         return steps
-    z = torch.linspace(
-        -6, 6, 97, dtype=torch.float32
-    )  # a prime length: shifted for each port, the arguments meet in different pairs
+    # a prime length: shifted for each port, the arguments meet in different pairs
+    z = torch.linspace(-6, 6, 97, dtype=torch.float32)
     with evaluation_mode(site.hidden):
         function = HiddenFunction(site.hidden(*(z.roll(7 * port) for port in range(len(site.ports)))), steps)
     for other in functions:
