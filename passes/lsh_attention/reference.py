@@ -26,22 +26,23 @@ def bucketed_attention(call: SiteCall) -> Tensor:
     visible, bias = visibility(mask, bool(is_causal), q, key.shape[2])
     first = first_position(mask, bool(is_causal), visible, q.shape[2], key.shape[2])
     scale = q.shape[-1] ** -0.5 if call.kwargs.get("scale") is None else call.kwargs["scale"]
+    if len(module.rotations) != options.rounds or 2 * module.rotations.shape[-1] != options.buckets:
+        raise Deviation(f"its rotations are {tuple(module.rotations.shape)}")
     rows = []
     for b in range(len(q)):
         for h in range(module.heads):
             k, v = (projected[b, h // (module.heads // projected.shape[1])] for projected in (key, value))
-            real = visible[b, h].any(0).tolist()
+            real = visible[b, h].any(0)
+            own, others = buckets_of(q[b, h], module), torch.where(real, buckets_of(k, module), options.buckets)  # (rounds, tokens)
             for i in range(q.shape[2]):
-                seen = seen_keys(q[b, h, i], k, real, first + i, module, options)
+                seen = seen_keys(own[:, i].tolist(), others.tolist(), first + i, module.causal, options)
                 allowed = visible[b, h, i].nonzero().flatten().tolist()
                 seen = sorted({*seen, *allowed[:1]}) if module.causal else seen
                 if module.causal and len(k) > options.chunk:
                     seen = [j for j in seen if j <= first + i]
                 kept = [j for j in seen if bool(visible[b, h, i, j])]
-                scores = [
-                    score(q[b, h, i], k[j], scale, options.share == "queries", j == first + i) + bias[b, h, i, j] for j in kept
-                ]
-                rows.append(weighed(scores, [v[j] for j in kept]) if kept else v[min(first + i, len(v) - 1)])
+                scores = scores_of(q[b, h, i], k, scale, options.share == "queries", first + i)[kept] + bias[b, h, i, kept]
+                rows.append(scores.softmax(-1) @ v[kept] if kept else v[min(first + i, len(v) - 1)])
     call.irrelevant = (~visible.any(-1)).reshape(query.shape[:-1])
     return torch.stack(rows).reshape(*query.shape[:-1], value.shape[-1])
 
@@ -66,48 +67,29 @@ def first_position(mask: Tensor | None, is_causal: bool, visible: Tensor, n_q: i
     return max(j for j in range(n_k) if bool(visible[..., j].any())) - (n_q - 1)
 
 
-def seen_keys(q: Tensor, k: Tensor, real: list[bool], place: int, module: Any, options: Any) -> list[int]:
-    """Return the keys that a query sees by its place and its buckets."""
-    if len(k) <= options.chunk:
-        return list(range(len(k)))
-    found = set(range(max(0, place - options.chunk + 1), place + 1)) if module.causal else set()
-    if len(module.rotations) != options.rounds or 2 * module.rotations.shape[-1] != options.buckets:
-        raise Deviation(f"its rotations are {tuple(module.rotations.shape)}")
-    for rotation in module.rotations:
-        own, others = (
-            bucket(q, rotation),
-            [bucket(key, rotation) if kept else options.buckets for key, kept in zip(k, real, strict=True)],
-        )
-        if module.causal:
-            found |= set([j for j in range(place + 1) if others[j] == own][-options.chunk :])
+def seen_keys(own: list[int], others: list[list[int]], place: int, causal: bool, options: Any) -> list[int]:
+    """Return the keys that a query sees by its place, its bucket in each round and the keys' buckets."""
+    keys = len(others[0])
+    if keys <= options.chunk:
+        return list(range(keys))
+    found = set(range(max(0, place - options.chunk + 1), place + 1)) if causal else set()
+    for bucket, buckets in zip(own, others, strict=True):
+        if causal:
+            found |= set([j for j in range(place + 1) if buckets[j] == bucket][-options.chunk :])
             continue
-        order = sorted(range(len(k)), key=lambda j: (others[j], j))
-        before = sum((others[j], j) <= (own, place) for j in order)
+        order = sorted(range(keys), key=lambda j: (buckets[j], j))
+        before = sum((buckets[j], j) <= (bucket, place) for j in order)
         first = max((before - 1) // options.chunk - 1, 0) * options.chunk
         found |= set(order[first : first + 2 * options.chunk])
     return sorted(found)
 
 
-def bucket(x: Tensor, rotation: Tensor) -> int:
-    """Return argmax [x R; −x R]."""
-    y = [float((x * column).sum()) for column in rotation.T]
-    both = [*y, *(-number for number in y)]
-    return both.index(max(both))
-
-
-def score(q: Tensor, k: Tensor, scale: float, shared: bool, is_own: bool) -> Tensor:
-    """Return scale · q·k; where queries are keys q·k/|k|, or that of a query's own key."""
+def scores_of(q: Tensor, k: Tensor, scale: float, shared: bool, own: int) -> Tensor:
+    """Return scale · q·k_j of each key; where queries are keys q·k_j/|k_j|, and a constant for the query's own key."""
     if shared:
-        return torch.tensor(OWN, dtype=q.dtype) if is_own else (q * k).sum() / k.square().sum().sqrt()
-    return scale * (q * k).sum()
-
-
-def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Return Σ softmax(s)_j v_j."""
-    top = max(float(score) for score in scores)
-    weights = [(score - top).exp() for score in scores]
-    total = torch.stack(weights).sum()
-    return sum((weight / total * value for weight, value in zip(weights, values, strict=True)), torch.zeros_like(values[0]))
+        is_own = torch.arange(len(k)) == own
+        return torch.where(is_own, torch.tensor(OWN, dtype=q.dtype), (k @ q) / k.square().sum(-1).sqrt())
+    return scale * (k @ q)
 
 
 def wiring(observed: Observed) -> Problems:
@@ -134,7 +116,7 @@ def is_float(value: Any) -> bool:
 
 
 def buckets_of(x: Tensor, module: Any) -> Tensor:
-    """Return argmax [x R; −x R] of each vector in each round."""
+    """Return argmax [x R; −x R] of each vector in each round: (rounds, …)."""
     y = torch.einsum("...i,rij->r...j", x, module.rotations.to(x.dtype))
     return torch.cat([y, -y], -1).argmax(-1)
 

@@ -49,11 +49,10 @@ def joint_attention(call: SiteCall) -> Tensor:
                         added = module.log_weight[h]
                     if first and number != decoder and bool(visible[decoder][b, h, i, 0]):
                         added = added + bias[decoder][b, h, i, 0]
-                    for j in range(len(k)):
-                        if bool(visible[number][b, h, i, j]):
-                            scores.append(scale * (q * k[j]).sum() + bias[number][b, h, i, j] + added)
-                            values.append(v[j])
-                rows.append(weighed(scores, values) if scores else torch.zeros(own["value"].shape[-1], dtype=torch.float64))
+                    shown = visible[number][b, h, i]
+                    scores.append(scale * (k[shown] @ q) + bias[number][b, h, i, shown] + added)
+                    values.append(v[shown])
+                rows.append(torch.cat(scores).softmax(-1) @ torch.cat(values))  # zero if it sees no key
     seen = torch.stack([shown.any(-1) for shown in visible]).any(0)
     call.irrelevant = (~seen).reshape(size[:-1])
     return torch.stack(rows).reshape(*size[:-1], own["value"].shape[-1])
@@ -64,23 +63,13 @@ def joint_softmax(call: SiteCall) -> Tensor:
     module: Any = call.module
     scores, other = call.argument((0, "scores")), call.kwargs.get("other")
     sets = [scores] if other is None else [scores, other["scores"]]
-    rows = [
-        list(values.reshape(-1, values.shape[-2], values.shape[-1])) for values in sets
-    ]  # of each batch row and head, (T, keys)
-    result, unseen = [], []
-    for number in range(len(rows[0])):
-        for i in range(len(rows[0][number])):
-            s = list(rows[0][number][i])
-            for others in rows[1:]:
-                added = 0.0 if module.log_weight is None else module.log_weight[number % module.heads]
-                s += [value + added for value in others[number][i]]
-            top = max(float(value) for value in s)
-            weights = [(value - top).exp() for value in s]
-            total = torch.stack(weights).sum()
-            result.append(torch.stack([weight / total for weight in weights]))
-            unseen.append(top < HIDDEN)
-    call.irrelevant = torch.tensor(unseen).reshape(scores.shape[:-1])
-    return torch.stack(result).reshape(*scores.shape[:-1], -1)
+    parts = [values.reshape(-1, *values.shape[-2:]) for values in sets]  # (batch · heads, tokens, keys)
+    if module.log_weight is not None:
+        added = module.log_weight.repeat(len(parts[0]) // module.heads)[:, None, None]
+        parts = [parts[0], *(values + added for values in parts[1:])]
+    joint = torch.cat(parts, -1)
+    call.irrelevant = (joint.amax(-1) < HIDDEN).reshape(scores.shape[:-1])
+    return joint.softmax(-1).reshape(*scores.shape[:-1], -1)
 
 
 def visibility(given: Mapping[str, Any], batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor]:
@@ -93,14 +82,6 @@ def visibility(given: Mapping[str, Any], batch: int, heads: int, tokens: int) ->
         visible = (mask if mask.dtype == torch.bool else mask > HIDDEN).expand(size)
         bias = bias if mask.dtype == torch.bool else mask.expand(size)
     return (visible.tril() if given.get("is_causal") else visible), bias
-
-
-def weighed(scores: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Return Σ softmax(s)_j v_j."""
-    top = max(float(score) for score in scores)
-    weights = [(score - top).exp() for score in scores]
-    total = torch.stack(weights).sum()
-    return sum((weight / total * value for weight, value in zip(weights, values, strict=True)), torch.zeros_like(values[0]))
 
 
 def wiring(observed: Observed) -> Problems:

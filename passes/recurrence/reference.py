@@ -42,7 +42,7 @@ def recurrent_feed_forward(call: SiteCall) -> Tensor:
 
 def projected(x: Tensor, weight: Tensor) -> Tensor:
     """Return Σ_i x_i W[i,o]."""
-    return sum((x[..., i : i + 1] * weight[i] for i in range(len(weight))), torch.zeros((), dtype=x.dtype))  # type: ignore[return-value]
+    return torch.einsum("...i,io->...o", x, weight)
 
 
 def read(x: Tensor, unit: Any, rank: int, real: Tensor | None, state: Tensor | None, order: Any) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from retrofit.passes.multiplicative import UNEVEN, fit_problem
@@ -45,7 +46,7 @@ def multiplied(product: Any, x: Tensor) -> Tensor:
 def convolved(m: Tensor, weight: Tensor, bias: Tensor, kernel: int, stride: int, gates: Gates) -> Tensor:
     """Return y[t,s,n] = b[n] + Σ_τ g[t,τ] Σ_o Σ_m m[t−τ, r·s+o−⌊F/2⌋, m] W[o,τ,m,n], zeros outside."""
     tokens, modules = m.shape[1], m.shape[2]
-    y = bias.expand(*m.shape[:2], modules // stride, -1)
+    y = [bias.expand(*m.shape[:2], -1) for _ in range(modules // stride)]
     for tau in range(kernel):
         for o in range(kernel):
             for s in range(modules // stride):
@@ -55,15 +56,8 @@ def convolved(m: Tensor, weight: Tensor, bias: Tensor, kernel: int, stride: int,
                 seen = m[:, : tokens - tau, source]  # of tokens τ, τ+1, …
                 if gates is not None and tau:
                     seen = seen * gates[tau][:, tau:, None].to(seen)
-                y = with_added(y, tau, s, seen @ weight[o, tau])
-    return y
-
-
-def with_added(y: Tensor, tau: int, s: int, value: Tensor) -> Tensor:
-    """Return y with `value` added to module s of the tokens from τ on."""
-    more = torch.zeros_like(y)
-    more[:, tau:, s] = value
-    return y + more
+                y[s] = y[s] + F.pad(seen @ weight[o, tau], (0, 0, tau, 0))
+    return torch.stack(y, 2)
 
 
 # ── Modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -39,6 +39,7 @@ from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.surgery.wrappers import Wrapper
 
 ELEMENTS = 40_000_000  # parameters of compared sites; of larger models some sites, evenly spaced
+THOROUGH = 8  # sites of a class that are compared in every way and mode; the others in a plain forward
 NAMED = 3  # problems that the report names
 PROBES = 24  # random rows to try its projections on
 ROWS = 2  # kept rows of each dense module's input and output
@@ -217,6 +218,7 @@ class SiteComparison:
         self.passes = passes_of(self.model, context)
         self.with_reference = {applied.name: applied for applied in self.passes if applied.reference is not None}
         self.sites = self.find_sites()
+        self.thorough = self.sites  # compared in every way and mode
         self.problems: list[tuple[str, str]] = []
         self.missing: list[tuple[str, str]] = []  # omissions and their reasons
         self.calls, self.gap = 0, 0.0
@@ -228,10 +230,12 @@ class SiteComparison:
             return MethodMeasurement(unknown=unknown)
         whole = self.subject.seen("method", functools.partial(watch_method, self.subject, self.context))
         chosen = self.chosen_sites()
+        self.thorough = [site for same in by_class(chosen) for site in evenly_spaced(same, THOROUGH)]
         plain = Way("", dict, trains=True)
         groups = {path: [(plain, calls[:1])] for path, calls in whole.items() if calls}
         is_large, logits = bool(self.subject.is_large), self.subject.run().logits
-        others = SiteWays(self.model, references_of(chosen), self.subject.inputs, logits, is_large=is_large)
+        around = [outer for outer in chosen if any(site.path.startswith(f"{outer.path}.") for site in self.thorough)]
+        others = SiteWays(self.model, references_of([*self.thorough, *around]), self.subject.inputs, logits, is_large=is_large)
         for way, found in others.calls():
             for path, calls in found.items():
                 groups.setdefault(path, []).append((way, calls))
@@ -264,13 +268,8 @@ class SiteComparison:
         total = sum(site.elements for site in self.sites)
         if total <= ELEMENTS:
             return self.sites
-        chosen: list[InstalledSite] = []
-        for kind in dict.fromkeys(type(site.module) for site in self.sites):
-            same = [site for site in self.sites if type(site.module) is kind]
-            share = sum(site.elements for site in same) / total * ELEMENTS
-            count = min(len(same), max(2, int(share / max(1.0, sum(site.elements for site in same) / len(same)))))
-            chosen += [same[index * (len(same) - 1) // max(1, count - 1)] for index in range(count)]
-        return list({id(site): site for site in chosen}.values())
+        share = ELEMENTS / total
+        return [site for same in by_class(self.sites) for site in evenly_spaced(same, max(2, int(share * len(same))))]
 
     def calls_inside(self, site: InstalledSite, way: Way, groups: Groups) -> list[RecordedCall]:
         """Return the site's calls, with the model's inputs as they are inside enclosing modules that run on fewer tokens."""
@@ -319,10 +318,12 @@ class SiteComparison:
     def modes(self, site: InstalledSite, way: Way) -> list[Mode]:
         """Return the modes in which the site's calls are repeated."""
         evaluating = Mode("in evaluation mode")
+        if site not in self.thorough:
+            return [evaluating]
         if way.words:
             trains = way.trains and site.reference.trainings
             return [evaluating, Mode("in training mode", True, True, 3)] if trains else [evaluating]
-        same = [other for other in self.sites if other.reference is site.reference]
+        same = [other for other in self.thorough if other.reference is site.reference]
         count = -(-site.reference.trainings // len(same))  # each repetition has its own random numbers
         first = 1 + count * next(number for number, other in enumerate(same) if other is site)
         trainings = [Mode("in training mode", True, True, seed) for seed in range(first, first + count)]
@@ -402,6 +403,21 @@ def replay_or_stop(
 def site_call(site: InstalledSite, call: RecordedCall, before: tuple[SiteCall, ...]) -> SiteCall:
     """Return a recorded call as the reference sees it, without the given children."""
     return SiteCall(site.module, site.options[-1], call.args, call.kwargs, call.inputs, {}, before=before, cached=call.had_cache)
+
+
+def by_class(sites: Sequence[InstalledSite]) -> list[list[InstalledSite]]:
+    """Return the sites grouped by the class of their module."""
+    groups: dict[type, list[InstalledSite]] = {}
+    for site in sites:
+        groups.setdefault(type(site.module), []).append(site)
+    return list(groups.values())
+
+
+def evenly_spaced(sites: list[InstalledSite], count: int) -> list[InstalledSite]:
+    """Return at most `count` of the sites, including the first and the last."""
+    if len(sites) <= count:
+        return sites
+    return [sites[index * (len(sites) - 1) // (count - 1)] for index in range(count)]
 
 
 def references_of(sites: Sequence[InstalledSite]) -> dict[str, ModuleReference]:

@@ -31,7 +31,9 @@ from retrofit.training.objectives import (
     Example,
     Objective,
     add_loss,
+    find_logits,
     for_loss_of,
+    list_of,
     objective_for,
     token_logits,
     without_labels,
@@ -90,12 +92,17 @@ def compare_models(
     progress("timing")
     require_comparable(models, batches[0])
     times = timed(models, batches[0])
+    own = {name: batches for name in models}
+    for name, model in models.items():
+        if model is not dense:
+            own[name] = batches_of(windows, for_loss_of(add_loss(model), objective, windows[0].long()))
+    progress(f"comparing predictions on {len(windows)} windows")
+    predicted = predictions(models, own)
     found: list[Figures] = []
     for name, model in models.items():
         progress(f"measuring {name}")
         program = inspect(model).program
-        own = batches if model is dense else batches_of(windows, for_loss_of(add_loss(model), objective, windows[0].long()))
-        loss, divergence, agreement = predictions(model, dense, own)
+        loss, divergence, agreement = predicted[name]
         found.append(
             Figures(
                 name,
@@ -121,22 +128,40 @@ def batches_of(windows: Tensor, objective: Objective) -> list[Example]:
 
 
 @torch.no_grad()
-def predictions(model: nn.Module, dense: nn.Module, batches: Sequence[Example]) -> tuple[float, float, float]:
-    """Return the model's own loss, its divergence from the dense predictions and its agreement with them: means over the tokens."""
-    sums, rows, tokens = torch.zeros(3, dtype=torch.float64), 0, 0
-    learner, teacher = add_loss(model), add_loss(dense)
-    with evaluation_mode(learner), evaluation_mode(teacher):
-        for batch in batches:
-            here, there = ({name: value.to(device_of(network)) for name, value in batch.items()} for network in (model, dense))
-            loss = learner(**here)[0]
-            ours = token_logits(learner(**without_labels(learner, here))).float().cpu()
-            theirs = ours if model is dense else token_logits(teacher(**without_labels(teacher, there))).float().cpu()
-            log_q, log_p = ours.log_softmax(-1), theirs.log_softmax(-1)
-            apart = (log_p.exp() * (log_p - log_q)).sum(-1)
-            same = ours.argmax(-1) == theirs.argmax(-1)
-            sums += torch.tensor([float(loss) * len(ours), float(apart.sum()), float(same.sum())], dtype=torch.float64)
-            rows, tokens = rows + len(ours), tokens + apart.numel()
-    return float(sums[0]) / rows, max(0.0, float(sums[1])) / tokens, float(sums[2]) / tokens  # rounding may make it negative
+def predictions(models: Mapping[str, nn.Module], batches: Mapping[str, Sequence[Example]]) -> dict[str, tuple[float, float, float]]:
+    """Return each model's own loss, its divergence from the first model's predictions and its agreement with them.
+
+    All three are means over the tokens of the models' own batches, which have the same windows.
+    """
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in models}
+    rows = tokens = 0
+    for batch in zip(*(batches[name] for name in models), strict=True):
+        first = None
+        for (name, model), own in zip(models.items(), batch, strict=True):
+            loss, logits = loss_and_logits(model, own)
+            first = logits if first is None else first
+            for ours, theirs in zip(logits, first, strict=True):  # by window: vocabularies are large
+                log_q, log_p = ours.float().log_softmax(-1), theirs.float().log_softmax(-1)
+                apart = (log_p.exp() * (log_p - log_q)).sum()
+                same = (ours.argmax(-1) == theirs.argmax(-1)).sum()
+                sums[name] += torch.tensor([loss, float(apart), float(same)], dtype=torch.float64)
+        rows, tokens = rows + len(logits), tokens + logits[..., 0].numel()
+    return {  # rounding may make a divergence negative
+        name: (float(loss) / rows, max(0.0, float(apart)) / tokens, float(same) / tokens)
+        for name, (loss, apart, same) in sums.items()
+    }
+
+
+def loss_and_logits(model: nn.Module, batch: Example) -> tuple[float, Tensor]:
+    """Return the model's loss and its logits of each label, on the CPU: in one forward unless that returns other logits."""
+    learner = add_loss(model)
+    given = {name: value.to(device_of(model)) for name, value in batch.items()}
+    with evaluation_mode(learner):
+        outputs = learner(**given)
+        logits = find_logits(list_of(outputs)[1:])
+        if logits is None or logits.shape[:2] != batch["labels"].shape:
+            logits = token_logits(learner(**without_labels(learner, given)))
+    return float(outputs[0]), logits.cpu()
 
 
 @torch.no_grad()
