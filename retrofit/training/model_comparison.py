@@ -92,7 +92,7 @@ def compare_models(
     progress("timing")
     require_comparable(models, batches[0])
     times = timed(models, batches[0])
-    own = {name: batches for name in models}
+    own = dict.fromkeys(models, batches)
     for name, model in models.items():
         if model is not dense:
             own[name] = batches_of(windows, for_loss_of(add_loss(model), objective, windows[0].long()))
