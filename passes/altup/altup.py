@@ -1,15 +1,10 @@
-"""AltUp: the residual stream grows K times wider while every layer stays as wide as it was.
+"""AltUp: the residual stream becomes K times as wide, and every layer stays d wide.
 
-The stream is one tensor (batch, seq, K·d); block i is its i-th contiguous d columns. A layer works on block j:
+The stream is one tensor (batch, seq, K·d); block i is its i-th contiguous d columns. A layer predicts all blocks, computes block j,
+and corrects all blocks (formulas in `layers.py`). `widening.py` decides what happens to the modules outside the layers.
 
-    predict   x̂^i = Σ_m p[i,m] x^m
-    compute   x̃ = layer(x^j)
-    correct   x_new^i = x̂^i + g[i] (x̃ − x̂^j)
-
-Predict and correct are one linear map over the K+1 vectors x^1 … x^K, x̃: A = [P − g p_jᵀ | g].
-
-Alternating Updates for Efficient Transformers (NeurIPS 2023), Alg. 1 and §4.1 (Recycled-AltUp). Alg. 2, with matrices for
-coefficients, and §5.4 are from the paper on external memory before it. Input-dependent coefficients are Gemma 3n's.
+Alternating Updates for Efficient Transformers (NeurIPS 2023), Alg. 1 and §4.1 (Recycled-AltUp). Alg. 2, whose coefficients are
+matrices, and §5.4 are from the earlier paper on external memory. Input-dependent coefficients are Gemma 3n's.
 """
 
 from __future__ import annotations
@@ -32,7 +27,7 @@ from retrofit.passes.altup.layers import (
     StackRun,
     outer_width,
 )
-from retrofit.passes.altup.plan import REPEATED, AltUpPlan, Growth, LayerPlan, WideHead, WideTable, grow
+from retrofit.passes.altup.plan import REPEATED, AltUpPlan, Growth, LayerPlan, Start, WideHead, WideTable, grow
 from retrofit.passes.altup.widening import WideningPlan, WidthPropagation
 from retrofit.sdk import (
     Anatomy,
@@ -56,7 +51,7 @@ from retrofit.sdk.program import shape
 
 @dataclasses.dataclass(frozen=True)
 class AltUp(Pass[AltUpPlan]):
-    """Widen the residual stream to K·d while every layer stays d wide: predict, compute one block, correct all of them."""
+    """Widen the residual stream to K·d; every layer stays d wide: it predicts all blocks, computes one, corrects all."""
 
     name: ClassVar[str] = "altup"
     summary: ClassVar[str] = "widen the residual stream K times; each layer computes one block and corrects the others"
@@ -144,7 +139,10 @@ class AltUp(Pass[AltUpPlan]):
             unseen=arguments_meeting_stream(anatomy) if widening.tables else (),
             tables=tuple(self.wide_table(name, paths, anatomy.model) for name, paths in widening.tables.items()),
             heads=tuple(self.wide_heads(widening, anatomy.model)),
-            repeated=tuple(self.repeated_parameter(name, anatomy.model) for name in widening.parameters),
+            repeated=tuple(
+                Growth(name, -1, (self.k - 1) * anatomy.model.get_parameter(name).shape[-1], "copies", REPEATED)
+                for name in widening.parameters
+            ),
             widening=widening,
             layers=tuple(
                 layer
@@ -162,7 +160,7 @@ class AltUp(Pass[AltUpPlan]):
                 if self.init == "hop" and not is_shared(stack)
             ),
         )
-        terms = list(self.new_parameters(plan, anatomy.model))
+        terms = list(self.parameter_terms(plan, anatomy.model))
         return dataclasses.replace(
             plan,
             sites=tuple(self.sites(plan)),
@@ -172,7 +170,7 @@ class AltUp(Pass[AltUpPlan]):
         )
 
     def chosen_stacks(self, anatomy: Anatomy, near_misses: list[NearMiss]) -> list[Stack]:
-        """Return the stacks to widen: of several streams through the same layers, the one through most of them."""
+        """Return the stacks to widen: of those that share layers, the longest. The others become near misses."""
         chosen: list[Stack] = []
         for stack in sorted(anatomy.stacks, key=lambda stack: -len(stack.layers)):
             taken = {(layer.name, layer.call) for other in chosen for layer in other.layers if layer.name}
@@ -189,19 +187,16 @@ class AltUp(Pass[AltUpPlan]):
         return depth % self.k if self.selection == "alternating" else 0
 
     def homes(self, stack: Stack) -> list[int]:
-        """Return the block that holds the dense stream before each layer, and the first one after the last."""
+        """Return the block that holds the dense stream before each layer and after the last."""
         return [0 if is_shared(stack) else self.active(depth) for depth in range(len(stack.layers))] + [0]
 
     def wide_table(self, name: str, paths: list[str], model: nn.Module) -> WideTable:
         width = model.get_parameter(name).shape[1]
-        if self.init == "lockstep":
-            growth = Growth(name, 1, (self.k - 1) * width, "copies", "(K−1)·V·d")
-        else:
-            growth = Growth(name, 1, self.extra or (self.k - 1) * width, "noise", self.new_columns)
-        return WideTable(growth, width, tuple(paths))
+        start: Start = "copies" if self.init == "lockstep" else "noise"
+        return WideTable(Growth(name, 1, self.extra or (self.k - 1) * width, start, self.new_columns), width, tuple(paths))
 
     def wide_heads(self, widening: WideningPlan, model: nn.Module) -> Iterator[WideHead]:
-        """Yield every head reads the whole stream, with a result that is the dense one's."""
+        """Yield the heads, widened to read the whole stream. Raises `DoesNotFitError` if no module takes the stream of one."""
         for name, head in widening.heads.items():
             tied = name in widening.tables
             if not head.path and (tied or self.extra):
@@ -213,33 +208,29 @@ class AltUp(Pass[AltUpPlan]):
                     why="the blocks must be combined before it, and no module takes them as an argument there",
                     remedy="use embedding=recycled",
                 )
-            width = model.get_parameter(name).shape[head.dim]
+            extent = self.extra or (self.k - 1) * model.get_parameter(name).shape[head.dim]
             if tied:
                 growth = None
             elif self.init == "lockstep":
-                growth = Growth(name, head.dim, (self.k - 1) * width, "copies", self.new_columns, 1 / self.k)
+                growth = Growth(name, head.dim, extent, "copies", self.new_columns, 1 / self.k)
             else:
-                growth = Growth(name, head.dim, self.extra or (self.k - 1) * width, "zeros", self.new_columns)
+                growth = Growth(name, head.dim, extent, "zeros", self.new_columns)
             yield WideHead(name, head.path, growth)
 
     @property
     def new_columns(self) -> str:
-        """Return the number of new elements in a token table or an untied head."""
+        """Return the number of new elements in a token table or an untied head, as a formula."""
         return "V·e" if self.extra else "(K−1)·V·d"
-
-    def repeated_parameter(self, name: str, model: nn.Module) -> Growth:
-        width = model.get_parameter(name).shape[-1]
-        return Growth(name, -1, (self.k - 1) * width, "copies", REPEATED)
 
     @property
     def combination(self) -> tuple[float, ...]:
-        """Return the weights of the blocks when they are combined to the dense stream."""
+        """Return the weights with which the blocks are combined to the dense stream."""
         return (1 / self.k,) * self.k if self.init == "lockstep" else (1.0,) + (0.0,) * (self.k - 1)
 
     def layer_plans(
         self, stack: Stack, deepest: int, widening: WideningPlan, starts_wide: bool, ends_wide: bool
     ) -> Iterator[LayerPlan]:
-        """Yield the wrapper of each layer's module."""
+        """Yield the wrapper of each layer's module. Raises `DoesNotFitError` if layers share weights and an end is d wide."""
         shared = is_shared(stack)
         trained = selected_depths(self.layers, len(stack.layers), self.name, deepest)
         if shared and not (starts_wide and ends_wide):
@@ -258,35 +249,29 @@ class AltUp(Pass[AltUpPlan]):
                 continue
             planned.add(layer.name)
             stream_in, stream_out = layer.stream_places()
-            narrow = widening.layers[layer.name, layer.call].narrow
-            yield LayerPlan(
-                name=layer.name,
-                width=stack.width,
-                active=0 if shared else self.active(depth),
-                next_active=self.active(1) if shared else 0 if depth == last else self.active(depth + 1),
-                trained=depth in trained,
-                stream_in=stream_in,
-                stream_out=stream_out,
-                narrow={key: block for key, block in narrow.items() if key is not None},
-                expand=depth == 0 and not starts_wide,
-                combine=self.combination if depth == last and not ends_wide else None,
-                rotate=shared and self.selection == "alternating",
-            )
+            narrow = widening.narrow[layer.name, layer.call]
+            arguments = {
+                "stream_in": stream_in,
+                "stream_out": stream_out,
+                "narrow": {key: block for key, block in narrow.items() if key is not None},
+                "expand": depth == 0 and not starts_wide,
+                "combine": self.combination if depth == last and not ends_wide else None,
+                "rotate": shared and self.selection == "alternating",
+            }
+            active = 0 if shared else self.active(depth)
+            next_active = self.active(1) if shared else 0 if depth == last else self.active(depth + 1)
+            yield LayerPlan(layer.name, stack.width, active, next_active, depth in trained, arguments)
 
-    def new_parameters(self, plan: AltUpPlan, model: nn.Module) -> Iterator[tuple[str, int]]:
-        """Yield the terms of the parameter formula."""
-
-        def term(growth: Growth) -> tuple[str, int]:
-            return f"{growth.name}, {growth.what}", growth.new_elements(model)
-
+    def parameter_terms(self, plan: AltUpPlan, model: nn.Module) -> Iterator[tuple[str, int]]:
+        """Yield the terms of the parameter formula: label and number of parameters."""
         for table in plan.tables:
-            yield term(table.growth)
+            yield table.growth.term(model)
             if self.extra:
                 yield "projections, e·d", self.extra * table.width
-        yield from map(term, plan.repeated)
+        yield from (growth.term(model) for growth in plan.repeated)
         for head in plan.heads:
             if head.growth is not None:
-                yield term(head.growth)
+                yield head.growth.term(model)
             elif self.init == "hop":
                 yield "weights of the tied head's blocks, K", self.k
         for layer in plan.layers:
@@ -301,9 +286,10 @@ class AltUp(Pass[AltUpPlan]):
         yield from (Site(path, f"output replicated {self.k} times") for path in plan.widening.replicated)
         yield from (Site(name, f"buffer replicated {self.k} times") for name in plan.widening.buffers)
         for head in plan.heads:
-            yield Site(head.path or head.weight, f"{'tied ' if head.tied else ''}head reads {columns}")
+            yield Site(head.path or head.weight, f"{'' if head.growth else 'tied '}head reads {columns}")
         for layer in plan.layers:
-            yield Site(layer.name, f"works on block {layer.active} of {self.k}" + (" in turn" if layer.rotate else ""))
+            turns = " in turn" if layer.arguments["rotate"] else ""
+            yield Site(layer.name, f"works on block {layer.active} of {self.k}{turns}")
 
     # The edits.
 
@@ -336,7 +322,7 @@ class AltUp(Pass[AltUpPlan]):
             edit.add_handle(model.register_forward_pre_hook(first.require_ends, with_kwargs=True))
 
     def widen_table(self, table: WideTable, edit: Edit) -> DivideAndProject | None:
-        """Widen the table where it is looked up; return the projection of its extra columns, if there are any."""
+        """Widen the table where it is looked up. Return the projection of its extra columns; None if it has none."""
         weight = edit.model.get_parameter(table.growth.name)
         grow(table.growth, edit)
         if not self.extra:
@@ -345,14 +331,14 @@ class AltUp(Pass[AltUpPlan]):
         wide = edit.model.get_parameter(table.growth.name)
         same = (module for module in edit.model.modules() if isinstance(module, nn.Embedding) and module.weight is wide)
         looked_up = map(edit.model.get_submodule, table.paths)
-        for module in dict.fromkeys([*looked_up, *same]):  # also the table that the model returns, if it calls another
+        for module in dict.fromkeys([*looked_up, *same]):  # `same`: the model may return another table than it calls
             edit.add_module(module, "project", project)
             edit.add_handle(module.register_forward_hook(project.after))
         edit.expect_late_gradient(project.weight)  # the head and the layers do not read the extra blocks at the start
         return project
 
     def widen_head(self, head: WideHead, projections: dict[str, DivideAndProject | None], edit: Edit) -> None:
-        """Make the head read the whole stream; block weights and projection act on its argument."""
+        """Make the head read the whole stream: block weights and projection are applied to its argument."""
         if head.growth is not None:
             grow(head.growth, edit)
         else:
@@ -374,22 +360,12 @@ class AltUp(Pass[AltUpPlan]):
         edit.make_persistent(module, leaf)
 
     def wrap_layer(self, layer: LayerPlan, edit: Edit) -> None:
-        wrapper = COEFFICIENTS[self.coefficients](
-            edit.model.get_submodule(layer.name),
-            layer.width,
-            self.k,
-            layer.active,
-            stream_in=layer.stream_in,
-            stream_out=layer.stream_out,
-            narrow=layer.narrow,
-            expand=layer.expand,
-            combine=layer.combine,
-            rotate=layer.rotate,
-        )
+        module = edit.model.get_submodule(layer.name)
+        wrapper = COEFFICIENTS[self.coefficients](module, layer.width, self.k, layer.active, **layer.arguments)
         wrapper.start(self.init, layer.next_active)
         wrapper.next_active = layer.next_active if self.init == "hop" else None
         late = list(wrapper.second_step)
-        if self.init == "hop" and layer.next_active == layer.active:  # the stream stays, so p acts on the other blocks only
+        if self.init == "hop" and layer.next_active == layer.active:  # the stream stays, so p affects only the other blocks
             late += ["p", "prediction_coefs.weight"]
         for name, parameter in wrapper.named_parameters():
             if name in late:
@@ -399,7 +375,7 @@ class AltUp(Pass[AltUpPlan]):
         edit.replace_module(layer.name, wrapper)
 
     def track_run(self, owner: str, layers: Sequence[str], edit: Edit) -> None:
-        """Let the layers of a stack detect that layers before them were not called."""
+        """Install what detects skipped layers of a stack: one `StackRun`, shared by the wrappers in order."""
         wrappers: list[AltUpLayer] = [edit.model.get_submodule(path) for path in layers]  # type: ignore[misc]
         run = StackRun(layers, wrappers[0].active)
         for depth, wrapper in enumerate(wrappers):
@@ -409,9 +385,9 @@ class AltUp(Pass[AltUpPlan]):
 
 
 def arguments_meeting_stream(anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the arguments that the example inputs lack, and without which modules outside the layers compute nothing.
+    """Return the arguments that the example inputs lack, if modules outside the layers compute nothing without them.
 
-    Their outputs, e.g. image features, may be inserted among the looked-up tokens, which become wide.
+    Their outputs, such as image features, may be inserted among the looked-up tokens, which become wide.
     """
     model, program = anatomy.model, anatomy.program
     used = {id(model.get_parameter(name)) for node, name in program.parameters.items() if node.users}
@@ -450,21 +426,21 @@ def check_layers(stacks: list[Stack], anatomy: Anatomy) -> None:
 def require_own_layers(stacks: list[Stack]) -> None:
     """Raise `DoesNotFitError` if a module is a layer of several stacks, because its wrapper would differ between them."""
     names = [name for stack in stacks for name in dict.fromkeys(layer.name for layer in stack.layers) if name]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DoesNotFitError(
-            f"the layer {twice} runs in several stacks",
-            by="altup",
-            site=twice,
-            code="shared-layers",
-            why="its module runs on several inputs, and widening one stream would widen them all",
-            remedy="rewrite that module by itself, with its own example_inputs=",
-            in_any_form=True,
-        )
+    for name in names:
+        if names.count(name) > 1:
+            raise DoesNotFitError(
+                f"the layer {name} runs in several stacks",
+                by="altup",
+                site=name,
+                code="shared-layers",
+                why="its module runs on several inputs, and widening one stream would widen them all",
+                remedy="rewrite that module by itself, with its own example_inputs=",
+                in_any_form=True,
+            )
 
 
 def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFitError:
-    """Return the error of a layer that cannot be wrapped because its input does not have the stream's width."""
+    """Return the error for a layer whose input, of shape `entering`, does not have the stream's width."""
     if isinstance(entering[-1], int) and entering[-1] % width == 0:
         return DoesNotFitError("the stream is wide", why=AltUp.already, remedy="apply altup once", code="rewritten")
     return DoesNotFitError(
@@ -478,15 +454,14 @@ def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFi
 
 def token_look_ups(stack: Stack, anatomy: Anatomy) -> list[fx.Node]:
     """Return the token look-ups at the start of the stack's stream: those in the largest table."""
-    names = {part.node for part in anatomy.embeddings}
-    entry = anatomy.node(stack.entry)
+    names, entry = {part.node for part in anatomy.embeddings}, anatomy.node(stack.entry)
     found = [node for node in anatomy.flow.nodes if node.name in names and anatomy.flow.reaches(node, entry)]
-    largest = max((shape(node.args[0])[0] for node in found), default=0)  # type: ignore[index]
-    return [node for node in found if shape(node.args[0])[0] == largest]  # type: ignore[index]
+    rows = [shape(node.args[0])[0] for node in found]  # type: ignore[index]
+    return [node for node, count in zip(found, rows, strict=True) if count == max(rows)]
 
 
 def stays_wide(stack: Stack, look_ups: list[fx.Node], anatomy: Anatomy) -> bool:
-    """Return whether the wide stream reaches a head with one output a token, or one tied to the table of look-ups."""
+    """Return whether the wide stream reaches a head with one output per token, or one tied to the table of `look_ups`."""
     head = anatomy.head
     if not look_ups or head is None or stack is not anatomy.stacks[-1]:
         return False

@@ -29,7 +29,7 @@ from retrofit.sdk.modules import float_like, is_exporting
 
 
 def mix(x: Tensor, a: Tensor) -> Tensor:
-    """Return blocks Σ_c a[r,c] x^c, in the order of c: x (…, C·d) and a [R, C], or one a per token, give (…, R, d)."""
+    """Return blocks Σ_c a[r,c] x^c, added in the order of c: x (…, C·d) and a ([…,] R, C) give (…, R, d)."""
     blocks = x.unflatten(-1, (a.shape[-1], 1, -1)).unbind(-3)  # C of (…, 1, d)
     columns = a.unsqueeze(-1).unbind(-2)  # C of ([…,] R, 1)
     mixed, add = blocks[0] * columns[0], addition()
@@ -39,12 +39,12 @@ def mix(x: Tensor, a: Tensor) -> Tensor:
 
 
 def mix_and_add(x: Tensor, y: Tensor, a: Tensor, g: Tensor) -> Tensor:
-    """Return blocks Σ_c a[r,c] x^c + g[r] y; y is added last, so it is unchanged if the terms before it cancel."""
+    """Return blocks Σ_c a[r,c] x^c + g[r] y: y is added last, so it is unchanged if the terms before it cancel."""
     return addition()(mix(x, a), y.unsqueeze(-2), g).flatten(-2)
 
 
 def addition() -> Callable[..., Tensor]:
-    """Return x + a·b for tensors: in place on x, except in an export, whose graph must have no side effects."""
+    """Return the function x + a·b of tensors: in place on x, except in an export, whose graph must have no side effects."""
     return torch.addcmul if is_exporting() else Tensor.addcmul_
 
 
@@ -79,12 +79,12 @@ class Contraction(torch.autograd.Function):
 
 
 def summed_products(grad: Tensor, x: Tensor, y: Tensor, a: Tensor) -> Tensor:
-    """Return ([…,] R, C + 1), the gradients of a and, in the last column, of g: sums that a compiler makes in one kernel."""
+    """Return the gradients of a and, in the last column, of g, ([…,] R, C + 1): sums that compile to one kernel."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     rows = grad.unflatten(-1, (a.shape[-2], -1)).to(wide).unbind(-2)  # R of (…, d)
     columns = (*x.unflatten(-1, (a.shape[-1], -1)).to(wide).unbind(-2), y.to(wide))
-    over = -1 if a.dim() > 2 else None  # all but the tokens, if each has its own coefficients
-    sums = [(row * column).sum(over) if over else (row * column).sum() for row in rows for column in columns]
+    products = (row * column for row in rows for column in columns)
+    sums = [product.sum(-1) if a.dim() > 2 else product.sum() for product in products]  # by token, if each has coefficients
     place = torch.arange(len(sums), device=grad.device)
     total = sums[0].unsqueeze(-1)
     for number, value in enumerate(sums[1:], 1):  # indexed, not stacked: a compiler would copy each separately
@@ -117,7 +117,7 @@ def weighted_sum(terms: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 class Blockwise(Wrapper):
-    """The d-wide `layer` reads each block of its K·d-wide argument `wide` separately; its outputs are concatenated."""
+    """Applies the d-wide `layer` to each block of its K·d-wide argument `wide`, and concatenates the outputs."""
 
     def __init__(self, layer: nn.Module, k: int, wide: int | str = 0) -> None:
         super().__init__(layer)
@@ -146,9 +146,9 @@ class Replicated(Wrapper):
 
 
 class BlockScale(nn.Module):
-    """Block i is multiplied by scale[i]; `before`, a forward pre-hook of a module, does so to the module's first argument.
+    """Multiplies block i by scale[i]; `before`, a forward pre-hook of another module, does so to that module's first argument.
 
-    A scale that is not learned is plain numbers: a buffer would round 1/3 to the dtype of the weights.
+    A scale that is not learned is a tuple of numbers: a buffer would round 1/3 to the dtype of the weights.
     """
 
     def __init__(self, scale: Sequence[float], *, learnable: bool = False) -> None:
@@ -164,7 +164,7 @@ class BlockScale(nn.Module):
 
 
 class DivideAndProject(nn.Module):
-    """An extra width e, divided into K−1 sub-blocks, each projected to d (external-memory paper, §5.4).
+    """Divides an extra width e into K−1 sub-blocks and projects each to d (external-memory paper, §5.4).
 
     `after`, a forward hook of the look-up, widens its d+e columns to K·d; `before`, a forward pre-hook of the head, narrows K·d
     columns to d+e with the same matrices transposed.
@@ -181,10 +181,9 @@ class DivideAndProject(nn.Module):
         return torch.einsum("...kp,kdp->...kd", parts, self.weight.to(extra.dtype)).flatten(-2)
 
     def narrow(self, blocks: Tensor) -> Tensor:
-        """Return (…, (K−1)·d) gives (…, e)."""
-        return torch.einsum("...kd,kdp->...kp", blocks.unflatten(-1, (len(self.weight), -1)), self.weight.to(blocks.dtype)).flatten(
-            -2
-        )
+        """Return (…, e) for (…, (K−1)·d)."""
+        parts = torch.einsum("...kd,kdp->...kp", blocks.unflatten(-1, (len(self.weight), -1)), self.weight.to(blocks.dtype))
+        return parts.flatten(-2)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         width = self.weight.shape[1]
@@ -196,11 +195,12 @@ class DivideAndProject(nn.Module):
 
 
 HOME = "altup_home"  # an attribute of the streams that layers return: the block that holds the dense stream
-EVERY = -1  # where all blocks hold it
+ALL = -1  # its value if all blocks hold it
+NO_LAYER_DROP = "load with layerdrop=0, or encoder_layerdrop=0 and decoder_layerdrop=0"
 
 
 def start_coefficients(init: str, k: int, j: int, n: int) -> tuple[Tensor, Tensor]:
-    """Return P [K, K] and g [K] that take the dense stream from block j to block n: lockstep in all blocks, hop in one."""
+    """Return P [K, K] and g [K] that keep the dense stream in all blocks (lockstep), or move it from block j to n (hop)."""
     p, g = torch.eye(k), torch.ones(k)
     if init == "hop":
         p[j] = p[n]
@@ -208,61 +208,62 @@ def start_coefficients(init: str, k: int, j: int, n: int) -> tuple[Tensor, Tenso
     return p, g
 
 
-def outer_width(model: nn.Module, path: str) -> int | None:
-    """Return the width of the stream at a token table or head; None if there is none of torch's at the path."""
+def module_at(model: nn.Module, path: str) -> nn.Module | None:
+    """Return the module at `path`; None if there is none, because the model is of another class than was rewritten."""
     try:
-        module = model.get_submodule(path)
-    except AttributeError:  # of another class than was rewritten
+        return model.get_submodule(path)
+    except AttributeError:
         return None
-    return (
-        module.embedding_dim if isinstance(module, nn.Embedding) else module.in_features if isinstance(module, nn.Linear) else None
-    )
+
+
+def outer_width(model: nn.Module, path: str) -> int | None:
+    """Return the width of the stream at a token table or head; None if there is no module of torch's at the path."""
+    module = module_at(model, path)
+    if isinstance(module, nn.Embedding):
+        return module.embedding_dim
+    return module.in_features if isinstance(module, nn.Linear) else None
 
 
 def reads_table(model: Any, paths: Iterable[str]) -> bool:
-    """Return whether the model's inputs are embedded by a table at one of the paths."""
+    """Return whether a table at one of the paths embeds the model's inputs."""
     try:
         weight = model.get_input_embeddings().weight
-    except (AttributeError, NotImplementedError):  # no model of transformers, or one without a table
+    except (AttributeError, NotImplementedError):  # not a model of transformers, or one without a table
         return False
     return any(getattr(model.get_submodule(path), "weight", None) is weight for path in paths)
 
 
 def holds(model: Any, path: str, layer: nn.Module) -> bool:
-    """Return whether the module at `path` is the layer or wraps it; also if the class does not have that path."""
-    try:
-        return not path or any(module is layer for module in model.get_submodule(path).modules())
-    except AttributeError:  # of another class than was rewritten
-        return True
+    """Return whether the module at `path` is the layer or wraps it; True if there is no module."""
+    module = module_at(model, path)
+    return not path or module is None or any(part is layer for part in module.modules())
 
 
 def has_projection(model: Any, path: str) -> bool:
-    """Return whether the module at `path` has a projection of extra columns; also if the class has no such module."""
-    try:
-        return any(isinstance(part, DivideAndProject) for part in model.get_submodule(path).modules())
-    except AttributeError:  # of another class than was rewritten
-        return True
+    """Return whether the module at `path` has a projection of extra columns; True if there is no module."""
+    module = module_at(model, path)
+    return module is None or any(isinstance(part, DivideAndProject) for part in module.modules())
 
 
 def skips_its_hooks(model: Any, path: str) -> bool:
-    """Return whether PEFT trains single tokens of the module at `path`: it reads its weight, past what acts on its argument."""
+    """Return whether PEFT trains single tokens of the module at `path`: it reads the weight and bypasses the module's hooks."""
     peft: Any = sys.modules.get("peft.tuners.trainable_tokens.layer")
-    try:
-        parts = list(model.get_submodule(path).modules()) if peft is not None else []
-    except AttributeError:  # of another class than was rewritten
+    module = module_at(model, path)
+    if peft is None or module is None:
         return False
-    live = (part for part in parts if isinstance(part, peft.TrainableTokensLayer) and not (part.merged or part.disable_adapters))
-    return any(isinstance(child, (BlockScale, DivideAndProject)) for part in live for child in part.base_layer.children())
+    layers: Any = (part for part in module.modules() if isinstance(part, peft.TrainableTokensLayer))
+    live = (layer for layer in layers if not (layer.merged or layer.disable_adapters))
+    return any(isinstance(child, (BlockScale, DivideAndProject)) for layer in live for child in layer.base_layer.children())
 
 
 def layers_left_out(why: str, skipped: Sequence[str] = ()) -> DoesNotFitError:
-    """Return the error of a stack that did not run these layers; they are not always known."""
+    """Return the error for a stack that did not run the layers `skipped`; empty if they are unknown."""
     names = f": {skipped[0]}" + (f" to {skipped[-1]}" if len(skipped) > 1 else "") if skipped else ""
     return DoesNotFitError(
         f"layers of a stack rewritten by AltUp were skipped{names}",
         why=why,
         remedy="run all layers in their order (no assistant_early_exit, the original num_hidden_layers; in training no LayerDrop: "
-        "load with layerdrop=0, or encoder_layerdrop=0 and decoder_layerdrop=0), or rewrite with init=lockstep and embedding=wide",
+        f"{NO_LAYER_DROP}), or rewrite with init=lockstep and embedding=wide",
         code="layers-skipped",
         site=skipped[0] if skipped else "",
         sites=skipped,
@@ -272,39 +273,39 @@ def layers_left_out(why: str, skipped: Sequence[str] = ()) -> DoesNotFitError:
 class StackRun:
     """The progress of a stack whose dense stream moves between blocks.
 
-    `depth` is that of the last layer called, −1 before the first. Streams that layers return have the attribute `HOME`, the block
-    of the dense stream. The stream that enters the stack does not, so a skipped first layer is not detected by this.
+    `depth` is that of the last layer called, −1 before the first. Streams that layers return have the attribute `HOME`. The stream
+    that enters the stack does not, so a skipped first layer is not detected.
     """
 
     guards: ClassVar[tuple[str, ...]] = ("begin",)
 
     def __init__(self, layers: Sequence[str], entry: int) -> None:
-        self.layers, self.entry = tuple(layers), entry  # their paths; the block that the dense stream enters in
+        self.layers, self.entry = tuple(layers), entry  # their paths; the block in which the dense stream enters
         self.depth = len(self.layers) - 1
 
     def begin(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """Start another run; a forward pre-hook of the module that calls the layers."""
+        """Start another run: a forward pre-hook of the module that calls the layers."""
         if not torch.compiler.is_compiling():
             self.depth = -1
 
     def home(self, x: Tensor) -> int:
-        """Return the block of x that has the dense stream; `EVERY` if it is not marked."""
-        return getattr(x, HOME, self.entry if self.depth < 0 else EVERY)
+        """Return the block of x that holds the dense stream; `ALL` if x is not marked."""
+        return getattr(x, HOME, self.entry if self.depth < 0 else ALL)
 
     def skipped(self, depth: int) -> tuple[str, ...]:
-        """Return the paths of the layers that did not run before the one at `depth`: the one before it, if all were called."""
+        """Return the paths of the layers before `depth` that did not run; that of the layer before it, if all were called."""
         return self.layers[self.depth + 1 : depth] or self.layers[max(depth - 1, 0) : depth]
 
 
 class AltUpLayer(Wrapper):
-    """The d-wide `layer` works on block `active` of a K·d-wide stream, and `p` [K, K] and `g` [K] predict and correct all blocks.
+    """The d-wide `layer` computes block `active` of a K·d-wide stream; `p` [K, K] and `g` [K] predict and correct all blocks.
 
     The stream is the argument `stream_in` and the item `stream_out` of the output: an index or key, None for the output itself.
     `narrow` names other K·d-wide arguments and the block of each that the layer receives; the others are passed unchanged.
 
     - `expand`: the stream enters d wide, and all K blocks equal it. `combine`: it leaves d wide, as Σ_i combine[i] x^i.
-    - `next_active`: the block that the dense stream is in afterwards, at the start; None if it is in all of them.
-    - `rotate`: the blocks move up by one afterwards, so that a layer called at every depth works on each in turn with one `active`.
+    - `next_active`: the block that holds the dense stream afterwards, at the start; None if all blocks hold it.
+    - `rotate`: the blocks move up by one afterwards, so that a layer called at every depth computes each block in turn.
     """
 
     second_step: ClassVar[tuple[str, ...]] = ()  # parameters whose gradient is zero until others have moved
@@ -327,14 +328,14 @@ class AltUpLayer(Wrapper):
         super().__init__(layer)
         self.width, self.k, self.active = width, k, active
         self.next_active: int | None = None
-        self.stack_run: StackRun | None = None  # of its stack, if the dense stream moves
-        self.stack_depth = 0  # in that run
+        self.stack_run: StackRun | None = None  # of its stack, if the dense stream moves between blocks
+        self.stack_depth = 0  # in `stack_run`
         self.stream_in, self.stream_out = argument_place(layer, stream_in), stream_out
         self.narrow = [(argument_place(layer, key), block) for key, block in (narrow or {}).items()]
         self.expand, self.rotate = expand, rotate
-        self.ends: dict[str, int] = {}  # of the first layer: the tables and heads that were widened, and how wide they are
-        self.place = ""  # the path of such a first layer in the model
-        self.projected: tuple[str, ...] = ()  # which of those tables and heads have a projection of extra columns
+        self.ends: dict[str, int] = {}  # of the first layer: the paths of the widened tables and heads, and their widths
+        self.place = ""  # of the first layer: its path in the model
+        self.projected: tuple[str, ...] = ()  # of the first layer: the tables and heads with a projection of extra columns
         self.combine = None if combine is None else tuple(float(weight) for weight in combine)
         like = float_like(layer)
         self.add_coefficients(like.device, like.dtype)
@@ -355,60 +356,60 @@ class AltUpLayer(Wrapper):
         out = None if isinstance(output, Tensor) else self.stream_out
         stream = self.update(x, block, output if out is None else output[out])
         if self.combine is None and not torch.compiler.is_compiling():
-            setattr(stream, HOME, EVERY if self.next_active is None or self.rotate else self.next_active)
+            setattr(stream, HOME, ALL if self.next_active is None or self.rotate else self.next_active)
         return with_item(output, out, stream)
 
     def enter(self, run: StackRun, x: Tensor) -> None:
-        """Record the call. Raises `DoesNotFitError` if the dense stream is in another block of x than this layer's."""
+        """Record the call. Raises `DoesNotFitError` if another block of x than this layer's holds the dense stream."""
         if not torch.compiler.is_compiling() and not self.expand:
-            if run.home(x) not in (EVERY, self.active):
+            if run.home(x) not in (ALL, self.active):
                 raise layers_left_out(f"block {self.active} does not hold the dense stream", run.skipped(self.stack_depth))
             setattr(x, HOME, self.active)  # a user's hook may return x instead of the layer's output
         run.depth = self.stack_depth
 
     def require_end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `DoesNotFitError` if `module`, which reads the stream after this last layer, is called on that of another."""
+        """Raise `DoesNotFitError` if `module`, which reads the stream after this last layer, receives that of another layer."""
         for home in (getattr(value, HOME, None) for value in (*args, *kwargs.values())):
-            if home is not None and (self.combine is not None or home not in (EVERY, self.next_active)):
+            if home is not None and (self.combine is not None or home not in (ALL, self.next_active)):
                 skipped = self.stack_run.skipped(self.stack_depth + 1) if self.stack_run is not None else ()
                 raise layers_left_out("the stream is read before its last layer", skipped)
 
     def require_ends(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `DoesNotFitError` if a widened table or head of `model` was replaced, or the model gets embeddings of width d.
+        """Raise `DoesNotFitError` if the ends of the stream in `model` changed, or the model gets embeddings of width d.
 
-        Raises it also if this first layer was deleted or moved.
+        The ends are this first layer, which must be at its place, and the widened tables and heads, which must not be replaced.
         """
         if torch.compiler.is_compiling() or is_exporting():
             return
         if self.stack_run is not None and not holds(model, self.place, self):
             raise layers_left_out("it is no longer where it was", [self.place])
-        if path := next((path for path in self.ends if skips_its_hooks(model, path)), None):
-            raise DoesNotFitError(
-                f"PEFT cannot train single tokens (trainable_token_indices) of the wide table that {path} reads",
-                why=f"it reads the table past {path}, so the weights of AltUp's blocks are left out",
-                remedy="adapt the whole table with modules_to_save=, or rewrite with embedding=recycled",
-                site=path,
-                code="single-tokens",
-            )
-        now = {path: outer_width(model, path) for path in self.ends}
-        path = next((path for path, width in now.items() if width not in (None, self.ends[path])), None)
-        if path is not None:
-            raise DoesNotFitError(
-                f"{path} is {now[path]} wide, where AltUp's stream is {self.k * self.width}",
-                why="the widened module was replaced",
-                remedy=f"replace it before altup, or by one of width {self.ends[path]}; embedding=recycled leaves it as it was",
-                site=path,
-                code="width",
-            )
-        path = next((path for path in self.projected if not has_projection(model, path)), None)
-        if path is not None:
-            raise DoesNotFitError(
-                f"{path} has lost the projection of its extra columns",
-                why="it was replaced, as resize_token_embeddings replaces an untied head",
-                remedy="resize or replace it before altup; altup without extra= takes either",
-                code="replaced",
-                site=path,
-            )
+        for path in self.ends:
+            if skips_its_hooks(model, path):
+                raise DoesNotFitError(
+                    f"PEFT cannot train single tokens (trainable_token_indices) of the wide table that {path} reads",
+                    why=f"it bypasses {path} when it reads the table, so the weights of AltUp's blocks are left out",
+                    remedy="adapt the whole table with modules_to_save=, or rewrite with embedding=recycled",
+                    site=path,
+                    code="single-tokens",
+                )
+        for path, width in self.ends.items():
+            if (found := outer_width(model, path)) not in (None, width):
+                raise DoesNotFitError(
+                    f"{path} is {found} wide, where AltUp's stream is {self.k * self.width}",
+                    why="the widened module was replaced",
+                    remedy=f"replace it before altup, or by one of width {width}; embedding=recycled leaves it as it was",
+                    site=path,
+                    code="width",
+                )
+        for path in self.projected:
+            if not has_projection(model, path):
+                raise DoesNotFitError(
+                    f"{path} has lost the projection of its extra columns",
+                    why="it was replaced, as resize_token_embeddings replaces an untied head",
+                    remedy="resize or replace it before altup; altup without extra= takes either",
+                    site=path,
+                    code="replaced",
+                )
         given = kwargs.get("inputs_embeds")
         if isinstance(given, Tensor) and given.shape[-1] == self.width and reads_table(model, self.ends):
             raise DoesNotFitError(
@@ -421,8 +422,9 @@ class AltUpLayer(Wrapper):
 
     def check_width(self, x: Tensor) -> None:
         """Raise `DoesNotFitError` if the stream does not have the width that this layer reads."""
-        width = self.width if self.expand else self.k * self.width
-        if x.shape[-1] == self.k * self.width != width:
+        wide = self.k * self.width
+        width = self.width if self.expand else wide
+        if x.shape[-1] == wide != width:
             raise DoesNotFitError(
                 "the layer that widens AltUp's stream received one that is wide already",
                 why="it was called after another layer of its stack",
@@ -434,8 +436,8 @@ class AltUpLayer(Wrapper):
                 f"a layer received a stream {x.shape[-1]} wide, where AltUp's is {width}",
                 why="it was embedded by another table than the widened one, or the layer that widens it was skipped, as LayerDrop "
                 "does in training",
-                remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled; turn LayerDrop off: load with "
-                "layerdrop=0, or encoder_layerdrop=0 and decoder_layerdrop=0",
+                remedy="embed with model.get_input_embeddings(), or rewrite with embedding=recycled; "
+                f"turn LayerDrop off: {NO_LAYER_DROP}",
                 code="width",
             )
 
@@ -443,7 +445,7 @@ class AltUpLayer(Wrapper):
         return x.narrow(-1, i * self.width, self.width)
 
     def update(self, x: Tensor, block: Tensor, y: Tensor) -> Tensor:
-        """Return x_new, from the stream x, its active block and x̃ = y; `rotate`, `expand` and `combine` only change A."""
+        """Return x_new from the stream x, its active block and x̃ = y; `rotate`, `expand` and `combine` only change A."""
         p, g = self.coefficients(block, y)
         how = (self.active, int(self.rotate), int(self.expand))
         if runs_kernel(x, p) and not torch.compiler.is_compiling():
@@ -470,18 +472,18 @@ class AltUpLayer(Wrapper):
 
     @torch.no_grad()
     def start(self, init: str, n: int) -> None:
-        """Set the coefficients of the exact start `init` (lockstep or hop); the next layer works on block n."""
+        """Set the coefficients of the exact start `init` (lockstep or hop); the next layer computes block n."""
         with self.p.device:  # "meta" if the model has no values
             p, g = start_coefficients(init, self.k, self.active, n)
         self.p.copy_(p)
         self.g.copy_(g)
 
     def coefficients(self, block: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return P and g; here the same for every token."""
+        """Return P and g: the same for every token."""
         return self.p, self.g
 
     def freeze(self) -> None:
-        """Turn the coefficients into buffers: saved, not trained, and not counted as parameters."""
+        """Replace the coefficients by buffers, which are saved, but not trained or counted as parameters."""
         for owner in (self, *(child for name, child in self.named_children() if name != "layer")):
             for name, parameter in list(owner._parameters.items()):
                 del owner._parameters[name]
@@ -555,7 +557,7 @@ class DynamicAltUpLayer(AltUpLayer):
             p, g = start_coefficients(init, self.k, self.active, n)
         self.base_p.copy_(p)
         self.base_g.copy_(g)
-        self.modality_router.weight.normal_(std=self.width**0.5)  # what enters the tanh has unit variance
+        self.modality_router.weight.normal_(std=self.width**0.5)  # gives the arguments of tanh unit variance
         self.prediction_coefs.weight.zero_()
         self.correction_coefs.weight.zero_()
 

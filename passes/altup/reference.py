@@ -38,7 +38,7 @@ def altup_layer(call: SiteCall) -> Tensor:
 
 
 def update(blocks: list[Tensor], j: int, y: Tensor, p: Any, g: Any) -> list[Tensor]:
-    """Return the blocks by Alg. 1, with coefficients p[i][m] and g[i]: numbers, or one a token."""
+    """Return the blocks by Alg. 1; each coefficient, p[i][m] or g[i], is a number or has one for each token."""
     k = len(blocks)
     predicted = []
     for i in range(k):
@@ -62,7 +62,7 @@ def dense(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
 
 
 def dynamic(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
-    """Return P from the active block and g from the layer's output, each its start plus a linear map of r(v)."""
+    """Return the blocks by Alg. 1, P from the active block and g from the layer's output: the start plus a linear map of r(v)."""
     k, clip = len(blocks), layer.coef_clip if layer.training else None
     prediction, correction = layer.prediction_coefs.weight, layer.correction_coefs.weight
     if clip is not None:
@@ -90,13 +90,12 @@ def replicated(call: SiteCall) -> Tensor:
     """Return the dense module's output K times."""
     named: dict[tuple[int | None, str | None], Any] = {(index, None): value for index, value in enumerate(call.args)}
     named |= {(None, name): value for name, value in call.kwargs.items()}
-    places = {place: value for place, value in named.items() if isinstance(value, Tensor)}
-    y = call.given("layer", dict([next(iter(places.items()))]) if places else {}, 0)
-    return torch.cat([y] * call.options.k, -1)
+    tensors = [(place, value) for place, value in named.items() if isinstance(value, Tensor)]
+    return torch.cat([call.given("layer", dict(tensors[:1]), 0)] * call.options.k, -1)
 
 
 def block_scale(call: SiteCall) -> Tensor:
-    """Return block i times scale[i], the learned one or the weight that it is combined with."""
+    """Return block i times scale[i]: the learned scale, or the weight with which the block is combined."""
     x, learned = call.args[0], dict(call.module.named_parameters())
     scale = learned.get("scale", combination(call.options))
     d = x.shape[-1] // call.options.k
@@ -115,7 +114,7 @@ def divide_and_project(call: SiteCall) -> Tensor:
 
 
 def combination(options: Any) -> list[float]:
-    """Return the weights of the blocks when they are combined to the dense stream."""
+    """Return the weights with which the blocks are combined to the dense stream."""
     return [1 / options.k] * options.k if options.init == "lockstep" else [1.0] + [0.0] * (options.k - 1)
 
 
@@ -156,17 +155,17 @@ def is_shared(site: ObservedSite) -> bool:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Check that layer l computes block l mod K, or all compute the first, and that the head narrows the look-up's projection."""
+    """Check that layer l computes block l mod K, or each the first, and that the head reverses the projection of the look-up."""
     for site in observed.sites:
         yield from narrowing(site, observed.options)
     k, alternates = observed.options.k, observed.options.selection == "alternating"
     for number, chain in enumerate(chains(observed)):
         for index, site in enumerate(chain):
-            before = chain[index - 1].module.active if index else None
-            if is_shared(site) or (before is None and number):
-                expected = 0 if is_shared(site) else site.module.active
-            else:
-                expected = 0 if before is None or not alternates else (int(before) + 1) % k  # type: ignore[arg-type]
+            expected: Any = 0
+            if index and alternates and not is_shared(site):
+                expected = (int(chain[index - 1].module.active) + 1) % k  # type: ignore[arg-type]
+            elif number and not index and not is_shared(site):
+                expected = site.module.active
             if site.module.active != expected:
                 yield site.path, f"it works on block {site.module.active}, and the method on block {expected}"
             if site.module.rotate != (is_shared(site) and alternates):
@@ -186,7 +185,7 @@ def narrowing(site: ObservedSite, options: Any) -> Problems:
     expected = torch.cat([x[:, :d], *(x[:, (i + 1) * d : (i + 2) * d] @ weight[i] for i in range(options.k - 1))], -1)
     (found,) = narrowed(site.module, (x,))
     if found.shape != expected.shape or float((found - expected).abs().max()) > 1e-3 * float(expected.abs().max()):
-        yield site.path, "before the head it narrows the extra blocks otherwise than by the matrices that they were projected by"
+        yield site.path, "before the head it does not narrow the extra blocks by the matrices that projected them"
 
 
 def start(observed: Observed) -> Problems:
@@ -199,8 +198,8 @@ def start(observed: Observed) -> Problems:
                 n = 1 % options.k if options.selection == "alternating" else 0
             elif index + 1 < len(chain):
                 n = int(chain[index + 1].module.active)  # type: ignore[arg-type]
-            elif site.module.combine is None and chain is not None and site is not layers_of(observed)[-1]:
-                continue  # what follows is no layer that was seen to receive its stream
+            elif site.module.combine is None and site is not layers_of(observed)[-1]:
+                continue  # no recorded layer receives its stream
             else:
                 n = 0
             yield from ((site.path, problem) for problem in start_problems(site.module, options, j, n))
@@ -218,20 +217,20 @@ def start_problems(layer: Any, options: Any, j: int, n: int) -> Iterator[str]:
     names = ("base_p", "base_g") if options.coefficients == "dynamic" else ("p", "g")
     for name, expected in zip(names, (p, g), strict=True):
         if not torch.equal(getattr(layer, name).detach().cpu().float(), expected):
-            yield f"{name} does not begin as {options.init} has it"
+            yield f"{name} does not begin as init={options.init} sets it"
     if options.coefficients == "dynamic":
         for name in ("prediction_coefs", "correction_coefs"):
             if bool(getattr(layer, name).weight.any()):
                 yield f"{name} does not begin at zero"
         spread = float(layer.modality_router.weight.detach().float().std()) / math.sqrt(d)
         if layer.modality_router.weight.numel() >= 32 and not 0.5 < spread < 2:
-            yield f"modality_router begins {spread:.2g} times as wide as what gives its results unit variance"
+            yield f"modality_router begins with {spread:.2g} times the spread that gives its results unit variance"
 
 
 def table_start(observed: Observed) -> Problems:
     """Check that new columns of a token table are noise with the spread of the dense ones (hop), or copies of these (lockstep).
 
-    A table that is added to the stream as a parameter, as one of positions may be, is repeated.
+    A parameter that is added to the stream, such as a table of positions, is repeated and not checked.
     """
     widened = {fate.name: fate for fate in observed.dense.fates.values() if fate.kind == "widened"}
     for name, fate in widened.items():
@@ -248,9 +247,7 @@ def table_start(observed: Observed) -> Problems:
         elif not float(dense.std()):  # a table of equal entries has noise without spread
             continue
         elif any(torch.equal(part, dense) for part in rest.split(width, dim)):
-            yield name, "its new columns begin as copies of the dense ones, and not as noise"
+            yield name, "its new columns begin as copies of the dense ones, not as noise"
         elif rest.numel() >= 100 and not 0.5 < float(rest.std()) / max(float(dense.std()), 1e-30) < 2:
-            yield (
-                name,
-                f"its new columns begin with a spread of {float(rest.std()):.2g}, the dense ones have {float(dense.std()):.2g}",
-            )
+            spreads = f"{float(rest.std()):.2g}, the dense ones have {float(dense.std()):.2g}"
+            yield name, f"its new columns begin with a spread of {spreads}"

@@ -1,11 +1,11 @@
 """AltUp's update of the stream and its gradients on CUDA, by Triton kernels.
 
-The map of a layer from x^1 … x^K and ỹ to the new blocks holds its prediction and its correction: between two layers the stream is
-passed over once. That reads each of the K + 1 vectors of a token and writes K; on the way back it is the same, and the gradients of
-the coefficients are summed on the go.
+A layer's map from x^1 … x^K and x̃ to the new blocks is its prediction and its correction: between two layers, each of the K + 1
+vectors of a token is read once and K are written. The backward pass reads and writes as many, and sums the gradients of the
+coefficients in the same pass.
 
-Called from Python that is one launch for a layer, and two on the way back. Compiled code writes the update as torch's operations,
-which the compiler joins with the addition before it in one kernel; its gradients are the operation `retrofit::stream_gradients`.
+In eager mode this is one launch per layer, and two in the backward pass. When compiled, the update consists of torch's operations,
+which the compiler fuses with the addition before it; its gradients are the operation `retrofit::stream_gradients`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from retrofit.sdk.modules import is_exporting
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]  # of x, y, p and g
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 TILE = (2, 512)  # tokens and columns that a program reads at a time
-PROGRAMS = 1024  # whose sums over tokens are added up
-TILE_PARTS = 16  # that are added up at a time
-LARGEST = 8  # K: the loops over blocks are unrolled
+PROGRAMS = 1024  # at most, each with its part of the sums over tokens
+TILE_PARTS = 16  # parts that are added at a time
+LARGEST = 8  # limit of K: the loops over blocks are unrolled
 
 
 def runs_kernel(x: Tensor, p: Tensor) -> bool:
-    """Return whether the kernels run: on CUDA, with coefficients that are the same for every token, and without an exporter."""
+    """Return whether the kernels run: on CUDA, with coefficients that are the same for every token, unsharded, not in an export."""
     if not x.is_cuda or not HAS_TRITON or p.dim() != 2 or len(p) > LARGEST or not x.numel():
         return False
-    divided = hasattr(x, "to_local") or hasattr(p, "to_local")  # among processes
-    return not (divided or is_exporting() or torch.jit.is_tracing())
+    sharded = hasattr(x, "to_local") or hasattr(p, "to_local")
+    return not (sharded or is_exporting() or torch.jit.is_tracing())
 
 
 def update_stream(
@@ -54,7 +54,7 @@ def update_stream(
 
 
 class StreamUpdate(torch.autograd.Function):
-    """`made`, with the gradients of the update. x and y are not saved if the coefficients are not trained."""
+    """Returns `made`, with the gradients of the update; x and y are not saved if the coefficients are not trained."""
 
     @staticmethod
     def forward(
@@ -71,11 +71,10 @@ class StreamUpdate(torch.autograd.Function):
         x, y = kept or (None, None)
         if torch.compiler.is_compiling():
             made = stream_gradients(grad, x, y, p, g, rows, ctx.how)
-        else:  # with gradients of their own, or not
+        else:  # torch's operations for second derivatives
             compute = composed_gradients if torch.is_grad_enabled() else launch_gradients
             made = compute(grad, x, y, p, g, rows, ctx.how)
-        wanted = zip(made, ctx.needs_input_grad[:4], strict=True)
-        return *(value if needed else None for value, needed in wanted), None, None, None
+        return *(value if needed else None for value, needed in zip(made, ctx.needs_input_grad[:4], strict=True)), None, None, None
 
 
 @functools.lru_cache(maxsize=64)
@@ -87,7 +86,7 @@ def combination(weights: tuple[float, ...], device: torch.device) -> Tensor:
 def composed_gradients(
     grad: Tensor, x: Tensor | None, y: Tensor | None, p: Tensor, g: Tensor, rows: Tensor | None, how: Sequence[int]
 ) -> Operands:
-    """Return the gradients of x, y, p and g by torch's operations; without x and y those of p and g are empty."""
+    """Return the gradients of x, y, p and g, computed by torch's operations; without x and y those of p and g are empty."""
     a, b, moved = stream_map(grad, p, g, rows, how)
     of_out = grad.to(a.dtype).unflatten(-1, (len(a), -1))  # (…, R, d)
     grad_x, grad_y = torch.einsum("rc,...rd->...cd", a, of_out).flatten(-2), torch.einsum("r,...rd->...d", b, of_out)
@@ -98,7 +97,7 @@ def composed_gradients(
     of_p = (moved.mT @ of_a).expand(-1, len(g))
     of_g = moved.mT @ of_b - of_p @ p[how[0]].to(a.dtype)
     is_active = torch.arange(len(g), device=g.device).unsqueeze(1) == how[0]
-    of_p = of_p - torch.where(is_active, g.to(a.dtype) @ of_p, 0.0)  # p_j is in every row, times −g
+    of_p = of_p - torch.where(is_active, g.to(a.dtype) @ of_p, 0.0)  # −g_i p_j is in every row i
     return grad_x.to(grad.dtype), grad_y.to(grad.dtype), of_p.to(p.dtype), of_g.to(g.dtype)
 
 
@@ -115,7 +114,7 @@ def stream_map(x: Tensor, p: Tensor, g: Tensor, rows: Tensor | None, how: Sequen
 
 
 def launch_update(x: Tensor, y: Tensor, p: Tensor, g: Tensor, rows: Tensor | None, how: Sequence[int]) -> Tensor:
-    """Return the update; `rows` (R, K) combines the K blocks to R, and `how` is (active, shift, expand)."""
+    """Return the update, computed by one kernel; `rows` (R, K) combines the K blocks to R, `how` is (active, shift, expand)."""
     from retrofit.passes.altup.triton_kernels import stream_forward
 
     x, y, p, g = (value.contiguous() for value in (x, y.to(x.dtype), p, g))
@@ -132,7 +131,7 @@ def launch_update(x: Tensor, y: Tensor, p: Tensor, g: Tensor, rows: Tensor | Non
 def launch_gradients(
     grad: Tensor, x: Tensor | None, y: Tensor | None, p: Tensor, g: Tensor, rows: Tensor | None, how: Sequence[int]
 ) -> Operands:
-    """Return the gradients of x, y, p and g; without x and y those of p and g are empty."""
+    """Return the gradients of x, y, p and g, computed by two kernels; without x and y those of p and g are empty."""
     from retrofit.passes.altup.triton_kernels import stream_gradient, stream_totals
 
     grad, p, g = (value.contiguous() for value in (grad, p, g))
@@ -142,7 +141,7 @@ def launch_gradients(
     height, columns = tile(width)
     across, padded = -(-width // columns), power_of_two(outputs * (inputs + 1))
     programs = max(1, min(-(-tokens // height), PROGRAMS // across))
-    each = -(-tokens // (programs * height)) * height  # tokens of a program, whole tiles
+    each = -(-tokens // (programs * height)) * height  # tokens of a program: whole tiles
     programs = -(-tokens // each)
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     parts = torch.empty(programs * across, padded, dtype=wide, device=grad.device)
@@ -170,8 +169,8 @@ def shaped_gradients(
 def registered() -> Any:
     """Return the gradients as an operation that is opaque to compilers.
 
-    A process registers it once: a bundle loaded beside retrofit holds this code too, and registering the name again would free the
-    first operation under models that call it.
+    A process registers it once: a bundle loaded along with retrofit contains this code too, and registering the name again would
+    free the first operation, which models may be calling.
     """
     if hasattr(torch.ops.retrofit, "stream_gradients"):
         return torch.ops.retrofit.stream_gradients
@@ -190,7 +189,7 @@ def registered() -> Any:
 stream_gradients = registered()
 
 
-# ── How it is divided ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Sizes ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def blocks_of(g: Tensor, rows: Tensor | None, how: Sequence[int]) -> tuple[int, int, int]:
@@ -205,5 +204,5 @@ def tile(width: int) -> tuple[int, int]:
 
 
 def power_of_two(number: int) -> int:
-    """Return the least power of two from `number` on."""
+    """Return the least power of two ≥ `number`."""
     return 1 << max(0, number - 1).bit_length()

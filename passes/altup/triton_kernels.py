@@ -1,13 +1,13 @@
-"""The Triton kernels of `stream_update`: AltUp's predict and correct in one pass over the stream; importing this needs Triton.
+"""The Triton kernels of `stream_kernel.py`: AltUp's predict and correct in one pass over the stream; importing this needs Triton.
 
     out^r = Σ_c a[r,c] x^c + b[r] y        a = W (P − g p_jᵀ) E, b = W g
 
-W [R, K] moves or combines the K blocks afterwards: out^r is block r + SHIFT, or a row of `rows` if COMBINED. E is the identity, or
-a column of ones if the stream enters d wide (EXPAND), as one block for all. R and C are the numbers of blocks that leave and enter.
-Sums are float32, or float64 for float64 operands, in a fixed order, y last: coefficients 0, 1 and −1 give exact results.
+W [R, K] moves or combines the K blocks: out^r is block r + SHIFT, or, if COMBINED, the combination by row r of `rows`. E is the
+identity, or a column of ones if the stream enters d wide (EXPAND). C blocks enter and R leave. Sums are float32, or float64 for
+float64 operands, in a fixed order, y last: coefficients 0, 1 and −1 give exact results.
 
 Sums over tokens have two stages: each program of `stream_gradient` writes its part, `stream_totals` adds the parts and converts the
-gradients of a and b to those of P and g. There are no atomic additions, so every run gives the same result.
+gradients of a and b to those of P and g. There are no atomic additions: the same operands give the same result.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def factor(p, g, i, c, J: tl.constexpr, K: tl.constexpr, EXPAND: tl.constexpr, wide: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return (P − g p_jᵀ)[i, c], or the sum of that row where EXPAND."""
+    """Return (P − g p_jᵀ)[i, c]; with EXPAND the sum of row i."""
     weight = tl.load(g + i).to(wide)
     if EXPAND:
         total = tl.load(p + i * K).to(wide) - weight * tl.load(p + J * K).to(wide)
@@ -86,7 +86,7 @@ def stream_forward(  # type: ignore[no-untyped-def]
     TILE_TOKENS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """out[t, r] = Σ_c a[r, c] x[t, c] + b[r] y[t], for a tile of tokens t and of the columns of each block."""
+    """Compute out[t, r] = Σ_c a[r, c] x[t, c] + b[r] y[t] for a tile of tokens t and of the columns of each block."""
     wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     token = (tl.program_id(0) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)).to(tl.int64)[:, None]
     column = (tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS))[None, :]
@@ -129,9 +129,9 @@ def stream_gradient(  # type: ignore[no-untyped-def]
     TILE_COLUMNS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """The gradients of x and y for `each` tokens and a tile of columns, and where SUMS their part of the sums over tokens.
+    """Compute the gradients of x and y for `each` tokens and a tile of columns, and with SUMS their part of the sums over tokens.
 
-    parts[q, r (C + 1) + c] = Σ grad[t, r] x[t, c] and parts[q, r (C + 1) + C] = Σ grad[t, r] y[t], of the program's number q.
+    parts[q, r (C + 1) + c] = Σ grad[t, r] x[t, c] and parts[q, r (C + 1) + C] = Σ grad[t, r] y[t]; q is the program's number.
     """
     wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     first = tl.program_id(0) * each
@@ -184,7 +184,7 @@ def stream_totals(  # type: ignore[no-untyped-def]
     PADDED: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """Write the gradients of P and g from `count` parts. SIDE is a power of two, at least K + 1."""
+    """Compute the gradients of P and g from `count` parts. SIDE is a power of two ≥ K + 1."""
     wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     side = tl.arange(0, SIDE)
     row, entry = side[:, None], side[None, :]

@@ -70,29 +70,19 @@ def dimension_after(node: fx.Node, source: fx.Node, dim: int) -> int | None:
     before, out, name = shape(source), shape(node), op(node)
     if before is None:
         return dim
+    step = Step(node, before, out or (), dim)
     if out is None:  # several results
-        step = Step(node, before, (), dim)
-        return dim if name == "native_dropout" or step.index not in split_axes(step, name) else None
-    step = Step(node, before, out, dim)
+        return dim if name == "native_dropout" or step.index not in step.axes(1 if name == "unbind" else 2, "dim") else None
     if name in LIKE:
         return dim if name.endswith("_like") and out == before else GONE
     if name in POINTWISE - JOIN or name in TESTS:
         return dim
-    rule = RULES.get(name)
-    if rule is not None:
-        return rule(step)
+    if name in RULES:
+        return RULES[name](step)
     if name in CAST | DROPOUT | MASKING:
         return dim
-    if name in LAYOUT:
-        return same_end(step)
-    if name in SELECTION:
-        return dim if out[-dim:] == before[-dim:] else None
-    return None
-
-
-def same_end(step: Step) -> int | None:
-    """Return a change of layout that leaves the dimension and all after it as they were."""
-    return step.dim if step.out[len(step.out) - step.dim :] == step.before[step.index :] else None
+    unchanged = name in LAYOUT | SELECTION and out[-dim:] == before[-dim:]  # the dimension and all after it
+    return dim if unchanged else None
 
 
 def same_extent(step: Step) -> int | None:
@@ -121,26 +111,13 @@ def after_squeeze(step: Step) -> int | None:
     return step.dim - sum(step.before[axis] == 1 and axis > step.index for axis in axes)
 
 
-def split_axes(step: Step, name: str) -> list[int]:
-    return step.axes(1, "dim") if name == "unbind" else step.axes(2, "dim")
+def after_slice(step: Step) -> int | None:
+    return None if step.index in step.axes(1, "dim") and step.before != step.out else step.dim
 
 
-def after_selection_along(position: int) -> Callable[[Step], int | None]:
-    """Return the rule for entries left out along the dimensions that the argument at `position` names."""
-
-    def rule(step: Step) -> int | None:
-        return None if step.index in step.axes(position, "dim") and step.before != step.out else step.dim
-
-    return rule
-
-
-def after_reordering_along(position: int) -> Callable[[Step], int | None]:
-    """Return the rule for entries reordered along the dimensions that the argument at `position` names: all if it names none."""
-
-    def rule(step: Step) -> int | None:
-        return None if step.index in step.axes(position, "dims", range(len(step.before))) else step.dim
-
-    return rule
+def after_reordering(step: Step) -> int | None:
+    axes = step.axes(2 if op(step.node) == "roll" else 1, "dims", range(len(step.before)))  # all if none are named
+    return None if step.index in axes else step.dim
 
 
 def after_select(step: Step) -> int | None:
@@ -154,8 +131,7 @@ def after_index(step: Step) -> int | None:
 
 
 def after_put(step: Step) -> int | None:
-    """Return the dimension where other rows are put in over leading dimensions."""
-    return step.dim if step.dim == 1 and step.out == step.before else None
+    return step.dim if step.dim == 1 and step.out == step.before else None  # whole rows are replaced
 
 
 def after_join(step: Step) -> int | None:
@@ -180,12 +156,11 @@ def after_reduction(step: Step) -> int | None:
 RULES: dict[str, Callable[[Step], int | None]] = {
     **dict.fromkeys(("transpose", "swapaxes", "swapdims", "t", "mT", "numpy_T"), after_transpose),
     **dict.fromkeys(("expand", "expand_as", "detach", "alias", "clone", "contiguous", "getitem"), same_extent),
-    **dict.fromkeys(("slice", "narrow"), after_selection_along(1)),
-    **dict.fromkeys(("index_select", "flip"), after_reordering_along(1)),
+    **dict.fromkeys(("slice", "narrow"), after_slice),
+    **dict.fromkeys(("index_select", "flip", "roll"), after_reordering),
     **dict.fromkeys(("pad", "constant_pad_nd"), after_pad),
     **dict.fromkeys(JOIN, after_join),
     **dict.fromkeys(REDUCTIONS, after_reduction),
-    "roll": after_reordering_along(2),
     "permute": after_permute,
     "unsqueeze": after_unsqueeze,
     "squeeze": after_squeeze,
@@ -206,19 +181,11 @@ class WideValue:
 
 
 @dataclasses.dataclass
-class WideLayer:
-    """One call of a layer in the wide stream."""
-
-    layer: Layer
-    home: int  # block that holds the dense stream before it
-    narrow: dict[Key, int] = dataclasses.field(default_factory=dict)  # other wide arguments and their home blocks
-
-
-@dataclasses.dataclass
 class WideningPlan:
     """The changes outside the layers, by name and path, that let the stream be K blocks wide."""
 
-    layers: dict[tuple[str, int], WideLayer] = dataclasses.field(default_factory=dict)  # by module path and call
+    # By a layer's module path and call: its wide arguments other than the stream, and the block of each that holds the dense value.
+    narrow: dict[tuple[str, int], dict[Key, int]] = dataclasses.field(default_factory=dict)
     tables: dict[str, list[str]] = dataclasses.field(default_factory=dict)  # token table → paths of the modules that look it up
     blockwise: dict[str, Key] = dataclasses.field(default_factory=dict)  # module path → its wide argument
     replicated: list[str] = dataclasses.field(default_factory=list)  # module paths whose output is replicated
@@ -246,22 +213,25 @@ class WidthPropagation:
         look_ups: list[fx.Node],
         wide_ends: dict[str, bool],
     ) -> None:
-        """By each stack's entry node: `homes`, the home block before each layer and after the last, and `wide_ends`, whether the
-        stream leaves the stack wide. `look_ups` are those of the token tables that become wide."""
+        """Keys of `homes` and `wide_ends` are the entry nodes of the stacks.
+
+        `homes`: the block that holds the dense stream before each layer and after the last. `wide_ends`: whether the stream leaves
+        the stack wide. `look_ups`: those of the token tables that become wide.
+        """
         self.anatomy, self.flow, self.stacks = anatomy, anatomy.flow, stacks
         self.plan = WideningPlan()
         self.look_ups = look_ups
         self.wide: dict[fx.Node, WideValue] = {}
         self.lifted: set[Call] = set()
         self.replicas: set[Call] = set()  # calls whose output is replicated
-        self.calls: dict[Call, WideLayer] = {}
+        self.calls: dict[Call, Layer] = {}
         self.leaves: dict[Call, WideValue | None] = {}  # the stream that each layer returns; None: no wide value
         by_site = {(call.path, call.index): call for call in anatomy.program.calls}
         for stack in stacks:
             blocks = homes[stack.entry]
             for depth, layer in enumerate(stack.layers):
                 call = by_site[(layer.name, layer.call)]
-                self.calls[call] = WideLayer(layer, blocks[depth])
+                self.calls[call] = layer
                 last = depth == len(stack.layers) - 1
                 self.leaves[call] = WideValue(1, blocks[depth + 1]) if not last or wide_ends[stack.entry] else None
         self.heads = self.find_heads()
@@ -270,7 +240,7 @@ class WidthPropagation:
             self.live |= self.flow.ancestors[node]
 
     def find_heads(self) -> set[fx.Node]:
-        """Return the products that make the model's outputs: the head, and others that lead to no layer and not to the head."""
+        """Return the products that make the model's outputs: the head, and others that neither a layer nor the head depends on."""
         if self.anatomy.head is None:
             return set()
         head = self.anatomy.node(self.anatomy.head.node)
@@ -290,7 +260,7 @@ class WidthPropagation:
         )
 
     def other_kind(self, node: fx.Node) -> str:
-        """Return the fix of leaving the stacks before `node` unchanged; "" if all are of one kind, or both are before it."""
+        """Return the fix that leaves the stacks before `node` unchanged; "" if none is, or no stack of another kind remains."""
         kinds = {stack.entry: stack.kind for stack in self.stacks}
         starts = [
             start for start in self.flow.nodes if start.name in kinds and start is not node and self.flow.reaches(start, node)
@@ -303,9 +273,9 @@ class WidthPropagation:
     def run(self) -> WideningPlan:
         """Return the plan; raises `DoesNotFitError` at the first operation the wide stream cannot pass."""
         for node in self.flow.nodes:
-            layer = self.layer_around(node)
-            if layer is not None:
-                self.leave_layer(layer, node)
+            around = self.layer_around(node)
+            if around is not None:
+                self.leave_layer(around, node)
                 continue
             if node in self.look_ups:
                 self.look_up(node)
@@ -314,11 +284,9 @@ class WidthPropagation:
                 continue
             if any(part in self.wide for part in node.all_input_nodes):
                 self.pass_through(node)
-        for call, wide_layer in self.calls.items():
-            for key, source in call.inputs.items():
-                if source in self.wide and key != wide_layer.layer.stream_in:
-                    wide_layer.narrow[key] = self.wide[source].home
-            self.plan.layers[wide_layer.layer.name, wide_layer.layer.call] = wide_layer
+        for call, layer in self.calls.items():
+            others = {key: source for key, source in call.inputs.items() if key != layer.stream_in and source in self.wide}
+            self.plan.narrow[layer.name, layer.call] = {key: self.wide[source].home for key, source in others.items()}
         self.check_outputs()
         return self.plan
 
@@ -326,9 +294,10 @@ class WidthPropagation:
         return next((call for call in self.flow.call_of(node).chain if call in self.calls), None)
 
     def leave_layer(self, call: Call, node: fx.Node) -> None:
-        """Make the stream that a layer returns wide, unless the stack ends there."""
-        if call.outputs.get(self.calls[call].layer.stream_places()[1]) is node and self.leaves[call] is not None:
-            self.wide[node] = self.leaves[call]  # type: ignore[assignment]
+        """Mark `node` as wide if it is the stream that the layer returns, unless the stack ends there."""
+        leaving = self.leaves[call]
+        if leaving is not None and call.outputs.get(self.calls[call].stream_places()[1]) is node:
+            self.wide[node] = leaving
         inputs = set(call.inputs.values())
         for part in node.all_input_nodes:
             if part in self.wide and part not in inputs and self.layer_around(part) is not call:
@@ -340,7 +309,7 @@ class WidthPropagation:
         self.wide[node] = WideValue(1, 0)
 
     def pass_through(self, node: fx.Node) -> None:
-        """Note that the result of `node` is wide, or the call around it is lifted, or it is the head."""
+        """Record whether the result of `node` is wide, the call around it is lifted, or `node` is a head."""
         if node in self.heads:
             self.reach_head(node)
             return
@@ -353,8 +322,8 @@ class WidthPropagation:
             return
         if len({kind.home for kind in kinds}) > 1:
             raise self.refuse(node, "it combines wide values that hold the dense one in different blocks")
-        home, computed = next(iter(kinds)).home, any(kind.computed for kind in kinds)
-        after = dimension_after(node, inputs[0], self.wide[inputs[0]].dim) if len({kind.dim for kind in kinds}) == 1 else None
+        first, computed = self.wide[inputs[0]], any(kind.computed for kind in kinds)
+        after = dimension_after(node, inputs[0], first.dim) if len({kind.dim for kind in kinds}) == 1 else None
         if after is None and not self.live & self.flow.bit(node) and not is_heavy(node) and name not in NORM:
             return  # computed for its shape, or never read
         if after is None:
@@ -368,7 +337,7 @@ class WidthPropagation:
             if not self.replicate(part):
                 self.lift(node)
                 return
-        self.wide[node] = WideValue(after, home, computed)
+        self.wide[node] = WideValue(after, first.home, computed)
 
     def broadcasts(self, part: fx.Node, node: fx.Node, dim: int) -> bool:
         """Return whether a narrow operand has extent one at the wide dimension, or does not meet it."""
@@ -379,16 +348,17 @@ class WidthPropagation:
             return False
         if op(node) == "index_put":
             return part is not node.args[2]
-        if op(node) == "masked_scatter" and part is node.args[2]:
-            return False
-        if op(node) == "masked_scatter" and op(part) in ("expand", "expand_as"):  # by the code, to the extents of the stream
-            return self.broadcasts(part.all_input_nodes[0], node, dim)
+        if op(node) == "masked_scatter":
+            if part is node.args[2]:
+                return False
+            if op(part) in ("expand", "expand_as"):  # by the model's code, to the shape of the stream
+                return self.broadcasts(part.all_input_nodes[0], node, dim)
         return len(size) < dim or size[-dim] == 1
 
     def reach_head(self, node: fx.Node) -> None:
         product = weight_product(node, self.flow)
         source = next(part for part in node.all_input_nodes if part in self.wide)
-        weight = next(part for part, name in self.flow.program.parameters.items() if product and name == product.parameter)
+        weight = next((part for part, name in self.flow.program.parameters.items() if product and name == product.parameter), None)
         size = shape(weight) or ()
         if product is None or len(size) != 2 or self.wide[source].dim != 1 or product.source is not source:
             raise self.refuse(node, "the product that makes the outputs does not read the stream with a plain weight matrix")
@@ -398,7 +368,7 @@ class WidthPropagation:
         self.plan.heads[product.parameter] = WideProduct(dim, path)
 
     def replicate(self, node: fx.Node) -> bool:
-        """Plan to replicate the contribution `node` at its buffer, parameter or module; return whether it has one."""
+        """Return whether the contribution `node` has a buffer, parameter or module of its own, and plan to replicate it there."""
         chain = [node]
         while True:
             current = chain[-1]
@@ -423,87 +393,76 @@ class WidthPropagation:
             chain.append(below[0])
 
     def wide_users(self, node: fx.Node, chain: list[fx.Node]) -> set[fx.Node]:
-        """Return the users of a narrow contribution that may read it replicated: on its way, or readers of a wide value."""
+        """Return the users of a narrow contribution that may read it replicated: those in `chain`, and readers of a wide value."""
         return {user for user in self.flow.uses[node] if user in chain or any(part in self.wide for part in user.all_input_nodes)}
 
     def holds_wide(self, call: Call) -> bool:
         return any(call.encloses(self.flow.call_of(node)) for node in self.wide)
 
     @staticmethod
-    def record(found: list[str], name: str) -> bool:
-        """Return true, and put `name` into `found`."""
-        if name not in found:
-            found.append(name)
+    def record(names: list[str], name: str) -> bool:
+        """Add `name` to `names`, once. Return true."""
+        if name not in names:
+            names.append(name)
         return True
 
     def lift(self, node: fx.Node) -> None:
-        """Plan to apply the outermost call around `node` that takes the wide value as an argument block by block."""
+        """Plan to apply block by block the outermost call around `node` that takes the wide value as an argument."""
         chain = [call for call in self.flow.call_of(node).chain if call.path]
         fitting = [call for call in chain if self.liftable(call)]
         taking = [call for call in chain if any(part in self.wide for part in call.inputs.values())]
-        if not fitting and any(call.encloses(inner) for call in taking for inner in self.calls):
-            raise self.refuse(
-                node,
-                f"{op(node)} picks tokens of the stream for a layer inside it",
-                "apply altup first, and the pass or tool that inserted the inner layer after it",
-            )
         if not fitting:
-            raise self.refuse(
-                node, f"{op(node)} reads across the stream's width, and no module around it takes the stream as an argument"
-            )
+            if any(call.encloses(inner) for call in taking for inner in self.calls):
+                why = f"{op(node)} picks tokens of the stream for a layer inside it"
+                raise self.refuse(node, why, "apply altup first, and the pass or tool that inserted the inner layer after it")
+            why = f"{op(node)} reads across the stream's width, and no module around it takes the stream as an argument"
+            raise self.refuse(node, why)
         call = fitting[-1]
-        siblings = [other for other in self.flow.program.calls if other.path == call.path]
-        others = [other for other in siblings if not any(part in self.wide for part in other.inputs.values())]
-        if any(other.number < call.number for other in others):
+        earlier = [other for other in self.flow.program.calls if other.path == call.path and other.number < call.number]
+        if any(not any(part in self.wide for part in other.inputs.values()) for other in earlier):
             raise self.refuse(node, f"{call.path} is called on the wide stream and on another value")
-        keys = [key for key, part in call.inputs.items() if part in self.wide]
-        source = call.inputs[keys[0]]
+        key, source = next((key, part) for key, part in call.inputs.items() if part in self.wide)
         self.lifted.add(call)
-        self.plan.blockwise[call.path] = keys[0]
-        home = self.wide[source].home
-        computed = self.wide[source].computed or any(
-            is_heavy(inner) for inner in self.flow.nodes if call.encloses(self.flow.call_of(inner))
-        )
-        for inner in [inner for inner in self.wide if inner is not source and call.encloses(self.flow.call_of(inner))]:
-            del self.wide[inner]
+        self.plan.blockwise[call.path] = key
+        nodes = [inner for inner in self.flow.nodes if call.encloses(self.flow.call_of(inner))]
+        leaving = WideValue(1, self.wide[source].home, self.wide[source].computed or any(map(is_heavy, nodes)))
+        for inner in nodes:
+            if inner is not source:
+                self.wide.pop(inner, None)
         inside = {inner.path for inner in self.flow.program.calls if call.encloses(inner)}
         self.plan.replicated = [path for path in self.plan.replicated if path not in inside]
         for path in inside - {call.path}:
             self.plan.blockwise.pop(path, None)
-        for leaves in call.outputs.values():
-            if self.flow.reaches(source, leaves):
-                self.wide[leaves] = WideValue(1, home, computed)
+        self.wide |= {output: leaving for output in call.outputs.values() if self.flow.reaches(source, output)}
 
     def liftable(self, call: Call) -> bool:
         """Return whether the call takes one wide argument, as its last dimension, and contains no look-up, layer or head."""
         inputs = {part for part in call.inputs.values() if part in self.wide}
         if len(inputs) != 1 or self.wide[next(iter(inputs))].dim != 1 or not call.outputs:
             return False
-        held = [node for node in (*self.look_ups, *self.heads) if call.encloses(self.flow.call_of(node))]
-        return not held and not any(call.encloses(inner) for inner in self.calls)
+        parts = [*self.calls, *(self.flow.call_of(node) for node in (*self.look_ups, *self.heads))]
+        return not any(map(call.encloses, parts))
 
     def check_outputs(self) -> None:
-        """Raise `DoesNotFitError` if a widened model would be wrong.
+        """Raise `DoesNotFitError` if the widened model would be wrong.
 
-        That is: an output of the model would be wide, only some calls of a module would be replicated, or a widened weight has a
+        It would be if an output of the model were wide, only some calls of a module were replicated, or a widened weight had a
         reader at its dense width.
         """
         for call in self.flow.program.calls:
             if call.path in self.plan.replicated and call not in self.replicas:
                 node = next(iter(call.outputs.values()))
                 raise self.refuse(node, f"{call.path} contributes to the wide stream in one call and to something else in another")
+        first = next(iter(self.flow.program.outputs.values()), None)
         for name, node in self.flow.program.outputs.items():
-            first = node is next(iter(self.flow.program.outputs.values()))
-            of_its_own = "." not in name  # and not one of a list of hidden states
-            if node in self.wide and (first or of_its_own or self.wide[node].computed):
+            in_list = "." in name  # of hidden states
+            if node in self.wide and (node is first or not in_list or self.wide[node].computed):
                 raise self.refuse(node, f"the output {name} would be K times as wide")
-        weights = {*self.plan.tables, *self.plan.heads}
+        readers = {*self.look_ups, *self.heads}
         for placeholder, name in self.flow.program.parameters.items():
-            if name in weights:
-                readers = {*self.look_ups, *self.heads}
-                strays = [user for user in placeholder.users if user not in readers and not leads_only_to(user, readers)]
-                if strays:
-                    raise self.refuse(strays[0], f"{name} is also read here, at its dense width")
+            for user in placeholder.users if name in {*self.plan.tables, *self.plan.heads} else ():
+                if user not in readers and not leads_only_to(user, readers):
+                    raise self.refuse(user, f"{name} is also read here, at its dense width")
 
 
 def leads_only_to(node: fx.Node, readers: set[fx.Node]) -> bool:
