@@ -22,19 +22,19 @@ from retrofit.passes.sparse_ffn.unit_choice import gate_activation
 from retrofit.sdk.anatomy import FeedForward, weight_and_bias, weight_out_first
 from retrofit.sdk.data import evaluation_mode, evenly_spaced
 
-SPREAD = 4.0  # of the controller's logits in a block at the start, in standard deviations (benchmarks/sparse_ffn_calibration.py)
+SPREAD = 4.0  # standard deviation of the controller's logits in a block at the start (benchmarks/sparse_ffn_calibration.py)
 SHRINKAGE = 0.1  # of the covariance of x towards the identity
-TOKENS = 8192  # whose moments are averaged; the controller is trained on all
-HELD_OUT = 8  # one run of tokens in this many is held out of the fit
-RUN = 64  # tokens of a run: neighbours are similar, so a held-out token must not lie between fitted ones
+TOKENS = 8192  # for the moments; the controller is trained on all tokens
+HELD_OUT = 8  # one in this many runs of tokens is held out of the fit
+RUN = 64  # tokens of a run: neighbours are similar, so a held-out token must not be between fitted ones
 
 Scores = Callable[[Tensor], Tensor]  # x, (tokens, d), to the scores by which units are selected, (tokens, d_ff)
-Choice = tuple[Scores | None, Tensor]  # of active units, in an order; without scores those that contribute most
+Choice = tuple[Scores | None, Tensor]  # scores of units and the units' order; without scores, units that contribute most are active
 
 
 @dataclasses.dataclass(frozen=True)
 class Controller:
-    """x C1 C2 + c, of which the largest in each block select the active units."""
+    """x C1 C2 + c: the largest in each block select the active units."""
 
     c1: Tensor
     c2: Tensor
@@ -46,7 +46,7 @@ class Controller:
 
     @staticmethod
     def fit(moments: ContributionMoments, order: Tensor, n: int, rank: int) -> Controller:
-        """Return the reduced-rank regression of the contributions, less the mean of their block, on x; units in the given order.
+        """Return the reduced-rank regression on x of the contributions minus the mean of their block, units in the given order.
 
         The covariance of x is shrunk towards a multiple of the identity. C1 has orthonormal columns.
         """
@@ -60,7 +60,7 @@ class Controller:
         return Controller(c1.float(), c2.float(), bias.float()).spread_out(moments, n)
 
     def spread_out(self, moments: ContributionMoments, n: int) -> Controller:
-        """Return the same choices from logits that spread by `SPREAD` in a block: the noise of training is of a fixed size."""
+        """Return a controller with the same choices whose logits have the spread `SPREAD`, which fits the noise of training."""
         c1, c2, bias = self.c1.double(), centre_blocks(self.c2, n).double(), centre_blocks(self.bias, n).double()
         variance = (c2 * (c1.t() @ moments.xx.double() @ c1 @ c2)).sum(0) + (moments.x.double() @ c1 @ c2 + bias).square()
         scale = float(SPREAD / variance.mean().sqrt().clamp_min(1e-30))
@@ -79,15 +79,15 @@ class Controller:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The part of the energy Σ c_u² of its outputs that a feed-forward keeps with the selected units."""
+    """The share of the energy Σ c_u² of its outputs that a feed-forward keeps with the selected units."""
 
-    of_tokens: float  # the share that a token keeps, averaged over the tokens
-    of_all: float  # the share of the sum over all tokens
+    of_tokens: float  # of a token's energy, averaged over the tokens
+    of_all: float  # of the energy of all tokens together
 
     @staticmethod
     def measure(contributions: Contributions, x: Tensor, n: int, k: int, choices: Sequence[Choice]) -> list[Kept]:
-        """Return what each of the choices keeps: the k units of each block with the highest scores or the largest contributions."""
-        sums = torch.zeros(len(choices), 3, dtype=torch.double)  # the shares that tokens keep, what is kept, the whole
+        """Return the shares kept by each choice: the k units of each block with the highest scores or the largest contributions."""
+        sums = torch.zeros(len(choices), 3, dtype=torch.double)  # of the tokens' shares, the energy kept, all energy
         for part, c in contributions.chunks(x):
             for found, (scores, order) in zip(sums, choices, strict=True):
                 energy = c[:, order].square_()
@@ -102,7 +102,7 @@ class Kept:
 
     @property
     def share(self) -> float:
-        """Return the mean of both, so that neither the few tokens with massive activations nor all the others are lost."""
+        """Return the mean of both, which neglects neither the few tokens with massive activations nor all the others."""
         return (self.of_tokens + self.of_all) / 2
 
 
@@ -111,8 +111,8 @@ class Start:
     """The start of a sparse feed-forward."""
 
     controller: Controller | None  # None: the gate
-    order: Tensor | None = None  # the dense unit that each unit is; None: unchanged
-    finding: dict[str, float] | None = None  # `Kept.share` on the tokens held out, for the report
+    order: Tensor | None = None  # each unit's number in the dense model; None: unchanged
+    finding: dict[str, float] | None = None  # `Kept.share` on held-out tokens, for the report
 
 
 def fit_start(site: FeedForward, model: nn.Module, n: int, k: int, rank: int | None, x: Tensor | None) -> Start:
@@ -142,7 +142,7 @@ def fit_start(site: FeedForward, model: nn.Module, n: int, k: int, rank: int | N
         choices: list[Choice] = [(controller or gate_scores(site, contributions, units), units) for controller, units in starts]
         limits: list[Choice] = [(None, units) for units in (unchanged, order)]
         *measured, best, best_ordered = Kept.measure(contributions, held_x, n, k, [*choices, *limits])
-        chosen = max(range(len(starts)), key=lambda index: measured[index].share)  # of equal ones the first, without data
+        chosen = max(range(len(starts)), key=lambda index: measured[index].share)  # of equal starts the first
     best = best_ordered if chosen else best
     finding = {"kept": measured[chosen].share, "without calibration": measured[0].share, "best choice": best.share}
     return Start(starts[chosen][0], None if chosen == 0 else order, finding)
@@ -158,7 +158,7 @@ def gate_scores(site: FeedForward, contributions: Contributions, order: Tensor) 
 
 
 def held_out_tokens(count: int) -> Tensor:
-    """Return which of `count` tokens are held out of the fit, in runs drawn at random: (count).
+    """Return a mask of the tokens that are held out of the fit, in runs drawn at random: (count).
 
     Every eighth run would not do: it divides the lengths of windows of text, so the first tokens of all windows, which have massive
     activations in many models, would be held out.
@@ -177,7 +177,7 @@ def shrunk_root(moments: ContributionMoments) -> Tensor:
 
 
 def centre_blocks(values: Tensor, n: int) -> Tensor:
-    """Return values of units, (…, d_ff), less the mean of their block of n."""
+    """Return values of units, (…, d_ff), minus the mean of their block of n."""
     blocks = values.unflatten(-1, (-1, n))
     return (blocks - blocks.mean(-1, keepdim=True)).flatten(-2)
 
@@ -197,25 +197,25 @@ def leading_singular_vectors(matrix: Tensor, rank: int) -> Tensor:
 #
 #     loss = − Σ_u s_u² log softmax(x C1 C2 + c)_u        summed over the blocks, averaged over tokens; s_u² = c_u² / Σ c²
 #
-# A block counts by its part of a token's energy. Three tokens in four are drawn at even chances, the fourth in proportion to its
-# energy Σ c²: the few with massive activations, on which a model depends, are learnt and outweigh no others. The best probabilities
-# are the expected shares of the block's energy, whose order is right for any number of active units.
+# A block is weighted by its share of a token's energy. Three tokens in four are drawn uniformly, the fourth in proportion to its
+# energy Σ c²: the few with massive activations, on which a model depends, are learnt and do not outweigh the others. The optimal
+# probabilities are the expected shares of the block's energy, whose order is right for any number of active units.
 
 STEPS = 300  # of Adam
 BATCH = 256  # tokens
 RATE = 1e-2  # highest learning rate; x is whitened, so that one rate suits every model
-MASSIVE = 0.25  # of the tokens of a batch are drawn in proportion to their energy
-WARM = 20  # steps until it is reached; a cosine brings it down to zero
-FIRST_SPREAD = 1.5  # of the logits in a block before the first step
+MASSIVE = 0.25  # share of a batch that is drawn in proportion to the tokens' energy
+WARM = 20  # steps of linear warm-up to `RATE`, before a cosine decay to zero
+FIRST_SPREAD = 1.5  # standard deviation of the logits in a block before the first step
 
 Maps = tuple[Tensor, Tensor, Tensor]  # C1, C2, c
 
 
 def train_controller(contributions: Contributions, x: Tensor, white: Tensor, order: Tensor, n: int, start: Maps) -> Maps:
-    """Return C1, C2 and c after training from `start`, all for `white`, which is x, (tokens, d), whitened; units come in `order`.
+    """Return C1, C2 and c after training from `start`, all for the whitened x, `white`, (tokens, d), and units in `order`.
 
-    The same arguments give the same result. Units are laid out by their place in a block, (N, blocks): a softmax along a row of a
-    few numbers takes twenty times as long.
+    The result is deterministic. Units are laid out by their place in a block, (N, blocks): a softmax along a row of a few numbers
+    takes twenty times as long.
     """
     order, start = by_place(order, n), (start[0], by_place(start[1], n), by_place(start[2], n))
     target, energy = white.new_empty(len(x), len(order), dtype=torch.half), white.new_empty(len(x), dtype=torch.double)
@@ -248,20 +248,20 @@ def by_place(values: Tensor, n: int) -> Tensor:
 
 
 def by_block(values: Tensor, n: int) -> Tensor:
-    """Return the values in blocks again: the inverse of `by_place`."""
+    """Return the values block by block: the inverse of `by_place`."""
     return by_place(values, values.shape[-1] // n)
 
 
 # ── Contributions ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# With data every token counts the same, however large its activations: the moments are those of its shares c_u / ‖c‖, and a token
-# whose x is longer than the median weighs as if it were as long. Trained models have a few tokens whose activations are thousands
-# of times as large as the others' (Sun et al., Massive Activations in Large Language Models, 2024); one of them would otherwise
-# outweigh all others. Without data x is taken as standard normal, which is what a normalisation leaves; the covariance of x and c_u
-# is then E[∂c_u/∂x] (Stein's lemma), which depends on the weights alone.
+# With data every token counts equally, however large its activations: the moments are those of its shares c_u / ‖c‖, and an x
+# longer than the median has the weight of the median length. Trained models have a few tokens whose activations are thousands of
+# times as large as the others' (Sun et al., Massive Activations in Large Language Models, 2024); one of them would otherwise
+# outweigh all others. Without data x is assumed standard normal, as after a normalization; the covariance of x and c_u is then
+# E[∂c_u/∂x] (Stein's lemma), which depends on the weights alone.
 
 CHUNK = 1024  # tokens computed at a time
-DRAWS = 256  # of each unit's pre-activations without data
+DRAWS = 256  # of each unit's pre-activations, without data
 
 
 class Contributions:
@@ -279,7 +279,7 @@ class Contributions:
             self.offsets.append(torch.zeros_like(self.lengths) if bias is None else bias.detach().float()[columns])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return (tokens, d) to (tokens, d_ff)."""
+        """Return the contributions for x: (tokens, d) to (tokens, d_ff)."""
         return self.of_ports(*(F.linear(x, rows, offset) for rows, offset in zip(self.rows, self.offsets, strict=True)))
 
     def of_ports(self, *z: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ class Contributions:
         return self.hidden(*z).abs() * self.lengths
 
     def chunks(self, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield x and its contributions, some tokens at a time."""
+        """Yield x and its contributions, `CHUNK` tokens at a time."""
         for part in x.split(CHUNK):
             part = part.to(self.lengths.device, torch.float32)
             yield part, self(part)
@@ -309,10 +309,7 @@ class ContributionMoments:
 
     @staticmethod
     def of_data(contributions: Contributions, x: Tensor) -> tuple[ContributionMoments, Tensor]:
-        """Return the moments of inputs x, (tokens, d), and of their shares s, and E[s_u² s_v²].
-
-        The last shows which units fire together.
-        """
+        """Return the moments of inputs x, (tokens, d), and their shares s, and E[s_u² s_v²]: how much u and v fire together."""
         d, units, like = x.shape[1], len(contributions.lengths), contributions.lengths
         shift = x[:CHUNK].to(like).mean(0)  # near the mean, so that little cancels
         usual = torch.cat([part.float().norm(dim=1) for part in x.split(CHUNK)]).median().to(like)
@@ -321,15 +318,9 @@ class ContributionMoments:
             weight = (usual / part.norm(dim=1, keepdim=True).clamp_min(1e-30)).clamp_max(1.0).square()
             share, part = shares(c), part - shift
             energy, weighted = share.square(), weight * part
-            products = (
-                weight.sum(),
-                weighted.sum(0),
-                (weight * share).sum(0),
-                weighted.t() @ part,
-                weighted.t() @ share,
-                energy.t() @ energy,
-            )
-            for total, product in zip(sums, products, strict=True):
+            means = weight.sum(), weighted.sum(0), (weight * share).sum(0)
+            products = weighted.t() @ part, weighted.t() @ share, energy.t() @ energy
+            for total, product in zip(sums, (*means, *products), strict=True):
                 total += product
         weights, *sums, coactivation = sums
         mean, s, xx, xs = (total.div_(weights.clamp_min(1e-30)) for total in sums)
@@ -338,7 +329,7 @@ class ContributionMoments:
 
     @staticmethod
     def of_standard_normal(contributions: Contributions) -> ContributionMoments:
-        """Return those of x ~ N(0, 1): Cov[x, c_u] = E[∂c_u/∂x] = Σ_p E[∂c_u/∂z_p] W_p[u] over a unit's ports p (Stein's lemma)."""
+        """Return the moments for x ~ N(0, 1): Cov[x, c_u] = E[∂c_u/∂x] = Σ_p E[∂c_u/∂z_p] W_p[u] over ports p (Stein's lemma)."""
         rows = torch.stack(contributions.rows, 1)  # (d_ff, ports, d)
         spread, _ = torch.linalg.cholesky_ex(rows @ rows.mT + 1e-12 * torch.eye(rows.shape[1], device=rows.device))
         noise = torch.randn(DRAWS // 2, rows.shape[1], generator=torch.Generator().manual_seed(0)).to(rows)
@@ -355,26 +346,25 @@ class ContributionMoments:
 
 # ── Blocks that rarely fire together ──────────────────────────────────────────────────────────────────────────────────────────────
 #
-# General partitioners (METIS, networkx's Kernighan-Lin) put what belongs together into one block, on sparse graphs or in Python.
-# Here it goes into different blocks, and the graph is a dense matrix: pairs of blocks exchange vertices, which is Kernighan and
-# Lin's step, all pairs of a round at once. The pairs of one round share no block, so the weight falls by exactly what each exchange
-# gains.
+# General partitioners (METIS, networkx's Kernighan-Lin) maximize the weight inside blocks, of sparse graphs or in Python. Here it
+# is minimized, and the graph is a dense matrix: pairs of blocks exchange vertices (Kernighan and Lin's step), all pairs of a round
+# at once. The pairs of a round share no block, so the weight falls by the sum of the gains.
 
-SWEEPS = 8  # at most; in a sweep each block is paired with each other one once
-TOLERANCE = 5e-3  # the last sweep removes less than this part of the weight inside
+SWEEPS = 8  # at most; a sweep pairs each block with each other block once
+TOLERANCE = 5e-3  # the last sweep removes less than this fraction of the weight inside blocks
 
 
 def balanced_partition(weights: Tensor, size: int) -> Tensor:
-    """Return blocks of `size` vertices of the graph with symmetric `weights` [n, n]: (n / size, size), in order inside each block.
+    """Return blocks of `size` vertices of the graph with symmetric `weights` [n, n]: (n / size, size), ascending inside each block.
 
-    No exchange of two vertices would improve them much: in the last sweep all exchanges together removed less than `TOLERANCE` of
-    the weight inside. The same weights give the same blocks.
+    In the last sweep all exchanges together removed less than `TOLERANCE` of the weight inside blocks, or it is the last of
+    `SWEEPS`. The result is deterministic. Raises `ValueError` if n is not a multiple of `size`.
     """
     count, rest = divmod(len(weights), size)
     if rest:
         raise ValueError(f"{len(weights)} vertices do not make blocks of {size}")
     heavy_first = weights.sum(1).argsort(descending=True, stable=True)
-    blocks = heavy_first.view(size, count).t().contiguous()  # each gets its share of the heavy ones
+    blocks = heavy_first.view(size, count).t().contiguous()  # each gets its share of heavy vertices
     if count > 1 and size > 1:
         inside = weight_inside(weights, blocks)
         for _ in range(SWEEPS):
@@ -394,8 +384,8 @@ def weight_inside(weights: Tensor, blocks: Tensor) -> float:
 
 
 def round_robin(count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Return the rounds of a tournament, in which each block meets every other block once."""
-    ring: list[int | None] = [*range(count), *[None] * (count % 2)]  # with an odd number of blocks each has a free round
+    """Return the rounds of a tournament: the indices of the blocks that meet in each; every two blocks meet once."""
+    ring: list[int | None] = [*range(count), *[None] * (count % 2)]  # if `count` is odd, each block has a free round
     half, rounds = len(ring) // 2, []
     for _ in range(len(ring) - 1):
         pairs = [(a, b) for a, b in zip(ring[:half], reversed(ring[half:]), strict=True) if a is not None and b is not None]
@@ -405,18 +395,18 @@ def round_robin(count: int, device: torch.device) -> list[tuple[Tensor, Tensor]]
 
 
 def exchange_vertices(weights: Tensor, blocks: Tensor, left: Tensor, right: Tensor) -> None:
-    """Swap vertices between each block of `left` and its pair in `right`, the best two first, while the weight inside falls."""
+    """Swap vertices between each block of `left` and its pair in `right`, the best swap first, while the weight inside falls."""
     size = blocks.shape[1]
     both = torch.cat([blocks[left], blocks[right]], 1)  # (pairs, 2 size)
     among = weights[both.unsqueeze(2), both.unsqueeze(1)]  # (pairs, 2 size, 2 size)
     among.diagonal(dim1=1, dim2=2).zero_()
     side = torch.ones_like(both, dtype=weights.dtype)  # 1: left, −1: right
     side[:, size:] = -1
-    pull = (among @ side.unsqueeze(2)).squeeze(2)  # weight to the left block less weight to the right one
+    pull = (among @ side.unsqueeze(2)).squeeze(2)  # weight to the left block minus weight to the right block
     least = torch.finfo(weights.dtype).eps * size * among.abs().amax((1, 2))
     pairs = torch.arange(len(both), device=weights.device)
     for _ in range(size):
-        gain = pull * side  # weight to its own block less weight to the other
+        gain = pull * side  # weight to a vertex's own block minus weight to the other
         leaving, entering = (gain.masked_fill(side != way, -torch.inf) for way in (1, -1))
         best, at = (leaving.unsqueeze(2) + entering.unsqueeze(1) + 2 * among).flatten(1).max(1)
         going = (best > least).nonzero().squeeze(1)

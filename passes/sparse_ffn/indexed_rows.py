@@ -1,10 +1,10 @@
 """Products with rows of a matrix given by index: z[t, b] = x[t] · rows[i[t, b]] and y[t] = Σ_b h[t, b] rows[i[t, b]].
 
-A bias may be added, for z that of the same rows. Without gradients rows are read in place. On a CPU the sum of rows is an embedding
-bag, and the products are the weight gradient of such a bag; for a single token they are faster on a copy of its rows, if the copy
-is small (`benchmarks/sparse_ffn.py --products`). On CUDA, where torch would read the rows one by one, Triton kernels read tiles of
-them (`triton_kernels.py`). For the few tokens of a decoder y would occupy few multiprocessors, so the sum over b is split into
-parts that are added at the end. Of a packed matrix only the rows that are read are unpacked.
+A bias may be added; z has the biases of its rows. Without gradients rows are read in place. On a CPU the sum of rows is an
+embedding bag, and the products are the weight gradient of such a bag; for a single token they are faster on a copy of its rows, if
+the copy is small (`benchmarks/sparse_ffn.py --products`). On CUDA, where torch would read the rows one by one, Triton kernels read
+tiles of them (`triton_kernels.py`). The few tokens of a decoding step would occupy few multiprocessors, so the sum over b is split
+into parts that are added at the end. Of a packed matrix only the rows that are read are unpacked.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.nn import functional as F
 
 from retrofit.sdk.modules import has_rows_apart, is_exporting, is_packed_tensor, rows_at
 
-SMALL = 3 << 20  # bytes of the rows of one token that a CPU copies faster than it reads them one by one
+SMALL = 3 << 20  # bytes: smaller sets of a token's rows a CPU copies faster than it reads them one by one
 PIECE = 1024  # columns of a row that a CPU thread sums at a time, for one token
 SUM = 0  # the mode of a bag that sums its rows
 PRODUCTS, SUMS = (2, 1024, 4), (64, 128, 4)  # rows and columns that a Triton program reads at a time, and its warps
-TOTALS = (16, 128)  # parts and columns, likewise
-PROGRAMS = 512  # that keep a GPU busy
+TOTALS = (16, 128)  # parts and columns that a Triton program reads at a time
+PROGRAMS = 512  # Triton programs that keep a GPU busy
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
@@ -73,7 +73,7 @@ def sums(h: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 
 
 def reads_tiles(x: Tensor, *operands: Tensor | None) -> bool:
-    """Return whether the Triton kernels run: on CUDA, with ordinary, non-empty tensors, and without autograd or export."""
+    """Return whether the Triton kernels run: on CUDA, with unpacked, non-empty tensors, without autograd or export."""
     if not x.is_cuda or not HAS_TRITON or not x.numel():
         return False
     given = [x, *(operand for operand in operands if operand is not None)]
@@ -81,13 +81,13 @@ def reads_tiles(x: Tensor, *operands: Tensor | None) -> bool:
 
 
 def is_recorded(*operands: Tensor) -> bool:
-    """Return whether autograd or an exporter records the computation: then only operations that both support are used."""
+    """Return whether autograd or an exporter records the computation; then only operations that both support are used."""
     exported = is_exporting() or torch.jit.is_tracing()
     return exported or (torch.is_grad_enabled() and any(operand.requires_grad for operand in operands))
 
 
 def products_by_bag(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
-    """Return `indexed_products`, as the gradient of the weights h in y = Σ_b h[t, b] rows[i[t, b]] for the gradient x of y."""
+    """Return `indexed_products` as a gradient: of h in y[t] = Σ_b h[t, b] rows[i[t, b]], if x is the gradient of y."""
     tokens, blocks = indices.shape
     starts = torch.arange(0, tokens * blocks, blocks)
     token = torch.arange(tokens).repeat_interleave(blocks)
@@ -96,32 +96,20 @@ def products_by_bag(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 
 
 def tiled_products(x: Tensor, indices: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `indexed_products` by a kernel: a program computes a few of the products of one token."""
+    """Return `indexed_products`, computed by a kernel; a program computes a few products of one token."""
     from retrofit.passes.sparse_ffn.triton_kernels import tile_products
 
     x, indices, rows = x.contiguous(), indices.contiguous(), rows.contiguous()
     (tokens, blocks), width = indices.shape, rows.shape[1]
     height, columns, warps = PRODUCTS
     z = torch.empty(tokens, blocks, dtype=x.dtype, device=x.device)
-    tile_products[tokens, -(-blocks // height)](
-        x,
-        indices,
-        rows,
-        rows if bias is None else bias,
-        z,
-        blocks,
-        width,
-        bias is not None,
-        is_double(x),
-        height,
-        columns,
-        num_warps=warps,
-    )
+    operands = x, indices, rows, rows if bias is None else bias, z, blocks, width
+    tile_products[tokens, -(-blocks // height)](*operands, bias is not None, is_double(x), height, columns, num_warps=warps)
     return z
 
 
 def tiled_sums(h: Tensor, indices: Tensor | None, rows: Tensor) -> Tensor:
-    """Return the parts of `indexed_sums`, (parts, tokens, d), each of some rows; without indices, of all rows in order."""
+    """Return the parts of `indexed_sums`, (parts, tokens, d), each the sum over some b; without indices, i[t, b] is b."""
     from retrofit.passes.sparse_ffn.triton_kernels import tile_sums
 
     h, rows = h.contiguous(), rows.contiguous()
@@ -129,7 +117,7 @@ def tiled_sums(h: Tensor, indices: Tensor | None, rows: Tensor) -> Tensor:
     height, columns, warps = SUMS
     across = -(-width // columns)
     parts = max(1, min(-(-blocks // height), PROGRAMS // (tokens * across)))
-    each = -(-blocks // (parts * height)) * height  # rows a part, whole tiles
+    each = -(-blocks // (parts * height)) * height  # rows of a part: whole tiles
     parts = -(-blocks // each)
     y = torch.empty(parts, tokens, width, dtype=torch.float64 if is_double(h) else torch.float32, device=h.device)
     places = h if indices is None else indices.contiguous()
@@ -139,7 +127,7 @@ def tiled_sums(h: Tensor, indices: Tensor | None, rows: Tensor) -> Tensor:
 
 
 def added_parts(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return Σ_p parts[p] + bias by a kernel: (parts, tokens, d) to (tokens, d)."""
+    """Return Σ_p parts[p] + bias, computed by a kernel: (parts, tokens, d) to (tokens, d)."""
     from retrofit.passes.sparse_ffn.triton_kernels import tile_totals
 
     count, tokens, width = parts.shape
@@ -154,20 +142,20 @@ def is_double(x: Tensor) -> bool:
     return x.dtype == torch.float64
 
 
-# Whether the active units' rows alone are faster than all rows and a mask. Reading rows takes as long as there are tokens and
-# active units; the products with all rows take hardly longer for a few tokens than for one, and in half precision less than half as
-# long. Where no rule is given below, a token's rows have to be copied.
+# When reading the active units' rows is faster than all rows and a mask. The time for reading rows is proportional to tokens and
+# active units; products with all rows take hardly longer for a few tokens than for one, and less than half as long in half
+# precision. Rows that are not read in place are copied for each token.
 
 FEW = 4  # up to N / (k FEW) tokens it is faster to copy the active rows than to use all
-# Of rows that a CPU reads in place, by whether numbers take less than four bytes (benchmarks/sparse_ffn.py --crossover):
-ALWAYS = {False: 16, True: 32}  # from this N / k on rows are faster for any number of tokens
-PART = {False: 2, True: 8}  # below, for up to (N / k)² / PART tokens, and for one
-CACHED = 32 << 20  # bytes of a matrix in 4-byte or larger numbers up to which half of N / k suffices
+# For rows that a CPU reads in place, by whether numbers take less than four bytes (benchmarks/sparse_ffn.py --crossover):
+ALWAYS = {False: 16, True: 32}  # N / k from which rows are faster for any number of tokens
+PART = {False: 2, True: 8}  # with a smaller N / k rows are faster for up to (N / k)² / PART tokens, and for one
+CACHED = 32 << 20  # bytes of a matrix in 4-byte or larger numbers up to which half of `ALWAYS` suffices
 
 
 def prefers_rows(x: Tensor, width: int, share: int, weights: Sequence[Tensor]) -> bool | torch.SymBool:
-    """Return whether reading rows is faster for x, (…, width), if one of `share` units is active; weights: W_out first."""
-    if any(weight.device != x.device for weight in weights):  # offloaded: they are there only while their own module computes
+    """Return whether reading rows is faster for x, (…, width), if one of `share` units is active; W_out is the first weight."""
+    if any(weight.device != x.device for weight in weights):  # offloaded: on the device only while their own module computes
         return False
     packed = [weight for weight in weights if is_packed_tensor(weight)]
     if packed:  # the whole matrix would be unpacked to be multiplied by

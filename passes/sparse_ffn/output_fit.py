@@ -1,12 +1,12 @@
-"""The output matrix of a sparse feed-forward, fitted to the dense outputs: W compensates for the units left out of h.
+"""Fits the output matrix of a sparse feed-forward to the dense outputs: W compensates for the units left out of h.
 
     Σ_t w_t ‖y_t − a_t W − b‖² + λ g (‖W − W⁰‖² + ‖b − b⁰‖²) = min        a = h ⊙ mask, y = h W⁰ + b⁰, g: the mean of Σ_t w_t a_tu²
 
 The mask is the selection of the sparse feed-forward in evaluation. λ pulls towards the dense matrix W⁰, most for units that are
 small or rarely active; λ = ∞ fits nothing. The weights w_t limit the influence of tokens with massive activations
-(`token_weights`). Of several λ and the dense matrix the one with the least error on held-out tokens is kept, among those that are
-worse neither for tokens counted equally nor for their sum. If the gate selects, the active units depend on W, so there are two
-rounds.
+(`token_weights`). Of the solutions for several λ and the dense matrix, the one with the least error on held-out tokens is kept,
+provided that it is no worse than the dense matrix for tokens counted equally and for their sum. If the gate selects, the active
+units depend on W, so there are two rounds.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.sdk.data import evaluation_mode, evenly_spaced, token_weights
 
 CHUNK = 1024  # tokens computed at a time
-SAMPLE = 2048  # tokens whose median length counts
-STRENGTHS = (0.01, 0.1, 0.3, 1.0, 3.0)  # λ; none: the dense matrix
+SAMPLE = 2048  # tokens of which the median length is computed
+STRENGTHS = (0.01, 0.1, 0.3, 1.0, 3.0)  # λ
 ROUNDS = 2  # if the mask depends on W
-STRIPE = 384  # rows of a symmetric product that are computed from the diagonal on
+STRIPE = 384  # rows of a symmetric product that are computed together, from the diagonal on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """The distances of a sparse feed-forward's outputs from the dense one's, relative to these."""
+    """The errors of a sparse feed-forward's outputs relative to the dense outputs."""
 
-    of_tokens: float  # tokens with massive activations count as the others do
-    of_all: float  # of the sum over all tokens
+    of_tokens: float  # tokens with massive activations count like the others
+    of_all: float  # of all tokens together
 
     def is_no_worse(self, other: Errors) -> bool:
         return self.of_tokens <= other.of_tokens and self.of_all <= other.of_all
@@ -63,9 +63,9 @@ class Errors:
 
 @torch.no_grad()
 def fit_output(block: SparseFeedForward, x: Tensor, held_out: Tensor) -> tuple[Errors, Errors]:
-    """Return the output matrix and bias of `block`, which are the dense ones, are fitted; returns the errors before and after.
+    """Fit the output matrix and bias of `block`, until then the dense ones. Return the errors before and after.
 
-    `x`, (tokens, d), are inputs to fit on, `held_out` others, on which the errors are measured.
+    `x`, (tokens, d), are the inputs to fit on, `held_out` those on which the errors are measured.
     """
     with evaluation_mode(block):
         dense = Output.of(block)
@@ -88,7 +88,7 @@ def fit_output(block: SparseFeedForward, x: Tensor, held_out: Tensor) -> tuple[E
 
 
 def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output]:
-    """Return the minimizer of the formula above for each λ, with the units that `block` currently selects."""
+    """Return the minimizer of the formula above for each λ, with the units that `block` now selects."""
     sample = torch.cat([y for _, y in values(block, dense, evenly_spaced(x, SAMPLE))])
     median = sample.square().sum(1).median().clamp_min(torch.finfo(torch.float32).tiny)
     units, width = dense.weight.shape
@@ -110,7 +110,7 @@ def solutions(block: SparseFeedForward, dense: Output, x: Tensor) -> list[Output
         system = gram.clone()
         system.diagonal().add_(strength * size)
         root, failed = torch.linalg.cholesky_ex(system)
-        if bool(failed):  # values that are not finite
+        if bool(failed):  # it contains NaN or Inf
             continue
         change = torch.cholesky_solve(right, root).float()
         found.append(Output(dense.weight + change[:units], None if dense.bias is None else dense.bias + change[units]))
@@ -125,14 +125,14 @@ def add_symmetric_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def values(block: SparseFeedForward, dense: Output, x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the inputs of the output matrix in evaluation and the dense feed-forward's outputs, some tokens at a time."""
+    """Yield the inputs of the output matrix in evaluation, and the dense feed-forward's outputs, `CHUNK` tokens at a time."""
     for part in x.split(CHUNK):
         h, a = block.values(part.to(block.down.weight))
         yield a.float(), dense(h.float())
 
 
 def measure(output: Output, pairs: Sequence[tuple[Tensor, Tensor]]) -> Errors:
-    """Return the errors with this output; `pairs` are its inputs and the outputs that it should return."""
+    """Return the errors of `output`; `pairs` are its inputs and the dense outputs."""
     missed, y = (torch.cat(parts) for parts in zip(*((output(a) - y, y) for a, y in pairs), strict=True))
     weights = token_weights(y)
 

@@ -1,9 +1,9 @@
-"""The sparse feed-forward with every unit computed, most of them times zero: the reference for the check `method`.
+"""The sparse feed-forward with all units computed, most of them times zero: the reference for the check `method`.
 
 Its initial values are compared with the dense feed-forward and with an optimum that is computed here. Without data the controller
 is the best map of rank r from x, standard normal, to the units' contributions, |h_u| ‖row u of W_out‖, minus the mean of their
-block. For standard normal x the slope of that regression is Cov[x, c_u], here by Gauss-Hermite quadrature in the one or two
-directions that a unit reads, and the best map of rank r is its truncated singular value decomposition.
+block. For standard normal x the slope of that regression is Cov[x, c_u], computed here by Gauss-Hermite quadrature in the one or
+two directions that a unit reads; the best map of rank r is its truncated singular value decomposition.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sparse_feed_forward(call: SiteCall) -> Tensor:
     options = call.options
     x = call.argument(block.place)
     z, h = hidden_units(block, x)
-    k, n = getattr(options, "active", 1), options.sparsity
+    k, n = options.active, options.sparsity
     if k < n:
         logits = in_blocks(controller_logits(block, options, x, z, h), n)
         mask = training_mask(call, logits, k) if call.training else indicator(logits, k)
@@ -43,9 +43,13 @@ def hidden_units(block: Any, x: Tensor) -> tuple[list[Tensor], Tensor]:
         matrix = getattr(block, role)
         result = x @ matrix.weight.to(x.dtype).T
         results.append(result if matrix.bias is None else result + matrix.bias)
-    units = range(block.units)
-    z = [results[port.matrix][..., [port.start + port.step * unit for unit in units]] for port in block.ports]
+    z = [results[port.matrix][..., columns(block, port)] for port in block.ports]
     return z, block.hidden(*z)
+
+
+def columns(block: Any, port: Any) -> list[int]:
+    """Return the rows of a port's matrix, which are columns of its result, in the order of the units."""
+    return [port.start + port.step * unit for unit in range(block.units)]
 
 
 def output(block: Any, h: Tensor, dense: Dense | None = None, *, with_tail: bool = True) -> Tensor:
@@ -58,19 +62,19 @@ def output(block: Any, h: Tensor, dense: Dense | None = None, *, with_tail: bool
 
 def controller_logits(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor, weight: Tensor | None = None) -> Tensor:
     """Return x C1 C2 + c, or log |act(gate)| ‖row of W_up‖ ‖row of W_out‖; `weight` is W_out if it is not the block's."""
-    if getattr(options, "controller", "low-rank") != "gate":
+    if options.controller != "gate":
         return (x @ block.c1) @ block.c2 + block.bias  # type: ignore[no-any-return]
     gate = gate_port(block, z)
     ones = [value if number == gate else torch.ones_like(value) for number, value in enumerate(z)]
     activation = block.hidden(*ones)
     port = block.ports[1 - gate]
-    rows = getattr(block, block.roles[port.matrix]).weight[[port.start + port.step * unit for unit in range(block.units)]]
+    rows = getattr(block, block.roles[port.matrix]).weight[columns(block, port)]
     lengths = rows.norm(dim=1) * (block.down.weight if weight is None else weight).norm(dim=1)
     return (activation.abs() * lengths.detach()).clamp_min(1e-20).log()  # type: ignore[no-any-return]
 
 
 def gate_port(block: Any, z: list[Tensor]) -> int:
-    """Return the port that the hidden function is not linear in."""
+    """Return the port in which the hidden function is not linear; if it is linear in both, that of the matrix named gate."""
     with torch.no_grad():
         whole = block.hidden(*z)
         for number in range(2):
@@ -81,29 +85,28 @@ def gate_port(block: Any, z: list[Tensor]) -> int:
 
 
 def in_blocks(values: Tensor, n: int) -> Tensor:
-    """Return (…, d_ff) to (…, d_ff / n, n): unit u in block u // n."""
+    """Return the values in blocks, unit u in block u // n: (…, d_ff) to (…, d_ff / n, n)."""
     return values.reshape(*values.shape[:-1], -1, n)
 
 
 def indicator(logits: Tensor, k: int) -> Tensor:
-    """Return 1 where fewer than k units of the block have a larger logit."""
+    """Return 1 where fewer than k units of the block have a larger logit, else 0."""
     larger = (logits.unsqueeze(-2) > logits.unsqueeze(-1)).sum(-1)
     return (larger < k).to(logits.dtype)
 
 
 def training_mask(call: SiteCall, logits: Tensor, k: int) -> Tensor:
-    """Return with probability `hard`, for the whole batch, the indicator of the k largest with noise, else the relaxation."""
+    """Return, for the whole batch, the indicator of the k largest with noise (with probability `hard`), or the relaxation."""
     options, tau = call.options, call.options.temperature
-    if getattr(options, "controller", "low-rank") == "gate":
+    if options.controller == "gate":
         soft = relaxed(logits / tau, k)
         return indicator(logits, k) + (soft - soft.detach())
     is_hard = float(call.draw("rand")) < options.hard
     if options.noise == "choice" and not is_hard and not call.draws:
         return relaxed(logits, k)
     uniform = call.draw("rand_like", shape=logits.shape)
-    if uniform.numel() >= 64 and not (
-        0.25 < float(uniform.mean()) < 0.75 and 0 <= float(uniform.min()) <= float(uniform.max()) <= 1
-    ):
+    is_uniform = 0.25 < float(uniform.mean()) < 0.75 and 0 <= float(uniform.min()) <= float(uniform.max()) <= 1
+    if uniform.numel() >= 64 and not is_uniform:
         raise Deviation("its noise is not Gumbel noise")
     noise = -(-uniform.clamp_min(1e-300).log()).log()
     soft = relaxed(logits, k) if options.noise == "choice" else relaxed((logits + noise) / tau, k)
@@ -114,7 +117,7 @@ def training_mask(call: SiteCall, logits: Tensor, k: int) -> Tensor:
 def relaxed(logits: Tensor, k: int) -> Tensor:
     """Return min(1, e^l / Z), Z such that the units of a block sum to k: the softmax at k = 1."""
     full = torch.zeros_like(logits, dtype=torch.bool)
-    for _ in range(k):  # a unit that would get more than 1 gets 1, and the others share the rest
+    for _ in range(k):  # a unit whose share exceeds 1 gets 1, and the others share the rest
         left = k - full.sum(-1, keepdim=True)
         share = left * logits.masked_fill(full, -torch.inf).softmax(-1)
         full = full | (share > 1)
@@ -123,21 +126,20 @@ def relaxed(logits: Tensor, k: int) -> Tensor:
 
 # ── The start ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-PROBES = 512  # random inputs that a controller is tried on
-TOKENS = 512  # of calibration data that a fitted output matrix is tried on
+PROBES = 512  # random inputs on which a controller is tried
+TOKENS = 512  # of calibration data, on which a fitted output matrix is tried
 STRENGTHS = (0.01, 0.1, 0.3, 1.0, 3.0)  # λ, of the pull towards the dense output matrix
 MOST = 4  # blocks whose regression is solved again, spread evenly over the model
-NODES = {1: 64, 2: 40}  # of the quadrature, in each direction
-EXPLAINED = 0.9  # of the part that the best map of that rank explains: the pass estimates the slopes from draws
-NEGLIGIBLE = 1e-3  # of the contributions: if their means differ by less, the bias is arbitrary
+NODES = {1: 64, 2: 40}  # of the quadrature in each direction, by the number of directions
+EXPLAINED = 0.9  # fraction of what the best map of the same rank explains: the pass estimates the slopes from draws
+NEGLIGIBLE = 1e-3  # relative to the slopes: if the mean contributions differ by less, the bias is arbitrary
 
 
 def start(observed: Observed) -> Problems:
-    """Check that with all units and the dense output matrix the module is the dense feed-forward, with the best controller of its
-    rank.
+    """Check that with all units and the dense output matrix the module is the dense feed-forward, and that the start was fitted.
 
-    On data the controller must be better than chance, and a fitted output matrix no further from the dense feed-forward than the
-    dense one.
+    Without data the controller must be the best of its rank. With data it must be better than chance, and a fitted output matrix
+    nearer to the dense feed-forward than the dense matrix.
     """
     options = observed.options
     advantages: list[tuple[str, float, float]] = []
@@ -150,12 +152,12 @@ def start(observed: Observed) -> Problems:
         fitted = bool(getattr(block, "fitted", False))
         dense = dense_output(observed, site) if fitted else None
         if known is not None and fitted and dense is None:
-            observed.not_compared(site.path, "its output matrix was fitted, and the dense one is not at hand")
+            observed.not_compared(site.path, "its output matrix was fitted, and the dense matrix is not available")
         elif known is not None:
             x, y, rounding = known
             if float((output(block, hidden_units(block, x)[1], dense).detach() - y).abs().max()) > rounding:
                 yield site.path, "with all its units active it does not begin as the dense feed-forward"
-        if not compared_on_data and options.fits_output:  # the first: its input on the data is what it was fitted on
+        if not compared_on_data and options.fits_output:  # only the first site gets the inputs on which it was fitted
             compared_on_data = True
             yield from compare_on_data(observed, site, dense)
         if site not in predicted or not site.calls:
@@ -187,9 +189,9 @@ def dense_output(observed: Observed, site: ObservedSite) -> Dense | None:
 
 
 def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense | None) -> Problems:
-    """Compare, on calibration tokens, how far the output matrix and others are from the dense feed-forward.
+    """Check, on calibration tokens, how far the outputs are from those of the dense feed-forward.
 
-    One fitted here, to fewer tokens, must not be nearer; nor must the dense matrix, if another was fitted.
+    With a matrix fitted here to fewer tokens they must not be nearer; nor with the dense matrix, if another was fitted.
     """
     block, options, rows = site.module, observed.options, list[Tensor]()
     if observed.calibration is None:
@@ -218,16 +220,16 @@ def compare_on_data(observed: Observed, site: ObservedSite, dense: Dense | None)
             errors.append(float((found - y).square().sum(-1) @ weights))
     if not errors[0] < errors[1]:
         worse = f"its error on the calibration data is {(errors[0] / max(errors[1], 1e-30)) ** 0.5:.2f} times that of the dense one"
-        yield site.path, f"its output matrix was not fitted to the units that are active: {worse}"
+        yield site.path, f"its output matrix was not fitted to the active units: {worse}"
 
 
 @torch.no_grad()
 def share_of_fitted(block: Any, options: Any, x: Tensor, dense: Dense | None) -> float:
-    """Return the squared error on a quarter of these tokens of a matrix fitted to the others, as a fraction of the block's own.
+    """Return the squared error of another matrix, fitted to three quarters of these tokens, as a fraction of the block's own.
 
-    The matrix is the minimizer of the fit's objective, for the best λ here. The largest of four fractions is returned: for either
-    half of the quarter, with tokens weighted by length or equally. The block's matrix was fitted to these tokens among others, so a
-    matrix fitted to fewer is not nearer.
+    It is the minimizer of the fit's objective, for the best λ here. The errors are those on the other quarter; the largest of four
+    fractions is returned: for either half of it, with tokens weighted by length or equally. The block's matrix was fitted to these
+    tokens among others, so a matrix fitted to fewer is not nearer.
     """
     z, h = hidden_units(block, x)
     weight, bias = (block.down.weight.double(), block.down.bias) if dense is None else dense
@@ -242,7 +244,7 @@ def share_of_fitted(block: Any, options: Any, x: Tensor, dense: Dense | None) ->
     size = gram.diagonal()[: h.shape[1]].mean().clamp_min(1e-30) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
 
     def errors(by: Dense | None) -> Tensor:
-        """Return the squared errors of the tokens that were not fitted to, with the units that are active by this matrix."""
+        """Return the squared errors on the tokens of the other quarter, with the units that this matrix activates."""
         return (y - output(block, masked(block, options, x, z, h, by), by, with_tail=False))[~fitted].square().sum(-1)
 
     own, shares = errors(None), []
@@ -256,7 +258,7 @@ def share_of_fitted(block: Any, options: Any, x: Tensor, dense: Dense | None) ->
 
 
 def masked(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor, dense: Dense | None) -> Tensor:
-    """Return h with the units active in evaluation; the output matrix is the `dense` one or the block's."""
+    """Return h, zero for units that are inactive in evaluation; the output matrix is the `dense` one or the block's."""
     if options.controller == "gate":
         logits = in_blocks(controller_logits(block, options, x, z, h, None if dense is None else dense[0]), options.sparsity)
     else:
@@ -272,7 +274,7 @@ def masked(block: Any, options: Any, x: Tensor, z: list[Tensor], h: Tensor, dens
 
 @torch.no_grad()
 def regression_problems(block: Any, n: int) -> list[str]:
-    """Return the errors of a controller as the regression of the units' contributions on standard normal x."""
+    """Return the deviations of a controller from the regression of the units' contributions on standard normal x."""
     means, slopes = standard_normal_moments(block)
     means, slopes = centred(means, n), centred(slopes, n)
     c1, c2, bias = block.c1.double(), centred(block.c2.double(), n), centred(block.bias.double(), n)
@@ -282,7 +284,7 @@ def regression_problems(block: Any, n: int) -> list[str]:
     explained = float(product * product.abs() / square) / max(most, 1e-30)
     found = []
     if explained < EXPLAINED:
-        found.append(f"its controller explains {explained:.2f} of what the best one of its rank does: it was not fitted")
+        found.append(f"its controller explains {explained:.2f} of what the best one of its rank explains: it was not fitted")
     elif float(means.norm()) > NEGLIGIBLE * float(slopes.norm()):
         scale = float(product) / max(most, 1e-30)  # the logits may be any multiple of the regression
         if float((bias / scale - means).norm()) > 0.5 * float(means.norm()):
@@ -310,7 +312,7 @@ def standard_normal_moments(block: Any) -> tuple[Tensor, Tensor]:
 
 
 def hermite(count: int) -> tuple[Tensor, Tensor]:
-    """Return the nodes and weights that integrate over a standard normal variable (Golub and Welsch, 1969)."""
+    """Return `count` nodes and weights of quadrature over a standard normal variable (Golub and Welsch, 1969)."""
     off = torch.arange(1, count, dtype=torch.float64).sqrt()
     nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
     return nodes, vectors[0].square()
@@ -318,19 +320,18 @@ def hermite(count: int) -> tuple[Tensor, Tensor]:
 
 def port_rows(block: Any, port: Any) -> tuple[Tensor, Tensor]:
     """Return the rows of the matrix that a port reads and their biases, in the order of the units: (d_ff, d) and (d_ff)."""
-    matrix = getattr(block, block.roles[port.matrix])
-    units = [port.start + port.step * unit for unit in range(block.units)]
+    matrix, units = getattr(block, block.roles[port.matrix]), columns(block, port)
     rows = matrix.weight.double()[units]
     return rows, rows.new_zeros(len(rows)) if matrix.bias is None else matrix.bias.double()[units]
 
 
 def centred(values: Tensor, n: int) -> Tensor:
-    """Return values of units, (…, d_ff), less the mean of their block of n."""
+    """Return values of units, (…, d_ff), minus the mean of their block of n."""
     blocks = in_blocks(values, n)
     return (blocks - blocks.mean(-1, keepdim=True)).flatten(-2)
 
 
-# ── What it selects ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The selected units ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def random_rows(block: Any) -> Tensor:
@@ -347,14 +348,14 @@ def real_rows(site: ObservedSite) -> Tensor:
 
 
 def logits_of(block: Any, options: Any, x: Tensor) -> Tensor:
-    """Return x C1 C2 + c as the model has it: (rows, blocks, N)."""
+    """Return x C1 C2 + c with the block's parameters: (rows, blocks, N)."""
     logits = (x @ block.c1.detach().float()) @ block.c2.detach().float() + block.bias.detach().float()
     return in_blocks(logits, options.sparsity)
 
 
 def advantage(block: Any, options: Any, x: Tensor) -> float:
-    """Return the energy Σ (h_u ‖row u of W_out‖)² of the selected units above their even share, as a part of all."""
-    k, n = getattr(options, "active", 1), options.sparsity
+    """Return the share of the selected units in the energy Σ (h_u ‖row u of W_out‖)² of all units, minus their even share k/N."""
+    k, n = options.active, options.sparsity
     with torch.no_grad():
         _, h = hidden_units(block, x)
         energy = in_blocks((h.float() * block.down.weight.float().norm(dim=1)).square(), n)

@@ -1,20 +1,21 @@
 """The sparse feed-forward: of every block of N hidden units k are active, selected by a controller.
 
     Controller(x) = the k largest in each block of N of (x C1 C2 + c)    C1: [d, r] `c1`, C2: [r, d_ff] `c2`, c: [d_ff] `bias`
-    h = hidden(x W_in + b_in) ⊙ Controller(x)                            hidden: the activation, and the gate where there is one
+    h = hidden(x W_in + b_in) ⊙ Controller(x)                            hidden: the activation, times the gate if there is one
     y = h W_out + b_out
 
 The paper's k (`active`) is 1; at k = N there is no controller, and y is the dense function. With `controller="gate"`, for gated
-feed-forwards, nothing is predicted: the gate is computed whole, and in each block the k units are active whose
+feed-forwards, nothing is predicted: the gate is computed for all units, and in each block the k units are active whose
 |act(x W_gate)_u| ‖row u of W_up‖ ‖row u of W_out‖ are the largest.
 
 In training a low-rank controller explores (`unit_choice.py`): for three batches in ten h is multiplied by the indicator of the
 k largest of x C1 C2 + c + τ g, with Gumbel noise g and τ = 0.1, for the others by the relaxed indicator s of x C1 C2 + c (the
-softmax, at k = 1), and the gradient is that of s. So does the paper's published code. Its text has (x C1 C2 + c + g)/τ in both
-places (`noise="both"`), which trains worse (benchmarks/learning/controller_noise.py). A gate is no prediction that would have
-to explore: it is trained without noise, on the units that it selects, with the gradient of s for the logarithms of the products
-above, divided by τ. Otherwise there are two paths to the same result: few tokens gather the rows of their active units, many
-use all rows and a mask (`path_choice.py`).
+softmax, at k = 1); the gradient is that of s. This is the paper's published code. Its text has (x C1 C2 + c + g)/τ in both
+places (`noise="both"`), which trains worse (benchmarks/learning/controller_noise.py). A gate need not explore: it is trained
+without noise, on the units that it selects, with the gradient of s for the logarithms of the products above, divided by τ.
+
+In evaluation two paths give the same result: few tokens gather the rows of their active units, many use all rows and a mask
+(`prefers_rows` in `indexed_rows.py`).
 """
 
 from __future__ import annotations
@@ -45,17 +46,17 @@ from retrofit.passes.sparse_ffn.unit_choice import (
 from retrofit.sdk.anatomy import FeedForward, Port
 from retrofit.sdk.modules import FeedForwardBlock, PackableRows, RowMajor, cond, is_exporting, is_packed
 
-PROBES = 1024  # unit vectors at a time that a packed matrix is multiplied by
-LEAST = 1e-20  # magnitude of a gate, so that it has a logarithm
+PROBES = 1024  # unit vectors by which a packed matrix is multiplied at a time
+LEAST = 1e-20  # lower bound of a gate's magnitude, whose logarithm is taken
 
 
 class SparseFeedForward(FeedForwardBlock):
     """y = (hidden(x W_in + b_in) ⊙ Controller(x)) W_out + b_out: (…, d) to (…, d).
 
-    Hidden units form blocks of `sparsity`, of which `active` are active; unit i is the dense model's unit `order[i]`. If all are
-    active there is no controller, and the gate as controller has no parameters: then `c1`, `c2` and `bias` are None. With the gate,
-    `lengths` holds ‖row of W_up‖ ‖row of W_out‖ of each unit, from the last call of `train()` or `eval()`, and is not saved.
-    `fitted` is whether the initial values of `down` were fitted to data (`output_fit.py`) instead of copied.
+    Hidden units form blocks of `sparsity`, of which `active` are active; unit i is the dense model's unit `order[i]`. `c1`, `c2`
+    and `bias` are None if all units are active or the gate is the controller. With the gate, `lengths` holds ‖row of W_up‖
+    ‖row of W_out‖ of each unit as of the last call of `train()` or `eval()`, and is not saved. `fitted`: the initial values of
+    `down` were fitted to data (`output_fit.py`), not copied.
     """
 
     c1: Tensor
@@ -86,7 +87,7 @@ class SparseFeedForward(FeedForwardBlock):
         super().__init__(site, old)
         self.sparsity, self.active, self.temperature, self.hard, self.multiply = sparsity, active, temperature, hard, multiply
         self.noise = noise
-        self.chosen, self.scales = active, scale  # `active` may differ while the layer is annealed
+        self.chosen, self.scales = active, scale  # the k of the method; `active` differs while the layer is annealed
         self.factor = math.sqrt(sparsity / active) if scale else 1.0
         self.hidden, self.ports, self.roles = site.hidden, site.ports, tuple(into)
         for role, child in into.items():
@@ -128,7 +129,7 @@ class SparseFeedForward(FeedForwardBlock):
         return h, self.scale(h) * indicator(unit, self.sparsity, *weight).flatten(-2).to(h.dtype)
 
     def compute_chosen(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Return y on a GPU, the active units chosen by a kernel."""
+        """Return y on a GPU; a kernel chooses the active units."""
         gathers = bool(self.prefers_gather(x))
         mask = None if gathers else x.dtype
         if gate is None and x.numel() < MANY * self.width:
@@ -140,15 +141,15 @@ class SparseFeedForward(FeedForwardBlock):
             return self.compute_rows(x, chosen, gate)
         return self.apply_mask(x, chosen.view(*x.shape[:-1], -1, self.sparsity), gate)
 
-    # Which units are active.
+    # The choice of units.
 
     def activate(self, count: int) -> None:
-        """Make `count` units of each block active, and scale their outputs for that number."""
+        """Make `count` units of each block active, and scale their outputs accordingly."""
         self.active = count
         self.factor = math.sqrt(self.sparsity / count) if self.scales else 1.0
 
     def active_units(self, logits: Tensor) -> list[Tensor]:
-        """Return their indices in each block and, where h is multiplied by them, their probabilities: (…, blocks, k) each."""
+        """Return the active units' indices in each block and, if these multiply h, their probabilities: (…, blocks, k) each."""
         unit = largest_units(logits, self.active)
         return [unit, logits.softmax(-1).gather(-1, unit)] if self.multiply else [unit]
 
@@ -181,7 +182,7 @@ class SparseFeedForward(FeedForwardBlock):
         return self
 
     def rebuild_buffers(self) -> None:
-        """Compute `lengths`, which is not saved, from the weights; if a quantizer packed them, from their outputs."""
+        """Compute `lengths`, which is not saved, from the weights; if a quantizer packed these, from their outputs."""
         self.measure_lengths()
         if self.controller == "gate" and any(map(is_packed, self.parameters())):
             up = self.get_submodule(self.roles[self.other_port.matrix])
@@ -199,14 +200,11 @@ class SparseFeedForward(FeedForwardBlock):
             return
         up: Any = getattr(self.get_submodule(self.roles[self.other_port.matrix]), "weight", None)
         down: Any = getattr(self.down, "weight", None)
-        plain = all(
-            isinstance(weight, Tensor) and type(weight.data) is Tensor and weight.is_floating_point() for weight in (up, down)
-        )
-        if plain and down.shape == (self.units, self.width) and not down.is_meta and not up.is_meta and up.shape[-1] == self.width:
+        if is_plain(up) and is_plain(down) and down.shape == (self.units, self.width) and up.shape[-1] == self.width:
             self.set_lengths(up, down)
 
     def set_lengths(self, up: Tensor, down: Tensor) -> None:
-        """Compute `lengths` from the rows of W_up in `up` (which may hold the gate's too) and of W_out, `down`."""
+        """Compute `lengths` from the rows of W_up in `up` (which may contain the gate's too) and those of W_out, `down`."""
         other = self.other_port
         rows = up[other.start : other.start + other.step * self.units : other.step]
         if len(rows) == self.units:
@@ -215,10 +213,10 @@ class SparseFeedForward(FeedForwardBlock):
     # All rows, and the mask.
 
     def compute_masked(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
-        """Return y from all units and a mask of the active ones; `unit` has their indices in each block, (…, blocks, k).
+        """Return y from all units and a mask of the active units; `unit` has their indices in each block, (…, blocks, k).
 
-        Further arguments: the values of the gate if it is the controller, (…, d_ff), and the weights of the active units, (…,
-        blocks, k).
+        `rest`: the values of the gate, (…, d_ff), if it is the controller; the weights of the active units, (…, blocks, k), if they
+        multiply h.
         """
         gate, weight = self.gate_and_weight(rest)
         return self.apply_mask(x, indicator(unit, self.sparsity, weight), gate)
@@ -240,7 +238,7 @@ class SparseFeedForward(FeedForwardBlock):
         return [z[port.matrix][..., port.start : port.start + port.step * self.units : port.step] for port in self.ports]
 
     def port_value(self, port: Port, x: Tensor) -> Tensor:
-        """Return an argument of `hidden` for all units, of a matrix that may give others too: (…, d_ff)."""
+        """Return an argument of `hidden` for all units: (…, d_ff); its matrix may compute other arguments too."""
         matrix = self.get_submodule(self.roles[port.matrix])
         columns = slice(port.start, port.start + port.step * self.units, port.step)
         if type(matrix) is nn.Linear and matrix.out_features > self.units and matrix.weight.device == x.device:
@@ -253,7 +251,7 @@ class SparseFeedForward(FeedForwardBlock):
     # The rows of the active units alone.
 
     def prefers_gather(self, x: Tensor) -> bool | torch.SymBool:
-        """Return whether the active rows are gathered: that is faster, and the matrices are not wrapped, nor packed but by rows."""
+        """Return whether to gather the active rows: it is faster, and no matrix is wrapped, or packed otherwise than by rows."""
         down: Any = self.down
         into: list[Any] = [self._modules[role] for role in self.roles]
         if type(down) not in (RowMajor, PackableRows) or any(type(child) is not nn.Linear for child in into):
@@ -261,7 +259,7 @@ class SparseFeedForward(FeedForwardBlock):
         return prefers_rows(x, self.width, self.sparsity // self.active, [child.weight for child in (down, *into)])
 
     def compute_gathered(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
-        """Return the same y from the rows of the active units alone."""
+        """Return the y of `compute_masked` from the rows of the active units alone."""
         if is_exporting():
             return self.compute_gathered_in_few_steps(x, unit, *rest)
         blocks = self.units // self.sparsity
@@ -270,7 +268,7 @@ class SparseFeedForward(FeedForwardBlock):
         return self.compute_rows(x, active, *self.gate_and_weight(rest))
 
     def compute_rows(self, x: Tensor, active: Tensor, gate: Tensor | None, weight: Tensor | None = None) -> Tensor:
-        """Return y from the rows of the units `active`, (tokens, blocks · k), their weights, likewise, and the gate, (…, d_ff)."""
+        """Return y from the rows of the units `active`; `active` and `weight`: (tokens, blocks · k), `gate`: (…, d_ff)."""
         tokens = x.reshape(-1, self.width)
         z = [
             self.port_value_at(port, tokens, active)
@@ -284,7 +282,7 @@ class SparseFeedForward(FeedForwardBlock):
         return indexed_sums(h, active, self.down.weight, self.down.bias).view(x.shape)
 
     def compute_gathered_in_few_steps(self, x: Tensor, unit: Tensor, *rest: Tensor) -> Tensor:
-        """Return the same without reshaping: in a runtime that takes a graph node by node, a step of one token waits for nodes."""
+        """Return the y of `compute_gathered` by fewer nodes: in a runtime of graphs, their number limits a step of one token."""
         first = torch.arange(0, self.units, self.sparsity, device=x.device).unsqueeze(1)
         active = (unit + first).squeeze(-1) if self.active == 1 else (unit + first).flatten(-2)  # (…, blocks · k)
         gate, weight = self.gate_and_weight(rest)
@@ -304,7 +302,7 @@ class SparseFeedForward(FeedForwardBlock):
         return y if self.down.bias is None else y + self.down.bias.to(y.dtype)
 
     def port_value_at(self, port: Port, x: Tensor, active: Tensor) -> Tensor:
-        """Return the argument of `hidden` that a port gives, for the active units: (tokens, blocks · k)."""
+        """Return an argument of `hidden` for the active units: (tokens, blocks · k)."""
         matrix: nn.Linear = getattr(self, self.roles[port.matrix])
         return indexed_products(x, port.columns(active), matrix.weight, matrix.bias)
 
@@ -313,11 +311,16 @@ class SparseFeedForward(FeedForwardBlock):
         return f"d={self.width}, d_ff={self.units}, N={self.sparsity}, k={self.active}, {choice}"
 
 
+def is_plain(weight: Any) -> bool:
+    """Return whether a weight is a floating-point tensor with values, neither sharded nor quantized."""
+    return isinstance(weight, Tensor) and type(weight.data) is Tensor and weight.is_floating_point() and not weight.is_meta
+
+
 @torch.no_grad()
 def represented_weight(linear: Any, inputs: int) -> Tensor:
     """Return the matrix by which a linear layer multiplies, however its weight is packed: (inputs, outputs).
 
-    A copy of the layer computes it, because a call may change how the layer stores its weight.
+    A copy of the layer computes it, because a call may change the layer's storage.
     """
     linear = copy.deepcopy(linear)
     weight = linear.weight
@@ -328,23 +331,23 @@ def represented_weight(linear: Any, inputs: int) -> Tensor:
 
 
 def measure_loaded_lengths(module: Any, keys: Any) -> None:
-    """Measure `lengths` of the new weights: a hook of `load_state_dict`."""
+    """Compute `lengths` from the loaded weights: a hook of `load_state_dict`."""
     module.measure_lengths()
 
 
 @dataclasses.dataclass(frozen=True)
 class ActiveUnits:
-    """All N units of a block are active at 0, which is the dense function; the k of the method at 1."""
+    """A dial: all N units of a block are active at 0, which is the dense function, and k at 1."""
 
     name: str = "the active units of a block"
 
     def fits(self, site: nn.Module) -> bool:
-        """Return whether no units are multiplied by their probabilities; otherwise all N would not give the dense function."""
+        """Return whether all N units would give the dense function: none are multiplied by their probabilities."""
         blocks = sparse_feed_forwards(site)
         return bool(blocks) and not any(block.multiply for block in blocks)
 
     def turn(self, site: nn.Module, share: float) -> None:
-        """Make N units active at 0, k at 1, and in between a number in between."""
+        """Make N units active at `share` 0, k at 1, interpolated in between."""
         for block in sparse_feed_forwards(site):
             block.activate(round(block.sparsity - share * (block.sparsity - block.chosen)))
 

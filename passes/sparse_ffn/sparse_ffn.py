@@ -1,6 +1,6 @@
 """The sparse-ffn pass: in every feed-forward a controller activates k hidden units in N.
 
-`sparse_feed_forward.py` is the layer; `controller_fit.py` and `output_fit.py` are its start from the dense weights and calibration
+`sparse_feed_forward.py` is the layer; `controller_fit.py` and `output_fit.py` fit its start to the dense weights and to calibration
 data.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §3.1.
@@ -51,8 +51,8 @@ from retrofit.sdk.data import (
 )
 from retrofit.sdk.modules import RowMajor, install_feed_forward, linear
 
-ENERGY = "energy kept of the outputs"  # measured by calibration at each site
-OUTPUT = "relative error of the outputs on tokens held out"  # the same, where the output matrix is fitted
+ENERGY = "energy kept of the outputs"  # measured at each site that is calibrated
+OUTPUT = "relative error of the outputs on tokens held out"  # measured where the output matrix is fitted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ class SparseBlock:
     """A sparse feed-forward before it is installed."""
 
     block: SparseFeedForward
-    rearranged: list[tuple[nn.Parameter, nn.Parameter, Rearranged]]  # the dense parameter, the new one, its layout
-    findings: list[tuple[str, dict[str, float], dict[str, Any]]]  # as `Edit.note` takes them
+    rearranged: list[tuple[nn.Parameter, nn.Parameter, Rearranged]]  # dense parameter, new parameter, layout
+    findings: list[tuple[str, dict[str, float], dict[str, Any]]]  # arguments of `Edit.note`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +69,12 @@ class SparseFFNPlan(Plan):
     """The feed-forwards that become sparse, in the order of the sites."""
 
     feed_forwards: tuple[FeedForward, ...] = ()
-    calls: Mapping[str, int] = dataclasses.field(default_factory=dict)  # of each module in a forward, by path
+    calls: Mapping[str, int] = dataclasses.field(default_factory=dict)  # number of calls of each module in a forward, by path
 
 
 @dataclasses.dataclass(frozen=True)
 class SparseFFN(Pass[SparseFFNPlan]):
-    """Makes feed-forwards sparse: a controller activates k hidden units in N."""
+    """Make feed-forwards sparse: a controller activates k hidden units in N."""
 
     name: ClassVar[str] = "sparse-ffn"
     summary: ClassVar[str] = "activate k of N hidden units in every feed-forward, selected by a low-rank controller or the gate"
@@ -153,11 +153,11 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     @property
     def fits_output(self) -> bool:
-        """Return whether the output matrix may start with other values than the dense ones."""
+        """Return whether the output matrix may be fitted, so that its initial values are not the dense ones."""
         return self.fit_output and not self.exact
 
     def rank_for(self, width: int) -> int:
-        """Return r for a feed-forward of this width."""
+        """Return r for a feed-forward of width d."""
         return self.rank or max(1, width // self.sparsity)
 
     # What would be rewritten.
@@ -187,7 +187,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         )
 
     def check(self, site: FeedForward, model: nn.Module, remedy: str) -> None:
-        """Raise `DoesNotFitError` if a feed-forward cannot be made sparse; `remedy` is for a d_ff that N does not divide."""
+        """Raise `DoesNotFitError` if a feed-forward cannot be made sparse; `remedy` is the fix if N does not divide its d_ff."""
         what = f"the feed-forward {site.name} cannot be made sparse"
         if site.units % self.sparsity:
             why = f"its d_ff = {site.units} is not a multiple of N = {self.sparsity}; {self.divisors([site])} would do"
@@ -197,17 +197,16 @@ class SparseFFN(Pass[SparseFFNPlan]):
             raise DoesNotFitError(what, why=why, remedy=f"use a rank up to {site.width}", in_any_form=True, code="does-not-fit")
         if self.controller == "gate" and not self.exact:
             gate_activation(site)
-        for matrix in (*site.into, site.out):
-            for parameter in (held for held in weight_and_bias(matrix, model) if held is not None):
-                names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
-                if len(names) > 1:
-                    why = f"its parameter {names[0]} is also {names[1]}, whose hidden units would have to be permuted too"
-                    raise DoesNotFitError(what, why=why, code="does-not-fit")
-                if not parameter.is_floating_point():
-                    raise DoesNotFitError(what, why=f"its weights are stored as {parameter.dtype}", code="does-not-fit")
+        for parameter in (value for matrix in (*site.into, site.out) for value in weight_and_bias(matrix, model)):
+            names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
+            if len(names) > 1:
+                why = f"its parameter {names[0]} is also {names[1]}, whose hidden units would have to be permuted too"
+                raise DoesNotFitError(what, why=why, code="does-not-fit")
+            if parameter is not None and not parameter.is_floating_point():
+                raise DoesNotFitError(what, why=f"its weights are stored as {parameter.dtype}", code="does-not-fit")
 
     def divisors(self, sites: Sequence[FeedForward]) -> str:
-        """Return the divisors of all the sites' d_ff that are nearest to N, as the option is written."""
+        """Return the common divisors of the sites' d_ff that are nearest to N, as text of the option."""
         common = math.gcd(*(site.units for site in sites))
         divisors = [size for size in range(1, common + 1) if common % size == 0]
         nearest = sorted(divisors, key=lambda size: abs(math.log(size / self.sparsity)))[:3]
@@ -219,7 +218,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         return d * r + r * d_ff + d_ff if self.predicts else 0
 
     def formula(self, sizes: collections.Counter[tuple[int, int]]) -> str:
-        """Return the parameters of the controllers, with numbers; `sizes` counts the feed-forwards by d and d_ff."""
+        """Return the formula of the controllers' parameters, with numbers; `sizes` counts the feed-forwards by d and d_ff."""
         if not self.predicts:
             return f"no new parameters: {'all units are active' if self.exact else 'the gate selects the units'}"
         terms = []
@@ -229,15 +228,17 @@ class SparseFFN(Pass[SparseFFNPlan]):
         return " + ".join(terms)
 
     def decoding_cost(self, sites: Sequence[FeedForward]) -> str:
-        """Return the FLOPs of decoding one token at a time."""
+        """Return a note on the FLOPs of decoding one token at a time."""
         whole = 1 if self.controller == "gate" and not self.exact else 0  # matrices of which all rows are used
-        matrices = [(2 * site.width * site.units, len(site.ports) + 1) for site in sites]
-        dense = sum(size * count for size, count in matrices)
-        rows = sum(size * whole + size * (count - whole) * self.active // self.sparsity for size, count in matrices)
-        choice = sum(2 * self.rank_for(site.width) * (site.width + site.units) for site in sites) if self.predicts else 0
-        return f"one token at a time, the feed-forwards cost {rows + choice:,} FLOPs, not {dense:,}"
+        sparse = dense = 0
+        for site in sites:
+            size, count = 2 * site.width * site.units, len(site.ports) + 1
+            dense += size * count
+            sparse += size * whole + size * (count - whole) * self.active // self.sparsity
+            sparse += 2 * self.rank_for(site.width) * (site.width + site.units) if self.predicts else 0
+        return f"one token at a time, the feed-forwards cost {sparse:,} FLOPs, not {dense:,}"
 
-    # The rewrite.
+    # The edits.
 
     def apply(self, plan: SparseFFNPlan, edit: Edit) -> None:
         sites = [site.bound_to(edit.model) for site in plan.feed_forwards]
@@ -254,7 +255,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
                 edit.rearrange_parameter(dense, parameter, new.block, layout, "a row for each hidden unit, in blocks")
 
     def groups(self, sites: Sequence[FeedForward], edit: Edit, calls: Mapping[str, int]) -> list[list[FeedForward]]:
-        """Return the sites in groups, in order, whose inputs on the calibration data are in memory together."""
+        """Return the sites in groups, in order; the inputs of a group on the calibration data fit in memory together."""
         if edit.calibration is None or self.exact:
             return [list(sites)]
         most = most_tokens(edit.calibration)
@@ -266,7 +267,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
     def make_group(
         self, sites: Sequence[FeedForward], edit: Edit, calls: Mapping[str, int], done: int, total: int
     ) -> list[SparseBlock]:
-        """Return the sparse feed-forwards of some of the `total` sites, computed in parallel; `done` came before them."""
+        """Return the sparse feed-forwards of a group, computed in parallel; `done` of the `total` sites are before it."""
         recorded: dict[str, Tensor] = {}
         if edit.calibration is not None and not self.exact:
             paths = {site.entry_path: calls.get(site.entry_path, 1) for site in sites}
@@ -277,7 +278,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         recorded.clear()
 
         def make(index: int) -> SparseBlock:
-            x, inputs[index] = inputs[index], None  # whose memory is free after the last site that reads it
+            x, inputs[index] = inputs[index], None  # frees the memory after the last site that reads it
             return self.make(sites[index], edit.model, x)
 
         return side_by_side(make, range(len(sites)), "fitting feed-forward", size, done=done, total=total)
@@ -295,7 +296,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
         def rearrange(parameter: nn.Parameter, layout: Rearranged) -> nn.Parameter:
             values = parameter.detach() if order is None or not layout.order else layout.ordered(parameter.detach(), order)
             values = values.t().contiguous() if layout.transposed else values
-            values = values.clone() if layout.fitted and x is not None else values  # the dense one keeps its own
+            values = values.clone() if layout.fitted and x is not None else values  # the dense parameter keeps its values
             new = nn.Parameter(values, requires_grad=parameter.requires_grad)
             rearranged.append((parameter, new, layout))
             return new
@@ -343,7 +344,7 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
 
 def bytes_of_a_fit(tokens: int, site: FeedForward) -> int:
-    """Return the bytes of its inputs whitened, its units' shares in half precision, and moments in float64."""
+    """Return the memory of a site's fit: whitened inputs, the units' shares in half precision, moments in float64."""
     return 4 * tokens * site.width + 2 * tokens * site.units + 24 * site.units**2
 
 
@@ -351,13 +352,13 @@ def blocks_of(number: int) -> str:
     return "its one block" if number == 1 else f"each of {number} blocks"
 
 
-TOKENS = 32_768  # on which a layer is calibrated, if there are as many
-FEWEST = 16  # tokens that anything is fitted on
-ROUNDED = torch.bfloat16  # what recorded inputs are rounded to: fits are as good, and more layers are recorded in a run
+TOKENS = 32_768  # at most, on which a feed-forward is calibrated
+FEWEST = 16  # tokens; with fewer, nothing is fitted
+ROUNDED = torch.bfloat16  # the dtype of recorded inputs: fits are as good, and more layers are recorded in a run
 
 
 def most_tokens(calibration: Calibration) -> int:
-    """Return the most tokens that are recorded per call; the number of image and sound tokens is unknown before the run."""
+    """Return the maximum of tokens recorded per call; the number of image and sound tokens is unknown before the run."""
     tensors = [value for batch in calibration.batches for value in batch.values() if isinstance(value, Tensor)]
     return TOKENS if any(value.is_floating_point() for value in tensors) else min(TOKENS, tokens_given(calibration))
 
@@ -365,8 +366,7 @@ def most_tokens(calibration: Calibration) -> int:
 def record_inputs(model: nn.Module, calibration: Calibration, calls: Mapping[str, int]) -> dict[str, Tensor]:
     """Return the inputs of the modules at the paths in `calls`, by path: (tokens, d), rounded, on the CPU.
 
-    Of a module that a forward calls several times, for layers that share it, tokens of all these calls are recorded. Modules that
-    receive too few tokens are left out.
+    Tokens of all calls of a module in a forward are recorded. Modules that receive fewer than `FEWEST` tokens are left out.
     """
     recorders = {path: TokenRecorder(most_tokens(calibration) * count) for path, count in calls.items()}
     spread_out(calibration, TOKENS).observe(model, recorders)
@@ -375,10 +375,10 @@ def record_inputs(model: nn.Module, calibration: Calibration, calls: Mapping[str
 
 
 class TokenRecorder:
-    """Keeps the tokens that a module receives, evenly spaced ones where `expected` are too many, in memory that is taken once."""
+    """Records up to `TOKENS` of the `expected` tokens that a module receives, evenly spaced, in memory allocated once."""
 
     def __init__(self, expected: int) -> None:
-        self.most, self.every = min(TOKENS, expected), math.ceil(expected / TOKENS)
+        self.most, self.step = min(TOKENS, expected), math.ceil(expected / TOKENS)
         self.count = self.skipped = 0
         self.rows = torch.empty(0)
 
@@ -386,8 +386,8 @@ class TokenRecorder:
         if not self.count:
             dtype = ROUNDED if x.dtype.itemsize > ROUNDED.itemsize else x.dtype
             self.rows = set_aside(torch.empty(self.most, x.shape[-1], dtype=dtype))
-        first, self.skipped = self.skipped, (self.skipped - len(x)) % self.every
-        part = x[first :: self.every][: self.most - self.count]
+        first, self.skipped = self.skipped, (self.skipped - len(x)) % self.step
+        part = x[first :: self.step][: self.most - self.count]
         self.rows[self.count : self.count + len(part)] = part
         self.count += len(part)
         if self.count == self.most:
@@ -399,12 +399,11 @@ class TokenRecorder:
 
 
 def spread_out(calibration: Calibration, tokens: int) -> Calibration:
-    """Return batches of about `tokens` tokens, evenly spaced, because the data may change its subject."""
+    """Return batches of about `tokens` tokens in all, evenly spaced, because the subject of the data may change."""
     return Calibration(calibration.batches[:: max(1, tokens_given(calibration) // tokens)])
 
 
 def tokens_given(calibration: Calibration) -> int:
-    """Return the tokens of the data, with padding."""
-    return sum(
-        max(math.prod(value.shape[:2]) for value in batch.values() if isinstance(value, Tensor)) for batch in calibration.batches
-    )
+    """Return the number of tokens of the data, with padding."""
+    tensors = ([value for value in batch.values() if isinstance(value, Tensor)] for batch in calibration.batches)
+    return sum(max(math.prod(value.shape[:2]) for value in batch) for batch in tensors)

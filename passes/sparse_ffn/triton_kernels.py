@@ -1,7 +1,7 @@
 """The Triton kernels of `indexed_rows` and `chosen_units`; importing this file needs Triton.
 
-A program keeps one sum for every number of its tile and adds them up once, at the end: what limits it is how much it reads at a
-time. Sums are float32, or float64 where the operands are.
+A program keeps one sum for each element of its tile and reduces them once, at the end: the amount that it reads at a time limits
+its speed. Sums are float32, or float64 for float64 operands.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def tile_products(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """z[t, b] = Σ_c x[t, c] rows[i, c] + bias[i], i = indices[t, b], for one token t and one tile of b, the program's ids."""
+    """Compute z[t, b] = Σ_c x[t, c] rows[i, c] + bias[i], i = indices[t, b], for one token t and a tile of blocks b."""
     wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
@@ -58,7 +58,7 @@ def tile_sums(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """y[p, t, c] = Σ_b h[t, b] rows[i, c] over the `each` blocks b of part p, for a tile of columns c; i = indices[t, b], or b."""
+    """Compute y[p, t, c] = Σ_b h[t, b] rows[i, c] over the blocks b of part p, for a tile of columns c; i = indices[t, b] or b."""
     wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -87,7 +87,7 @@ def tile_totals(  # type: ignore[no-untyped-def]
     TILE_PARTS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """y[t, c] = Σ_p parts[p, t, c] + bias[c] over `count` parts, for one token t and one tile of columns c."""
+    """Compute y[t, c] = Σ_p parts[p, t, c] + bias[c] over `count` parts, for one token t and a tile of columns c."""
     wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -119,7 +119,7 @@ def tile_choice(  # type: ignore[no-untyped-def]
     TILE_BLOCKS: tl.constexpr,
     TILE_RANK: tl.constexpr,
 ):
-    """Choose the K largest of the n logits in each block of a tile for one token t, largest first; of equal ones, the first.
+    """Choose the K largest of the n logits in each block of a tile for one token t, largest first, the first of equal ones.
 
     The logits are Σ_r low[t, r] c2[r, u] + bias[u], or low[t, u] if they are given. `out` receives their indices u, K a block, or 1
     at them and 0 elsewhere. NaN counts as the largest. PADDED is a power of two, at least n.

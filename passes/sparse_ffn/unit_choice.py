@@ -2,15 +2,14 @@
 
     relaxed(l, k)_u = min(1, e^{l_u} / Z),  Z such that the units of a block sum to k
 
-At k = 1 that is the softmax, at k = N it is 1, and as the logits grow it becomes the indicator of the k largest. It is the point
-of {m: 0 ≤ m_u ≤ 1, Σ m_u = k} with the least Kullback-Leibler divergence from e^l. With Gumbel noise added to the logits, the k
+This is the softmax at k = 1, and 1 at k = N; as the logits grow it becomes the indicator of the k largest. It is the point of
+{m: 0 ≤ m_u ≤ 1, Σ m_u = k} with the least Kullback-Leibler divergence from e^l. With Gumbel noise added to the logits, the k
 largest are a sample without replacement from softmax(l) (Kool et al., Stochastic Beams and Where to Find Them, 2019).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,7 +19,7 @@ from retrofit.sdk import DoesNotFitError
 from retrofit.sdk.anatomy import FeedForward
 from retrofit.sdk.program import CAST, DROPOUT, op
 
-HIGHEST = 30.0  # limit of a logit's excess over the k-th largest; from log N on its unit is fully active
+HIGHEST = 30.0  # limit of a logit's excess over the k-th largest; a unit is fully active if its excess is log N or more
 FAR = 1e30  # larger than any logit
 
 
@@ -30,7 +29,7 @@ def largest_units(logits: Tensor, k: int) -> Tensor:
 
 
 def indicator(units: Tensor, n: int, weight: Tensor | None = None) -> Tensor:
-    """Return 1 (or its weight) at each of the given units, 0 at the others: (…, blocks, k) to (…, blocks, N)."""
+    """Return 1, or its weight, at each of the `units`, and 0 at the others: (…, blocks, k) to (…, blocks, N)."""
     if units.shape[-1] == 1:
         found = torch.arange(n, device=units.device) == units
         return found if weight is None else found * weight
@@ -39,27 +38,27 @@ def indicator(units: Tensor, n: int, weight: Tensor | None = None) -> Tensor:
 
 
 def relaxed_indicator(logits: Tensor, k: int) -> Tensor:
-    """Return the relaxation above: (…, N), between 0 and 1, sum k."""
+    """Return the relaxation above: (…, N), values between 0 and 1 whose sum is k."""
     given, dim = laid_out(logits)
     soft = given.softmax(dim) if k == 1 else relaxed_below(given, k, full_ones(descending(given, dim), k), dim)
     return soft.movedim(dim, -1)
 
 
 def straight_through(choice: Tensor, relaxed: Tensor, k: int) -> Tensor:
-    """Return the indicator of the k largest `choice`, with the gradient of the relaxation of `relaxed`, logits too: (…, N)."""
+    """Return the indicator of the k largest logits `choice`, with the gradient of the relaxation of other logits: (…, N)."""
     soft, hard = both_indicators(choice, relaxed, k)
     return hard + (soft - soft.detach())
 
 
 def sampled_indicator(logits: Tensor, k: int, temperature: float, hard: float, noise: str = "choice") -> Tensor:
-    """Return with probability `hard`, for the whole batch, the units of a draw with Gumbel noise g, else the relaxation: (…, N).
+    """Return, for the whole batch, the units drawn with Gumbel noise g (with probability `hard`) or the relaxation: (…, N).
 
-    noise="choice": the k largest of l + τ g, with the gradient of the relaxation of l, which is the other mask. noise="both": the k
-    largest of (l + g)/τ, with the gradient of their relaxation, which is the other mask.
+    noise="choice": the units are the k largest of l + τ g, the relaxation is that of l. noise="both": the k largest of (l + g)/τ,
+    the relaxation is that of these. The gradient of the drawn units is that of the relaxation.
     """
-    on_cpu = logits.is_cuda and not torch.compiler.is_compiling()  # drawn there, so that only what is needed is computed
+    on_cpu = logits.is_cuda and not torch.compiler.is_compiling()  # drawn on the CPU, so that only one of the two is computed
     is_hard = torch.rand((), device="cpu" if on_cpu else logits.device) < hard
-    known = type(is_hard) is Tensor and is_hard.device.type == "cpu" and not torch.compiler.is_compiling()  # without waiting
+    known = type(is_hard) is Tensor and is_hard.device.type == "cpu" and not torch.compiler.is_compiling()  # needs no sync
     if noise == "choice":
         if known and not is_hard:
             return relaxed_indicator(logits, k)
@@ -81,7 +80,7 @@ def gumbel_noise(logits: Tensor) -> Tensor:
 
 
 def both_indicators(choice: Tensor, relaxed: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the relaxation of `relaxed`, and the indicator of the k largest `choice`: (…, N) each."""
+    """Return the relaxation of `relaxed` and the indicator of the k largest `choice`: (…, N) each."""
     given, dim = laid_out(relaxed)
     noisy = given if choice is relaxed else laid_out(choice)[0]
     if k == 1:
@@ -94,21 +93,21 @@ def both_indicators(choice: Tensor, relaxed: Tensor, k: int) -> tuple[Tensor, Te
 
 
 def laid_out(logits: Tensor) -> tuple[Tensor, int]:
-    """Return the logits in the layout that is computed with, and the dimension of the N units of a block.
+    """Return the logits in the layout for computing, and the dimension of a block's N units: the first on a GPU.
 
-    On a GPU it is the first: an operation along rows of a few numbers takes many times as long there as one along columns.
+    There an operation along rows of a few numbers takes many times as long as one along columns.
     """
     if logits.is_cuda and not torch.compiler.is_compiling():
         return logits.movedim(-1, 0).contiguous(), 0
     return logits, -1
 
 
-# Below, what is true or false of a unit is 1.0 or 0.0, and what no gradient needs is overwritten: with many tokens that takes a
-# fraction of the time of masks and copies.
+# Below, masks of units are 1.0 or 0.0, and tensors that no gradient needs are overwritten: with many tokens this takes a fraction
+# of the time of boolean masks and copies.
 
 
 def indicator_of_largest(logits: Tensor, k: int, least: Tensor, dim: int) -> Tensor:
-    """Return 1 at the k largest logits of each block, of equal ones the first; `least` is the k-th largest, `dim` that of units."""
+    """Return 1 at the k largest logits of each block, the first of equal ones; `least` is the k-th largest, `dim` that of units."""
     side = (logits.detach() - least.unsqueeze(dim)).sign_()
     above = side.relu()
     level = side.abs_().neg_().add_(1)
@@ -117,7 +116,7 @@ def indicator_of_largest(logits: Tensor, k: int, least: Tensor, dim: int) -> Ten
 
 
 def relaxed_below(logits: Tensor, k: int, least: Tensor, dim: int) -> Tensor:
-    """Return the relaxation in which units with logits of at least `least` are fully active: a softmax of the others."""
+    """Return the relaxation: 1 for units with logits ≥ `least`, a scaled softmax for the others."""
     full = (logits.detach() - least.unsqueeze(dim)).sign_().add_(1).clamp_max_(1.0)
     rest = k - full.sum(dim, keepdim=True)
     return torch.addcmul(full, rest, torch.add(logits, full, alpha=-FAR).softmax(dim))
@@ -126,8 +125,8 @@ def relaxed_below(logits: Tensor, k: int, least: Tensor, dim: int) -> Tensor:
 def full_ones(sorted_logits: Tensor, k: int) -> Tensor:
     """Return the least logit of each block whose unit is fully active in the relaxation, `FAR` if there is none: (N, …) to (…).
 
-    Of the sorted units the j-th is, if all before it are and its share (k − j) e^{l_j} of the remainder exceeds the sum over it and
-    the smaller ones. The units from the k-th on never are.
+    The j-th of the sorted units is fully active if all before it are and (k − j) e^{l_j} exceeds the sum of e^l over it and the
+    smaller ones. The units from the k-th on never are.
     """
     weights = (sorted_logits - sorted_logits[k - 1]).clamp_max_(HIGHEST).exp_()
     rests = [weights[k - 1 :].sum(0)]  # Σ of the weights from the j-th on: j = k − 1, k − 2, …, 0
@@ -140,15 +139,15 @@ def full_ones(sorted_logits: Tensor, k: int) -> Tensor:
     return least
 
 
-# Values of short rows in descending order. On a CPU torch sorts one row after the other, which takes ten times as long as all else
-# that is done with a block of hidden units. A sorting network (Batcher's odd-even merge sort; Knuth, The Art of Computer
-# Programming 5.2.2, algorithm M) compares the same two places of all rows in one operation.
+# Sorting short rows. On a CPU torch sorts one row after the other, which takes ten times as long as all other operations on a block
+# of hidden units. A sorting network (Batcher's odd-even merge sort; Knuth, The Art of Computer Programming 5.2.2, algorithm M)
+# compares the same two places of all rows in one operation.
 
-LONGEST = {"cpu": 64, "cuda": 16}  # rows for which the network is faster: its comparisons grow as n (log n)²
+LONGEST = {"cpu": 64, "cuda": 16}  # length of a row up to which the network is faster: its comparisons grow as n (log n)²
 
 
 def descending(values: Tensor, dim: int = -1) -> Tensor:
-    """Return the values along a dimension, the largest first, (n, …), without gradient."""
+    """Return the values sorted along a dimension, the largest first, without gradient: (n, …)."""
     values = values.detach()
     if values.shape[dim] > LONGEST.get(values.device.type, 0) or torch.compiler.is_compiling():
         return values.sort(dim=dim, descending=True).values.movedim(dim, 0)
@@ -161,39 +160,38 @@ def descending(values: Tensor, dim: int = -1) -> Tensor:
 
 @functools.cache
 def comparisons(n: int) -> tuple[tuple[int, int], ...]:
-    """Return the places that a sorting network for n values compares, in order."""
-    return tuple(merge_exchange(n))
+    """Return the places that a sorting network for n values compares, in order.
 
-
-def merge_exchange(n: int) -> Iterator[tuple[int, int]]:
-    """Yield the comparisons that merge sorted runs of p places, p = 1, 2, 4, …, two by two: at distances from p down to 1."""
+    They merge pairs of sorted runs of p places, p = 1, 2, 4, …, comparing at distances from p down to 1.
+    """
+    found: list[tuple[int, int]] = []
     p = 1
     while p < n:
         apart = p
         while apart:
             for start in range(apart % p, n - apart, 2 * apart):
-                for place in range(start, min(start + apart, n - apart)):
-                    if place // (2 * p) == (place + apart) // (2 * p):
-                        yield place, place + apart
+                places = range(start, min(start + apart, n - apart))
+                found += [(place, place + apart) for place in places if place // (2 * p) == (place + apart) // (2 * p)]
             apart //= 2
         p *= 2
+    return tuple(found)
 
 
 # ── On a GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# The k largest in each block of N of (x C1 C2 + c), or of logits that are given, in few launches: these are what a decoder's step
-# takes there, and not arithmetic. The first product is `indexed_rows.tiled_sums` with all rows of C1; then one kernel multiplies by
-# C2 and chooses (`triton_kernels.py`). Many tokens are multiplied by torch's own products, and only chosen for by the kernel.
+# The k largest in each block of N of (x C1 C2 + c), or of given logits, in few launches: launches, not arithmetic, limit a step of
+# a decoder. `indexed_rows.tiled_sums` with all rows of C1 is the first product; then one kernel multiplies by C2 and chooses
+# (`triton_kernels.py`). For many tokens torch computes both products, and the kernel only chooses.
 
-MANY = 16  # tokens from which on torch multiplies by C1 and C2
-CHOICE = (32, 128, 4)  # units, and rows of C2, that a program reads at a time, and its warps; at least one block
+MANY = 16  # tokens from which torch multiplies by C1 and C2
+CHOICE = (32, 128, 4)  # units (at least one block) and rows of C2 that a program reads at a time, and its warps
 LARGEST = 64  # N up to which several units of a block are chosen: the kernel compares each with each
 
 
 def chooses_in_kernel(n: int, k: int, x: Tensor, *operands: Tensor | None) -> bool:
-    """Return whether the functions below choose k of every n: on CUDA, without gradients, and not in float64.
+    """Return whether the functions below can choose k of n units: on CUDA, without gradients, not in float64.
 
-    The kernel's logits are float32, so in float64 it could choose differently between two that are almost equal.
+    The kernel's logits are float32: it could choose differently between two float64 logits that are almost equal.
     """
     return (k == 1 or n <= LARGEST) and x.dtype != torch.float64 and reads_tiles(x, *operands)
 
@@ -201,13 +199,13 @@ def chooses_in_kernel(n: int, k: int, x: Tensor, *operands: Tensor | None) -> bo
 def chosen_units(x: Tensor, c1: Tensor, c2: Tensor, bias: Tensor, n: int, k: int, mask: torch.dtype | None = None) -> Tensor:
     """Return the indices of the k largest of x C1 C2 + c in each block of n, largest first: (tokens, d) to (tokens, blocks k).
 
-    It is for few tokens. With `mask`, a dtype, a tensor of it instead that is 1 at these and 0 elsewhere: (tokens, d_ff).
+    For few tokens. If `mask` is a dtype, return a tensor of it that is 1 at these and 0 elsewhere: (tokens, d_ff).
     """
     return choose(added_parts(tiled_sums(x, None, c1), None, torch.float32), c2.contiguous(), bias, n, k, mask)
 
 
 def chosen_of(logits: Tensor, n: int, k: int, mask: torch.dtype | None = None) -> Tensor:
-    """Return the same for logits that are given, (tokens, d_ff)."""
+    """Return the result of `chosen_units` for given logits, (tokens, d_ff)."""
     return choose(logits.contiguous(), None, None, n, k, mask)
 
 
@@ -227,7 +225,7 @@ def choose(low: Tensor, c2: Tensor | None, bias: Tensor | None, n: int, k: int, 
 
 
 def power_of_two(least: int) -> int:
-    """Return the smallest power of two ≥ `least`."""
+    """Return the least power of two ≥ `least`."""
     return 1 << (least - 1).bit_length()
 
 
@@ -237,14 +235,13 @@ REMEDY = "use controller=low-rank"
 
 
 def gate_activation(site: FeedForward) -> tuple[int, fx.GraphModule]:
-    """Return the index of the gate's port, and act of h = act(z_gate) · z_up with the modules of `site.hidden`, without dropout.
+    """Return the index of the gate's port, and the function act of h = act(z_gate) · z_up, with modules of `site.hidden`.
 
-    Raises `DoesNotFitError` if h is not of this form, or act has parameters of its own.
+    Dropout is left out. Raises `DoesNotFitError` if h does not have this form, or act has parameters of its own.
     """
     if not site.gated:
         raise misfit(site, "it has no gate")
-    ports = [node for node in site.hidden.graph.nodes if node.op == "placeholder"]
-    (output,) = (node for node in site.hidden.graph.nodes if node.op == "output")
+    *ports, output = (node for node in site.hidden.graph.nodes if node.op in ("placeholder", "output"))
     product = behind_casts(output.args[0], site.hidden)
     factors = [factor for factor in product.args if isinstance(factor, fx.Node)] if op(product) == "mul" else []
     if len(ports) != 2 or len(factors) != 2:
@@ -268,16 +265,15 @@ def misfit(site: FeedForward, why: str) -> DoesNotFitError:
 
 
 def behind_casts(node: fx.Node, hidden: fx.GraphModule) -> fx.Node:
-    """Return the node whose value this node has, but for precision and dropout."""
+    """Return the node whose value this node has, up to precision and dropout."""
     while node.all_input_nodes and (op(node) in CAST or op(node) in DROPOUT or is_dropout(node, hidden)):
         node = node.all_input_nodes[0]
     return node
 
 
 def is_dropout(node: fx.Node, hidden: fx.GraphModule) -> bool:
-    return node.op == "call_module" and isinstance(
-        hidden.get_submodule(str(node.target)), (nn.Identity, nn.modules.dropout._DropoutNd)
-    )
+    kinds = nn.Identity, nn.modules.dropout._DropoutNd
+    return node.op == "call_module" and isinstance(hidden.get_submodule(str(node.target)), kinds)
 
 
 def ports_read(node: fx.Node, ports: list[fx.Node]) -> frozenset[int]:
@@ -287,7 +283,7 @@ def ports_read(node: fx.Node, ports: list[fx.Node]) -> frozenset[int]:
 
 
 def ancestors(node: fx.Node) -> set[fx.Node]:
-    """Return the node and all that it depends on."""
+    """Return the node and all nodes that it depends on."""
     seen: set[fx.Node] = set()
     waiting = [node]
     while waiting:
@@ -299,7 +295,7 @@ def ancestors(node: fx.Node) -> set[fx.Node]:
 
 
 def extract(result: fx.Node, port: fx.Node, hidden: fx.GraphModule) -> fx.GraphModule:
-    """Return the function of one port that gives `result`, without dropout."""
+    """Return the function of one port that computes `result`, without dropout."""
     graph, needed = fx.Graph(), ancestors(result)
     env = {port: graph.placeholder("gate")}
     for node in hidden.graph.nodes:
