@@ -1,6 +1,6 @@
 """The feed-forwards of a stack that become one mixture: even groups by depth, each reduced to its most common form.
 
-The layers of a group share the first one's attention matrices; norms, positions and caches stay each layer's own.
+With `share_attention` the layers of a group share the first layer's attention matrices; each keeps its norms, positions and cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Group:
     """Feed-forwards of one stack, all of one form, that become one mixture."""
 
     sites: tuple[FeedForward, ...]
-    chosen: tuple[int, ...] = ()  # the site from which each expert is taken; empty: spread evenly
+    chosen: tuple[int, ...] = ()  # the index of the site that each expert copies; empty: spread evenly
 
     @property
     def name(self) -> str:
@@ -34,15 +34,15 @@ class Group:
         return first if first == last else f"{first} … {last}"
 
     def sources(self, experts: int) -> list[FeedForward]:
-        """Return the feed-forward that each expert is taken from."""
+        """Return the feed-forward that each expert copies."""
         return [self.sites[index] for index in self.source_indices(experts)]
 
     def source_indices(self, experts: int) -> tuple[int, ...]:
-        """Return the site that each expert is taken from: the chosen ones, else spread evenly over the depth of the group."""
+        """Return the index of the site that each expert copies: the chosen ones, else spread evenly over the group's depth."""
         return self.chosen or tuple(int((e + 0.5) * len(self.sites) / experts) for e in range(experts))
 
     def copies(self, experts: int) -> list[int]:
-        """Return the experts that are taken from the same feed-forward as an expert before them."""
+        """Return the experts that copy the same feed-forward as an expert before them."""
         sources = self.sources(experts)
         return [e for e, site in enumerate(sources) if site in sources[:e]]
 
@@ -52,7 +52,7 @@ class Group:
 
 
 def group_feed_forwards(sites: Sequence[FeedForward], count: int, model: nn.Module, near_misses: list[NearMiss]) -> list[Group]:
-    """Return `count` even groups of the feed-forwards by depth; those of another form than most of their group are left out."""
+    """Return `count` even groups of the feed-forwards by depth; those of another form than most of their group are near misses."""
     groups: list[Group] = []
     for index in range(count):
         members = sites[index * len(sites) // count : (index + 1) * len(sites) // count]
@@ -69,7 +69,7 @@ def group_feed_forwards(sites: Sequence[FeedForward], count: int, model: nn.Modu
 
 
 def named_matrices(site: FeedForward) -> dict[str, Matrix]:
-    """Return the matrices of a feed-forward by the names they have in a mixture: their roles, numbered where two have the same."""
+    """Return the matrices of a feed-forward by their names in a mixture: their roles, numbered if several have the same role."""
     roles = [matrix.role for matrix in site.into]
     names = [role if roles.count(role) == 1 and role != DOWN else f"{role}{index}" for index, role in enumerate(roles)]
     return {**dict(zip(names, site.into, strict=True)), DOWN: site.out}
@@ -80,7 +80,7 @@ def named_matrices(site: FeedForward) -> dict[str, Matrix]:
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """The properties that feed-forwards must share to be experts of one mixture."""
+    """The properties in which the experts of one mixture must agree."""
 
     width: int = dataclasses.field(metadata={"words": "width is"})
     units: int = dataclasses.field(metadata={"words": "hidden units are"})
@@ -93,7 +93,7 @@ class Form:
 
 @dataclasses.dataclass(frozen=True)
 class HiddenFunction:
-    """The function between the matrices of a feed-forward: its values on fixed arguments, and a text for each step."""
+    """The function between the matrices of a feed-forward: its values for fixed arguments, and a text for each step."""
 
     values: Tensor
     steps: tuple[str, ...]
@@ -103,7 +103,7 @@ class HiddenFunction:
 
 
 def form_of(site: FeedForward, model: nn.Module, functions: list[HiddenFunction]) -> Form:
-    """Return the form of a feed-forward; a new hidden function is appended to `functions`, those of its group."""
+    """Return the form of a feed-forward. A new hidden function is appended to `functions`, those of its group."""
     matrices = {name: weight_and_bias(matrix, model) for name, matrix in named_matrices(site).items()}
     return Form(
         site.width,
@@ -128,34 +128,36 @@ def check_same_form(site: FeedForward, form: Form, common: Form) -> None:
 def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str, ...]:
     """Return the steps that identify a hidden function: those of the first of `functions` that computes the same, else its own.
 
-    A function with weights is identified only by its steps, because a recipe is replayed on models whose weights have no values.
+    A function with weights is identified only by its steps, because recipes are replayed on models whose weights have no values.
     """
-    steps = steps_of(site)
-    if any(True for _ in (*site.hidden.parameters(), *site.hidden.buffers())):
-        return steps
-    # a prime length: shifted for each port, the arguments meet in different pairs
-    z = torch.linspace(-6, 6, 97, dtype=torch.float32)
-    with evaluation_mode(site.hidden):
-        function = HiddenFunction(site.hidden(*(z.roll(7 * port) for port in range(len(site.ports)))), steps)
-    for other in functions:
-        if function.equals(other):
-            return other.steps
+    _, values = evaluate(site)
+    if values is None:
+        return steps_of(site)
+    function = HiddenFunction(values, steps_of(site))
     functions.append(function)
-    return steps
+    return next(other.steps for other in functions if function.equals(other))
+
+
+def evaluate(site: FeedForward) -> tuple[list[Tensor], Tensor | None]:
+    """Return fixed arguments of a hidden function, and its values for them; None if it has weights."""
+    z = torch.linspace(-6, 6, 97, device="cpu", dtype=torch.float32)  # a prime number: rolled arguments meet in different pairs
+    arguments = [z.roll(7 * port) for port in range(len(site.ports))]
+    if any(True for _ in (*site.hidden.parameters(), *site.hidden.buffers())):
+        return arguments, None
+    with evaluation_mode(site.hidden):
+        return arguments, site.hidden(*arguments)
 
 
 def activation_name(site: FeedForward) -> str:
     """Return transformers' name of the hidden function, alone or times the second argument; "" if there is none."""
-    z = torch.linspace(-6, 6, 97, device="cpu", dtype=torch.float32)
-    arguments = [z.roll(7 * port) for port in range(len(site.ports))]
-    if len(arguments) > 2 or any(True for _ in (*site.hidden.parameters(), *site.hidden.buffers())):
+    arguments, values = evaluate(site)
+    if len(arguments) > 2 or values is None:
         return ""
-    with evaluation_mode(site.hidden):
-        found = site.hidden(*arguments).to(z.dtype)  # T5 casts it to the dtype of the next weight
+    found = values.to(torch.float32)  # T5 casts it to the dtype of the next weight
     for name in ACT2FN:
         try:
             expected = ACT2FN[name](arguments[0])
-        except Exception:  # one that cannot be made without arguments
+        except Exception:  # some need arguments
             continue
         if torch.allclose(found, expected * arguments[1] if len(arguments) == 2 else expected, rtol=1e-5, atol=1e-6):
             return str(name)
@@ -172,7 +174,7 @@ def steps_of(site: FeedForward) -> tuple[str, ...]:
 
 
 def operation(node: fx.Node, hidden: fx.GraphModule) -> str:
-    """Return the operation of a node as text, or the module that it calls."""
+    """Return the operation of a node, or the module that it calls, as text."""
     if node.op == "call_module":
         return str(hidden.get_submodule(str(node.target)))
     return str(node.target) if node.op == "call_function" else node.op
@@ -180,45 +182,40 @@ def operation(node: fx.Node, hidden: fx.GraphModule) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class SharedAttention:
-    """An attention whose matrices and biases are replaced by those of another layer."""
+    """An attention whose matrices and biases are replaced by those of the layer `first`."""
 
     name: str
-    first: str  # the layer that they are taken from
-    replacements: dict[str, str]  # by parameter name, the name of the parameter that replaces it
+    first: str
+    replacements: dict[str, str]  # parameter name → name of the parameter that replaces it
 
 
 def plan_sharing(group: Group, stack: Stack, anatomy: Anatomy, near_misses: list[NearMiss]) -> list[SharedAttention]:
     """Return the attentions of a group that share the matrices of the group's first layer."""
     shared: list[SharedAttention] = []
-    layers = layers_of(group, stack)
+    paths = [f"{site.path}." for site in group.sites]
+    layers = [layer for layer in stack.layers if layer.name and any(path.startswith(f"{layer.name}.") for path in paths)]
     if not layers:
         near_misses.append(NearMiss(group.name, "no module owns its layers, so their attentions are unknown", code="no-owner"))
         return []
     first = layers[0]
-    for other in layers[1:]:
-        for ours, theirs in itertools.zip_longest(first.attentions, other.attentions):
-            with collect_near_miss(theirs.name if theirs else other.name, near_misses):
-                replacements = pair_parameters(first, ours, other, theirs, anatomy)
-                if theirs is not None and replacements:
-                    shared.append(SharedAttention(theirs.name, first.name, replacements))
+    for layer in layers[1:]:
+        for source, attention in itertools.zip_longest(first.attentions, layer.attentions):
+            with collect_near_miss(attention.name if attention else layer.name, near_misses):
+                replacements = pair_parameters(first, source, layer, attention, anatomy)
+                if attention is not None and replacements:
+                    shared.append(SharedAttention(attention.name, first.name, replacements))
     return shared
 
 
-def layers_of(group: Group, stack: Stack) -> list[Layer]:
-    """Return the layers of the stack that the feed-forwards of the group belong to."""
-    paths = [f"{site.path}." for site in group.sites]
-    return [layer for layer in stack.layers if layer.name and any(path.startswith(f"{layer.name}.") for path in paths)]
-
-
-def pair_parameters(first: Layer, ours: Branch | None, other: Layer, theirs: Branch | None, anatomy: Anatomy) -> dict[str, str]:
-    """Return the parameters of the attention `theirs`, each with the one of `ours` that replaces it. Raises if they differ."""
-    if ours is None or theirs is None or ours.role != theirs.role:
-        raise differ(other, f"{first.name} has not the same attentions, which it would share")
-    common = parameter_names(ours, anatomy) & parameter_names(theirs, anatomy)
-    here, there = own_matrices(ours, first, common, anatomy), own_matrices(theirs, other, common, anatomy)
-    if {name: parameter.shape for name, parameter in here.items()} != {name: parameter.shape for name, parameter in there.items()}:
-        raise differ(other, f"its matrices are not those of {first.name} in name and size, which it would share")
-    return {f"{other.name}.{name}": f"{first.name}.{name}" for name in there}
+def pair_parameters(first: Layer, source: Branch | None, layer: Layer, branch: Branch | None, anatomy: Anatomy) -> dict[str, str]:
+    """Return, for the parameters of `branch`, those of `source` that replace them. Raises `DoesNotFitError` if the two differ."""
+    if source is None or branch is None or source.role != branch.role:
+        raise differ(layer, f"{first.name}, whose attentions it would share, has other attentions")
+    common = parameter_names(source, anatomy) & parameter_names(branch, anatomy)
+    new, old = own_shapes(source, first, common, anatomy), own_shapes(branch, layer, common, anatomy)
+    if new != old:
+        raise differ(layer, f"its matrices differ in name or size from those of {first.name}, which it would share")
+    return {f"{layer.name}.{name}": f"{first.name}.{name}" for name in old}
 
 
 def differ(layer: Layer, why: str) -> DoesNotFitError:
@@ -230,17 +227,17 @@ def parameter_names(branch: Branch, anatomy: Anatomy) -> set[str]:
     return set(anatomy.flow.parameters_of(anatomy.flow.between(anatomy.node(branch.source), anatomy.node(branch.output))))
 
 
-def own_matrices(branch: Branch, layer: Layer, common: set[str], anatomy: Anatomy) -> dict[str, nn.Parameter]:
-    """Return the matrices of an attention and their biases, by name inside the layer, except those that are common already."""
+def own_shapes(branch: Branch, layer: Layer, common: set[str], anatomy: Anatomy) -> dict[str, torch.Size]:
+    """Return the shapes of an attention's matrices and their biases, by name inside the layer, without the `common` ones."""
     prefix = f"{layer.name}."
     names = (name for name in parameter_names(branch, anatomy) - common if name.startswith(prefix))
-    parameters = {name: anatomy.model.get_parameter(name) for name in names}
-    owners = {name.rpartition(".")[0] for name, parameter in parameters.items() if parameter.dim() > 1}
-    return {name.removeprefix(prefix): parameter for name, parameter in parameters.items() if name.rpartition(".")[0] in owners}
+    shapes = {name: anatomy.model.get_parameter(name).shape for name in names}
+    owners = {name.rpartition(".")[0] for name, size in shapes.items() if len(size) > 1}
+    return {name.removeprefix(prefix): size for name, size in shapes.items() if name.rpartition(".")[0] in owners}
 
 
 def share(attention: SharedAttention, edit: Edit) -> None:
-    """Replace the parameters wherever the model holds them."""
+    """Replace the parameters in all modules that hold them."""
     for own, other in attention.replacements.items():
         old, new = edit.model.get_parameter(own), edit.model.get_parameter(other)
         for module in list(edit.model.modules()):

@@ -6,12 +6,12 @@ layer l's output is
     ‖y_l(x) − Σ_e g_e(x) y_{j_e}(x)‖² = ‖y_l‖² − 2 Σ_e g_e ⟨y_{j_e}, y_l⟩ + Σ_{e,f} g_e g_f ⟨y_{j_e}, y_{j_f}⟩
 
 so only the inner products of a token, n × n for n layers, are needed. They are divided by the layer's energy and weighted so that
-tokens with huge outputs do not dominate (`token_weights`): a layer's sum is its relative squared error.
+tokens with large outputs do not dominate (`token_weights`): a layer's sum is its relative squared error.
 
 The experts are the E feed-forwards for which, on average over the layers, the best convex combination of two (K = 1: of one) is
 nearest to the layer's own output; if E ≥ n all are experts. The router first learns to distinguish the layers by x, then gradient
-descent through the gates lowers the error. Of the uncalibrated start and the fits, the best on held-out tokens is kept, among those
-that are worse for no layer.
+descent through the gates lowers the error. Of the uncalibrated start and the fits that are worse for no layer, the best on held-out
+tokens is kept.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from retrofit.sdk.data import (
 )
 
 TOKENS = 8192  # of all layers of a group together
-STEPS = 300  # of Adam on the router, half of them to tell the layers
-RATE = 0.02  # of Adam, on the router of inputs whose features have a root mean square of one
-WORSE = 10.0  # weight of an error if a layer becomes worse than without calibration
-CHUNK = 256  # tokens
+STEPS = 300  # of Adam on the router, half of them to distinguish the layers
+RATE = 0.02  # of Adam, for inputs whose features have a root mean square of one
+WORSE = 10.0  # weight of the error of a layer in excess of that without calibration
+CHUNK = 256  # tokens computed at a time
 
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """Tokens of all layers of a group, and the inner products of its feed-forwards' outputs for each of them."""
+    """Tokens of all layers of a group, and the inner products of its feed-forwards' outputs for each token."""
 
     x: Tensor  # (tokens, d)
-    layer: Tensor  # (tokens), whose input each token is
-    gram: Tensor  # (tokens, n, n), weighed
+    layer: Tensor  # (tokens), the layer whose input the token is
+    gram: Tensor  # (tokens, n, n), weighted
 
     @classmethod
     def of(cls, group: Group, inputs: Sequence[Tensor], model: nn.Module) -> Products:
-        """Return those of each layer's `inputs`, (tokens, d)."""
-        grams = [weighed_products(group, layer, x, model) for layer, x in enumerate(inputs)]
+        """Return the products for `inputs`, one tensor (tokens, d) for each layer."""
+        grams = [weighted_products(group, layer, x, model) for layer, x in enumerate(inputs)]
         layer = torch.cat([torch.full((len(x),), index) for index, x in enumerate(inputs)]).to(inputs[0].device)
         return cls(torch.cat(list(inputs)).float(), layer, torch.cat(grams))
 
@@ -75,7 +75,7 @@ class Products:
 
 
 @torch.no_grad()
-def weighed_products(group: Group, layer: int, x: Tensor, model: nn.Module) -> Tensor:
+def weighted_products(group: Group, layer: int, x: Tensor, model: nn.Module) -> Tensor:
     """Return ⟨y_i, y_j⟩ w_t / Σ_t w_t ‖y_layer‖² for each token of x: (tokens, n, n)."""
     grams, own = [], []
     for part in x.split(CHUNK):
@@ -112,7 +112,7 @@ def times(matrix: Matrix, rows: Tensor, model: nn.Module) -> Tensor:
 
 
 def choose_sources(products: Products, experts: int, k: int) -> list[int]:
-    """Return the feed-forwards, ascending, that make the best `experts` of a larger group, by adding the best and swapping."""
+    """Return the best `experts` feed-forwards of a larger group, ascending: greedily added, then swapped while that helps."""
     errors = combination_errors(products, k)  # (layers, n, n)
 
     def total(chosen: Sequence[int]) -> float:
@@ -138,14 +138,13 @@ def combination_errors(products: Products, k: int) -> Tensor:
     """Return the squared error of layer l with the best convex combination of feed-forwards i and j (k = 1: i alone): (l, i, j)."""
     n = products.layers
     grams = torch.zeros(n, n, n, device=products.gram.device).index_add(0, products.layer, products.gram)  # of each layer's tokens
-    alone = torch.stack([grams[layer].diagonal() - 2 * grams[layer, layer] + grams[layer, layer, layer] for layer in range(n)])
-    if k == 1:
-        return torch.where(torch.eye(n, dtype=torch.bool), alone.unsqueeze(2), torch.inf)
-    # With error vectors r_i = y_i − y_l the error of a r_i + (1 − a) r_j is least at a = ⟨r_j, r_j − r_i⟩ / ‖r_j − r_i‖².
     own = torch.stack([grams[layer, layer] for layer in range(n)])  # ⟨y_i, y_l⟩: (layers, n)
-    energy = own.diagonal().view(n, 1, 1)
-    inner = grams - own.unsqueeze(2) - own.unsqueeze(1) + energy  # ⟨r_i, r_j⟩
+    # With error vectors r_i = y_i − y_l the error of a r_i + (1 − a) r_j is least at a = ⟨r_j, r_j − r_i⟩ / ‖r_j − r_i‖².
+    inner = grams - own.unsqueeze(2) - own.unsqueeze(1) + own.diagonal().view(n, 1, 1)  # ⟨r_i, r_j⟩
+    alone = inner.diagonal(dim1=1, dim2=2)
     first, second = alone.unsqueeze(2), alone.unsqueeze(1)
+    if k == 1:
+        return torch.where(torch.eye(n, dtype=torch.bool), first, torch.inf)
     apart = (first + second - 2 * inner).clamp_min(1e-12)
     share = ((second - inner) / apart).clamp(0, 1)
     return share.square() * first + (1 - share).square() * second + 2 * share * (1 - share) * inner
@@ -155,7 +154,7 @@ def combination_errors(products: Products, k: int) -> Tensor:
 
 
 def gates_of(logits: Tensor, k: int, renormalize: bool) -> Tensor:
-    """Return the gates of all experts, zero but for the K largest: (tokens, E)."""
+    """Return the gates of all experts, zero except for the K largest: (tokens, E)."""
     probabilities = logits.softmax(-1)
     kept, selected = probabilities.topk(k, -1)
     if renormalize:
@@ -165,7 +164,7 @@ def gates_of(logits: Tensor, k: int, renormalize: bool) -> Tensor:
 
 @torch.enable_grad()
 def fit_router(products: Products, sources: Tensor, start: Tensor, k: int, renormalize: bool, uncalibrated: Tensor) -> Tensor:
-    """Return the router, (E, d), after `STEPS` steps from `start`; `uncalibrated` holds each layer's squared error without data."""
+    """Return the router, (E, d), after `STEPS` steps from `start`; `uncalibrated`: each layer's squared error without data."""
     weights = token_weights(products.x)
     scale = (weights @ products.x.square() / weights.sum()).sqrt().clamp_min(1e-12)
     x = products.x / scale
@@ -189,14 +188,9 @@ def fit_router(products: Products, sources: Tensor, start: Tensor, k: int, renor
 
 
 def nearest_experts(products: Products, sources: Tensor) -> Tensor:
-    """Return, for each layer, the experts whose outputs are nearest to its own: (layers, E)."""
-    errors = torch.stack(
-        [
-            products.errors(sources, F.one_hot(torch.full_like(products.layer, e), len(sources)).float())
-            for e in range(len(sources))
-        ],
-        1,
-    )
+    """Return a mask of the experts whose outputs are nearest to each layer's own: (layers, E)."""
+    gates = (F.one_hot(torch.full_like(products.layer, e), len(sources)).float() for e in range(len(sources)))
+    errors = torch.stack([products.errors(sources, gate) for gate in gates], 1)
     return errors <= errors.amin(1, keepdim=True) + 1e-6
 
 
@@ -214,7 +208,7 @@ class MixtureStart:
 
 
 def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, renormalize: bool) -> dict[str, MixtureStart]:
-    """Return the start of the mixture of each group of several layers, by the group's name; a group that got no data has none."""
+    """Return the start of the mixture of each group of several layers, by the group's name; groups without data are left out."""
     assert edit.calibration is not None
     starts: dict[str, MixtureStart] = {}
     several = [group for group in groups if len(group.sites) > 1]
@@ -232,40 +226,37 @@ def fit_mixtures(groups: Sequence[Group], edit: Edit, experts: int, k: int, reno
 
 
 def record_inputs(groups: Sequence[Group], model: nn.Module, calibration: Calibration) -> dict[str, Tensor]:
-    """Return the input of each feed-forward that was observed, by path: (tokens, d), at most `TOKENS` in a group."""
+    """Return the input of each feed-forward that received tokens, by path: (tokens, d), at most `TOKENS` in a group."""
     sites = [site for group in groups for site in group.sites]
-    first = {site.path: site.entry_path for site in sites}
+    entries = {site.path: site.entry_path for site in sites}
     most = {site.path: max(1, TOKENS // len(group.sites)) for group in groups for site in group.sites}
     size = max(parameter.element_size() for parameter in model.parameters())
     inputs: dict[str, Tensor] = {}
     for paths in groups_in_room({site.path: size * TOKENS * site.width for site in sites}, model):
         rows: dict[str, list[Tensor]] = {path: [] for path in paths}
-        calibration.observe(model, {first[path]: recorder(parts) for path, parts in rows.items()})
+        calibration.observe(model, {entries[path]: recorder(parts) for path, parts in rows.items()})
         inputs |= {path: evenly_spaced(torch.cat(parts), most[path]) for path, parts in rows.items() if parts}
     return inputs
 
 
 def recorder(parts: list[Tensor]) -> Callable[[Tensor], None]:
-    def keep(x: Tensor) -> None:
-        parts.append(set_aside(x.clone()))
-
-    return keep
+    """Return a function that appends a copy of its argument to `parts`."""
+    return lambda x: parts.append(set_aside(x.clone()))
 
 
 def fit_mixture(
     fitted: Products, held_out: Products, spread: Sequence[int], router: Tensor, k: int, renormalize: bool, *, choose: bool = True
 ) -> MixtureStart:
-    """Return the best start of a mixture whose uncalibrated one has the `spread` sources and this `router`, (E, d)."""
+    """Return the best start of a mixture; the uncalibrated start has the sources `spread` and this `router`, (E, d)."""
 
     def errors(products: Products, sources: Sequence[int], weight: Tensor) -> Tensor:
         gates = gates_of(products.x @ weight.float().t(), k, renormalize)
         return products.errors(torch.tensor(sources), gates)
 
     plain = errors(fitted, spread, router)
-    best, before = (tuple(spread), router), errors(held_out, spread, router)
-    after = before
-    experts = len(spread)
-    chosen = tuple(choose_sources(fitted, experts, k)) if choose and experts < fitted.layers else tuple(spread)
+    best = tuple(spread), router
+    before = after = errors(held_out, *best)
+    chosen = tuple(choose_sources(fitted, len(spread), k)) if choose and len(spread) < fitted.layers else tuple(spread)
     for sources in dict.fromkeys((tuple(spread), chosen)):
         weight = fit_router(fitted, torch.tensor(sources), router, k, renormalize, plain).to(router.dtype)
         found = errors(held_out, sources, weight)

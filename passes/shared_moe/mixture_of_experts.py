@@ -4,18 +4,18 @@
     B = ⌈C·K·tokens/E⌉                                                  tokens of a batch that an expert keeps in training
     l_balance = E Σ_i m_i P_i                                           m_i: dispatches to expert i per token; P: mean softmax
 
-Go Wider Instead of Deeper (AAAI 2022), eq. 1 to 5. Logits, probabilities and gates are float32 whatever the model is.
+Go Wider Instead of Deeper (AAAI 2022), eq. 1 to 5. Logits, probabilities and gates are float32 in models of any dtype.
 
-With slices (`slicing.py`) it is a mixture of g·E experts, E of each slice, and routes each slice by itself:
+With slices (`slicing.py`) it is a mixture of g·E experts, E for each slice, and routes each slice separately:
 
     MoE(x) = Σ_s w_s(x) e_{c_s(x)}(x),   c_s(x) = argmax(f_s(x) + ε),   w_s = p_{c_s} / stopgrad(p_{c_s}) = 1
 
-The weight is 1 whatever the router says, so that equal experts compute the dense function; its gradient is that of log p.
+The weight is 1 for any probability, so that equal experts compute the dense function; its gradient is that of log p.
 
 In training a mixture records its balance loss as an auxiliary loss (`retrofit/surgery/auxiliary_losses.py`), which the model's
 forward adds to the loss that it returns.
 
-`expert_load` says how the tokens of some text are distributed over the experts of each layer, as numbers and as a picture.
+`expert_load` measures how the tokens of some text are distributed over the experts of each layer, as numbers and as a picture.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from retrofit.sdk.anatomy import FeedForward, Port
 from retrofit.sdk.data import calibration_from
 from retrofit.sdk.modules import FeedForwardBlock, cond, record_auxiliary_loss
 
-ROUTER_SPREAD = 0.02  # of the router's weights at random
+ROUTER_SPREAD = 0.02  # standard deviation of the router's random weights
 GROUPED = "grouped_mm"  # transformers' own function for many rows, which is computed here
-ROW = 16  # bytes: grouped kernels need rows of a multiple of it
+ROW = 16  # bytes; grouped kernels need rows of a multiple of it
 
 
 class Router(nn.Linear):
-    """f: the logits of the experts, in float32 whatever x and the weight are."""
+    """f: the logits of the experts, in float32 for any dtype of x and of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         off = torch.autocast(x.device.type, enabled=False) if autocast_dtype(x.device) else contextlib.nullcontext()
@@ -72,19 +72,17 @@ class ExpertMatrices(nn.Module):
     def forward(self, rows: Tensor, expert: Tensor | Sequence[int], ends: Tensor | None) -> Tensor:
         """Return each row times the matrix of its expert, plus its bias: (rows, in) to (rows, out).
 
-        `ends` is the index after the last row of each expert if rows are sorted by expert. None is for few rows: the matrix of each
+        `ends` is the index after the last row of each expert, for rows sorted by expert. None is for few rows: the matrix of each
         is read in place if the experts are numbers, and gathered if they are a tensor.
         """
         weight, bias = self.weight, self.bias  # read once, because adapters compute them at each access
         if not isinstance(expert, Tensor):
             parts = zip(rows.split(1), expert, strict=True)
-            if bias is None:
-                return torch.cat([F.linear(row, weight[e]) for row, e in parts])
-            return torch.cat([F.linear(row, weight[e], bias[e]) for row, e in parts])
+            return torch.cat([F.linear(row, weight[e], None if bias is None else bias[e]) for row, e in parts])
         weight = weight.to(rows.dtype)  # type: ignore[assignment]
         if ends is not None:
             y = grouped_product(rows, weight.transpose(1, 2), ends)
-        elif torch.compiler.is_dynamo_compiling():  # a compiler makes one loop of it, which copies no matrix
+        elif torch.compiler.is_dynamo_compiling():  # compiled to one loop, which copies no matrix
             y = (weight.index_select(0, expert) * rows.unsqueeze(1)).sum(-1)
         else:
             y = torch.bmm(weight.index_select(0, expert), rows.unsqueeze(-1)).squeeze(-1)
@@ -105,10 +103,10 @@ class MixtureOfExperts(nn.Module):
     The matrices that read x are its children named in `into`; `ports` are the columns of their results that the hidden function
     reads; `down` writes y. The hidden function is each layer's own and an argument of the call: only matrices are shared.
 
-    With `order`, the dense hidden units in the order of the slices, there are `slices`, and one expert of each is taken.
+    With `order`, the dense hidden units in the order of the slices, there are `slices`, and one expert of each is selected.
 
-    Where `config.experts_implementation` names a function of transformers' `ExpertsInterface` besides its own for many rows, that
-    function computes the experts (`ExpertsView`).
+    If `config.experts_implementation` names a function of transformers' `ExpertsInterface` other than `GROUPED`, that function
+    computes the experts (`ExpertsView`).
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class MixtureOfExperts(nn.Module):
         self.order: Tensor | None
         self.register_buffer("order", order)
         self.config: Any = None  # the model's, if it has one
-        self.activation = ""  # the name that transformers has for the hidden function, alone or times the second argument
+        self.activation = ""  # transformers' name of the hidden function, alone or times the second argument
         self.k, self.renormalize, self.capacity, self.balance, self.noise = k, renormalize, capacity, balance, noise
         like = down.weight
         self.router = Router(self.width, self.stacked, bias=False, device=like.device, dtype=like.dtype)
@@ -148,7 +146,7 @@ class MixtureOfExperts(nn.Module):
         return self.combine(x.reshape(-1, self.width), gates, selected, hidden).view(x.shape)
 
     def reads_in_place(self, x: Tensor) -> bool:
-        """Return whether x is few tokens whose experts can be read in place: on a CPU, without gradients or tracing."""
+        """Return whether x has so few tokens that experts are read in place: on a CPU, without gradients or tracing."""
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or x.device.type != "cpu":
             return False
         few = 0 < x.numel() * self.sent <= self.stacked * self.width and x.dtype == self.down.weight.dtype
@@ -158,7 +156,7 @@ class MixtureOfExperts(nn.Module):
         return not traced and self.plugged_function() is None
 
     def compute_in_place(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
-        """Return y of a few tokens by views of their experts' matrices, without sorting or copying."""
+        """Return y of a few tokens from views of their experts' matrices, without sorting or copying."""
         logits = self.router(x).view(-1, self.slices, self.experts)
         gates = None
         if self.order is not None or (self.k == 1 and self.renormalize):
@@ -169,7 +167,7 @@ class MixtureOfExperts(nn.Module):
         sent = self.sent
         numbers = selected.flatten().tolist()
         if self.slices > 1:
-            numbers = [e + self.experts * (place % self.slices) for place, e in enumerate(numbers)]  # K = 1
+            numbers = [e + self.experts * (place % self.slices) for place, e in enumerate(numbers)]  # with slices K is 1
         rows = x.reshape(1, -1).expand(sent, -1) if len(numbers) == sent else x.reshape(-1, self.width).repeat_interleave(sent, 0)
         y = self.run_experts(rows, numbers, None, hidden).view(-1, sent, self.width)
         y = y if gates is None else y * gates.view(-1, sent, 1)
@@ -178,7 +176,7 @@ class MixtureOfExperts(nn.Module):
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gates and experts of each token: (tokens, g·K), float32 and indices; above an expert's capacity the gate is 0.
 
-        The router reads x by rows of the batch: PEFT may adapt it to each row in another way (`adapter_names`).
+        The router reads x before the tokens are flattened: PEFT may adapt each row of the batch differently (`adapter_names`).
         """
         logits = self.router(x).float().flatten(0, -2)
         if self.training and self.noise:
@@ -202,31 +200,30 @@ class MixtureOfExperts(nn.Module):
         return gates.flatten(1), self.number(selected)
 
     def number(self, selected: Tensor) -> Tensor:
-        """Return the experts of each slice, (tokens, g, K), by their numbers among those of all slices: (tokens, g·K)."""
+        """Return the numbers of the experts among those of all slices: (tokens, g, K), in each slice, to (tokens, g·K)."""
         if self.slices > 1:
             selected = selected + torch.arange(0, self.stacked, self.experts, device=selected.device).unsqueeze(1)
         return selected.flatten(1)
 
     def expert_capacity(self, tokens: int) -> int:
-        """Return B: the number of tokens that an expert computes in training; these are the first ones."""
+        """Return B, the number of tokens that an expert computes in training: the first of the batch."""
         assert self.capacity is not None
         return math.ceil(self.capacity * self.k * tokens / self.experts - 1e-9)
 
     def combine(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         """Return Σ_k gates_k e_{selected_k}(x)."""
         x = x.to(autocast_dtype(x.device) or self.down.weight.dtype)
-        if torch.compiler.is_exporting():  # programs that run without torch; while it compiles torch 2.11 says so, too
-
-            def every(x: Tensor, gates: Tensor, selected: Tensor) -> Tensor:
-                return self.combine_every(x, gates, selected, hidden)
-
-            def gathered(x: Tensor, gates: Tensor, selected: Tensor) -> Tensor:
-                return self.combine_gathered(x, gates, selected, hidden)
-
-            return cond(selected.numel() > self.stacked, every, gathered, x, gates, selected, size=x.shape)
+        if torch.compiler.is_exporting():  # programs that run without torch; in torch 2.11 also true while it compiles
+            return cond(
+                selected.numel() > self.stacked,
+                lambda x, gates, selected: self.combine_every(x, gates, selected, hidden),
+                lambda x, gates, selected: self.combine_gathered(x, gates, selected, hidden),
+                *(x, gates, selected),
+                size=x.shape,
+            )
         if (plugged := self.plugged_function()) is not None:
             return plugged(ExpertsView(self, hidden), x, selected, gates)  # type: ignore[no-any-return]
-        if selected.numel() <= self.stacked:  # as few products as there are matrices
+        if selected.numel() <= self.stacked:  # no more products than matrices
             return self.combine_gathered(x, gates, selected, hidden)
         expert, order = torch.sort(selected.flatten(), stable=True)  # rows sorted by expert, one grouped product for all
         ends = torch.searchsorted(expert, torch.arange(self.stacked, device=expert.device), right=True).to(torch.int32)
@@ -236,7 +233,7 @@ class MixtureOfExperts(nn.Module):
     def plugged_function(self) -> Callable[..., Tensor] | None:
         """Return the function of transformers' interface that the config names; None if there is none or it does not fit.
 
-        It supports one matrix that reads x, biases of both matrices or none, and no adapter around either.
+        It fits if one matrix reads x, both matrices have a bias or neither has, and no adapter wraps them.
         """
         name = getattr(self.config, "_experts_implementation", None)
         if name in (None, GROUPED) or name not in ALL_EXPERTS_FUNCTIONS or len(self.into) != 1:
@@ -247,28 +244,27 @@ class MixtureOfExperts(nn.Module):
         return ALL_EXPERTS_FUNCTIONS[name] if fits else None  # type: ignore[no-any-return]
 
     def combine_gathered(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
-        """Return the same by a copy of its experts' matrices for each token: for a few tokens."""
+        """Return the result of `combine` from a copy of its experts' matrices for each token: for a few tokens."""
         rows = x.repeat_interleave(selected.shape[1], 0)
         return self.weigh(self.run_experts(rows, selected.flatten(), None, hidden), gates)
 
     def combine_every(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
-        """Return the same by every expert on every token: more to compute, and no copies."""
+        """Return the result of `combine`, computing every expert on every token, without copies."""
         z = [self.get_submodule(name).of_every_expert(x) for name in self.into]  # type: ignore[operator]
         y = self.down.of_every_expert(hidden(*self.units_of(z)))  # (E, tokens, d)
         weights = (F.one_hot(selected, self.stacked) * gates.unsqueeze(-1)).sum(1)  # (tokens, E)
         return (y * weights.t().unsqueeze(-1)).sum(0).to(y.dtype)
 
     def weigh(self, y: Tensor, gates: Tensor) -> Tensor:
-        """Return the sum over the experts of each token: (tokens · g·K, d) to (tokens, d)."""
+        """Return the sum over the experts of each token, weighted by the gates: (tokens · g·K, d) to (tokens, d)."""
         return (y.view(*gates.shape, self.width) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
 
     def run_experts(
         self, rows: Tensor, expert: Tensor | Sequence[int], ends: Tensor | None, hidden: Callable[..., Tensor]
     ) -> Tensor:
-        """Return e_i of each row, i its expert; `ends` as in `ExpertMatrices`."""
+        """Return the output of each row's expert; `ends` as in `ExpertMatrices`."""
         z = [self.get_submodule(name)(rows, expert, ends) for name in self.into]
-        y: Tensor = self.down(hidden(*self.units_of(z)), expert, ends)
-        return y
+        return self.down(hidden(*self.units_of(z)), expert, ends)  # type: ignore[no-any-return]
 
     def units_of(self, z: Sequence[Tensor]) -> list[Tensor]:
         """Return the inputs of the hidden function, from the outputs of the matrices: (…, units) each."""
@@ -278,21 +274,16 @@ class MixtureOfExperts(nn.Module):
 
     @torch.no_grad()
     def take_order(self, other: MixtureOfExperts) -> None:
-        """Divide the hidden units as in `other`: the e-th experts of all slices together compute the same as before."""
+        """Divide the hidden units into slices as `other` does: the e-th experts of all slices together compute the same."""
         if self.order is None or other.order is None:
             return
         chosen = self.order.argsort().index_select(0, other.order.to(self.order.device))
-        for name in (*self.into, "down"):
-            matrices = self.get_submodule(name)
-            for value in (matrices.weight, matrices.bias) if name != "down" else (matrices.weight,):
-                if isinstance(value, nn.Parameter):
-                    at = 1 if name != "down" else 2
-                    parts = value.unflatten(at, (-1, self.units)).unflatten(0, (self.slices, self.experts))
-                    whole = (
-                        parts.movedim(0, at + 1).flatten(at + 1, at + 2).index_select(at + 1, chosen)
-                    )  # (E, …, ports, g·units, …)
-                    parts = whole.unflatten(at + 1, (self.slices, self.units)).movedim(at + 1, 0)
-                    value.copy_(parts.flatten(0, 1).flatten(at, at + 1))
+        rows = [(value, 1) for name in self.into for value in self.get_submodule(name).parameters()]
+        for value, at in (*rows, (self.down.weight, 2)):  # the dimension with the hidden units
+            parts = value.unflatten(at, (-1, self.units)).unflatten(0, (self.slices, self.experts))
+            whole = parts.movedim(0, at + 1).flatten(at + 1, at + 2).index_select(at + 1, chosen)  # (E, …, ports, g·units, …)
+            parts = whole.unflatten(at + 1, (self.slices, self.units)).movedim(at + 1, 0)
+            value.copy_(parts.flatten(0, 1).flatten(at, at + 1))
         self.order.copy_(other.order)
 
     def extra_repr(self) -> str:
@@ -301,7 +292,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class ExpertsView:
-    """A mixture in one layer, as functions of transformers' `ExpertsInterface` read the experts that they compute."""
+    """A mixture in one layer, with the attributes that functions of transformers' `ExpertsInterface` read."""
 
     is_transposed = has_post_expert_norm = _is_expert_parallel = False
     is_concatenated = True
@@ -314,7 +305,7 @@ class ExpertsView:
         self.gate_up_proj = self.up_proj = into.weight
         self.gate_up_proj_bias = self.up_proj_bias = into.bias
         self.down_proj, self.down_proj_bias = moe.down.weight, moe.down.bias
-        self.config, self.hidden_act = self, moe.activation  # the only entry that they read
+        self.config, self.hidden_act = self, moe.activation  # of a config they read only `hidden_act`
 
     def act_fn(self, z: Tensor) -> Tensor:
         """Return the hidden units for the output of the matrix that reads x."""
@@ -324,16 +315,16 @@ class ExpertsView:
 
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return rows times the matrix of their group, of weight (E, in, out), by a kernel, or a loop if no kernel supports them."""
+    """Return rows times the matrix of their group, weight (E, in, out), by a kernel, or a loop if no kernel supports them."""
     if rows.dtype == torch.float64 or any(size * rows.element_size() % ROW for size in weight.shape[1:]):
         return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)  # type: ignore[no-any-return]
     return _grouped_mm(rows, weight, ends)  # type: ignore[no-any-return]
 
 
 def balance_loss(probabilities: Tensor, dispatched: Tensor) -> Tensor:
-    """Return l_balance = E Σ_i m_i P_i of one routing, eq. 3, the sum of those of all slices.
+    """Return l_balance = E Σ_i m_i P_i of one routing, eq. 3, summed over slices.
 
-    `dispatched` is 1 where an expert gets a token. Both: (tokens, …, E).
+    `dispatched` is 1 where an expert gets a token. Both arguments: (tokens, …, E).
     """
     m, p = dispatched.to(probabilities.dtype).mean(0), probabilities.mean(0)
     return probabilities.shape[-1] * (m * p).sum()
@@ -347,11 +338,10 @@ class MoEBlock(FeedForwardBlock):
         self.hidden, self.moe = site.hidden, moe
 
     def compute(self, x: Tensor) -> Tensor:
-        y: Tensor = self.moe(x, self.hidden)
-        return y
+        return self.moe(x, self.hidden)  # type: ignore[no-any-return]
 
 
-FULL, GRID = "#5b9bd5", "#cbd5e1"  # colours: of twice an even share and more, of the lines between cells
+FULL, GRID = "#5b9bd5", "#cbd5e1"  # colours: of at least twice an even share, of the lines between cells
 CELL, ROW_HEIGHT, HEADER, TITLE, LETTER = 0.8, 0.34, 1.3, 5.0, 0.08  # sizes in the picture, in inches
 
 
@@ -362,16 +352,12 @@ class Load:
     shares: dict[str, tuple[float, ...]]  # by the path of the layer's block, and its slice if it has slices; each sums to one
     tokens: int
 
-    def lines(self) -> Iterator[str]:
-        """Yield a line for each layer."""
-        for path, shares in self.shares.items():
-            yield f"{path}: {' '.join(f'{share:.0%}' for share in shares)} of the dispatches to its experts"
-
     def __str__(self) -> str:
-        return "\n".join(self.lines())
+        rows = ((path, " ".join(f"{share:.0%}" for share in shares)) for path, shares in self.shares.items())
+        return "\n".join(f"{path}: {shares} of the dispatches to its experts" for path, shares in rows)
 
     def svg(self) -> str:
-        """Return a picture: a row for each layer, a column for each expert, darker the more of the tokens it gets."""
+        """Return a picture: a row for each layer, a column for each expert, darker the more dispatches it gets."""
         import matplotlib
         from matplotlib.colors import LinearSegmentedColormap
         from matplotlib.figure import Figure
@@ -386,15 +372,13 @@ class Load:
             facts = f"part of each layer's dispatches that an expert gets, on {self.tokens:,} tokens"
             figure.text(0.25 / width, 1 - 0.7 / height, facts, fontsize=9, color="#475569")
             axes = figure.add_axes((labels / width, 0.2 / height, columns * CELL / width, rows * ROW_HEIGHT / height))
-            relative = [
-                [*(share * len(shares) for share in shares), *[float("nan")] * (columns - len(shares))]
-                for shares in self.shares.values()
-            ]
-            colours = LinearSegmentedColormap.from_list("load", ["white", FULL])
-            axes.pcolormesh(relative, cmap=colours, vmin=0, vmax=2, edgecolors=GRID, linewidth=1)
+            relative = [[float("nan")] * columns for _ in range(rows)]  # to an even share
             for row, shares in enumerate(self.shares.values()):
                 for e, share in enumerate(shares):
+                    relative[row][e] = share * len(shares)
                     axes.text(e + 0.5, row + 0.5, f"{share:.0%}", ha="center", va="center", fontsize=9)
+            colours = LinearSegmentedColormap.from_list("load", ["white", FULL])
+            axes.pcolormesh(relative, cmap=colours, vmin=0, vmax=2, edgecolors=GRID, linewidth=1)
             axes.set_xticks([e + 0.5 for e in range(columns)], [str(e) for e in range(columns)], fontsize=9)
             axes.set_yticks([row + 0.5 for row in range(rows)], list(self.shares), fontsize=9)
             axes.invert_yaxis()
@@ -408,7 +392,7 @@ class Load:
 
 
 def expert_load(model: nn.Module, data: Any) -> Load:
-    """Return the load of the experts of every layer of `model` in evaluation mode on `data`, without padding.
+    """Return the load of the experts of each layer of `model` in evaluation mode on `data`, without padding.
 
     `data` is as for `calibration=`: texts, token ids (windows, length), or batches of the model's inputs. Raises `DoesNotFitError`
     if the model has no mixture of experts of this package, `SpecError` if `data` is empty.
@@ -424,7 +408,7 @@ def expert_load(model: nn.Module, data: Any) -> Load:
 
 
 class RoutingCounter:
-    """Counts how often the router of a block dispatches the tokens that the block receives to each expert."""
+    """Counts the tokens of a block that its router dispatches to each expert."""
 
     def __init__(self, block: MoEBlock) -> None:
         self.moe, self.tokens = block.moe, 0
@@ -436,7 +420,7 @@ class RoutingCounter:
         self.tokens += len(x)
 
     def shares(self, path: str) -> Iterator[tuple[str, tuple[float, ...]]]:
-        """Yield the part of each expert for each router of the block at `path`, with its name."""
+        """Yield the name of each router of the block at `path`, and the share of each of its experts."""
         for number, counts in enumerate(self.counts.view(self.moe.slices, -1)):
             name = f"{path}, slice {number}" if self.moe.slices > 1 else path
             yield name, tuple((counts / counts.sum().clamp(min=1)).tolist())

@@ -56,17 +56,17 @@ def moe_block(call: SiteCall) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, chosen: list[list[int]]) -> Tensor:
-    """Return E Σ_i m_i P_i: m_i dispatches to expert i a token, P_i its mean probability."""
+    """Return E Σ_i m_i P_i: m_i is the number of dispatches to expert i per token, P_i its mean probability."""
     count, experts = probabilities.shape
     total = probabilities.new_zeros(())
     for e in range(experts):
-        dispatched = sum(e in dispatch for dispatch in chosen) / count
+        dispatched = sum(e in experts_of_token for experts_of_token in chosen) / count
         total = total + dispatched * probabilities[:, e].mean()
     return experts * total
 
 
 def expert(block: Any, e: int, x: Tensor) -> Tensor:
-    """Return e_i(x), (tokens, d): the dense feed-forward's form with the matrices of expert i."""
+    """Return e_i(x), (tokens, d): the dense feed-forward's formula with the matrices of expert i."""
     moe = block.moe
     units = moe.down.weight.shape[2]
     z = []
@@ -84,7 +84,7 @@ def expert(block: Any, e: int, x: Tensor) -> Tensor:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Check that the balance losses of all routings are added to the model's own loss in training."""
+    """Check that the model's loss in training contains the balance losses of all routings."""
     mixtures = list({id(site.module.moe): site.module.moe for site in observed.sites if site.calls}.values())
     if not observed.options.balance or not mixtures:
         return
@@ -123,7 +123,7 @@ def start(observed: Observed) -> Problems:
     for group in groups_of(observed):
         moe: Any = group[0].module.moe
         weight = moe.router.weight.detach().float()
-        fitted = observed.is_calibrated and len(group) > 1  # to tell the layers of the group
+        fitted = observed.is_calibrated and len(group) > 1  # the router distinguishes the layers of the group
         if not fitted:
             yield from ((group[0].path, problem) for problem in spread_problem("the router", weight, 0.02))
         sources = next(named, None) if len(group) > 1 else None
@@ -132,13 +132,13 @@ def start(observed: Observed) -> Problems:
 
 
 def named_sources(text: str) -> list[list[int]]:
-    """Return the layers that the option names for each group of several, as in 0+2/1+3; none where experts are spread evenly."""
+    """Return the layers that the option names for each group of several, as in 0+2/1+3; none if experts are spread evenly."""
     found = [[int(source) for source in group.split("+") if source.isdecimal()] for group in text.split("/")]
     return [group for group in found if group]
 
 
 def expert_start(group: list[ObservedSite], sources: list[int] | None, observed: Observed) -> Problems:
-    """Check that expert e equals the feed-forward named for it, or that at depth ⌊(e + ½) n / E⌋ of the group's n."""
+    """Check that expert e equals the feed-forward named by `sources`, or that at depth ⌊(e + ½) n / E⌋ of the group's n."""
     experts, slices = observed.options.experts, observed.options.slices or 1
     for e, depth in enumerate(sources or [int((e + 0.5) * len(group) / experts) for e in range(experts)]):
         source = group[depth]

@@ -1,16 +1,16 @@
-"""The shared-moe pass (WideNet): the feed-forwards of a group of layers become one mixture of experts; their norms stay their own.
+"""The shared-moe pass (WideNet): the feed-forwards of a group of layers become one mixture of experts; each layer keeps its norm.
 
     x'' = Norm_i(x),   x = MoE(x'') + x            one router and E experts for every layer i of the group
-    loss = l_main + λ Σ_t l_balance^t              t: every routing, a layer's of a group's mixture
+    loss = l_main + λ Σ_t l_balance^t              t: each routing, one for each layer
 
 groups=1 is WideNet: one mixture for all layers of a stack. With as many groups as layers (groups=0) and gates that sum to one,
 every expert starts as a copy of its layer's feed-forward, and the model computes the dense function: sparse upcycling.
 
-slices=g divides each feed-forward's hidden units, with E experts for each slice (slicing.py): as many active parameters as the
-dense feed-forward, and the same function.
+slices=g divides each feed-forward's hidden units, with E experts for each slice (slicing.py): it has as many active parameters as
+the dense feed-forward, and starts as the same function.
 
-Go Wider Instead of Deeper (AAAI 2022), eq. 6 and 8; the mixture itself, eq. 1 to 5, is in mixture_of_experts.py. `reinit` is the
-partial re-initialisation of Drop-Upcycling (ICLR 2025).
+Go Wider Instead of Deeper (AAAI 2022), eq. 6 and 8; eq. 1 to 5, the mixture, are in mixture_of_experts.py. `reinit` is the partial
+re-initialization of Drop-Upcycling (ICLR 2025).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class SharedMoEPlan(Plan):
     groups: tuple[Group, ...] = ()
     attentions: tuple[SharedAttention, ...] = ()
     starts: Mapping[str, MixtureStart] = dataclasses.field(default_factory=dict)  # fitted on calibration data, by group
-    number_is_loss: bool = False  # whether a single number in the tuple that the model returns is its loss
+    number_is_loss: bool = False  # a single number in the tuple that the model returns is its loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
         super().__post_init__()
         parse_sources(self.sources, self.experts)
         if self.slices is not None:
-            self.require_for_slices()
+            self.check_slices()
         elif self.chosen > self.experts:
             raise SpecError(
                 f"shared-moe: k={self.chosen} experts for each token of experts={self.experts}",
@@ -133,8 +133,8 @@ class SharedMoE(Pass[SharedMoEPlan]):
                 code="no-capacity",
             )
 
-    def require_for_slices(self) -> None:
-        """Raise `SpecError` if another option contradicts slices."""
+    def check_slices(self) -> None:
+        """Raise `SpecError` if another option contradicts `slices`."""
         if self.groups != 0:
             raise SpecError(
                 f"shared-moe: slices={self.slices} with groups={self.groups}: layers that share a mixture have no slices",
@@ -145,7 +145,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
             )
         if self.k not in (None, 1):
             raise SpecError(
-                f"shared-moe: slices={self.slices} with k={self.k}: one expert of each slice is taken",
+                f"shared-moe: slices={self.slices} with k={self.k}: one expert of each slice is selected",
                 remedy=f"drop k, or use slices={self.slices * self.k} for finer experts" if self.slices and self.k else "drop k",
                 option="k",
                 code="combination",
@@ -161,7 +161,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
     @property
     def exact(self) -> bool:
-        """Return whether the options make it exact; `groups=L` is exact too for a model of L layers, and its plan says so."""
+        """Return whether the options make it exact; for a model of L layers `groups=L` may be exact too, which its plan records."""
         return self.groups == 0 and self.sums_to_one and not self.reinit
 
     @property
@@ -232,28 +232,15 @@ class SharedMoE(Pass[SharedMoEPlan]):
         if not named:
             return tuple(groups)
         several = [group for group in groups if len(group.sites) > 1]
+        fields: dict[str, Any] = {"by": "shared-moe", "remedy": SOURCES_REMEDY, "option": "sources", "code": "range"}
         if len(named) != len(several):
             why = f"{len(several)} of the groups have several layers"
-            raise DoesNotFitError(
-                f"sources names layers for {len(named)} groups",
-                by="shared-moe",
-                why=why,
-                remedy=SOURCES_REMEDY,
-                option="sources",
-                code="range",
-            )
-        chosen = dict(zip((group.name for group in several), named, strict=True))
-        for group in several:
-            if max(chosen[group.name]) >= len(group.sites):
+            raise DoesNotFitError(f"sources names layers for {len(named)} groups", why=why, **fields)
+        for group, layers in zip(several, named, strict=True):
+            if max(layers) >= len(group.sites):
                 why = f"the group {group.name} has {len(group.sites)} layers"
-                raise DoesNotFitError(
-                    f"sources names layer {max(chosen[group.name])}",
-                    by="shared-moe",
-                    why=why,
-                    remedy=SOURCES_REMEDY,
-                    option="sources",
-                    code="range",
-                )
+                raise DoesNotFitError(f"sources names layer {max(layers)}", why=why, **fields)
+        chosen = dict(zip((group.name for group in several), named, strict=True))
         return tuple(dataclasses.replace(group, chosen=chosen.get(group.name, ())) for group in groups)
 
     def unused_options(self, groups: Sequence[Group]) -> Iterator[str]:
@@ -264,13 +251,13 @@ class SharedMoE(Pass[SharedMoEPlan]):
             yield f"reinit={self.reinit:g} has no effect: no expert is a copy of another"
 
     def is_exact_for(self, group: Group) -> bool:
-        """Return whether every expert of the group's mixture equals each layer's feed-forward, with gates that sum to one."""
+        """Return whether every expert of the group's mixture equals the feed-forward that it replaces."""
         return len(group.sites) == 1 and not (self.reinit and group.copies(self.experts))
 
     def parameter_terms(self, groups: Sequence[Group], model: nn.Module) -> list[tuple[str, int]]:
-        """Return the terms of the parameter formula: routers, and the experts beyond the dense weights that became experts."""
+        """Return the terms of the parameter formula: routers, and experts beyond the dense weights that become experts."""
         terms: list[tuple[str, int]] = []
-        counted = held_elsewhere(groups, model)  # and, by id, the dense parameters that became part of an expert
+        counted = kept_elsewhere(groups, model)  # and the ids of dense parameters that became part of an expert
         for group in groups:
             sources, copies = group.sources(self.experts), group.copies(self.experts)
             if self.slices is not None:
@@ -288,7 +275,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
         return terms
 
     def sliced_terms(self, site: FeedForward, name: str, model: nn.Module, kept: set[int]) -> list[tuple[str, int]]:
-        """Return the terms of one feed-forward in slices; `kept` are the ids of what the model holds elsewhere or was counted."""
+        """Return the terms for a sliced feed-forward; `kept`: ids of parameters that the model keeps elsewhere or were counted."""
         assert self.slices is not None
         terms = [(f"{name}: routers g·E·d", self.slices * self.experts * site.width)]
         if self.experts > 1:
@@ -302,10 +289,10 @@ class SharedMoE(Pass[SharedMoEPlan]):
         kept.update(map(id, own))
         return terms
 
-    # The rewrite.
+    # The edits.
 
     def rewrite(self, anatomy: Anatomy, edit: Edit) -> Rewrite:
-        """Plan and carry out; with calibration data the layers that become experts are chosen first, and saved as an option."""
+        """Plan and apply; with calibration data the layers that become experts are chosen first, and saved as an option."""
         plan = self.fitting_plan(anatomy, edit)
         if edit.calibration is None or not any(len(group.sites) > 1 for group in plan.groups):
             return super().rewrite(anatomy, edit)
@@ -356,46 +343,40 @@ class SharedMoE(Pass[SharedMoEPlan]):
         sources, copies = group.sources(self.experts), group.copies(self.experts)
         matrices = [named_matrices(site) for site in sources]
         stacked = {name: stack_matrices([matrix[name] for matrix in matrices], edit.model) for name in matrices[0]}
-        moe = self.mixture(stacked, group.sites[0].ports)
-        moe.activation, moe.config = activation_name(group.sites[0]), getattr(edit.model, "config", None)
+        moe = self.mixture(stacked, group.sites[0].ports, group.sites[0], edit)
         if start is not None:
             moe.router.weight.copy_(start.router)
         for e in sorted({*range(self.experts)} - {*copies}):
             place_expert(sources[e], e, moe, placed, edit)
         for e in copies:
             self.reinitialize(moe, e)
-        if self.experts == 1:
-            edit.expect_no_gradient(moe.router.get_parameter("weight"))  # one feed-forward for all layers: there is no choice
-        elif len(copies) == self.experts - 1:  # while gates sum to one, those of equal experts do not matter until these differ
+        if 0 < len(copies) == self.experts - 1:  # gates that sum to one have no effect until experts differ
             edit.expect_late_gradient(moe.router.get_parameter("weight"))
         for site in group.sites:
             for parameter in parameters_of(site, edit.model):
                 if id(parameter) not in placed:
-                    why = f"its layer uses the mixture of {group.name}, whose experts are taken from other layers"
+                    why = f"its layer uses the mixture of {group.name}, whose experts are copied from other layers"
                     edit.drop_parameter(parameter, why)
             install_feed_forward(site, MoEBlock(site, edit.model.get_submodule(site.path), moe), edit)
 
     def slice(self, site: FeedForward, order: Tensor | None, edit: Edit) -> None:
-        """Replace a feed-forward by mixtures of its slices and record the fate of each weight; `order` is that of its units."""
+        """Replace a feed-forward by mixtures of its slices, and record the fate of each weight; `order` is that of its units."""
         assert self.slices is not None
         device = edit.model.get_parameter(site.out.weight).device
         order = torch.arange(site.units, device=device) if order is None else order.to(device)
         slices = Slices(site, self.slices, self.experts, order)
-        moe = self.mixture(slices.matrices(edit.model), slices.ports, order)
-        moe.activation, moe.config = activation_name(site), getattr(edit.model, "config", None)
+        moe = self.mixture(slices.matrices(edit.model), slices.ports, site, edit, order)
         slices.place(moe, edit)
         for e in range(moe.stacked):
             if e % self.experts:
                 self.reinitialize(moe, e)
-        if self.experts == 1:
-            edit.expect_no_gradient(moe.router.get_parameter("weight"))
         install_feed_forward(site, MoEBlock(site, edit.model.get_submodule(site.path), moe), edit)
 
     def mixture(
-        self, stacked: Mapping[str, ExpertMatrices], ports: Sequence[Port], order: Tensor | None = None
+        self, stacked: dict[str, ExpertMatrices], ports: Sequence[Port], site: FeedForward, edit: Edit, order: Tensor | None = None
     ) -> MixtureOfExperts:
-        """Return the mixture of these matrices."""
-        return MixtureOfExperts(
+        """Return the mixture of these matrices, with the hidden function of `site`."""
+        moe = MixtureOfExperts(
             {name: matrices for name, matrices in stacked.items() if name != DOWN},
             ports,
             stacked[DOWN],
@@ -407,9 +388,13 @@ class SharedMoE(Pass[SharedMoEPlan]):
             slices=self.slices or 1,
             order=order,
         )
+        moe.activation, moe.config = activation_name(site), getattr(edit.model, "config", None)
+        if self.experts == 1:  # there is no choice
+            edit.expect_no_gradient(moe.router.get_parameter("weight"))
+        return moe
 
     def reinitialize(self, moe: MixtureOfExperts, e: int) -> None:
-        """Give a part of the hidden units of expert `e` new weights, drawn with the mean and spread of the old ones."""
+        """Give a fraction of expert `e`'s hidden units new random weights with the mean and spread of the old ones."""
         count = round(self.reinit * moe.units)
         down = moe.down.weight[e]
         if not count or down.is_meta:
@@ -423,7 +408,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
 
 
 def parse_sources(text: str, experts: int) -> list[tuple[int, ...]]:
-    """Return the layers that `text` names for each group, none for "spread"; raise `SpecError` unless as many as experts."""
+    """Return the layers that `text` names for each group; none for "spread". Raises `SpecError` unless there is one per expert."""
     if text == SPREAD:
         return []
     groups = [group.split("+") for group in text.split("/")]
@@ -450,8 +435,8 @@ def parameters_of(site: FeedForward, model: nn.Module) -> list[nn.Parameter]:
     return [parameter for pair in pairs for parameter in pair if parameter is not None]
 
 
-def held_elsewhere(groups: Sequence[Group], model: nn.Module) -> set[int]:
-    """Return the ids of the parameters of these feed-forwards that the model also holds where no feed-forward of them is."""
+def kept_elsewhere(groups: Sequence[Group], model: nn.Module) -> set[int]:
+    """Return the ids of the feed-forwards' parameters that modules outside these feed-forwards share."""
     matrices = [matrix for group in groups for site in group.sites for matrix in named_matrices(site).values()]
     names = [name.rpartition(".") for matrix in matrices for name in (matrix.weight, matrix.bias) if name is not None]
     replaced = {(model.get_submodule(path), leaf) for path, _, leaf in names}
@@ -461,26 +446,25 @@ def held_elsewhere(groups: Sequence[Group], model: nn.Module) -> set[int]:
 
 
 def stack_matrices(matrices: Sequence[Matrix], model: nn.Module) -> ExpertMatrices:
-    """Return one matrix of each expert, stacked."""
+    """Return the matrices, one of each expert, stacked."""
     weights, biases = zip(*(weight_and_bias(matrix, model) for matrix in matrices), strict=True)
     trains = any(weight.requires_grad for weight in weights)
     weight = nn.Parameter(torch.stack([weight_out_first(matrix, model) for matrix in matrices]), requires_grad=trains)
     if biases[0] is None:
         return ExpertMatrices(weight, None)
-    bias = nn.Parameter(torch.stack([bias.detach() for bias in biases]), requires_grad=trains)
-    return ExpertMatrices(weight, bias)
+    bias = torch.stack([bias.detach() for bias in biases])
+    return ExpertMatrices(weight, nn.Parameter(bias, requires_grad=trains))
 
 
 def place_expert(site: FeedForward, e: int, moe: MixtureOfExperts, placed: set[int], edit: Edit) -> None:
-    """Record the fate of the dense weights of `site` as expert `e`, and add their ids to `placed`."""
+    """Record that the dense weights of `site` are expert `e` now, and add their ids to `placed`."""
     for name, matrix in named_matrices(site).items():
         stacked: Any = moe.get_submodule(name)
         weight, bias = weight_and_bias(matrix, edit.model)
         for old, new, transposed in ((weight, stacked.weight, not matrix.out_first), (bias, stacked.bias, False)):
             if old is not None and id(old) not in placed:
                 placed.add(id(old))
-                layout = Rearranged((e,), transposed=transposed)
-                edit.rearrange_parameter(old, new, moe, layout, f"it is expert {e} of a mixture")
+                edit.rearrange_parameter(old, new, moe, Rearranged((e,), transposed=transposed), f"it is expert {e} of a mixture")
 
 
 def noise_like(weight: Tensor, shape: Sequence[int]) -> Tensor:

@@ -1,10 +1,10 @@
 """A feed-forward's hidden units in slices, each with experts and a router of its own (virtual groups, arXiv 2410.07524).
 
-    y = Σ_s e_s(x) + b,   e_s: the units of slice s          the dense feed-forward, however its units are divided
-    u ~ v where |h_u| ‖w_u‖ and |h_v| ‖w_v‖ correlate        over the tokens of calibration data; w_u: what unit u writes
+    y = Σ_s e_s(x) + b,   e_s: the units of slice s          the dense feed-forward, for any division of its units
+    u ~ v if |h_u| ‖w_u‖ and |h_v| ‖w_v‖ correlate           over the tokens of calibration data; w_u: row u of W_out
 
-It is stored as one mixture of g·E experts of d_ff/g units each, those of a slice in sequence: expert e of slice s is s·E + e. The
-matrices that read x are stacked in one, in which each port has its rows; the first slice's experts have the bias of y.
+The slices are stored as one mixture of g·E experts of d_ff/g units each: expert e of slice s is s·E + e. The matrices that read x
+are stacked into one, in which each port has its rows; the first slice's experts have the bias of y.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from retrofit.sdk import DoesNotFitError, Edit, Rearranged
 from retrofit.sdk.anatomy import FeedForward, Port, weight_and_bias, weight_out_first
 from retrofit.sdk.data import counted, sample_calibration
 
-TOKENS = 4096  # of a feed-forward, from which the slices of its units are computed
-SWEEPS = 16  # of the clustering, at most
+TOKENS = 4096  # at most, from which the slices of a feed-forward's units are computed
+SWEEPS = 16  # at most, of the clustering
 UP, GATE_UP, ORDER = "up", "gate_up", "order"
 
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """The division of a feed-forward into `count` slices, each with `experts` copies, its units in the `order` of the slices."""
+    """The division of a feed-forward into `count` slices with `experts` copies each."""
 
     site: FeedForward
     count: int
     experts: int
-    order: Tensor  # the dense unit of each unit of the slices
+    order: Tensor  # the dense hidden units, slice after slice
 
     @property
     def units(self) -> int:
@@ -53,52 +53,50 @@ class Slices:
 
     @property
     def places(self) -> list[int]:
-        """Return the indices of the ports, grouped by matrix, in the order of their rows."""
+        """Return the indices of the ports in the order of their rows: by matrix."""
         return sorted(range(len(self.site.ports)), key=lambda number: self.site.ports[number].matrix)
 
     def layouts(self) -> Iterator[tuple[str, str | None, str | None, Rearranged]]:
         """Yield, for each dense matrix, its module, its parameters' names, and the layout of the weight in the first experts."""
-        first = slice(0, None, self.experts)
+        first, ports = slice(0, None, self.experts), [self.site.ports[number] for number in self.places]
         for index, matrix in enumerate(self.site.into):
-            own = [place for place, number in enumerate(self.places) if self.site.ports[number].matrix == index]
-            ports = tuple((self.site.ports[self.places[place]].start, self.site.ports[self.places[place]].step) for place in own)
+            own = [place for place, port in enumerate(ports) if port.matrix == index]
             rows = slice(own[0] * self.units, (own[-1] + 1) * self.units)
+            columns = tuple((ports[place].start, ports[place].step) for place in own)
             dim = 0 if matrix.out_first else 1
-            layout = Rearranged((first, rows), not matrix.out_first, ORDER, dim, ports, sliced=True)
+            layout = Rearranged((first, rows), not matrix.out_first, ORDER, dim, columns, sliced=True)
             yield self.into, matrix.weight, matrix.bias, layout
         out = self.site.out
         yield DOWN, out.weight, out.bias, Rearranged((first,), not out.out_first, ORDER, 1 if out.out_first else 0, sliced=True)
 
     def matrices(self, model: nn.Module) -> dict[str, ExpertMatrices]:
-        """Return the stacked matrices, every expert of a slice the same."""
-        parts: dict[str, list[tuple[Tensor, Tensor | None]]] = {self.into: [], DOWN: []}
+        """Return the stacked matrices, all experts of a slice equal."""
+        weights: dict[str, list[Tensor]] = {self.into: [], DOWN: []}
+        biases: dict[str, list[Tensor]] = {self.into: [], DOWN: []}
         trains = False
         for (name, _, _, layout), matrix in zip(self.layouts(), (*self.site.into, self.site.out), strict=True):
             weight, bias = weight_and_bias(matrix, model)
             trains = trains or weight.requires_grad
             plain = dataclasses.replace(layout, transposed=False, dim=layout.units_dim)  # of a weight laid out (out, in)
-            sliced = plain.divided(plain.ordered(weight_out_first(matrix, model), self.order), self.count)
-            parts[name].append((sliced, None if bias is None else self.sliced_bias(bias.detach(), name, layout)))
-        return {name: self.stacked(pairs, trains) for name, pairs in parts.items()}
+            weights[name].append(plain.divided(plain.ordered(weight_out_first(matrix, model), self.order), self.count))
+            biases[name] += [] if bias is None else [self.sliced_bias(bias.detach(), name, layout)]
+
+        def of_experts(slices: list[Tensor]) -> nn.Parameter:
+            return nn.Parameter(torch.cat(slices, 1).repeat_interleave(self.experts, 0), requires_grad=trains)
+
+        return {
+            name: ExpertMatrices(of_experts(weights[name]), of_experts(biases[name]) if biases[name] else None) for name in weights
+        }
 
     def sliced_bias(self, bias: Tensor, name: str, layout: Rearranged) -> Tensor:
-        """Return the bias of each slice: (slices, …); that of y is added once."""
+        """Return the bias of each slice: (slices, …); the bias of y is zero in all but the first."""
         if name == DOWN:
             return torch.cat([bias.unsqueeze(0), bias.new_zeros(self.count - 1, len(bias))])
         of_bias = bias_layout(layout)
         return of_bias.divided(of_bias.ordered(bias, self.order), self.count)
 
-    def stacked(self, parts: Sequence[tuple[Tensor, Tensor | None]], trains: bool) -> ExpertMatrices:
-        """Return the matrices of all slices, one below the other, for every expert: (g·E, …)."""
-
-        def of_experts(slices: Sequence[Tensor]) -> nn.Parameter:
-            return nn.Parameter(torch.cat(list(slices), 1).repeat_interleave(self.experts, 0), requires_grad=trains)
-
-        weights, biases = [weight for weight, _ in parts], [bias for _, bias in parts if bias is not None]
-        return ExpertMatrices(of_experts(weights), of_experts(biases) if biases else None)
-
     def place(self, moe: nn.Module, edit: Edit) -> None:
-        """Record the fate of the dense weights: they are the first expert of each slice."""
+        """Record that the dense weights are the first expert of each slice now."""
         why = "its slices are experts of a mixture"
         for name, weight, bias, layout in self.layouts():
             matrices = moe.get_submodule(name)
@@ -109,13 +107,13 @@ class Slices:
 
 
 def bias_layout(layout: Rearranged) -> Rearranged:
-    """Return the layout of a bias, from that of its weight."""
+    """Return the layout of a bias from that of its weight."""
     return dataclasses.replace(layout, transposed=False, dim=0)
 
 
 def require_slices(site: FeedForward, count: int, model: nn.Module) -> None:
-    """Raise `DoesNotFitError` if a feed-forward does not divide into `count` slices, or its matrices do not."""
-    what = f"the feed-forward {site.name} has no {count} slices"
+    """Raise `DoesNotFitError` if a feed-forward, or one of its matrices, does not divide into `count` slices."""
+    what = f"the feed-forward {site.name} does not divide into {count} slices"
     if site.units % count:
         near = [divisor for divisor in range(2, min(site.units, 4 * count) + 1) if site.units % divisor == 0]
         remedy = f"use slices={min(near, key=lambda divisor: abs(divisor - count))}" if near else "leave it out with layers="
@@ -123,24 +121,23 @@ def require_slices(site: FeedForward, count: int, model: nn.Module) -> None:
         code = "does-not-divide"
         raise DoesNotFitError(what, by="shared-moe", why=why, remedy=remedy, in_any_form=True, option="slices", code=code)
     rows = [(port.matrix, port.start + port.step * unit) for port in site.ports for unit in range(site.units)]
-    held = [tensor for tensor in (*site.hidden.parameters(), *site.hidden.buffers()) if tensor.numel() > 1]
-    why = ""
     if len({weight_and_bias(matrix, model)[1] is None for matrix in site.into}) > 1:
         why = "some of its matrices have a bias and some have none"
-    elif held:
-        why = "its hidden function has numbers of its own for each unit"
+    elif any(tensor.numel() > 1 for tensor in (*site.hidden.parameters(), *site.hidden.buffers())):
+        why = "its hidden function has parameters or buffers of several elements"
     elif len(set(rows)) < len(rows) or {matrix for matrix, _ in rows} != {*range(len(site.into))}:
-        why = "its units do not each have columns of their own"
-    if why:
-        remedy = "leave it out with layers=, or drop slices"
-        raise DoesNotFitError(what, by="shared-moe", why=why, remedy=remedy, option="slices", code="does-not-fit")
+        why = "two of its units share a column of a matrix, or a matrix has none of their columns"
+    else:
+        return
+    remedy = "leave it out with layers=, or drop slices"
+    raise DoesNotFitError(what, by="shared-moe", why=why, remedy=remedy, option="slices", code="does-not-fit")
 
 
 # ── Units that fire together ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fit_orders(groups: Sequence[Group], count: int, edit: Edit) -> dict[str, Tensor]:
-    """Return the order of the units, slice after slice, of each feed-forward that the calibration data reaches, by path."""
+    """Return, by path, the units of each feed-forward that received calibration data, slice after slice."""
     assert edit.calibration is not None
     inputs = record_inputs(groups, edit.model, sample_calibration(edit.calibration, TOKENS))
     sites = [site for group in groups for site in group.bound_to(edit.model).sites if site.path in inputs]
@@ -152,16 +149,16 @@ def fit_orders(groups: Sequence[Group], count: int, edit: Edit) -> dict[str, Ten
 
 @torch.no_grad()
 def strengths(site: FeedForward, x: Tensor, model: nn.Module) -> Tensor:
-    """Return |h_u| ‖w_u‖ of each token and hidden unit as a part of the token's: (tokens, units)."""
+    """Return |h_u| ‖w_u‖ of each token and hidden unit, normalized for each token: (tokens, units)."""
     lengths = weight_out_first(site.out, model).float().norm(dim=0)
     return F.normalize(torch.cat([hidden_units(site, part, model).abs() * lengths for part in x.split(CHUNK)]), dim=1)
 
 
 @torch.no_grad()
 def together(strength: Tensor, count: int) -> Tensor:
-    """Return the units, (units), in `count` even slices whose strengths, (tokens, units), correlate.
+    """Return the units, (units), in `count` even slices, such that strengths, (tokens, units), correlate within a slice.
 
-    Their correlation is at least that of the original order.
+    The sum of their correlations is at least that of the original order.
     """
     x = F.normalize(strength - strength.mean(0), dim=0)  # the product of two columns is their correlation
     units = x.shape[1]
@@ -197,9 +194,9 @@ def affinities(x: Tensor, slices: Tensor, count: int) -> Tensor:
 
 
 def nearest_with_room(affinity: Tensor, size: int) -> Tensor:
-    """Return the slice of each unit, with `size` units in each: that of its greatest affinity which is not full.
+    """Return the slice of each unit, `size` units in each: the slice of greatest affinity that is not full.
 
-    Units with the largest affinities choose first.
+    Units whose two greatest affinities differ most choose first.
     """
     ranked = affinity.sort(1, descending=True)
     margin = ranked.values[:, 0] - ranked.values[:, 1:2].sum(1)

@@ -221,12 +221,12 @@ def test_options_out_of_range_are_named(options: dict[str, Any]) -> None:
 
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
-    ("recipe", "why"), [((SharedMoE(groups=9),), "groups=9"), ((SharedMoE(share_attention=True), SharedMoE()), "already a mixture")]
+    ("recipe", "code"), [((SharedMoE(groups=9),), "too-few-layers"), ((SharedMoE(share_attention=True), SharedMoE()), "twice")]
 )
-def test_a_refusal_leaves_the_model_as_it_was(recipe: tuple[SharedMoE, ...], why: str) -> None:
+def test_a_refusal_leaves_the_model_as_it_was(recipe: tuple[SharedMoE, ...], code: str) -> None:
     model, _ = build("causal/llama")
     before = {name: (id(parameter), parameter.detach().clone()) for name, parameter in model.named_parameters()}
-    with pytest.raises(DoesNotFitError, match=why):
+    with refused(DoesNotFitError, code=code):
         retrofit.apply(model, *recipe, verify=False)
     after = {name: (id(parameter), parameter) for name, parameter in model.named_parameters()}
     assert list(before) == list(after)
