@@ -340,7 +340,7 @@ def run_undo(arguments: argparse.Namespace) -> int:
 
     from retrofit.passbase.replaying import recipe, rewritten_part
     from retrofit.storage.checkpoint import load
-    from retrofit.undoing.undo import undo
+    from retrofit.undoing import undo
 
     with working(arguments.debug) as progress:
         progress(f"reading {source}")

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from retrofit.streaming.streamed_apply import apply_streamed as apply_streamed
     from retrofit.surgery.dequantization import dequantize as dequantize
     from retrofit.training.table_optimizer import optimizer as optimizer
-    from retrofit.undoing.undo import undo as undo
+    from retrofit.undoing import undo as undo
 
 __version__ = "0.1.0"
 
@@ -54,7 +54,7 @@ HOMES = {
     "recipe": "retrofit.passbase.replaying",
     "save": "retrofit.storage.checkpoint",
     "to_native": "retrofit.native.native_form",
-    "undo": "retrofit.undoing.undo",
+    "undo": "retrofit.undoing",
     "verify": "retrofit.checks.verify",
 }
 __all__ = sorted(HOMES)

@@ -25,7 +25,7 @@ from retrofit.passbase.protocol import parse_recipe
 from retrofit.passbase.replaying import rewrites, rewritten_part
 from retrofit.process import serialized
 from retrofit.storage.checkpoint import load
-from retrofit.undoing.undo import DenseForm, dense_form
+from retrofit.undoing import DenseForm, dense_form
 
 CHANGING = ("quantization_config", "transformers_version", "architectures", "_name_or_path")  # not about the model itself
 

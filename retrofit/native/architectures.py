@@ -27,7 +27,7 @@ from retrofit.numerics.choices import Choices
 from retrofit.numerics.distances import distance
 from retrofit.passbase.replaying import rewrites
 from retrofit.process import quiet
-from retrofit.undoing.undo import skeleton_of
+from retrofit.undoing import skeleton_of
 
 TOKENS = 64
 SPREAD = 2.0  # of random router logits: large enough that gates differ

@@ -53,7 +53,7 @@ from retrofit.progress import Progress
 from retrofit.storage.filling import fill_transformers
 from retrofit.surgery.dequantization import is_recipe
 from retrofit.surgery.transformers_bookkeeping import is_transformers
-from retrofit.undoing.undo import RECIPE, dense_skeleton, skeleton_of, without_recipe
+from retrofit.undoing import RECIPE, dense_skeleton, skeleton_of, without_recipe
 
 DENSE = -1  # the distance of an architecture without mixtures
 SHORT = 2  # layers of the skeletons that are tried

@@ -23,7 +23,7 @@ from retrofit.onnx.exporter import export_onnx, optimization
 from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 from retrofit.onnx.exporter.optimization import make_branches
 from retrofit.onnx.importer.from_onnx import from_onnx
-from retrofit.onnx.importer.operators.table import CHOICE
+from retrofit.onnx.importer.operators import CHOICE
 from retrofit.passes import SequenceAltUp, SparseFFN
 
 pytest.importorskip("onnxscript")

@@ -15,8 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from retrofit.onnx.exporter.export_parts import OnnxSession
 from retrofit.onnx.importer.from_onnx import from_onnx
-from retrofit.onnx.importer.operators import elementwise, shapes
-from retrofit.onnx.importer.operators.table import MICROSOFT, OPERATORS, tensor
+from retrofit.onnx.importer.operators import MICROSOFT, OPERATORS, elementwise, shapes, tensor
 
 RNG = np.random.default_rng(0)
 

@@ -20,7 +20,7 @@ import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
 from retrofit.onnx.importer.model_file import only_user
-from retrofit.onnx.importer.operators.table import MICROSOFT
+from retrofit.onnx.importer.operators import MICROSOFT
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -28,7 +28,7 @@ from retrofit.errors import first_line
 from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.attention_fusion import attend_on_cache, rotate_by_token
 from retrofit.onnx.exporter.export_parts import LENGTH, PAST, ExportPart, OnnxSession, missing_packages, other_sizes
-from retrofit.onnx.importer.operators.table import CHOICE
+from retrofit.onnx.importer.operators import CHOICE
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from retrofit.errors import RetrofitError
 from retrofit.onnx.exporter.optimization import CHOOSES
-from retrofit.onnx.importer.operators.table import MICROSOFT
+from retrofit.onnx.importer.operators import MICROSOFT
 from retrofit.onnx.importer.weights import dequantize_blocks
 
 if TYPE_CHECKING:

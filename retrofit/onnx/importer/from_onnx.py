@@ -31,13 +31,7 @@ from retrofit.onnx.importer.model_file import (
     release_tensors,
     to_torch,
 )
-from retrofit.onnx.importer.operators import (  # noqa: F401 # each registers its operators
-    attention,
-    elementwise,
-    neural_networks,
-    shapes,
-)
-from retrofit.onnx.importer.operators.table import (
+from retrofit.onnx.importer.operators import (  # noqa: F401 # the modules among them register their operators
     CHOICE,
     DTYPES,
     FACTORIES,
@@ -46,8 +40,12 @@ from retrofit.onnx.importer.operators.table import (
     REFUSALS,
     TYPES_OF_NUMBERS,
     Operator,
+    attention,
+    elementwise,
     is_number,
+    neural_networks,
     numbers,
+    shapes,
 )
 from retrofit.onnx.importer.weights import (
     DEQUANTIZE,

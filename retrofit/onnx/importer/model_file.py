@@ -24,7 +24,7 @@ from torch import Tensor
 
 from retrofit.errors import CheckpointError, first_line
 from retrofit.files.memory import require_memory
-from retrofit.onnx.importer.operators.table import DTYPES, MICROSOFT, TYPES_OF_NUMBERS
+from retrofit.onnx.importer.operators import DTYPES, MICROSOFT, TYPES_OF_NUMBERS
 
 if TYPE_CHECKING:
     import onnx

@@ -25,8 +25,8 @@ from torch import Tensor, fx, nn
 from retrofit.errors import CaptureError, CheckpointError
 from retrofit.inputs.example_inputs import BATCH, LENGTH, TARGET_LENGTH
 from retrofit.onnx.importer.model_file import reads_only_as_right_factor, to_torch
+from retrofit.onnx.importer.operators import DTYPES, MICROSOFT, numbers
 from retrofit.onnx.importer.operators.shapes import transpose
-from retrofit.onnx.importer.operators.table import DTYPES, MICROSOFT, numbers
 from retrofit.program.program import register_tensor
 
 if TYPE_CHECKING:

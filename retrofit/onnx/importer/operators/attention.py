@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
+from retrofit.onnx.importer.operators import MICROSOFT, Value, operator, tensor
 from retrofit.onnx.importer.operators.shapes import trilu
-from retrofit.onnx.importer.operators.table import MICROSOFT, Value, operator, tensor
 
 # ── Fused operators ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.onnx.importer.operators.table import (
+from retrofit.onnx.importer.operators import (
     DTYPES,
     Operator,
     Value,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from retrofit.onnx.importer.operators.table import Value, number, numbers, operator, tensor
+from retrofit.onnx.importer.operators import Value, number, numbers, operator, tensor
 
 
 @operator("MatMul")

@@ -1,1 +1,0 @@
-"""Rewritten models back in their dense form, if that computes the same function."""
