@@ -77,15 +77,14 @@ def save_model(options: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def parts_timed(model: Any) -> Iterator[dict[str, list[float]]]:
     """Within this context what capture, passes and each check on both models take is recorded: [busy seconds, forwards, peak]."""
-    from retrofit import rewriting
-    from retrofit.checks import verify
-    from retrofit.checks.verify import CHECKS
+    from retrofit import checks, rewriting
+    from retrofit.checks import CHECKS
 
     found: dict[str, list[float]] = {}
     places: list[tuple[Any, str, Callable[[tuple[Any, ...]], str]]] = [
         (rewriting, "capture", lambda args: "capture, twice"),
         (rewriting, "run_passes", lambda args: "the pass"),
-        (verify, "runnable_subject", lambda args: "other shapes: dense"),
+        (checks, "runnable_subject", lambda args: "other shapes: dense"),
         *(
             (one, "measure", lambda args, name=name: f"{name}: {'rewritten' if args[1:] else 'dense'}")
             for name, one in CHECKS.items()

@@ -14,7 +14,7 @@ import transformers
 
 import retrofit
 from retrofit.errors import RetrofitError
-from retrofit.native.native_form import native_form
+from retrofit.native import native_form
 
 SIZES = {
     "vocab_size": 61,

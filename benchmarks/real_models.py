@@ -116,7 +116,7 @@ def import_everything() -> None:
     import torch.onnx._internal.exporter._core  # noqa: F401
     import transformers.exporters.exporter_onnx  # noqa: F401
 
-    import retrofit.onnx.exporter.export_onnx
+    import retrofit.onnx.exporter
     import retrofit.rewriting  # noqa: F401
     from retrofit.passbase.protocol import load_pass, pass_names
 

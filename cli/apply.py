@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from retrofit.anatomy.anatomy import format_change
+from retrofit.anatomy import format_change
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_model_output, default_output, write_model
 from retrofit.cli.parser import MODEL, STREAMS, Subparsers, add_checks_argument, add_model_arguments, require_path, seed
@@ -161,8 +161,8 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
         )
     from retrofit.passbase.calibration import using_tokenizer
     from retrofit.storage.directories import transformer_folder
+    from retrofit.streaming import apply_streamed, model_on_disk
     from retrofit.streaming.source_directory import model_without_weights, require_directory
-    from retrofit.streaming.streamed_apply import apply_streamed, model_on_disk
 
     with working(arguments.debug) as progress:
         text = verdict = None
@@ -267,7 +267,7 @@ def fitted_on(windows: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, 
 
 def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
     """Return the rows of the summary: sites, parameters and FLOPs before and after, checks and omissions, and the result's path."""
-    from retrofit.checks.verify import CHECKS
+    from retrofit.checks import CHECKS
     from retrofit.storage.directories import left_out
 
     rows = separated(rewrite_rows(rewrite) for rewrite in applied.rewrites)

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     output = arguments.output or beside(model, "onnx")
     require_place(output)
 
-    from retrofit.onnx.exporter.export_onnx import export_onnx
+    from retrofit.onnx.exporter import export_onnx
     from retrofit.storage.checkpoint import load
     from retrofit.storage.directories import is_pipeline, other_modules
 
@@ -114,7 +114,7 @@ def run_native(arguments: argparse.Namespace, model: Path) -> int:
             f"{output} cannot hold a native form", why="it is written as a directory", remedy="name a directory with -o"
         )
 
-    from retrofit.native.native_form import native_form
+    from retrofit.native import native_form
     from retrofit.storage.checkpoint import load
 
     with working(arguments.debug) as progress:
@@ -240,7 +240,7 @@ def run_bundle(arguments: argparse.Namespace) -> int:
         )
     output = check_model_output(arguments.output or default_output(model, ["bundle"]), arguments.force)
 
-    from retrofit.bundling.bundle import CODE, bundle
+    from retrofit.bundling import CODE, bundle
     from retrofit.passbase.recipe_storage import BUNDLE
 
     with working(arguments.debug) as progress:

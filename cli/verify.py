@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stream:
         return report_on_stream(arguments)
 
-    from retrofit.checks.verify import named_checks, verify, verify_onnx
+    from retrofit.checks import named_checks, verify, verify_onnx
     from retrofit.storage.checkpoint import load
 
     def read(path: Path) -> nn.Module:
@@ -101,7 +101,7 @@ def report_on_stream(arguments: argparse.Namespace) -> int:
             why="--stream reads safetensors directories; an ONNX export needs the whole model in memory",
             remedy="drop them",
         )
-    from retrofit.streaming.streamed_apply import verify_directory
+    from retrofit.streaming import verify_directory
 
     with working(arguments.debug) as progress:
         report = verify_directory(arguments.model, arguments.against, progress)

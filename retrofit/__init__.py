@@ -10,15 +10,15 @@ from retrofit.storage import transformers_hook
 
 if TYPE_CHECKING:
     from retrofit.adapters import merge_adapters as merge_adapters
-    from retrofit.anatomy.anatomy import Anatomy as Anatomy
+    from retrofit.anatomy import Anatomy as Anatomy
     from retrofit.anatomy.inspection import inspect as inspect
-    from retrofit.bundling.bundle import bundle as bundle
-    from retrofit.checks.verify import verify as verify
+    from retrofit.bundling import bundle as bundle
+    from retrofit.checks import verify as verify
     from retrofit.differences import diff as diff
     from retrofit.errors import RetrofitError as RetrofitError
-    from retrofit.native.native_form import to_native as to_native
-    from retrofit.onnx.exporter.export_onnx import export_onnx as export_onnx
-    from retrofit.onnx.importer.from_onnx import from_onnx as from_onnx
+    from retrofit.native import to_native as to_native
+    from retrofit.onnx.exporter import export_onnx as export_onnx
+    from retrofit.onnx.importer import from_onnx as from_onnx
     from retrofit.passbase.replaying import recipe as recipe
     from retrofit.planning.planner import plan as plan
     from retrofit.preview import plan_of as plan_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from retrofit.storage.checkpoint import load as load
     from retrofit.storage.checkpoint import save as save
     from retrofit.storage.recipe_file import read_recipe as read_recipe
-    from retrofit.streaming.streamed_apply import apply_streamed as apply_streamed
+    from retrofit.streaming import apply_streamed as apply_streamed
     from retrofit.surgery.dequantization import dequantize as dequantize
     from retrofit.training.table_optimizer import optimizer as optimizer
     from retrofit.undoing import undo as undo
@@ -35,15 +35,15 @@ __version__ = "0.1.0"
 
 # Names are imported on first use, so that `retrofit --help` does not import torch.
 HOMES = {
-    "Anatomy": "retrofit.anatomy.anatomy",
+    "Anatomy": "retrofit.anatomy",
     "RetrofitError": "retrofit.errors",
     "apply": "retrofit.rewriting",
-    "apply_streamed": "retrofit.streaming.streamed_apply",
-    "bundle": "retrofit.bundling.bundle",
+    "apply_streamed": "retrofit.streaming",
+    "bundle": "retrofit.bundling",
     "dequantize": "retrofit.surgery.dequantization",
     "diff": "retrofit.differences",
-    "export_onnx": "retrofit.onnx.exporter.export_onnx",
-    "from_onnx": "retrofit.onnx.importer.from_onnx",
+    "export_onnx": "retrofit.onnx.exporter",
+    "from_onnx": "retrofit.onnx.importer",
     "inspect": "retrofit.anatomy.inspection",
     "load": "retrofit.storage.checkpoint",
     "merge_adapters": "retrofit.adapters",
@@ -53,9 +53,9 @@ HOMES = {
     "read_recipe": "retrofit.storage.recipe_file",
     "recipe": "retrofit.passbase.replaying",
     "save": "retrofit.storage.checkpoint",
-    "to_native": "retrofit.native.native_form",
+    "to_native": "retrofit.native",
     "undo": "retrofit.undoing",
-    "verify": "retrofit.checks.verify",
+    "verify": "retrofit.checks",
 }
 __all__ = sorted(HOMES)
 

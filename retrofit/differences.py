@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.adapters import BASE, CLASSES, CONFIG, TRAINED_ON, other_base, read_adapter_config
-from retrofit.emitted.graph_module import as_dense_graph_of, dense_graph
+from retrofit.emitted import as_dense_graph_of, dense_graph
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_state import same_bits
 from retrofit.inputs.packed_weights import unpacked

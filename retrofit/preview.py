@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx, nn
 
-from retrofit.anatomy.anatomy import Anatomy, format_change
+from retrofit.anatomy import Anatomy, format_change
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.anatomy.parts import NearMiss
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import CaptureError, DoesNotFitError, Remedy, RetrofitError, SpecError, without_form
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import without_weights
@@ -33,8 +33,7 @@ from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run, flops_per_token
 from retrofit.program.program import Program
 from retrofit.progress import Progress
-from retrofit.surgery import transformers_bookkeeping
-from retrofit.surgery.edit import Edit
+from retrofit.surgery import Edit, transformers_bookkeeping
 
 BECOMES_GRAPH = "its modules cannot express this rewrite, so the result is a graph module on the same parameters, saved as .pt2"
 SEE_EVERYTHING = "pass example_inputs= with everything the model should read, for example images"

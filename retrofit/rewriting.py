@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 from torch import fx, nn
 
 from retrofit.anatomy.inspection import read_anatomy
+from retrofit.checks import Reference, check_rewrite, named_checks
 from retrofit.checks.parameters import require_finite
 from retrofit.checks.report import Report
-from retrofit.checks.verify import Reference, check_rewrite, named_checks
-from retrofit.emitted.graph_module import DenseGraph
+from retrofit.emitted import DenseGraph
 from retrofit.emitted.graph_parts import propagate_shapes
 from retrofit.errors import (
     CaptureError,
@@ -48,9 +48,8 @@ from retrofit.program.cost import flops_per_token, unit_of
 from retrofit.program.program import Program
 from retrofit.progress import Progress
 from retrofit.provenance import describe_inputs, provenance_of
-from retrofit.surgery import transformers_bookkeeping
+from retrofit.surgery import Edit, Fate, Keep, transformers_bookkeeping
 from retrofit.surgery.dequantization import refuse_packed
-from retrofit.surgery.edit import Edit, Fate, Keep
 from retrofit.surgery.user_hooks import HookWatch
 
 Model = TypeVar("Model", bound=nn.Module)

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from transformers import PreTrainedModel, initialization
 
 from retrofit.checks.divergence import Activations, first_divergence, record_activations
-from retrofit.emitted.graph_module import dense_graph
+from retrofit.emitted import dense_graph
 from retrofit.errors import CheckpointError, RetrofitError, VerificationError, first_few
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import without_weights
@@ -36,8 +36,8 @@ from retrofit.passbase.replaying import recipe, replayed_inputs, rewrites, rewri
 from retrofit.passbase.running import run_passes
 from retrofit.process import quiet, serialized
 from retrofit.storage.filling import config_class, describe_architecture, empty_model, fill_model, fill_transformers, find_class
+from retrofit.surgery import Edit, Fate
 from retrofit.surgery.dequantization import is_recipe, refuse_packed
-from retrofit.surgery.edit import Edit, Fate
 
 RECIPE = "quantization_config"  # the entry of a config with the recipe
 

@@ -19,7 +19,7 @@ from retrofit import preview, rewriting
 from retrofit.errors import CaptureError, DoesNotFitError, RetrofitError, without_form
 from retrofit.preview import BECOMES_GRAPH, GRAPH_FIX
 from retrofit.rewriting import apply_reported
-from retrofit.surgery.edit import Edit
+from retrofit.surgery import Edit
 from retrofit.surgery.wrappers import Wrapper
 
 ARCHITECTURES = [

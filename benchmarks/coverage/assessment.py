@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 import retrofit
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy import Anatomy
 from retrofit.anatomy.parts import Stack
 from retrofit.errors import CaptureError, RetrofitError, VerificationError
 from retrofit.passbase.protocol import parse_spec

@@ -17,7 +17,7 @@ from support.inlining import inline_all
 from torch import Tensor, fx, nn
 
 import retrofit
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import CaptureError, RetrofitError, VerificationError
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.program.capture import missing_masks

@@ -52,7 +52,7 @@ def find(task: Task) -> Row:
     from graph_assessment import verdict
     from support.onnx_files import file_of
 
-    from retrofit.onnx.importer.from_onnx import from_onnx
+    from retrofit.onnx.importer import from_onnx
 
     file, one = task
     source, _, name = file.partition(": ")

@@ -94,9 +94,9 @@ def read_back(model: Any, made: Any, inputs: dict[str, Any]) -> float:
 
     from retrofit.inputs.example_inputs import named_inputs
     from retrofit.numerics.distances import distance
-    from retrofit.onnx.exporter.export_onnx import other_sizes, plan_export
+    from retrofit.onnx.exporter import other_sizes, plan_export
     from retrofit.onnx.exporter.export_parts import OnnxSession
-    from retrofit.onnx.importer.from_onnx import from_onnx
+    from retrofit.onnx.importer import from_onnx
     from retrofit.onnx.importer.weights import argument_name
 
     parts = plan_export(model, named_inputs(model, inputs), "past" if made.cached else "none").parts

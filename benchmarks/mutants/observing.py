@@ -199,7 +199,7 @@ def reference_of(name: str, limit: int) -> bytes:
     model(name)
 
     def measured() -> bytes:
-        from retrofit.checks.verify import Reference
+        from retrofit.checks import Reference
 
         return pickle.dumps(Reference.of(model(name)))
 
@@ -256,7 +256,7 @@ def attempt(folder: Path, trial: Trial, reference: bytes, program: Any) -> Row:
     torch.manual_seed(0)
     import retrofit
     from retrofit import preview, rewriting
-    from retrofit.checks.verify import CHECKS
+    from retrofit.checks import CHECKS
     from retrofit.errors import VerificationError
 
     mutated = importlib.import_module("retrofit.passes" if program is not None else "retrofit")

@@ -67,7 +67,7 @@ def write(folder: Path, tokenizer: Path, dense: Path | None) -> None:
     import transformers
 
     import retrofit
-    from retrofit.native.native_form import native_form
+    from retrofit.native import native_form
 
     reads = transformers.AutoTokenizer.from_pretrained(tokenizer)
     record = {}

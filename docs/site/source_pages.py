@@ -1,6 +1,6 @@
 """Links to files and folders of the repository lead to pages of the site that show them, and a path in `code` becomes such a link.
 
-A page names `benchmarks/sparse_ffn.py`, or a module of the library as `checks/verify.py`. What does not exist stays plain code; a
+A page names `benchmarks/sparse_ffn.py`, or a module of the library as `checks/replay.py`. What does not exist stays plain code; a
 link in Markdown to what does not exist is a warning of MyST's, and fails the build.
 """
 

@@ -22,7 +22,7 @@ from retrofit.anatomy.weights import Matrix
 from retrofit.errors import DoesNotFitError
 from retrofit.inputs.packed_weights import unpacked
 from retrofit.program.program import Key
-from retrofit.surgery.edit import Edit
+from retrofit.surgery import Edit
 from retrofit.surgery.wrappers import argument_place, find_argument
 
 

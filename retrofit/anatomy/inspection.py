@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import find_attentions
 from retrofit.anatomy.branches import describe_branches, is_in_branch, is_mixer
 from retrofit.anatomy.parts import Branch

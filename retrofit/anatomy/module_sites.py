@@ -22,7 +22,7 @@ from retrofit.anatomy.weights import nearest_products, weight_product
 from retrofit.errors import DoesNotFitError, Remedy, SpecError
 from retrofit.program.aten_ops import is_float, is_heavy, shape
 from retrofit.program.program import Call, Key
-from retrofit.surgery.edit import Edit
+from retrofit.surgery import Edit
 from retrofit.surgery.wrappers import Wrapper, map_first
 
 IN_CODE = "it is computed in the model's own code, and no module owns it"

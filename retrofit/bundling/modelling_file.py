@@ -252,7 +252,7 @@ class ModellingFile:
     config_name: str
 
 
-def modelling_file(
+def modelling_code(
     table: Mapping[str, Any], classes: Iterable[ModelClass], recipe: Iterable[str], model_type: str
 ) -> ModellingFile:
     """Return the modelling code for the model with this table. Raises `CheckpointError` if a bundle cannot contain a layer."""

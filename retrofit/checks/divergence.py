@@ -16,7 +16,7 @@ from retrofit.inputs.module_calls import first_tensor, watched
 from retrofit.inputs.probes import Inputs, run
 from retrofit.numerics.agreement import Comparison
 from retrofit.numerics.distances import distance
-from retrofit.surgery.edit import Fate
+from retrofit.surgery import Fate
 
 
 @dataclasses.dataclass(frozen=True)

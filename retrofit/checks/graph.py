@@ -34,7 +34,7 @@ from retrofit.program.aten_ops import CAST, op
 from retrofit.program.cost import Cost, cost_of
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import Call, Program
-from retrofit.surgery.edit import Fate
+from retrofit.surgery import Fate
 from retrofit.surgery.wrappers import Wrapper
 
 Layouts = dict[str, Layout]

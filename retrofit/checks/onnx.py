@@ -15,7 +15,7 @@ from torch import nn
 from retrofit.checks.report import Finding, failed, passed, skipped
 from retrofit.checks.subject import Context, Subject
 from retrofit.errors import CaptureError, RetrofitError, first_few
-from retrofit.onnx.exporter.export_onnx import export_onnx, plan_export
+from retrofit.onnx.exporter import export_onnx, plan_export
 from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, ExportPart, OnnxSession, missing_packages
 from retrofit.onnx.exporter.parity import compare_with_torch, other_sizes, why_incomparable
 from retrofit.passbase.replaying import recipe

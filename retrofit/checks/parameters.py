@@ -20,7 +20,7 @@ from retrofit.checks.report import Finding, failed, format_layout, passed, skipp
 from retrofit.checks.subject import Context, Subject
 from retrofit.errors import RetrofitError, first_few
 from retrofit.provenance import provenance_of
-from retrofit.surgery.edit import Fate
+from retrofit.surgery import Fate
 
 
 @dataclasses.dataclass(frozen=True)

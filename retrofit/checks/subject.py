@@ -36,7 +36,7 @@ from retrofit.passbase.protocol import Rewrite
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import backward_slice
 from retrofit.program.program import Program
-from retrofit.surgery.edit import Fate
+from retrofit.surgery import Fate
 
 Layout = tuple[tuple[int, ...], torch.dtype]
 Watch = Callable[[], contextlib.AbstractContextManager[Any]]

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Hashable, Iterable, Sequence
 
-from retrofit.anatomy.anatomy import Anatomy, compact, heads, layer_range, owner, rewritten_sites, shapes, sharing
+from retrofit.anatomy import Anatomy, compact, heads, layer_range, owner, rewritten_sites, shapes, sharing
 from retrofit.anatomy.outline import common_name, relative, structure
 from retrofit.anatomy.parts import Branch, Layer, Stack
 from retrofit.drawing.placement import Norms

@@ -10,7 +10,7 @@ import dataclasses
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from retrofit.anatomy.anatomy import Anatomy, compact, plural
+from retrofit.anatomy import Anatomy, compact, plural
 from retrofit.anatomy.outline import Fold, Piece, Surroundings, fold_sequence, leaves, surroundings
 from retrofit.anatomy.parts import Branch, Stack
 from retrofit.drawing.layer_picture import (

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import networkx
 
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy import Anatomy
 from retrofit.anatomy.parts import Branch, Layer
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import Attention, find_attentions
 from retrofit.anatomy.feed_forward_parsing import products_of
 from retrofit.anatomy.parts import Branch, Stack
@@ -54,7 +54,7 @@ class Region:
         return not (apart or self.holds(other) or other.holds(self))
 
 
-def regions(anatomy: Anatomy, flow: Dataflow) -> Region:
+def program_region(anatomy: Anatomy, flow: Dataflow) -> Region:
     """Return the whole program as a region with every module call, and every part of the anatomy that is no module, inside it."""
     whole = Region("", "", 0, len(flow.nodes) - 1)
     found = [*call_regions(flow), *anatomy_regions(anatomy, flow)]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from retrofit.anatomy.anatomy import plural
+from retrofit.anatomy import plural
 from retrofit.errors import first_few, first_line
 from retrofit.numerics.choices import Choices
 from retrofit.numerics.distances import distance

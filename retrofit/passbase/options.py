@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from retrofit.errors import SpecError
 
 if TYPE_CHECKING:
-    from retrofit.anatomy.anatomy import Anatomy
+    from retrofit.anatomy import Anatomy
     from retrofit.anatomy.parts import Stack
 
 

@@ -21,8 +21,8 @@ from retrofit.passbase.options import check_option, format_value, require_option
 if TYPE_CHECKING:
     from torch import nn
 
-    from retrofit.anatomy.anatomy import Anatomy
-    from retrofit.surgery.edit import Edit
+    from retrofit.anatomy import Anatomy
+    from retrofit.surgery import Edit
 
 
 MAX_REASONS = 4  # near misses named in a refusal

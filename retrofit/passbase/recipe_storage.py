@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from retrofit.errors import CheckpointError
 from retrofit.passbase.protocol import AppliedTo, Rewrite
 from retrofit.provenance import provenance_of, record_provenance
+from retrofit.surgery import Edit
 from retrofit.surgery.dequantization import (
     METHOD,
     came_through_quantizer,
@@ -27,7 +28,6 @@ from retrofit.surgery.dequantization import (
     quantization_of,
     refuse_packed,
 )
-from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import (
     declare_published_ties,
     declare_ties,

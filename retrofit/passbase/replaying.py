@@ -28,7 +28,7 @@ from retrofit.passbase.running import run_passes, with_current_names
 from retrofit.process import serialized
 from retrofit.program.program import Program
 from retrofit.provenance import describe_inputs, provenance_of
-from retrofit.surgery.edit import Edit, Fate
+from retrofit.surgery import Edit, Fate
 
 
 @serialized

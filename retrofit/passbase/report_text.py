@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from retrofit.anatomy.anatomy import plural
+from retrofit.anatomy import plural
 from retrofit.progress import fold_lines, fold_notes, one_line
 
 if TYPE_CHECKING:

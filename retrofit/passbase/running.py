@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect, read_anatomy
 from retrofit.errors import DoesNotFitError, first_few
 from retrofit.passbase.options import depth_ranges, format_value
@@ -18,8 +18,8 @@ from retrofit.passbase.protocol import AnyPass, AppliedTo, Plan, Recipe, Rewrite
 from retrofit.program.cost import flops_per_token
 from retrofit.program.program import Program
 from retrofit.progress import Progress, reported_to
+from retrofit.surgery import Edit
 from retrofit.surgery.dequantization import is_quantized
-from retrofit.surgery.edit import Edit
 from retrofit.surgery.transformers_bookkeeping import shared_names
 from retrofit.surgery.user_hooks import HookWatch
 

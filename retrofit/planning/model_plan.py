@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from retrofit.anatomy.anatomy import layer_range
+from retrofit.anatomy import layer_range
 from retrofit.errors import PlanningError
 from retrofit.files.atomic_writes import whole_file
 from retrofit.passbase.protocol import Recipe, parse_recipe

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, fx, nn
 
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy import Anatomy
 from retrofit.errors import DoesNotFitError, PlanningError
 from retrofit.files.atomic_writes import whole_file
 from retrofit.inputs.calibration import Calibration, windows_of_batch
@@ -31,8 +31,8 @@ from retrofit.passbase.options import format_value
 from retrofit.passbase.protocol import AnyPass, Pass, load_pass, parse_spec, pass_names
 from retrofit.program.program import Program
 from retrofit.rewriting import apply_reported
+from retrofit.surgery import Edit
 from retrofit.surgery.dequantization import TRACES
-from retrofit.surgery.edit import Edit
 from retrofit.surgery.wrappers import Wrapper
 
 ALL_LAYERS = "layers"  # the option that limits a pass to some depths

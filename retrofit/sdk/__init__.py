@@ -19,11 +19,11 @@ from retrofit.passbase.options import depth_ranges as depth_ranges
 from retrofit.passbase.options import option as option
 from retrofit.passbase.options import selected_depths as selected_depths
 from retrofit.passbase.options import selected_layers as selected_layers
-from retrofit.surgery.edit import Edit as Edit
-from retrofit.surgery.edit import Rearranged as Rearranged
+from retrofit.surgery import Edit as Edit
+from retrofit.surgery import Rearranged as Rearranged
 
 # Inputs and results of `plan`.
-from retrofit.anatomy.anatomy import Anatomy as Anatomy
+from retrofit.anatomy import Anatomy as Anatomy
 from retrofit.anatomy.parts import Stack as Stack
 from retrofit.anatomy.parts import Layer as Layer
 from retrofit.anatomy.parts import Branch as Branch

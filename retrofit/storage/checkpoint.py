@@ -20,8 +20,8 @@ from retrofit.files import gguf_header
 from retrofit.files.atomic_writes import whole_directory, whole_file
 from retrofit.files.model_folders import EXPORTED, FILES, ONNX, OTHER_FORMATS, as_path, require_writable_kind
 from retrofit.inputs.packed_weights import refuse_packed_layers
-from retrofit.onnx.exporter.export_onnx import export_onnx
-from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.exporter import export_onnx
+from retrofit.onnx.importer import from_onnx
 from retrofit.passbase.recipe_storage import as_ordinary_model
 from retrofit.process import serialized, unbroken
 from retrofit.storage.companions import write_card

@@ -33,7 +33,7 @@ from torch.export.pt2_archive._package import load_pt2, package_pt2
 from torch.utils._pytree import tree_leaves
 from torch.utils._sympy import functions
 
-from retrofit.emitted.graph_module import DenseGraph, dense_graph, from_exported
+from retrofit.emitted import DenseGraph, dense_graph, from_exported
 from retrofit.errors import CaptureError, CheckpointError, RetrofitWarning, first_line
 from retrofit.files.atomic_writes import whole_file
 from retrofit.files.memory import require_memory, require_unpacked_fits

@@ -27,8 +27,8 @@ from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.protocol import Rewrite
 from retrofit.passbase.recipe_storage import stored_inputs
 from retrofit.provenance import ATTRIBUTE, provenance_of, record_provenance
+from retrofit.surgery import Edit, Fate
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
-from retrofit.surgery.edit import Edit, Fate
 from retrofit.surgery.transformers_bookkeeping import BOOKS, attention_of, shared_names
 from retrofit.surgery.wrappers import holds_guards
 

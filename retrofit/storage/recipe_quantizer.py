@@ -37,9 +37,8 @@ from retrofit.storage.load_guard import (
     require_places,
     require_shapes,
 )
-from retrofit.surgery import transformers_bookkeeping
+from retrofit.surgery import Edit, transformers_bookkeeping
 from retrofit.surgery.dequantization import METHOD, is_recipe
-from retrofit.surgery.edit import Edit
 
 if TYPE_CHECKING:
     from retrofit.program.program import Program

@@ -18,7 +18,7 @@ from retrofit.inputs.model_state import preserve_random_state
 from retrofit.inputs.packed_weights import is_packed_tensor, packed_layers, unpacked, unpacked_linear
 from retrofit.inputs.usable_models import require_torch_module
 from retrofit.provenance import provenance_of
-from retrofit.surgery.edit import Edit
+from retrofit.surgery import Edit
 from retrofit.surgery.transformers_bookkeeping import forget_packed_reading
 
 METHOD = "retrofit"  # the name in transformers' table of quantizers, and `quant_method` in config.json

@@ -15,7 +15,7 @@ from retrofit.provenance import provenance_of
 if TYPE_CHECKING:
     from torch import nn
 
-    from retrofit.surgery.edit import Edit
+    from retrofit.surgery import Edit
 
 
 CACHE_LINE = 64  # bytes

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import RetrofitError
 from retrofit.inputs.model_state import evaluation_mode

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from retrofit.anatomy.anatomy import plural
+from retrofit.anatomy import plural
 from retrofit.errors import TrainingError, first_few
 from retrofit.files.atomic_writes import aside_of, held, is_held, whole_file
 from retrofit.files.model_folders import EXPORTED, FILES

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.emitted.graph_module import as_dense_graph_of, dense_graph
+from retrofit.emitted import as_dense_graph_of, dense_graph
 from retrofit.errors import TrainingError
 from retrofit.inputs.example_inputs import named_inputs, vocabulary_of
 from retrofit.inputs.model_memory import offloaded_module

@@ -16,7 +16,7 @@ from support.refusals import refused
 from torch import nn
 
 import retrofit
-from retrofit.anatomy.anatomy import Anatomy, rows
+from retrofit.anatomy import Anatomy, rows
 from retrofit.anatomy.outline import surroundings
 from retrofit.anatomy.parts import NO_STREAM
 from retrofit.errors import CaptureError, DoesNotFitError, NoTransformerError

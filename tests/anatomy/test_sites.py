@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.anatomy.feed_forward_parsing import feed_forwards
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.rewriting import apply_reported
 from retrofit.sdk import Anatomy, Edit, Pass, Plan, Site, WrappedModule, Wrapper, map_first, option

@@ -19,7 +19,7 @@ from support.without_retrofit import packages_without_retrofit, run_without_retr
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import retrofit
-from retrofit.bundling.bundle import CODE
+from retrofit.bundling import CODE
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, RetrofitError
 
@@ -352,7 +352,7 @@ def test_what_cannot_be_bundled_is_refused_with_a_fix(tmp_path: Path) -> None:
 
 
 def test_a_bundle_that_fails_leaves_nothing(first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retrofit.bundling.bundle.outline", lambda model: {"made": id(model)})
+    monkeypatch.setattr("retrofit.bundling.outline", lambda model: {"made": id(model)})
     with refused(CheckpointError, code="defect"):
         retrofit.bundle(first / "original1", tmp_path / "out")
     assert not list(tmp_path.iterdir())

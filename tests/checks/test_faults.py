@@ -22,8 +22,8 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 import retrofit
+from retrofit.checks import CHECKS, Reference
 from retrofit.checks.report import Report
-from retrofit.checks.verify import CHECKS, Reference
 from retrofit.numerics import agreement
 
 # ── The models ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

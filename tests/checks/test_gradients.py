@@ -15,10 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 import retrofit
 from retrofit.anatomy.parts import Site
-from retrofit.checks import gradients
+from retrofit.checks import Reference, check_rewrite, gradients
 from retrofit.checks.gradients import GradientsMeasurement, SlicedGradients, collect_gradients, new_among_idle, nudge, unfreeze
 from retrofit.checks.parameters import match_parameters
-from retrofit.checks.verify import Reference, check_rewrite
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.passbase.protocol import Rewrite
 

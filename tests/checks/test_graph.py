@@ -14,13 +14,13 @@ from torch import Tensor, fx, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import retrofit
+from retrofit.checks import Reference
 from retrofit.checks.graph import hash_modules, hash_nodes, newly_read
-from retrofit.checks.verify import Reference
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import without_weights
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run
-from retrofit.surgery.edit import Fate
+from retrofit.surgery import Fate
 
 
 @pytest.fixture(autouse=True)

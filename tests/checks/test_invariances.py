@@ -14,8 +14,8 @@ from support.tiny_models import Plain, llama
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.checks.verify import Reference
-from retrofit.emitted.graph_module import from_exported
+from retrofit.checks import Reference
+from retrofit.emitted import from_exported
 from retrofit.errors import RetrofitError
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward
 from retrofit.passes.sequence_altup.strided_layers import StridedLayer

@@ -14,12 +14,11 @@ from support.tiny_models import Plain, bert, gpt2
 from torch import nn
 
 import retrofit
-from retrofit.checks import parameters
+from retrofit.checks import Reference, check_rewrite, parameters
 from retrofit.checks.parameters import Fingerprint, checksum, fingerprints, match_parameters, require_finite
-from retrofit.checks.verify import Reference, check_rewrite
 from retrofit.errors import RetrofitError
 from retrofit.passbase.protocol import Rewrite
-from retrofit.surgery.edit import Fate
+from retrofit.surgery import Fate
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,9 @@ from support.tiny_models import gpt2, llama
 from torch import nn
 
 import retrofit
-from retrofit.checks import function
+from retrofit.checks import Reference, function, watches
 from retrofit.checks.method import watch_method
 from retrofit.checks.subject import PADS, Subject, other_shapes, share_padding
-from retrofit.checks.verify import Reference, watches
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.probes import logits_of, run
 from retrofit.numerics import agreement

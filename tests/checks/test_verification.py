@@ -20,15 +20,15 @@ from torch import nn
 import retrofit
 from retrofit.anatomy import inspection
 from retrofit.anatomy.parts import Site
+from retrofit.checks import CHECKS, Reference, check_rewrite
 from retrofit.checks.cache import Decoded, difference, own_failing
 from retrofit.checks.divergence import first_divergence
-from retrofit.checks.verify import CHECKS, Reference, check_rewrite
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import RetrofitError
 from retrofit.passbase.protocol import Rewrite
 from retrofit.program.capture import capture
 from retrofit.rewriting import apply_reported
-from retrofit.surgery.edit import Fate
+from retrofit.surgery import Fate
 
 
 @pytest.fixture(autouse=True)

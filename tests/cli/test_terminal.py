@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retrofit.anatomy.anatomy import format_change
+from retrofit.anatomy import format_change
 from retrofit.anatomy.parts import NearMiss, Site
 from retrofit.cli import main
 from retrofit.cli.failures import report

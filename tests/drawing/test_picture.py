@@ -40,7 +40,7 @@ from support.drawings import (
     within,
 )
 
-from retrofit.anatomy.anatomy import Anatomy, compact, layer_range, plain, table, wrap_lines
+from retrofit.anatomy import Anatomy, compact, layer_range, plain, table, wrap_lines
 from retrofit.anatomy.outline import Fold, fold_layers, fold_sequence, leaves
 from retrofit.anatomy.parts import Branch, Layer, Part, Projection, Role, Stack
 from retrofit.drawing.layer_picture import LOOKS, PANEL, STREAM
@@ -530,7 +530,7 @@ def test_stacks_and_what_they_read() -> None:
 # --------------------------------------------------------------------------------------------------- real processes
 
 PRINT = (
-    "import sys\nfrom support import sketches\nfrom retrofit.anatomy.anatomy import plain, table\n"
+    "import sys\nfrom support import sketches\nfrom retrofit.anatomy import plain, table\n"
     "from retrofit.drawing.picture import svg\n"
     "for one in sketches.ALL: print(table(one()), svg(one()), plain(one()))\nassert 'torch' not in sys.modules"
 )

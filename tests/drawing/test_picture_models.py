@@ -30,7 +30,7 @@ from transformers import (
 )
 
 import retrofit
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect
 from retrofit.drawing.layer_picture import STREAM, RewrittenSites
 from retrofit.drawing.placement import Placement

@@ -10,7 +10,7 @@ from support.own_models import Own
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import DoesNotFitError
 from retrofit.provenance import provenance_of
 

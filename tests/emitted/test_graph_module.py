@@ -16,7 +16,7 @@ from support.refusals import refused
 from torch import fx, nn
 
 import retrofit
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.emitted.graph_parts import GraphPart
 from retrofit.errors import CaptureError, CheckpointError, SpecError
 from retrofit.passbase.replaying import rewrites

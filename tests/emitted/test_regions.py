@@ -11,7 +11,7 @@ from support.functional_models import Blocks, Encoder, Functional, Recurrent
 from torch import nn
 
 from retrofit.anatomy.inspection import read_anatomy
-from retrofit.emitted.regions import Region, regions
+from retrofit.emitted.regions import Region, program_region
 from retrofit.program.aten_ops import op
 from retrofit.program.capture import capture
 from retrofit.program.dataflow import Dataflow
@@ -24,7 +24,7 @@ def regions_of(name: str) -> tuple[Region, Dataflow]:
     model: nn.Module = MODELS[name]().eval()
     program = capture(model, {"ids": torch.zeros(2, 7, dtype=torch.long)})
     anatomy = read_anatomy(model, program)
-    return regions(anatomy, anatomy.flow), anatomy.flow
+    return program_region(anatomy, anatomy.flow), anatomy.flow
 
 
 def tree(region: Region, prefix: str = "") -> Iterator[tuple[str, Region]]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import retrofit
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import CaptureError, CheckpointError
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError
+from retrofit.native import Match, native_form
 from retrofit.native.architectures import (
     Architecture,
     Layout,
@@ -30,7 +31,6 @@ from retrofit.native.architectures import (
     layouts_for,
     sized,
 )
-from retrofit.native.native_form import Match, native_form
 
 IDS = torch.arange(3, 20)[None]
 

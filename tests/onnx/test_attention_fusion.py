@@ -18,7 +18,7 @@ import retrofit
 from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter import optimization
 from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
-from retrofit.onnx.importer.from_onnx import GraphBuilder
+from retrofit.onnx.importer import GraphBuilder
 
 PARITY = 2e-6
 WIDTH = 8

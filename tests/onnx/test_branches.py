@@ -19,10 +19,11 @@ from support.refusals import refused
 import retrofit
 from retrofit.errors import CaptureError
 from retrofit.numerics.distances import distance
-from retrofit.onnx.exporter import export_onnx, optimization
+from retrofit.onnx import exporter
+from retrofit.onnx.exporter import optimization
 from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
 from retrofit.onnx.exporter.optimization import make_branches
-from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer import from_onnx
 from retrofit.onnx.importer.operators import CHOICE
 from retrofit.passes import SequenceAltUp, SparseFFN
 
@@ -224,7 +225,7 @@ def test_a_file_whose_branches_compute_something_else_keeps_none(strided, tmp_pa
 @pytest.mark.long
 def test_weights_in_a_file_of_their_own_stay_there(strided, tmp_path: Path, monkeypatch) -> None:
     model, inline = strided
-    monkeypatch.setattr(export_onnx, "MOST_INLINE_BYTES", 0)
+    monkeypatch.setattr(exporter, "MOST_INLINE_BYTES", 0)
     file = retrofit.export_onnx(model, tmp_path / "model.onnx").files[0]
     assert file.steps[-1].kept and {one.name for one in tmp_path.iterdir()} == {"model.onnx", "model.onnx_data"}
     assert file.path.stat().st_size < inline.path.stat().st_size

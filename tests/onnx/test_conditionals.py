@@ -19,7 +19,7 @@ from retrofit.errors import CaptureError, CheckpointError
 from retrofit.inputs.probes import resized
 from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.export_parts import OnnxSession
-from retrofit.onnx.importer.from_onnx import SizeConditional, from_onnx
+from retrofit.onnx.importer import SizeConditional, from_onnx
 from retrofit.passes import SparseFFN
 from retrofit.program.capture import capture
 from retrofit.provenance import provenance_of

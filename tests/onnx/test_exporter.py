@@ -18,12 +18,13 @@ from support.refusals import refused
 from torch import nn
 
 import retrofit
+from retrofit.checks import CHECKS, verify_onnx
 from retrofit.checks import onnx as check_onnx
-from retrofit.checks.verify import CHECKS, verify_onnx
 from retrofit.cli import main
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError
 from retrofit.numerics.distances import distance
-from retrofit.onnx.exporter import export_onnx, optimization
+from retrofit.onnx import exporter
+from retrofit.onnx.exporter import optimization
 from retrofit.onnx.exporter.export_parts import OnnxSession, WholeModel, next_step_states
 from retrofit.onnx.exporter.tracing import trace_part
 from retrofit.passes import AltUp, SequenceAltUp, SparseFFN, SparseQKV
@@ -301,7 +302,7 @@ def test_a_file_that_exists_stays_unless_forced(tmp_path):
 
 
 def test_weights_too_large_for_one_file_are_in_a_second(tmp_path, monkeypatch):
-    monkeypatch.setattr(export_onnx, "MOST_INLINE_BYTES", 0)
+    monkeypatch.setattr(exporter, "MOST_INLINE_BYTES", 0)
     model = MADE["plain"]()
     retrofit.export_onnx(model, tmp_path / "model.onnx")
     assert sorted(file.name for file in tmp_path.iterdir()) == ["model.onnx", "model.onnx_data"]

@@ -23,12 +23,12 @@ import retrofit
 from retrofit.anatomy.parts import Branch, Projection, Role
 from retrofit.anatomy.stacks import group_by_number
 from retrofit.cli import main
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import CaptureError, CheckpointError, DoesNotFitError, RetrofitError
 from retrofit.inputs.probes import resized
 from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.export_parts import OnnxSession, next_step_states
-from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer import from_onnx
 from retrofit.onnx.importer.weights import argument_name
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.provenance import provenance_of

@@ -20,7 +20,7 @@ from support.refusals import refused
 import retrofit
 from retrofit.errors import CheckpointError
 from retrofit.onnx.exporter.export_parts import OnnxSession
-from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer import from_onnx
 from retrofit.provenance import provenance_of
 
 RNG = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from retrofit.onnx.exporter.export_parts import OnnxSession
-from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer import from_onnx
 from retrofit.onnx.importer.operators import MICROSOFT, OPERATORS, elementwise, shapes, tensor
 
 RNG = np.random.default_rng(0)

@@ -14,14 +14,13 @@ from support.tiny_models import llama
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.checks import onnx
+from retrofit.checks import onnx, verify_onnx
 from retrofit.checks.subject import Context, Subject
-from retrofit.checks.verify import verify_onnx
 from retrofit.errors import CaptureError
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.numerics.distances import distance
 from retrofit.numerics.precision import Widened
-from retrofit.onnx.exporter import export_onnx as exporting
+from retrofit.onnx import exporter
 from retrofit.onnx.exporter import parity
 from retrofit.onnx.exporter.export_parts import ExportPart, WholeModel
 
@@ -83,7 +82,7 @@ def test_a_difference_that_is_no_tie_is_reported(tmp_path: Path) -> None:
 
 def test_a_file_that_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of the model is traced with other weights: by less than trained models round, and far more than this one does."""
-    trace = exporting.trace_part
+    trace = exporter.trace_part
 
     def trace_wrong(part: ExportPart) -> Any:
         part = copy.deepcopy(part)
@@ -91,7 +90,7 @@ def test_a_file_that_differs_is_not_written(tmp_path: Path, monkeypatch: pytest.
         return trace(part)
 
     model = Chooses(tie=1.1).eval()
-    monkeypatch.setattr(exporting, "trace_part", trace_wrong)
+    monkeypatch.setattr(exporter, "trace_part", trace_wrong)
     with refused(CaptureError, "Chooses", code="differs"):
         retrofit.export_onnx(model, tmp_path / "model.onnx", example_inputs={"ids": torch.randint(31, (2, 11))})
     assert not list(tmp_path.iterdir())

@@ -18,7 +18,7 @@ import retrofit
 from retrofit.inputs.probes import resized
 from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.export_parts import OnnxSession
-from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer import from_onnx
 from retrofit.onnx.importer.weights import argument_name
 from retrofit.passbase.protocol import parse_recipe
 from retrofit.provenance import provenance_of

@@ -14,7 +14,7 @@ from support.refusals import refused
 
 from retrofit.errors import CaptureError
 from retrofit.onnx.exporter.export_parts import OnnxSession
-from retrofit.onnx.importer.from_onnx import from_onnx
+from retrofit.onnx.importer import from_onnx
 from retrofit.onnx.importer.operators import MICROSOFT
 
 RNG = np.random.default_rng(0)

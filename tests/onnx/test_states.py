@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import retrofit
 from retrofit.errors import CaptureError, RetrofitError
 from retrofit.numerics.distances import distance
+from retrofit.onnx.exporter import plan_export
 from retrofit.onnx.exporter.cache_states import growth_axes, new_like
-from retrofit.onnx.exporter.export_onnx import plan_export
 from retrofit.onnx.exporter.export_parts import PAST_KEY_VALUES, Decoder, OnnxSession
 
 NEW = 4  # tokens decoded

@@ -20,7 +20,7 @@ from retrofit.passbase import protocol
 from retrofit.passbase.method_reference import may_be_chance
 from retrofit.passbase.options import option, options_of
 from retrofit.passbase.protocol import Pass, Plan, load_pass, make_pass, parse_spec
-from retrofit.surgery.edit import Edit
+from retrofit.surgery import Edit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import retrofit
 from retrofit import preview, rewriting
-from retrofit.checks.verify import Reference
+from retrofit.checks import Reference
 from retrofit.errors import DoesNotFitError, RetrofitError, SpecError, TrainingError, first_few
 from retrofit.passbase.protocol import as_pass, load_pass, pass_names
 from retrofit.passbase.running import WeightSizes

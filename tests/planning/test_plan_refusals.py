@@ -21,7 +21,7 @@ from support.tiny_models import gpt2, llama
 from torch import Tensor, nn
 
 import retrofit
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import PlanningError, SpecError
 from retrofit.inputs.calibration import Calibration
 from retrofit.passbase.protocol import parse_spec

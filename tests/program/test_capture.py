@@ -15,7 +15,7 @@ from support.own_models import Own
 from support.refusals import refused
 from torch import Tensor, nn
 
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import CaptureError, DoesNotFitError
 from retrofit.inputs.model_memory import without_weights
 from retrofit.program import tracing

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.program.capture import capture
 from retrofit.program.functionalize import functionalize, mutates
 

@@ -27,8 +27,7 @@ from retrofit.rewriting import Applied
 from retrofit.storage import transformers_hook
 from retrofit.storage.checkpoint import load, save
 from retrofit.storage.directories import left_out
-from retrofit.surgery import transformers_bookkeeping
-from retrofit.surgery.edit import Fate
+from retrofit.surgery import Fate, transformers_bookkeeping
 
 transformers_hook.install()
 MODELS = ("llama", "llama-tied", "gpt2", "t5", "bert", "mixtral", "vit")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.cli import main
-from retrofit.emitted.graph_module import dense_graph
+from retrofit.emitted import dense_graph
 from retrofit.errors import CheckpointError, RetrofitWarning
 from retrofit.training.teacher import Teacher
 

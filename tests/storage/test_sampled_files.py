@@ -12,7 +12,7 @@ import torch
 from support.tiny_models import gpt2, llama
 
 import retrofit
-from retrofit.checks.verify import Reference
+from retrofit.checks import Reference
 from retrofit.storage import sampled_files
 from retrofit.storage.sampled_files import dtype_name, same_sample, write_safetensors, write_samples
 

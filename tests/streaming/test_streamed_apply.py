@@ -21,14 +21,14 @@ from support.directories import differences, tensors_in
 from support.refusals import refused
 
 import retrofit
+from retrofit import streaming
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError, RetrofitError, VerificationError
 from retrofit.files import resumable_directory
 from retrofit.files.safetensors_header import extents_in
 from retrofit.rewriting import apply_reported
 from retrofit.storage.companions import save_with_companions
-from retrofit.streaming import streamed_apply, tensor_files
-from retrofit.streaming.streamed_apply import apply_streamed
+from retrofit.streaming import apply_streamed, tensor_files
 from retrofit.streaming.tensor_files import CACHE_LINE
 
 SHARD = 12_000  # bytes: a few tensors a file
@@ -138,7 +138,7 @@ def test_a_model_that_lies_in_its_files_is_captured_once_and_its_result_once(
 def test_weights_that_are_computed_without_a_sign_of_it_are_found_on_loading(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streamed_apply, "bytes_computed_on_loading", lambda model, sources: {})
+    monkeypatch.setattr(streaming, "bytes_computed_on_loading", lambda model, sources: {})
     in_memory(models / "mixture", tmp_path / "whole", "memory(rank=2)")
     apply_streamed(models / "mixture", tmp_path / "streamed", "memory(rank=2)", verify=False)
     assert differences(tmp_path / "whole", tmp_path / "streamed") == []
@@ -231,8 +231,8 @@ def test_a_wrong_byte_in_a_result_is_found(models: Path, tmp_path: Path, monkeyp
         spoil(place)
         return verify(folder, place, *others)
 
-    verify = streamed_apply.verify_streamed
-    monkeypatch.setattr(streamed_apply, "verify_streamed", spoiled)
+    verify = streaming.verify_streamed
+    monkeypatch.setattr(streaming, "verify_streamed", spoiled)
     with refused(VerificationError, "parameters"):
         apply_streamed(models / "llama", tmp_path / "out", "memory")
     assert os.listdir(tmp_path) == []
@@ -242,7 +242,8 @@ def test_a_wrong_byte_in_a_result_is_found(models: Path, tmp_path: Path, monkeyp
 
 KILLED = """
 import os, signal, sys
-from retrofit.streaming import streamed_apply, tensor_files
+from retrofit import streaming
+from retrofit.streaming import tensor_files
 tensor_files.SMALL, tensor_files.STEP = 1, 4000
 record, records = tensor_files.ResultFiles.record, []
 
@@ -253,7 +254,7 @@ def recording(self):
         os.kill(os.getpid(), signal.SIGKILL)
 
 tensor_files.ResultFiles.record = recording
-streamed_apply.apply_streamed(sys.argv[1], sys.argv[2], "altup(k=2)", verify=False, shard_size=12_000)
+streaming.apply_streamed(sys.argv[1], sys.argv[2], "altup(k=2)", verify=False, shard_size=12_000)
 """
 
 
@@ -332,7 +333,7 @@ def test_another_seed_begins_anew(models: Path, tmp_path: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(streamed_apply, "write_configuration", stop)
+        patched.setattr(streaming, "write_configuration", stop)
         with pytest.raises(KeyboardInterrupt):
             apply_streamed(source, output, "memory(lookup=softmax, buckets=4)", seed=1, verify=False)
     assert [file.name for file in tmp_path.iterdir()] == [".retrofit-out.unfinished"]
@@ -346,7 +347,7 @@ def test_another_seed_begins_anew(models: Path, tmp_path: Path, monkeypatch: pyt
 
 def test_a_result_that_does_not_fit_on_the_disk_is_not_begun(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = sum(file.stat().st_size for file in (models / "llama").glob("*.safetensors"))
-    full = shutil._ntuple_diskusage(10**9, 10**9, streamed_apply.ROOM + size)  # type: ignore[attr-defined]
+    full = shutil._ntuple_diskusage(10**9, 10**9, streaming.ROOM + size)  # type: ignore[attr-defined]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     with refused(CheckpointError, str(tmp_path / "out"), "GB", code="disk-space"):
         apply_streamed(models / "llama", tmp_path / "out", "altup(k=2)", verify=False)

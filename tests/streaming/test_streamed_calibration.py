@@ -14,14 +14,14 @@ from support.refusals import refused
 from torch import Tensor
 
 import retrofit
+from retrofit import streaming
 from retrofit.cli import main
 from retrofit.errors import SpecError
 from retrofit.inputs.model_memory import set_aside
 from retrofit.passes.sparse_ffn import output_fit as sparse_ffn_fit
 from retrofit.rewriting import apply_reported
 from retrofit.storage.companions import save_with_companions
-from retrofit.streaming import streamed_apply, tensor_files
-from retrofit.streaming.streamed_apply import apply_streamed
+from retrofit.streaming import apply_streamed, tensor_files
 from retrofit.streaming.tensor_files import RecordingsOnDisk, TensorFiles
 
 SHARD = 12_000  # bytes: a few tensors a file
@@ -94,7 +94,7 @@ def test_what_is_recorded_is_in_files(models: Path, tmp_path: Path, monkeypatch:
         seen.append(sorted(file.name for file in stores[-1].folder.glob("recordings*")))
         return fit(block, x, held_out)
 
-    monkeypatch.setattr(streamed_apply, "RecordingsOnDisk", Known)
+    monkeypatch.setattr(streaming, "RecordingsOnDisk", Known)
     monkeypatch.setattr("retrofit.passes.sparse_ffn.sparse_ffn.fit_output", watched)
     apply_streamed(models / "half", tmp_path / "out", "sparse-ffn(sparsity=4)", calibration=DATA, verify=False)
     assert [len(one) for one in seen] == [len(seen[0])] * 3 and len(seen[0]) > 1

@@ -94,12 +94,11 @@ def serve() -> None:
     import torch._dynamo  # slow, and imported by every export
     import transformers
 
-    from retrofit import cli, rewriting
-    from retrofit.checks import verify
+    from retrofit import checks, cli, rewriting
     from retrofit.storage import checkpoint
     from support import tiny_models
 
-    assert all((torch, transformers, rewriting, verify, checkpoint))
+    assert all((torch, transformers, rewriting, checks, checkpoint))
     torch.set_num_threads(1)  # forks of a process with more may wait for ever
     rewriting.apply(tiny_models.llama(), "sum", verify=False)  # a second that each fork would take at its first capture
     print(json.dumps({"ready": True}), flush=True)

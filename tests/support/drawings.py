@@ -6,7 +6,7 @@ import dataclasses
 import re
 import xml.etree.ElementTree as ElementTree
 
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy import Anatomy
 from retrofit.drawing.picture import svg
 
 SVG = "{http://www.w3.org/2000/svg}"

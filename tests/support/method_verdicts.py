@@ -17,7 +17,7 @@ from retrofit.passbase.protocol import parse_spec
 from retrofit.passbase.replaying import rewrites
 from retrofit.passbase.running import run_passes
 from retrofit.provenance import record_provenance
-from retrofit.surgery.edit import Edit
+from retrofit.surgery import Edit
 
 
 def verdict(model: nn.Module, *specs: str, nudge: bool = False, calibration: Any = None) -> Finding:

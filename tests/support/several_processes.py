@@ -18,7 +18,7 @@ IMPORTED = [
     "torch._dynamo",
     "transformers",
     "retrofit.rewriting",
-    "retrofit.checks.verify",
+    "retrofit.checks",
     "retrofit.training.continued_pretraining",
 ]
 OF_A_CONNECTION = ("gloo", "tcpstore")  # in the names of the threads that torch starts for one

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import networkx
 
-from retrofit.anatomy.anatomy import Anatomy
+from retrofit.anatomy import Anatomy
 from retrofit.anatomy.parts import Branch, Layer, Part, Projection, Role, Stack
 
 Matrix = tuple[str, str, int, int]  # module within the branch, role, in, out

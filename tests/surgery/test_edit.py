@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from retrofit.errors import DoesNotFitError
-from retrofit.surgery.edit import Edit, Rearranged
+from retrofit.surgery import Edit, Rearranged
 
 
 class Model(nn.Module):

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 import retrofit
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import TrainingError
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.objectives import add_loss

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 import retrofit
-from retrofit.emitted.graph_module import graph_module
+from retrofit.emitted import graph_module
 from retrofit.errors import DoesNotFitError
 from retrofit.rewriting import apply_reported
 

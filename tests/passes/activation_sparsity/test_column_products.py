@@ -239,7 +239,7 @@ def test_files_hold_the_weights_as_they_were(tmp_path: Path, calls: list[int]) -
 
 
 def test_a_rewrite_that_is_taken_back_leaves_the_layout() -> None:
-    from retrofit.surgery.edit import Edit
+    from retrofit.surgery import Edit
 
     model = tiny_models.llama().eval()
     edit = Edit(model)

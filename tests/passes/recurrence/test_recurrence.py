@@ -23,7 +23,7 @@ from retrofit.passes import Recurrence
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward, RecurrentLayer
 from retrofit.passes.recurrence.simple_recurrent_unit import SimpleRecurrentUnit
 from retrofit.rewriting import apply_reported
-from retrofit.surgery.edit import Edit
+from retrofit.surgery import Edit
 
 RANK = 4
 BUILD = {

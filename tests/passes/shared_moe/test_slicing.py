@@ -32,8 +32,8 @@ from retrofit.passes import SharedMoE
 from retrofit.passes.shared_moe.mixture_of_experts import ExpertsView, MixtureOfExperts, expert_load
 from retrofit.passes.shared_moe.slicing import correlation_inside, nearest_with_room, together
 from retrofit.rewriting import apply_reported
+from retrofit.surgery import Rearranged
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
-from retrofit.surgery.edit import Rearranged
 
 SLICED = SharedMoE(groups=0, slices=4, experts=3)
 # Gated and plain feed-forwards, both gates in one, Conv1D with biases, one set of weights for all layers, two stacks, images.
