@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
-from retrofit.files import gguf_header
 from retrofit.files.atomic_writes import final_name
-from retrofit.files.model_folders import EXPORTED, ONNX, is_file_name, require_writable_kind
+from retrofit.files.model_folders import EXPORTED, GGUF, ONNX, is_file_name, require_writable_kind
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +24,7 @@ def default_output(model: Path, words: Sequence[str]) -> Path:
     """
     model = with_a_name(model)
     done = ".".join(words)
-    if model.suffix == gguf_header.SUFFIX:
+    if model.suffix == GGUF:
         return model.with_name(f"{model.stem}.{done}")  # a directory has room for the tokenizer that the file holds
     suffix = EXPORTED if model.suffix in GRAPHS else ".pt"  # a graph stays one, and trains
     return model.with_name(f"{model.name}.{done}" if model.is_dir() else f"{model.stem}.{done}{suffix}")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, VerificationError, first_few, first_line
-from retrofit.files.safetensors_header import extents_in
+from retrofit.files.headers import extents_in
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_state import preserve_random_state
 from retrofit.inputs.probes import logits_of, run

@@ -24,8 +24,8 @@ from retrofit.bundling.modelling_file import ModelClass, ModellingFile, modellin
 from retrofit.bundling.table import DenseState, Structure
 from retrofit.errors import CheckpointError, first_few
 from retrofit.files.atomic_writes import explained, whole_directory
+from retrofit.files.headers import extents_in
 from retrofit.files.model_folders import is_file_name
-from retrofit.files.safetensors_header import extents_in
 from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import parse_recipe

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from retrofit.errors import CheckpointError, first_few, kind_of
-from retrofit.files import gguf_header
 
 OWN = (  # written by transformers, sentence-transformers and tokenizers
     *("config.json", "generation_config.json", "adapter_config.json", "training_args.bin"),
@@ -102,9 +101,10 @@ def as_path(given: object) -> Path:
 FILES = (".pt", ".pth")
 EXPORTED = ".pt2"
 ONNX = ".onnx"
-DESCRIBED = (EXPORTED, ONNX, gguf_header.SUFFIX)  # files that contain how to build their model
+GGUF = ".gguf"
+DESCRIBED = (EXPORTED, ONNX, GGUF)  # files that contain how to build their model
 OTHER_FORMATS = (".safetensors", ".ckpt", ".bin", ".npz", ".h5")
-NOT_WRITTEN = (*OTHER_FORMATS, gguf_header.SUFFIX, ".npy", ".pkl", ".pickle", ".msgpack", ".json", ".zip")
+NOT_WRITTEN = (*OTHER_FORMATS, GGUF, ".npy", ".pkl", ".pickle", ".msgpack", ".json", ".zip")
 SUFFIXES = (*FILES, EXPORTED, ONNX, *NOT_WRITTEN)
 
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import RetrofitError, TrainingError, first_line
-from retrofit.files import gguf_header
+from retrofit.files.headers import read_gguf_header
+from retrofit.files.model_folders import GGUF
 
 SUFFIXES = (".txt", ".py", ".md")
 BYTES = 256
@@ -76,7 +77,7 @@ def read_text(file: Path) -> str:
 
 def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
     """Return the tokenizer in a folder or GGUF file; None, or `TrainingError` if `required`, if there is none."""
-    if folder.suffix == gguf_header.SUFFIX and folder.is_file():
+    if folder.suffix == GGUF and folder.is_file():
         return read_gguf_tokenizer(folder, required=required)
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
     if not any((folder / name).is_file() for name in names):
@@ -94,7 +95,7 @@ def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
 
 def read_gguf_tokenizer(file: Path, *, required: bool) -> Any:
     """Return the tokenizer in a GGUF file; None if it contains none. Raises `TrainingError` if one is `required`."""
-    if gguf_header.read_header(file).has_tokenizer:
+    if read_gguf_header(file).has_tokenizer:
         return pretrained_tokenizer(file, file.parent, gguf_file=file.name)
     if required:
         raise TrainingError(

@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from retrofit.errors import CheckpointError
-from retrofit.files import gguf_header
 from retrofit.files.atomic_writes import whole_directory, whole_file
-from retrofit.files.model_folders import EXPORTED, FILES, ONNX, OTHER_FORMATS, as_path, require_writable_kind
+from retrofit.files.model_folders import EXPORTED, FILES, GGUF, ONNX, OTHER_FORMATS, as_path, require_writable_kind
 from retrofit.inputs.packed_weights import refuse_packed_layers
 from retrofit.onnx.exporter import export_onnx
 from retrofit.onnx.importer import from_onnx
@@ -109,7 +108,7 @@ def load(
         require_no_description(path, "a directory", config, build)
         with name_file_in_errors(path):
             return load_directory(path, dtype)
-    if path.suffix == gguf_header.SUFFIX:
+    if path.suffix == GGUF:
         require_no_description(path, "a GGUF file", config, build)
         with name_file_in_errors(path):
             return load_gguf(path, dtype)

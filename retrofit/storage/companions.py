@@ -15,9 +15,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError, RetrofitError
-from retrofit.files import gguf_header
 from retrofit.files.atomic_writes import whole_directory
-from retrofit.files.model_folders import CARD, OF_A_RECIPE, TEMPLATES, says_recipe
+from retrofit.files.model_folders import CARD, GGUF, OF_A_RECIPE, TEMPLATES, says_recipe
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import as_pass
 from retrofit.passbase.replaying import rewritten_part
@@ -114,7 +113,7 @@ WEIGHTS = (  # endings of the names of weight files
 
 def has_companions(source: Path) -> bool:
     """Return whether there may be other files than the model's at `source`."""
-    return source.is_dir() or source.suffix == gguf_header.SUFFIX
+    return source.is_dir() or source.suffix == GGUF
 
 
 def tokenizer_place(source: Path) -> Path:

@@ -24,8 +24,8 @@ from torch.nn.modules import module as registration
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from retrofit.errors import CheckpointError, first_few, first_line, kind_of
+from retrofit.files.headers import Extent, extents_in
 from retrofit.files.memory import in_gigabytes, memory_limit, require_memory
-from retrofit.files.safetensors_header import Extent, extents_in
 from retrofit.inputs.model_memory import zeros_for
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.protocol import subclasses

@@ -22,7 +22,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import is_gguf_available
 
 from retrofit.errors import CheckpointError, RetrofitError, first_few, first_line
-from retrofit.files.gguf_header import AGAIN, Header, read_header
+from retrofit.files.headers import AGAIN, GGUFHeader, read_gguf_header
 from retrofit.files.memory import require_memory
 from retrofit.process import quiet
 from retrofit.storage.filling import ONLY_DATA, no_larger_than, require_all_used, require_match, transformers_class
@@ -43,7 +43,7 @@ FUNCTION = {  # an error is not evident: the model computes another function
 EPSILONS = ("attention.layer_norm_epsilon", "attention.layer_norm_rms_epsilon")
 
 
-def take_settings(config: Any, path: Path, header: Header) -> None:
+def take_settings(config: Any, path: Path, header: GGUFHeader) -> None:
     """Set the file's numbers in the config. Raises `CheckpointError` if that is not possible."""
     settings = settings_of(header)
     for key, names in SIZES.items():
@@ -63,7 +63,7 @@ def take_settings(config: Any, path: Path, header: Header) -> None:
         raise another_function(path, why)
 
 
-def settings_of(header: Header) -> Mapping[str, Any]:
+def settings_of(header: GGUFHeader) -> Mapping[str, Any]:
     """Return the metadata on the file's architecture, by key without the architecture's name."""
     prefix = f"{header.architecture}."
     return {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
@@ -100,7 +100,7 @@ NEUTRAL = {"attn_factor": 1.0, "yarn_attn_factor": 1.0}
 WITHOUT_EFFECT = ("type", "factor", "finetuned", "original_context_length")
 
 
-def stretch_positions(config: Any, path: Path, header: Header) -> None:
+def stretch_positions(config: Any, path: Path, header: GGUFHeader) -> None:
     """Set the scaling of rotary positions in the config to the file's. Raises `CheckpointError` if that is not possible."""
     every = getattr(config, "rope_parameters", None) or {}
     rope = every.get("full_attention", every)  # if layers have a sliding window, the others are scaled
@@ -124,7 +124,7 @@ def head_width(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def require_rotated(model: PreTrainedModel, path: Path, header: Header) -> None:
+def require_rotated(model: PreTrainedModel, path: Path, header: GGUFHeader) -> None:
     """Raises `CheckpointError` unless the model rotates as many dimensions of a head as the file says."""
     rotated = settings_of(header).get("rope.dimension_count")
     frequencies = [len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
@@ -132,7 +132,7 @@ def require_rotated(model: PreTrainedModel, path: Path, header: Header) -> None:
         raise unknown(path, f"its metadata say {header.architecture}.rope.dimension_count = {rotated}")
 
 
-def said_scaling(path: Path, header: Header) -> dict[str, Any]:
+def said_scaling(path: Path, header: GGUFHeader) -> dict[str, Any]:
     """Return the scaling in the metadata, as entries of transformers' `rope_parameters`."""
     prefix = f"{header.architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
@@ -187,7 +187,7 @@ def load_gguf(path: Path, dtype: torch.dtype | None) -> nn.Module:
     Raises `CheckpointError` if it is no GGUF file or incomplete, if transformers cannot read its architecture, or if the package
     `gguf` is missing.
     """
-    header = read_header(path)
+    header = read_gguf_header(path)
     require_package(path)
     require_whole(path, header)
     with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the reader's progress bar cannot be switched off
@@ -207,7 +207,7 @@ def require_package(path: Path) -> None:
         )
 
 
-def require_whole(path: Path, header: Header) -> None:
+def require_whole(path: Path, header: GGUFHeader) -> None:
     """Raises `CheckpointError` unless the file holds a whole model and every byte of its tensors."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -248,7 +248,7 @@ def require_whole(path: Path, header: Header) -> None:
     require_memory(floats, f"the model in {path}, unpacked,", remedy="use a machine with more memory")
 
 
-def own_dtype(header: Header) -> torch.dtype:
+def own_dtype(header: GGUFHeader) -> torch.dtype:
     """Return the dtype of a file without packed weights, even if its norms are in float32; else float32."""
     from gguf import GGMLQuantizationType
 
@@ -257,7 +257,7 @@ def own_dtype(header: Header) -> torch.dtype:
     return FLOATS.get(narrow[0], torch.float32) if len(narrow) == 1 else torch.float32
 
 
-def fill_first_class(path: Path, header: Header, dtype: torch.dtype) -> PreTrainedModel:
+def fill_first_class(path: Path, header: GGUFHeader, dtype: torch.dtype) -> PreTrainedModel:
     """Return the model in the first class, language models first, all of whose weights are in the file."""
     place: dict[str, Any] = {"gguf_file": path.name, **ONLY_DATA}
     try:
@@ -305,7 +305,7 @@ def of_other_sizes(model: PreTrainedModel) -> list[tuple[str, torch.Size, torch.
     ]
 
 
-def require_all_read(model: PreTrainedModel, header: Header) -> None:
+def require_all_read(model: PreTrainedModel, header: GGUFHeader) -> None:
     """Raises `CheckpointError` if a tensor of the file is ignored: transformers' reader skips tensors that the model lacks."""
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config={})
     places = {DIVISORS, *get_gguf_hf_weights_map(model, processor)}
@@ -334,7 +334,7 @@ def unpacked() -> dict[str, Any]:
     return {} if kind is None else {"quantization_config": kind(dequantize=True)}
 
 
-def unreadable(path: Path, header: Header, error: Exception | None) -> CheckpointError:
+def unreadable(path: Path, header: GGUFHeader, error: Exception | None) -> CheckpointError:
     return CheckpointError(
         f"{path}: transformers {transformers.__version__} cannot read a GGUF file of the architecture {header.architecture!r}",
         why="it has no class for it" if error is None else first_line(error),

@@ -28,9 +28,8 @@ from retrofit.checks import CHECKS, Reference, check_rewrite, verify
 from retrofit.checks.parameters import require_finite_weight
 from retrofit.checks.report import CheckResult, Report
 from retrofit.errors import CheckpointError, VerificationError
-from retrofit.files.atomic_writes import draft_folder, final_name
+from retrofit.files.atomic_writes import Unfinished, draft_folder, final_name, resumable_directory, unfinished_of
 from retrofit.files.model_folders import is_file_name
-from retrofit.files.resumable_directory import Unfinished, resumable_directory, unfinished_of
 from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import recordings_kept_by

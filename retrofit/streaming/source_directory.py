@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from retrofit.errors import CheckpointError
-from retrofit.files.safetensors_header import Extent
+from retrofit.files.headers import Extent
 from retrofit.process import quiet
 from retrofit.storage.directories import directory_class, load_directory, name_file_in_errors
 from retrofit.storage.filling import (

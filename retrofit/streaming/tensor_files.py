@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from retrofit.checks.parameters import chunks, is_finite, not_finite, require_finite_weight
 from retrofit.errors import CheckpointError
+from retrofit.files.atomic_writes import Unfinished
+from retrofit.files.headers import DTYPES, METADATA, Extent
 from retrofit.files.memory import mapped_weights
-from retrofit.files.resumable_directory import Unfinished
-from retrofit.files.safetensors_header import DTYPES, METADATA, Extent
 from retrofit.storage.filling import INDEX, WEIGHTS
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import CheckpointError, TrainingError
 from retrofit.files.atomic_writes import whole_file
-from retrofit.files.safetensors_header import Extent, extents_in
+from retrofit.files.headers import Extent, extents_in
 from retrofit.training.distillation import LargestPredictions, LogitHead, Predictions, total_divergence
 from retrofit.training.layerwise import DenseSites
 from retrofit.training.objectives import token_logits

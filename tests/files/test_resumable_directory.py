@@ -11,7 +11,7 @@ import pytest
 from support.refusals import refused
 
 from retrofit.errors import CheckpointError
-from retrofit.files.resumable_directory import resumable_directory, unfinished_of
+from retrofit.files.atomic_writes import resumable_directory, unfinished_of
 
 CONFIG = json.dumps({"model_type": "llama"})
 

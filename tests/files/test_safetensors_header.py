@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from support.refusals import refused
 
 from retrofit.errors import CheckpointError
-from retrofit.files.safetensors_header import extents_in
+from retrofit.files.headers import extents_in
 
 WHOLE = save({"a": torch.zeros(4, 16), "b": torch.ones(8), "empty": torch.zeros(0, 3)}, {"format": "pt"})
 LENGTH = int.from_bytes(WHOLE[:8], "little")

@@ -17,7 +17,7 @@ from torch import nn
 
 import retrofit
 from retrofit.errors import CheckpointError, TrainingError, VerificationError
-from retrofit.files.gguf_header import read_header
+from retrofit.files.headers import read_gguf_header
 from retrofit.passbase.calibration import tokenize_texts
 from retrofit.passbase.tokenization import codec_for, read_tokenizer
 from retrofit.surgery.dequantization import TRACES, has_plain_weights
@@ -282,7 +282,7 @@ def test_texts_are_calibration_data_for_a_model_from_a_file(file: Path) -> None:
 
 
 def test_the_header_says_where_the_tensors_are(file: Path) -> None:
-    header, reader = read_header(file), gguf.GGUFReader(file)
+    header, reader = read_gguf_header(file), gguf.GGUFReader(file)
     assert [one.name for one in header.tensors] == [one.name for one in reader.tensors]
     assert [header.data + one.offset for one in header.tensors] == [one.data_offset for one in reader.tensors]
     assert header.architecture == "llama" and header.metadata["llama.block_count"] == 2

@@ -24,8 +24,8 @@ import retrofit
 from retrofit import streaming
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, DoesNotFitError, RetrofitError, VerificationError
-from retrofit.files import resumable_directory
-from retrofit.files.safetensors_header import extents_in
+from retrofit.files import atomic_writes
+from retrofit.files.headers import extents_in
 from retrofit.rewriting import apply_reported
 from retrofit.storage.companions import save_with_companions
 from retrofit.streaming import apply_streamed, tensor_files
@@ -266,12 +266,12 @@ def test_what_was_killed_goes_on_where_it_was(
     source, output = models / "llama", tmp_path / "out"
     assert server.program(KILLED, source, output, str(records)).code == -signal.SIGKILL
     (left,) = tmp_path.iterdir()
-    assert left == resumable_directory.unfinished_of(output)
-    done = {*resumable_directory.read_steps(left / "steps")}
+    assert left == atomic_writes.unfinished_of(output)
+    done = {*atomic_writes.read_steps(left / "steps")}
     assert done
     written: list[list[str]] = []
-    record = resumable_directory.Unfinished.record
-    monkeypatch.setattr(resumable_directory.Unfinished, "record", remembering(written, record, 1))
+    record = atomic_writes.Unfinished.record
+    monkeypatch.setattr(atomic_writes.Unfinished, "record", remembering(written, record, 1))
     apply_streamed(source, output, "altup(k=2)", verify=False, shard_size=SHARD)
     in_memory(source, tmp_path / "whole", "altup(k=2)")
     assert differences(tmp_path / "whole", output) == []
@@ -293,7 +293,7 @@ def test_a_companion_that_was_cut_short_is_copied_again(models: Path, tmp_path: 
         patched.setattr(shutil, "copyfile", on_a_full_disk)
         with refused(CheckpointError, code="unwritable"):
             apply_streamed(source, output, "sum", verify=False)
-    (left,) = (resumable_directory.unfinished_of(output) / "directory").glob("notes.txt")
+    (left,) = (atomic_writes.unfinished_of(output) / "directory").glob("notes.txt")
     assert left.read_text() == "ke"
     (source / "withdrawn.txt").unlink()
     apply_streamed(source, output, "sum", verify=False)

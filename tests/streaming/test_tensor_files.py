@@ -14,7 +14,7 @@ from support.refusals import refused
 from torch import Tensor
 
 from retrofit.errors import CheckpointError
-from retrofit.files.safetensors_header import DTYPES, extents_in
+from retrofit.files.headers import DTYPES, extents_in
 from retrofit.streaming.tensor_files import (
     CACHE_LINE,
     TensorFiles,
