@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from retrofit.storage.recipe_file import read_recipe as read_recipe
     from retrofit.streaming import apply_streamed as apply_streamed
     from retrofit.surgery.dequantization import dequantize as dequantize
-    from retrofit.training.table_optimizer import optimizer as optimizer
+    from retrofit.training.optimizer import optimizer as optimizer
     from retrofit.undoing import undo as undo
 
 __version__ = "0.1.0"
@@ -47,7 +47,7 @@ HOMES = {
     "inspect": "retrofit.anatomy.inspection",
     "load": "retrofit.storage.checkpoint",
     "merge_adapters": "retrofit.adapters",
-    "optimizer": "retrofit.training.table_optimizer",
+    "optimizer": "retrofit.training.optimizer",
     "plan": "retrofit.planning.planner",
     "plan_of": "retrofit.preview",
     "read_recipe": "retrofit.storage.recipe_file",

@@ -29,7 +29,7 @@ import retrofit
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.rates import NewRates
+from retrofit.training.optimizer import NewRates
 from retrofit.training.runs import folder_of, has_checkpoint
 from retrofit.training.settings import Settings
 

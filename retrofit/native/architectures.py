@@ -23,7 +23,7 @@ from transformers.models.auto import modeling_auto
 
 from retrofit.anatomy import plural
 from retrofit.errors import first_few, first_line
-from retrofit.numerics.choices import Choices
+from retrofit.numerics.agreement import Choices
 from retrofit.numerics.distances import distance
 from retrofit.passbase.replaying import rewrites
 from retrofit.process import quiet

@@ -34,7 +34,7 @@ from retrofit.planning.measurements import MeasurementStore
 from retrofit.planning.measuring import NOT_TRIED, Measurements, fair_share
 from retrofit.planning.model_plan import ModelPlan, PlannedLayers, PlannedRecipe, UniformSetting, Worth, candidate_rows
 from retrofit.planning.planning_data import TokenCounts, planning_data
-from retrofit.planning.predictor import SAME, Choice, Predictor
+from retrofit.planning.prediction import SAME, Choice, Predictor
 from retrofit.planning.targets import Target, parse_targets
 from retrofit.planning.variants import candidates_of, layers_by_depth, rewritten_copy, short_spec
 from retrofit.preview import plan_of, prepare_model

@@ -34,7 +34,7 @@ from retrofit.files.atomic_writes import whole_file
 from retrofit.process import WAITING, deferred_signals
 from retrofit.progress import Milestone
 from retrofit.training import processes
-from retrofit.training.table_optimizer import TableAdamW
+from retrofit.training.optimizer import TableAdamW
 
 OF_TORCH = ("PytorchStreamWriter", "inline_container")  # torch's message when it cannot write a file contains one of these
 FULL = 1 << 20  # bytes; with less free space, the disk is taken to be full

@@ -36,7 +36,7 @@ from retrofit.training.objectives import (
     objective_for,
     same_text,
 )
-from retrofit.training.rates import NewRates
+from retrofit.training.optimizer import NewRates
 from retrofit.training.recovery import Stages, recover
 from retrofit.training.runs import TrainingRun, draw_run, finish_folder, refuse_to_overwrite, run_folder
 from retrofit.training.settings import Settings

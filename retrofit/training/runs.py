@@ -20,7 +20,7 @@ from retrofit.errors import TrainingError, first_few
 from retrofit.files.atomic_writes import aside_of, held, is_held, whole_file
 from retrofit.files.model_folders import EXPORTED, FILES
 from retrofit.process import deferred_signals
-from retrofit.training.rates import rates_text
+from retrofit.training.optimizer import rates_text
 from retrofit.training.settings import CHANGEABLE_ON_RESUME, Settings, flag
 
 Points = tuple[tuple[int, float], ...]  # (step, loss)

@@ -38,10 +38,9 @@ from retrofit.training.checkpoints import (
 )
 from retrofit.training.layerwise import DenseSites, HiddenStates
 from retrofit.training.objectives import Collator, Example, without_labels
-from retrofit.training.rates import NewRates
+from retrofit.training.optimizer import NewRates, TableAdamW
 from retrofit.training.settings import Settings
 from retrofit.training.sharding import fill_from_parts, read_parts, write_parts
-from retrofit.training.table_optimizer import TableAdamW
 from retrofit.training.teacher import ChunkedLoss, Teacher
 from retrofit.training.teacher_cache import KeptTeacher
 from retrofit.training.windows import WINDOW, WindowDataset, numbered_windows, ordered_windows, shuffled_windows

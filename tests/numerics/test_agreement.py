@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from retrofit.numerics.agreement import LIMIT, Arithmetic
-from retrofit.numerics.choices import Choices, OtherChoicesError
+from retrofit.numerics.agreement import LIMIT, Arithmetic, Choices, OtherChoicesError
 from retrofit.numerics.precision import Widened
 
 

@@ -24,7 +24,7 @@ from retrofit.passbase.protocol import parse_spec
 from retrofit.planning import costs, measuring, planning_data
 from retrofit.planning.measurements import CandidateRecord, between, spread
 from retrofit.planning.model_plan import ModelPlan
-from retrofit.planning.predictor import with_means
+from retrofit.planning.prediction import with_means
 from retrofit.planning.variants import (
     short_spec,
 )

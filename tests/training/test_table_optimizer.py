@@ -26,8 +26,8 @@ from retrofit.passes.memory.external_memory import TokenIdMemory
 from retrofit.surgery import row_tables
 from retrofit.surgery.row_tables import RowTables, tables_of
 from retrofit.training.continued_pretraining import continue_pretraining
+from retrofit.training.optimizer import TableAdamW
 from retrofit.training.runs import TrainingRun
-from retrofit.training.table_optimizer import TableAdamW
 
 SPECS = (
     "memory",

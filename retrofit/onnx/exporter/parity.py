@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from retrofit.errors import CaptureError, first_line
 from retrofit.inputs.example_inputs import dtype_of
-from retrofit.numerics.choices import Choices, OtherChoicesError
+from retrofit.numerics.agreement import Choices, OtherChoicesError
 from retrofit.numerics.distances import TOLERANCE, distance
 from retrofit.numerics.precision import Widened
 from retrofit.onnx.exporter.export_parts import ExportPart, OnnxSession, Tensors, other_sizes
