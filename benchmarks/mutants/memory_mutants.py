@@ -21,7 +21,7 @@ GATED_NGRAM = on(TWO_MODELS, "memory(lookup=ngram, ngrams=2-3, buckets=40, gate=
 SUM = on(MODELS, "sum")
 
 tables = functools.partial(Mutant, "memory", "passes/memory/external_memory.py")
-folded = functools.partial(Mutant, "memory", "passes/memory/canonical_ids.py")
+folded = functools.partial(Mutant, "memory", "passes/memory/ngram_memory.py")
 values = functools.partial(Mutant, "memory", "passes/memory/value_embeddings.py")
 ngrams = functools.partial(Mutant, "memory", "passes/memory/ngram_memory.py")
 layer = functools.partial(Mutant, "memory", "passes/memory/memory_layer.py")

@@ -20,7 +20,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from retrofit.passes.memory import reference as method_reference
-from retrofit.passes.memory.canonical_ids import canonical_ids, require_of_model
 from retrofit.passes.memory.external_memory import (
     ACTIVATIONS,
     FEW,
@@ -32,7 +31,15 @@ from retrofit.passes.memory.external_memory import (
     activation_name,
 )
 from retrofit.passes.memory.memory_layer import TOKEN_IDS, MemoryLayer, find_token_id_source, takes_keyword
-from retrofit.passes.memory.ngram_memory import GatedNgramMemory, NgramLayer, NgramMemory, parse_orders, primes_from
+from retrofit.passes.memory.ngram_memory import (
+    GatedNgramMemory,
+    NgramLayer,
+    NgramMemory,
+    canonical_ids,
+    parse_orders,
+    primes_from,
+    require_of_model,
+)
 from retrofit.passes.memory.table_places import StackTables, TablePlaces, route_token_ids, with_routes
 from retrofit.passes.memory.value_embeddings import ValueAttention, ValueEmbedding, ValuePlace, value_formula, value_places
 from retrofit.sdk import (

@@ -17,8 +17,7 @@ import retrofit
 from retrofit.cli import main
 from retrofit.errors import SpecError
 from retrofit.passes import Memory
-from retrofit.passes.memory.canonical_ids import canonical_ids, require_of_model
-from retrofit.passes.memory.ngram_memory import NgramMemory
+from retrofit.passes.memory.ngram_memory import NgramMemory, canonical_ids, require_of_model
 from retrofit.rewriting import apply_reported
 
 NGRAMS = "memory(lookup=ngram, ngrams=2-3, buckets=101, layers=0-1"
