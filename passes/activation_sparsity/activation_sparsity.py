@@ -15,22 +15,24 @@ import functools
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.passes.activation_sparsity import reference as method_reference
-from retrofit.passes.activation_sparsity.column_products import lay_out
 from retrofit.passes.activation_sparsity.levels import HIGHEST, Allocation, LayerPath, Magnitudes, Masks, RowSample, layer_error
-from retrofit.passes.activation_sparsity.masked_products import ActivationMask, MaskedCode, MaskedProjection, Thresholds
+from retrofit.passes.activation_sparsity.masked_products import ActivationMask, MaskedCode, MaskedProjection, Thresholds, lay_out
 from retrofit.passes.activation_sparsity.sites import ALREADY, WHERE, MaskedSite, ProductSites
 from retrofit.sdk import (
     Anatomy,
+    Deviation,
     Edit,
     MethodReference,
     ModuleReference,
+    Observed,
     Pass,
     Plan,
+    Problems,
     Recovery,
+    SiteCall,
     SpecError,
     argument_place,
     option,
@@ -53,6 +55,42 @@ TOKENS = 2048  # from which samples for the thresholds are taken
 LAYER_TOKENS = 256  # on which the error of a layer is measured
 HELD_OUT = 2048  # tokens on which the loss is measured
 TRIALS = 7  # of bisection for loss=: the level is precise to 0.01
+SLACK = 0.15  # deviation of a sample's share of zeros from the level that is tolerated
+
+
+def activation_mask(call: SiteCall) -> Tensor:
+    """Return x̃: x if its distance from m reaches τ, else m; with the gradient of x."""
+    return masked(call, call.module, call.argument((0, "x")))
+
+
+def masked_projection(call: SiteCall) -> Tensor:
+    """Return layer(x̃)."""
+    module: Any = call.module
+    x = masked(call, module.mask, call.argument(module.stream_in))
+    return call.given("layer", {module.stream_in: x})
+
+
+def masked(call: SiteCall, mask: Any, x: Tensor) -> Tensor:
+    if (mask.centre is not None) != call.options.centre:
+        raise Deviation(f"its entries are {'not ' if call.options.centre else ''}measured from a centre")
+    m = torch.zeros_like(x) if mask.centre is None else mask.centre.expand_as(x)
+    far = ((x - m) ** 2).sqrt() >= mask.threshold
+    chosen = far.to(x.dtype) * x + (1 - far.to(x.dtype)) * m
+    return chosen.detach() + x - x.detach()
+
+
+def start(observed: Observed) -> Problems:
+    """Check that thresholds are not negative, zero without calibration, and not all zero with it."""
+    buffers = {site.path: dict(site.module.named_buffers(recurse=False)) for site in observed.sites}
+    thresholds = {path: float(held["threshold"]) for path, held in buffers.items() if "threshold" in held}
+    for path, threshold in thresholds.items():
+        if threshold < 0:
+            yield path, "its threshold is negative"
+        if threshold and (observed.options.level == 0 or not observed.is_calibrated):
+            yield path, "it has a threshold, and nothing was measured"
+    level = observed.options.level
+    if thresholds and observed.is_calibrated and level is not None and level >= SLACK and not any(thresholds.values()):
+        yield next(iter(thresholds)), "no threshold was fitted"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,10 +125,10 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
     )
     reference: ClassVar[MethodReference] = MethodReference(
         {
-            MaskedProjection: ModuleReference(method_reference.masked_projection, given=("layer",)),
-            ActivationMask: ModuleReference(method_reference.activation_mask),
+            MaskedProjection: ModuleReference(masked_projection, given=("layer",)),
+            ActivationMask: ModuleReference(activation_mask),
         },
-        start=method_reference.start,
+        start=start,
     )
 
     level: float | None = option(

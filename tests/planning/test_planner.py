@@ -19,7 +19,7 @@ from retrofit.cli import main
 from retrofit.inputs.model_memory import own_bytes
 from retrofit.passbase.protocol import parse_spec
 from retrofit.passes import ActivationSparsity
-from retrofit.passes.activation_sparsity import column_products
+from retrofit.passes.activation_sparsity import masked_products
 from retrofit.passes.activation_sparsity.masked_products import ActivationMask
 from retrofit.planning import measuring, variants
 from retrofit.planning.model_plan import ModelPlan
@@ -145,7 +145,7 @@ def test_masks_are_timed_with_their_thresholds_and_get_a_level_a_layer(monkeypat
         return 1.0 - 0.01 * sum(map(math.sqrt, thresholds))
 
     monkeypatch.setattr(measuring.Measurements, "share", share)
-    monkeypatch.setattr(column_products, "SMALLEST", 1)
+    monkeypatch.setattr(masked_products, "SMALLEST", 1)
     specs = [f"activation-sparsity(level={level}, allocation=uniform)" for level in (0.2, 0.4, 0.6, 0.8)]
     quick = planned(deep, "decode 1.12x", passes=specs)
     assert all(parameter.is_contiguous() for parameter in deep.parameters())

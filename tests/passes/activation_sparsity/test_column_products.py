@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.files.memory import mapped_weights
-from retrofit.passes.activation_sparsity import column_products
+from retrofit.passes.activation_sparsity import masked_products
 from retrofit.passes.activation_sparsity.activation_sparsity import MaskedProjection
-from retrofit.passes.activation_sparsity.column_products import FEW, sums_of_columns
-from retrofit.passes.activation_sparsity.masked_products import ActivationMask
+from retrofit.passes.activation_sparsity.masked_products import FEW, ActivationMask, sums_of_columns
 
 IN, OUT = 24, 40
 CLOSE: dict[torch.dtype, dict[str, Any]] = {
@@ -29,7 +28,7 @@ DTYPES = pytest.mark.parametrize("dtype", list(FEW), ids=["float32", "bfloat16"]
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(column_products, "SMALLEST", 1)
+    monkeypatch.setattr(masked_products, "SMALLEST", 1)
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(len(x))
         return sums_of_columns(x, columns)
 
-    monkeypatch.setattr(column_products, "sums_of_columns", counted)
+    monkeypatch.setattr(masked_products, "sums_of_columns", counted)
     return found
 
 
