@@ -1,7 +1,7 @@
 """`plan`: choose passes, settings and layers of a model for given targets.
 
 Every candidate is applied once to a copy of the model, and each of its sites is measured: its costs, and its effect on the outputs
-by itself. From these the effect of a choice of sites is predicted (`predictor`). The best choice (`choosing`) is measured as a
+by itself. From these the effect of a choice of sites is predicted (`prediction`). The best choice (`choosing`) is measured as a
 hybrid, and the prediction corrected by the measurements, until the choice no longer changes. The recipe is then applied to the
 model like any other and measured on text used for neither fit nor choice.
 """
