@@ -27,19 +27,19 @@ from retrofit.errors import RetrofitError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command in `argv` and return its exit code: 0 done, 1 verification failed, 2 bad usage or input, 130 interrupted."""
-    given = list(sys.argv[1:] if argv is None else argv)
+    """Run the command in `argv`. Return its exit code: 0 done, 1 verification failed, 2 bad usage or input, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed before Python began
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show "→" still gets its table
-    if "--debug" not in given:
+    if "--debug" not in words:
         quieten_wrappers()
     interruption = Interruption()
     try:
         with interruption.unwinding():
-            code = dispatch(given)
+            code = dispatch(words)
             disconnect()
             sys.stdout.flush()
             return code
@@ -48,31 +48,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (Exception, KeyboardInterrupt) as error:
         failure = interruption.received or error
         if is_reported_here(failure):
-            if "--debug" in given:
+            if "--debug" in words:
                 traceback.print_exc()
             report(failure, sys.stderr)
         return exit_code(failure)
 
 
-def dispatch(given: list[str]) -> int:
-    """Return the exit code of the command in `given`."""
+def dispatch(words: list[str]) -> int:
+    """Run the command in `words`. Return its exit code."""
     require_package()
     parser = build_parser()
-    if not given:
+    if not words:
         parser.print_help(sys.stderr)
         return 2
     try:
-        arguments = parser.parse_args(given)
-    except SystemExit as answered:  # --help and --version
-        return int(answered.code or 0)
+        arguments = parser.parse_args(words)
+    except SystemExit as stop:  # --help and --version
+        return int(stop.code or 0)
     if not arguments.several:
-        refuse_several(next(word for word in given if not word.startswith("-")))
+        refuse_several(next(word for word in words if not word.startswith("-")))
     code: int = arguments.run(arguments)
     return code
 
 
 def require_package() -> None:
-    """Raise `RetrofitError` if another distribution has replaced `retrofit/__init__.py`, or its uninstallation removed it."""
+    """Raise `RetrofitError` if another distribution has replaced `retrofit/__init__.py`, or its removal deleted that file."""
     import retrofit
 
     if not hasattr(retrofit, "HOMES"):
@@ -93,14 +93,8 @@ def build_parser() -> Parser:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     adders = (
         *(apply.add_parser, apply.add_undo_parser, inspect.add_parser, plan.add_parser, verify.add_parser, verify.add_diff_parser),
-        *(
-            compare.add_generate_parser,
-            export.add_convert_parser,
-            export.add_parser,
-            export.add_bundle_parser,
-            train.add_teach_parser,
-        ),
-        *(train.add_parser, apply.add_merge_parser, compare.add_parser, inspect.add_passes_parser),
+        *(compare.add_generate_parser, export.add_convert_parser, export.add_parser, export.add_bundle_parser),
+        *(train.add_teach_parser, train.add_parser, apply.add_merge_parser, compare.add_parser, inspect.add_passes_parser),
     )
     for add_parser in adders:
         add_parser(subparsers)

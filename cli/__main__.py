@@ -1,4 +1,4 @@
-"""`python -m retrofit.cli` is `retrofit`."""
+"""`python -m retrofit.cli` runs the command `retrofit`."""
 
 import sys
 

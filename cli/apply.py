@@ -1,4 +1,4 @@
-"""`retrofit apply`: a model on disk, rewritten by one pass or several, saved next to it; `retrofit undo`, `retrofit merge`."""
+"""`retrofit apply`: rewrite a model on disk and save the result next to it; `retrofit undo`, `retrofit merge`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from retrofit.anatomy import format_change
 from retrofit.cli.failures import UsageError
-from retrofit.cli.outputs import check_model_output, default_output, write_model
-from retrofit.cli.parser import MODEL, STREAMS, Subparsers, add_checks_argument, add_model_arguments, require_path, seed
+from retrofit.cli.outputs import check_model_output, default_output, require_companions, write_model
+from retrofit.cli.parser import MODEL, STREAMS, Subparsers, load_model, load_tokenizer, require_path, require_texts, require_tokens
 from retrofit.cli.pass_options import add_pass_arguments, named_passes
 from retrofit.cli.terminal import print_table, working
 from retrofit.errors import RetrofitError, RetrofitWarning
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from retrofit.rewriting import Applied
 
 
-TOKENS = 16_384  # on which passes are fitted: benchmarks/sparse_ffn_real.py --tokens shows the effect of more or fewer
+TOKENS = 16_384  # of calibration; benchmarks/sparse_ffn_real.py --tokens measures the effect of more or fewer
 
 EXAMPLES = """\
 An option after --pass belongs to that pass. List passes and their options: retrofit passes [NAME]
@@ -46,17 +46,12 @@ def add_parser(subparsers: Subparsers) -> None:
         "apply", help="rewrite a model with one or more passes", description="Rewrite a model.", epilog=EXAMPLES
     )
     add_pass_arguments(parser)
-    add_model_arguments(parser)
-    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="output path (default: next to MODEL)")
-    parser.add_argument("--force", action="store_true", help="overwrite an existing output")
+    parser.add_model()
+    parser.add_output(metavar="PATH")
     parser.add_argument(
-        "--calibrate",
-        metavar="FILE",
-        type=Path,
-        action="append",
-        help="calibration text for approximate passes (repeatable)",
+        "--calibrate", metavar="FILE", type=Path, action="append", help="calibration text for approximate passes (repeatable)"
     )
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
+    parser.add_tokenizer()
     parser.add_argument(
         "--tokens", metavar="N", type=int, help=f"calibration tokens, sampled evenly from the text (default: {TOKENS})"
     )
@@ -64,10 +59,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "--stream", action="store_true", help="process the model out of core (safetensors directories larger than memory)"
     )
     parser.add_argument("--dequantize", action="store_true", help="dequantize a quantized model first")
-    add_checks_argument(parser)
+    parser.add_checks()
     parser.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     parser.add_argument("--no-verify", action="store_true", help="skip all checks")
-    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="random seed (default: 0)")
+    parser.add_seed()
     parser.set_defaults(run=run, json=False)
 
 
@@ -85,8 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.tokens is not None or (arguments.tokenizer is not None and not any(pass_.uses_tokenizer for pass_ in passes)):
         option = "--tokenizer" if arguments.tokens is None else "--tokens"
         raise UsageError(f"{option} without --calibrate", why="no text is read", remedy="drop it, or add --calibrate FILE")
-    if arguments.tokens is not None and arguments.tokens < 1:
-        raise UsageError(f"--tokens {arguments.tokens}", why="must be at least 1", remedy="use an integer ≥ 1")
+    require_tokens(arguments.tokens)
     if arguments.checks != "all" and (arguments.no_verify or arguments.stream):
         other = "--no-verify" if arguments.no_verify else "--stream"
         why = "nothing is checked" if arguments.no_verify else "--stream chooses its own checks"
@@ -105,28 +99,24 @@ def run(arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from retrofit.files.model_folders import is_file_name
     from retrofit.rewriting import apply_reported
-    from retrofit.storage.checkpoint import load
-    from retrofit.storage.companions import companion_files
     from retrofit.storage.directories import EmbeddingComparison
     from retrofit.surgery.dequantization import dequantize
 
     source = arguments.config or arguments.model
-    if source.is_dir() and not is_file_name(output):
-        companion_files(source)  # raises before any work
+    require_companions(source, output)
     with working(arguments.debug) as progress:
         progress(f"reading {arguments.model}")
-        model = load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+        model = load_model(arguments)
         if arguments.dequantize:
             model = dequantize(model)
-        text, dense = None, None
+        text = dense = embedded = verdict = None
         if arguments.calibrate is not None:
             text = read_calibration(arguments, model)
             if not all(pass_.exact for pass_ in passes):
-                progress("measuring the dense model on text held back")
+                progress("measuring the dense model on held-out text")
                 dense = text.dense_outputs(model)
-        embedded = None if arguments.calibrate is None else EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
+            embedded = EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
         torch.manual_seed(arguments.seed)
         applied = apply_reported(
             model,
@@ -138,9 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
             progress=progress,
         )
         model = applied.model
-        verdict = None
         if dense is not None and not all(rewrite.exact for rewrite in applied.rewrites):
-            progress("measuring the rewritten model on text held back")
+            progress("measuring the rewritten model on held-out text")
             verdict = warned(dense.verdict(model))
         progress(f"writing {output}")
         write_model(model, source, output, arguments.force)
@@ -152,13 +141,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) -> int:
-    """Return the same, with one site of the model in memory at a time."""
+    """Rewrite the model as `run` does, with one site in memory at a time."""
     if arguments.config is not None or arguments.allow_pickle or arguments.dequantize:
-        raise UsageError(
-            "--config, --allow-pickle and --dequantize cannot be combined with --stream",
-            why=STREAMS,
-            remedy="drop them",
-        )
+        what = "--config, --allow-pickle and --dequantize cannot be combined with --stream"
+        raise UsageError(what, why=STREAMS, remedy="drop them")
     from retrofit.passbase.calibration import using_tokenizer
     from retrofit.storage.directories import transformer_folder
     from retrofit.streaming import apply_streamed, model_on_disk
@@ -183,13 +169,13 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
             )
         if text is not None and not all(rewrite.exact for rewrite in applied.rewrites):
             try:
-                progress("measuring the dense model on text held back")
+                progress("measuring the dense model on held-out text")
                 with model_on_disk(arguments.model, output) as model:
                     dense = text.dense_outputs(model)
-                progress("measuring the rewritten model on text held back")
+                progress("measuring the rewritten model on held-out text")
                 with model_on_disk(output, output) as model:
                     verdict = warned(dense.verdict(model))
-            except (RetrofitError, OSError) as error:  # the result is written, and stays
+            except (RetrofitError, OSError) as error:  # the result is already written
                 unmeasured = f"not measured on the text: {error}"
     rows = summary(applied, output, "" if text is None else text.read)
     print_table([*rows, *advice(arguments.model, output, applied, verdict, unmeasured)])
@@ -197,7 +183,7 @@ def run_streamed(arguments: argparse.Namespace, passes: Recipe, output: Path) ->
 
 
 def warned(verdict: Verdict) -> Verdict:
-    """Return the verdict; warn if the model must be trained before use."""
+    """Return the verdict. Warns if the model must be trained before use."""
     if verdict.needs_training:
         warnings.warn(str(verdict), RetrofitWarning, stacklevel=3)
     return verdict
@@ -208,31 +194,23 @@ def require_calibration(files: list[Path], passes: Recipe) -> None:
     if not any(pass_.calibrates for pass_ in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         raise UsageError("--calibrate: none of the passes needs calibration", why=f"passes that do: {fitted}", remedy="drop it")
-    for file in files:
-        if not file.exists():
-            raise UsageError(f"--calibrate {file}: no such file or directory", remedy="check the path")
+    require_texts("--calibrate", files)
 
 
 def tokenizer_for(arguments: argparse.Namespace, passes: Recipe) -> Any:
-    """Return the tokenizer that is named or comes with the model, if a pass uses one; else None."""
-    from retrofit.passbase.tokenization import read_tokenizer
-    from retrofit.storage.companions import tokenizer_place
-
-    if not any(pass_.uses_tokenizer for pass_ in passes):
-        return None
-    place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
-    return read_tokenizer(place, required=arguments.tokenizer is not None)
+    """Return the tokenizer if a pass uses one; else None."""
+    return load_tokenizer(arguments) if any(pass_.uses_tokenizer for pass_ in passes) else None
 
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationText:
-    """A text as windows of token ids, (windows, length): to fit on, and held back."""
+    """A text as windows of token ids, (windows, length): calibration windows and held-out windows."""
 
     fitted: torch.Tensor
     held_back: torch.Tensor
-    kind: str  # of the held-out data
+    kind: str  # "held-out", or "calibration" if the text is too short to hold any back
     tokenizer: Any
-    read: str  # in words: how it was read, and how much of it is used for fitting
+    read: str  # description: the tokenizer, and the number of calibration tokens
 
     def dense_outputs(self, model: nn.Module) -> DenseOutputs:
         """Return the dense model's outputs for the held-out text."""
@@ -242,14 +220,12 @@ class CalibrationText:
 
 
 def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> CalibrationText:
-    """Return the text of the files that --calibrate names, as the model reads it."""
+    """Return the tokenized text of the files that --calibrate names."""
     from retrofit.passbase.calibration import calibration_windows
-    from retrofit.passbase.tokenization import read_texts, read_tokenizer, reading, text_codec
+    from retrofit.passbase.tokenization import read_texts, reading, text_codec
     from retrofit.planning.quality import hold_back
-    from retrofit.storage.companions import tokenizer_place
 
-    place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
-    tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
+    tokenizer = load_tokenizer(arguments)
     windows = calibration_windows(model, read_texts(arguments.calibrate), tokenizer)
     others, held_back = hold_back(windows)
     fitted, words = fitted_on(others, arguments.tokens)
@@ -258,7 +234,7 @@ def read_calibration(arguments: argparse.Namespace, model: nn.Module) -> Calibra
 
 
 def fitted_on(windows: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, str]:
-    """Return windows of about `tokens` tokens, evenly spaced over the text, at least one, and their amount in words."""
+    """Return at least one window, evenly spaced over the text and with about `tokens` tokens in all, and a description."""
     count, length = windows.shape[:2]
     most = min(count, max(1, (tokens or TOKENS) // length))
     kept = windows[[(index + 1) * count // most - 1 for index in range(most)]]
@@ -266,7 +242,7 @@ def fitted_on(windows: torch.Tensor, tokens: int | None) -> tuple[torch.Tensor, 
 
 
 def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
-    """Return the rows of the summary: sites, parameters and FLOPs before and after, checks and omissions, and the result's path."""
+    """Return the rows of the summary: sites, parameters and FLOPs before and after, checks, omissions, and the output path."""
     from retrofit.checks import CHECKS
     from retrofit.storage.directories import left_out
 
@@ -289,13 +265,13 @@ def summary(applied: Applied, output: Path, read: str) -> list[tuple[str, str]]:
     return rows
 
 
-NO_TEXT = "no text was given to measure a loss on"
+NO_TEXT = "no text to measure the loss on"
 
 
 def advice(
     model: Path, output: Path, applied: Applied, verdict: Verdict | None, unmeasured: str = NO_TEXT
 ) -> list[tuple[str, str]]:
-    """Return the cost of an approximate rewrite, or why it was not measured, and the probable next command."""
+    """Return rows with the cost of an approximate rewrite, or the reason it was not measured, and the probable next command."""
     dense, result = shlex.quote(str(model)), shlex.quote(str(output))
     train = f"retrofit train {result} --teacher {dense} --data TEXT --steps 1000"
     compare = f"retrofit compare {dense} {result} --data TEXT"
@@ -327,25 +303,23 @@ def add_undo_parser(subparsers: Subparsers) -> None:
         description="Write the dense model of a retrofitted one. Fails where the two compute different functions.",
         epilog=UNDO_EXAMPLES,
     )
-    add_model_arguments(parser)
-    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="output path (default: next to MODEL)")
-    parser.add_argument("--force", action="store_true", help="overwrite an existing output")
+    parser.add_model()
+    parser.add_output()
     parser.set_defaults(run=run_undo)
 
 
 def run_undo(arguments: argparse.Namespace) -> int:
-    """Write the dense model, and print a report of it."""
+    """Write the dense model and print a report."""
     source = require_path(arguments.model)
     output = check_model_output(arguments.output or default_output(source, ["dense"]), arguments.force)
 
     from retrofit.passbase.replaying import recipe, rewritten_part
-    from retrofit.storage.checkpoint import load
     from retrofit.undoing import undo
 
     with working(arguments.debug) as progress:
         progress(f"reading {source}")
-        model = load(source, config=arguments.config, allow_pickle=arguments.allow_pickle)
-        progress("looking for its dense parameters, and comparing")
+        model = load_model(arguments)
+        progress("recovering and comparing the dense parameters")
         dense = undo(model)
         progress(f"writing {output}")
         write_model(dense, source, output, arguments.force)
@@ -354,7 +328,7 @@ def run_undo(arguments: argparse.Namespace) -> int:
         [
             ("undone", ", ".join(pass_.spec() for pass_ in recipe(model) or ())),
             ("parameters", format_change(before, after)),
-            ("compared", "the same outputs, whatever was left out"),
+            ("compared", "the same outputs; input masks, if any, are removed"),
             ("result", str(output)),
         ]
     )
@@ -381,13 +355,12 @@ def add_merge_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("adapter", metavar="ADAPTER", type=Path, help="adapter directory")
     parser.add_argument("--base", metavar="MODEL", type=Path, help=f"base model, if moved: {MODEL}")
-    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="output path (default: next to ADAPTER)")
-    parser.add_argument("--force", action="store_true", help="overwrite an existing output")
+    parser.add_output("output path (default: next to ADAPTER)")
     parser.set_defaults(run=run_merge)
 
 
 def run_merge(arguments: argparse.Namespace) -> int:
-    """Write the merged model with its recipe, and print a report of it."""
+    """Write the merged model with its recipe and print a report."""
     adapter = require_path(arguments.adapter)
     output = check_model_output(arguments.output or default_output(adapter, ["merged"]), arguments.force)
 
@@ -402,7 +375,7 @@ def run_merge(arguments: argparse.Namespace) -> int:
         progress(f"reading {base}")
         model = load(base)
         require_base_of(adapter, model, base)
-        progress("merging, and comparing")
+        progress("merging and comparing")
         merged = merge_adapters(load_adapted(adapter, model))
         progress(f"writing {output}")
         write_model(merged, base, output, arguments.force)
@@ -411,7 +384,7 @@ def run_merge(arguments: argparse.Namespace) -> int:
             ("model", str(base)),
             ("recipe", ", ".join(pass_.spec() for pass_ in recipe(merged) or ()) or "none: it is a dense model"),
             ("merged", f"{config.get('peft_type', 'adapter')} of {adapter}"),
-            ("compared", "the same outputs as with the adapter"),
+            ("compared", "the outputs agree with those of the adapted model"),
             ("result", str(output)),
         ]
     )
@@ -419,10 +392,7 @@ def run_merge(arguments: argparse.Namespace) -> int:
 
 
 def require_base(named: Any) -> Path:
-    """Return the path of the adapter's model.
-
-    Raises `UsageError` if it is not on disk, because an adapter may name anything.
-    """
+    """Return the path of the adapter's base model. Raises `UsageError` if it is not on disk."""
     if named and isinstance(named, (str, Path)) and Path(named).exists():
         return Path(named)
     raise UsageError(

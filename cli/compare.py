@@ -1,4 +1,4 @@
-"""`retrofit compare`: models side by side on one text; `retrofit generate`: a text continued by one, whatever its form."""
+"""`retrofit compare`: compare models on one text; `retrofit generate`: continue a text with a model of any format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
-from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path, seed
+from retrofit.cli.parser import Subparsers, config_for, load_model, load_tokenizer, require_path, require_tokens
 from retrofit.cli.terminal import print_table, printable, working
 
 if TYPE_CHECKING:
@@ -37,10 +37,10 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Compare rewritten models with their dense model on held-out text.",
         epilog=EXAMPLES,
     )
-    add_model_arguments(parser)
+    parser.add_model()
     parser.add_argument("others", metavar="OTHER", type=Path, nargs="+", help="models rewritten from MODEL")
-    parser.add_argument("--data", metavar="TEXT", type=Path, nargs="+", action="extend", required=True, help="text files")
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
+    parser.add_texts("--data")
+    parser.add_tokenizer()
     parser.add_argument("--length", metavar="N", type=int, default=256, help="tokens per window (default: 256)")
     parser.add_argument(
         "--windows", metavar="N", type=int, default=32, help="maximum windows, sampled evenly from the text (default: 32)"
@@ -55,7 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the figures, and draw the picture if requested."""
+    """Print the figures, and draw the picture if --picture names a file."""
     paths = [arguments.model, *arguments.others]
     for path in paths:
         require_path(path)
@@ -66,21 +66,18 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.picture is not None:
         check_output(arguments.picture, arguments.force, ".png")
 
-    from retrofit.passbase.tokenization import read_texts, read_tokenizer
-    from retrofit.storage.checkpoint import load
-    from retrofit.storage.companions import tokenizer_place
+    from retrofit.passbase.tokenization import read_texts
     from retrofit.training.model_comparison import compare_models, draw_comparison, require_package, task_scores
 
     if arguments.lm_eval:
         require_package()
     texts = read_texts(arguments.data)
     with working(arguments.debug) as progress:
-        place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
-        tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
+        tokenizer = load_tokenizer(arguments)
         models = {}
         for path in paths:
             progress(f"reading {path}")
-            models[str(path)] = load(path, config=config_for(path, arguments), allow_pickle=arguments.allow_pickle)
+            models[str(path)] = load_model(arguments, path)
         figures = compare_models(
             models, texts, tokenizer=tokenizer, length=arguments.length, most=arguments.windows, progress=progress
         )
@@ -99,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_of(path: Path) -> TrainingRun | None:
-    """Return the run that trained the model, if its numbers are next to it."""
+    """Return the run that trained the model; None if its record is not next to the model."""
     from retrofit.errors import TrainingError
     from retrofit.training.runs import TrainingRun
 
@@ -110,7 +107,7 @@ def run_of(path: Path) -> TrainingRun | None:
 
 
 def rows_of(figures: list[Figures], runs: list[TrainingRun | None]) -> Iterator[list[str]]:
-    """Yield a row for each figure, a column for each model."""
+    """Yield a row for each figure, with a column for each model."""
     dense = figures[0]
     yield ["", *(figure.name for figure in figures)]
     yield ["held-out loss, nats a token", *(f"{figure.loss:.4f}" for figure in figures)]
@@ -161,19 +158,18 @@ def add_generate_parser(subparsers: Subparsers) -> None:
         description="Generate text with a model.",
         epilog=GENERATE_EXAMPLES,
     )
-    add_model_arguments(parser)
+    parser.add_model()
     parser.add_argument("text", metavar="TEXT", help="prompt; for an encoder-decoder, the input of the encoder")
     parser.add_argument("--tokens", metavar="N", type=int, default=32, help="maximum new tokens (default: 32)")
     parser.add_argument("--temperature", metavar="X", type=float, default=0.0, help="sampling temperature (default: 0, greedy)")
-    parser.add_argument("--seed", metavar="N", type=seed, default=0, help="random seed (default: 0)")
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
+    parser.add_seed()
+    parser.add_tokenizer()
     parser.set_defaults(run=run_generate)
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
-    """Print the text with its continuation, then how it was generated."""
-    if arguments.tokens < 1:
-        raise UsageError(f"--tokens {arguments.tokens}: must be at least 1", remedy="use an integer ≥ 1")
+    """Print the text with its continuation, then a report of the generation."""
+    require_tokens(arguments.tokens)
     if not 0 <= arguments.temperature < math.inf:
         raise UsageError(f"--temperature {arguments.temperature:g}: must be finite and ≥ 0", remedy="use a number ≥ 0")
     if not arguments.text:
@@ -187,7 +183,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
     with working(arguments.debug) as progress:
         progress(f"generating with {path}")
-        made = continue_text(
+        generated = continue_text(
             path,
             arguments.text,
             Wanted(arguments.tokens, arguments.temperature, arguments.seed),
@@ -196,12 +192,10 @@ def run_generate(arguments: argparse.Namespace) -> int:
             config=config_for(path, arguments),
             allow_pickle=arguments.allow_pickle,
         )
-    print(printable(f"{made.prompt} → {made.text}" if made.translated else f"{made.prompt}{made.text}", lines=True))
+    separator = " → " if generated.translated else ""
+    print(printable(f"{generated.prompt}{separator}{generated.text}", lines=True))
     print()
-    rows = [
-        ("generated", f"{made.tokens:,} tokens in {made.seconds:.2f} s, {made.tokens / made.seconds:,.1f} a second"),
-        ("by", made.how),
-        ("text read", made.reads),
-    ]
-    print_table(rows)
+    tokens, seconds = generated.tokens, generated.seconds
+    speed = f"{tokens:,} tokens in {seconds:.2f} s, {tokens / seconds:,.1f} a second"
+    print_table([("generated", speed), ("by", generated.how), ("text read", generated.reads)])
     return 0

@@ -1,9 +1,9 @@
-"""`retrofit completion`: a shell completes commands, options, passes and the options of a pass.
+"""`retrofit completion`: scripts with which a shell completes commands, options, passes and the options of a pass.
 
-A shell's script calls `retrofit completion words -- WORD…`, whose last word is the one to complete, and gets one candidate a line,
-with a tab and its meaning. Without candidates the shell completes file names. The candidates come from the parser of the command
-line and, for passes, from their sources, because importing a pass imports torch, which takes seconds. (argcomplete and shtab use a
-parser alone, which does not have a pass's options until the pass is imported.)
+The script calls `retrofit completion words -- WORD…`, where the last word is to be completed, and reads one candidate a line,
+followed by a tab and its description. Without candidates the shell completes file names. The candidates come from the parser of
+the command line and, for passes, from their source files: importing a pass imports torch, which takes seconds. (argcomplete and
+shtab use only a parser, which does not have a pass's options until the pass is imported.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from retrofit.passbase.protocol import GROUP, first_line
 
 @dataclasses.dataclass(frozen=True)
 class DeclaredOption:
-    """One field of a pass: its name, its line of documentation, and the values it may take where these are words."""
+    """One field of a pass: its name, its line of documentation, and its values if these are words."""
 
     name: str
     doc: str
@@ -31,10 +31,7 @@ class DeclaredOption:
 
 
 def declared_in_source(name: str) -> list[DeclaredOption]:
-    """Return the options of the installed pass `name`; none if there is no such pass or no source.
-
-    Reads the fields that the class itself declares by `option(…)`, with choices that are words or names of words.
-    """
+    """Return the options that the class of the installed pass `name` declares by `option(…)`; [] without a source."""
     for entry in importlib.metadata.entry_points(group=GROUP):
         if entry.name == name and (source := source_of(entry.module)) is not None:
             return list(Source(source).options(entry.attr))
@@ -44,18 +41,12 @@ def declared_in_source(name: str) -> list[DeclaredOption]:
 def source_of(module: str) -> str | None:
     """Return the source of a module without importing it or its packages."""
     places: Sequence[str] | None = None
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = None
-        for finder in sys.meta_path:
-            spec = finder.find_spec(".".join(parts[:depth]), places)
-            if spec is not None:
-                break
+    for name in itertools.accumulate(module.split("."), "{}.{}".format):
+        specs = (finder.find_spec(name, places) for finder in sys.meta_path)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is None:
             return None
-        places = spec.submodule_search_locations
-        if places is not None:
-            places = list(places)
+        places = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     with open(spec.origin, encoding="utf-8") as file:
@@ -103,7 +94,7 @@ class Source:
                 yield from (field for field in kind.body if isinstance(field, ast.AnnAssign))
 
     def words(self, node: ast.expr | None, seen: frozenset[str] = frozenset()) -> list[str]:
-        """Return the words of an expression: text, names, tuples, keys of a dictionary, `tuple(…)`; others give none."""
+        """Return the words in an expression: strings, names, tuples, keys of a dictionary, `tuple(…)`; [] for other expressions."""
         match node:
             case ast.Constant(value=str(word)):
                 return [word]
@@ -124,22 +115,22 @@ class Source:
 
 
 def assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the names that an assignment gives values to, one by one: `a, b = 1, 2` gives two."""
+    """Yield each name in an assignment with its value: two for `a, b = 1, 2`."""
     if isinstance(target, ast.Name):
         yield target.id, value
     elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        for element, its in zip(target.elts, value.elts, strict=True):
-            yield from assigned(element, its)
+        for element, element_value in zip(target.elts, value.elts, strict=True):
+            yield from assigned(element, element_value)
 
 
 def summaries() -> Iterator[tuple[str, str]]:
-    """Yield the name of each installed pass and its line of summary, as its source has it."""
+    """Yield the name of each installed pass and the summary in its source."""
     for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda entry: entry.name):
         source = source_of(entry.module)
         yield entry.name, Source(source).summary(entry.attr) if source is not None else ""
 
 
-Candidates: TypeAlias = Iterator[tuple[str, str]]  # word, its meaning
+Candidates: TypeAlias = Iterator[tuple[str, str]]  # word, description
 
 EXAMPLES = """\
   retrofit completion bash > ~/.local/share/bash-completion/completions/retrofit
@@ -189,7 +180,7 @@ WORDS = "words"  # the command that the scripts call
 
 
 class Shells(dict[str, str]):
-    """The scripts by shell; the command that they call is accepted too, and not listed."""
+    """The scripts by shell. `WORDS`, which the scripts call, is accepted too and not listed."""
 
     def __contains__(self, name: object) -> bool:
         return name == WORDS or super().__contains__(name)
@@ -199,7 +190,7 @@ SCRIPTS = Shells(bash=BASH, zsh=ZSH, fish=FISH)
 
 
 def add_parser(subparsers: Subparsers, whole: Parser) -> None:
-    """Add the command; `whole` is the parser of the command line, which has the subparsers."""
+    """Add the command. `whole` is the parser of the command line."""
     parser = subparsers.add_parser(
         "completion",
         help="print a shell completion script",
@@ -245,7 +236,7 @@ def joined_values(line: Sequence[str]) -> list[str]:
 
 
 def possible(whole: Parser, before: Sequence[str], word: str) -> Candidates:
-    """Return all words that may follow the words `before`; options only if `word` starts like one."""
+    """Return all words that may follow the words `before`; options only if `word` starts with `-`."""
     commands = next(action for action in whole._actions if isinstance(action, argparse._SubParsersAction))
     name = next((word for word in before if not word.startswith("-")), None)
     if name is None:
@@ -283,7 +274,7 @@ def options_of_parser(parser: argparse.ArgumentParser) -> Candidates:
 
 
 def positionals(parser: argparse.ArgumentParser) -> Candidates:
-    """Return the words that an argument without an option may be: shells of `completion`, names of `passes`."""
+    """Return the values of positional arguments: the shells of `completion`, the names of `passes`."""
     for action in parser._actions:
         if not action.option_strings:
             yield from ((str(choice), "") for choice in action.choices or ())

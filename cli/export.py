@@ -1,4 +1,4 @@
-"""`retrofit export`, `convert` and `bundle`: a model as ONNX or native, as another kind of file, with its own modelling code."""
+"""`retrofit export`, `convert` and `bundle`: write a model as ONNX or native, in another format, or with its own modelling code."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import json
 from pathlib import Path
 
 from retrofit.cli.failures import UsageError
-from retrofit.cli.outputs import GRAPHS, beside, check_model_output, default_output, write_model
-from retrofit.cli.parser import Subparsers, add_model_arguments, require_path
+from retrofit.cli.outputs import GRAPHS, beside, check_model_output, default_output, require_companions, write_model
+from retrofit.cli.parser import Subparsers, load_model, require_path
 from retrofit.cli.terminal import print_table, working
 from retrofit.errors import first_few
 from retrofit.files.atomic_writes import require_place
@@ -21,7 +21,7 @@ EXAMPLES = """\
   retrofit export model.pt --weights int8       a quarter of the size; faster where memory bandwidth limits
   retrofit export model.shared-moe/ --native    writes model.shared-moe.native/, a Mixtral for example
 """
-CHOSEN = "the nearest"  # of `--native` without an architecture
+NEAREST = "the nearest"  # value of `--native` without an architecture
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -31,11 +31,9 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Export a model to ONNX, or with --native to a transformers architecture that computes the same function.",
         epilog=EXAMPLES,
     )
-    add_model_arguments(parser)
-    parser.add_argument(
-        "-o", "--output", metavar="OUT", type=Path, help="a .onnx file, or with --native a directory (default: next to MODEL)"
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite existing files")
+    parser.add_model()
+    path = "a .onnx file, or with --native a directory (default: next to MODEL)"
+    parser.add_output(path, force="overwrite existing files")
     parser.add_argument(
         "--cache",
         choices=("auto", "past", "none"),
@@ -43,23 +41,19 @@ def add_parser(subparsers: Subparsers) -> None:
         help="key-value cache as inputs and outputs of a decoder (default: auto, if the model has one)",
     )
     parser.add_argument("--no-fuse", action="store_true", help="standard ONNX operators only, no fused ones of ONNX Runtime")
-    parser.add_argument(
-        "--weights",
-        choices=("int8", "int4"),
-        help="quantize the weight matrices (default: no)",
-    )
+    parser.add_argument("--weights", choices=("int8", "int4"), help="quantize the weight matrices (default: no)")
     parser.add_argument(
         "--native",
         metavar="ARCHITECTURE",
         nargs="?",
-        const=CHOSEN,
+        const=NEAREST,
         help="write a mixture-of-experts architecture of transformers (mixtral, qwen2_moe, …; default: the best fit)",
     )
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the ONNX files, or the native directory, and print a report of them."""
+    """Write the ONNX files or the native directory, and print a report."""
     model = require_path(arguments.model)
     if arguments.native is not None:
         return run_native(arguments, model)
@@ -67,14 +61,12 @@ def run(arguments: argparse.Namespace) -> int:
     require_place(output)
 
     from retrofit.onnx.exporter import export_onnx
-    from retrofit.storage.checkpoint import load
     from retrofit.storage.directories import is_pipeline, other_modules
 
     with working(arguments.debug) as progress:
         progress(f"reading {model}")
-        loaded = load(model, config=arguments.config, allow_pickle=arguments.allow_pickle)
         exported = export_onnx(
-            loaded,
+            load_model(arguments),
             output,
             arguments.cache,
             fuse=not arguments.no_fuse,
@@ -90,12 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
         if file.weights is not None:
             rows.append(("weights", f"{arguments.weights}: {file.weights}"))
         rows.append(("against torch", file.measured if file.parity is None else f"{file.measured}, on other shapes"))
-    rows.append(
-        (
-            "cache",
-            "as inputs and outputs" if exported.cached else f"none: {exported.why_no_cache}" if exported.why_no_cache else "none",
-        )
-    )
+    no_cache = f"none: {exported.why_no_cache}" if exported.why_no_cache else "none"
+    rows.append(("cache", "as inputs and outputs" if exported.cached else no_cache))
     if is_pipeline(model):
         rows.append(("not in the file", f"{', '.join(other_modules(model))}: sentence-transformers runs them afterwards"))
     print_table(rows)
@@ -103,24 +91,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_native(arguments: argparse.Namespace, model: Path) -> int:
-    """Write the model as an architecture of transformers, and print a report of it."""
+    """Write the model as an architecture of transformers and print a report."""
     if arguments.cache != "auto" or arguments.no_fuse or arguments.weights is not None:
-        raise UsageError(
-            "--cache, --no-fuse and --weights cannot be combined with --native", why="they apply to ONNX files", remedy="drop them"
-        )
+        what = "--cache, --no-fuse and --weights cannot be combined with --native"
+        raise UsageError(what, why="they apply to ONNX files", remedy="drop them")
     output = check_model_output(arguments.output or beside(model, "native"), arguments.force)
     if is_file_name(output):
-        raise UsageError(
-            f"{output} cannot hold a native form", why="it is written as a directory", remedy="name a directory with -o"
-        )
+        what = f"{output} cannot hold a native form"
+        raise UsageError(what, why="it is written as a directory", remedy="name a directory with -o")
 
     from retrofit.native import native_form
-    from retrofit.storage.checkpoint import load
 
     with working(arguments.debug) as progress:
         progress(f"reading {model}")
-        loaded = load(model, config=arguments.config, allow_pickle=arguments.allow_pickle)
-        form = native_form(loaded, None if arguments.native == CHOSEN else arguments.native, progress)
+        form = native_form(load_model(arguments), None if arguments.native == NEAREST else arguments.native, progress)
         progress(f"writing {output}")
         write_model(form.model, arguments.config or model, output, arguments.force)
     rows = [
@@ -131,7 +115,7 @@ def run_native(arguments: argparse.Namespace, model: Path) -> int:
     if form.idle:
         rows.append(("at random", f"{first_few(form.idle, 4)}: without effect while others are zero"))
     if form.zeros:
-        rows.append(("at zero", f"{first_few(form.zeros, 4)}: the model has nothing for them"))
+        rows.append(("at zero", f"{first_few(form.zeros, 4)}: the model has no such parameters"))
     if form.copied:
         rows.append(("copied", f"{form.copied:,} elements that layers of the model share"))
     print_table([*rows, ("result", str(output))])
@@ -153,20 +137,13 @@ def add_convert_parser(subparsers: Subparsers) -> None:
         description="Convert a model to a Hugging Face directory, or to the format that OUT names, with dequantized weights.",
         epilog=CONVERT_EXAMPLES,
     )
-    add_model_arguments(parser)
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="OUT",
-        type=Path,
-        help="a directory, a .pt, .pt2 or .onnx file (default: next to MODEL)",
-    )
-    parser.add_argument("--force", action="store_true", help="overwrite an existing output")
+    parser.add_model()
+    parser.add_output("a directory, a .pt, .pt2 or .onnx file (default: next to MODEL)")
     parser.set_defaults(run=run_convert)
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
-    """Write the model in its new form, and print a report of it."""
+    """Write the model in the new format and print a report."""
     source = require_path(arguments.model)
     graph = source.suffix in GRAPHS
     output = arguments.output or (default_output(source, ["converted"]) if graph else beside(source, "converted"))
@@ -177,16 +154,14 @@ def run_convert(arguments: argparse.Namespace) -> int:
     import torch
 
     from retrofit.passbase.replaying import recipe
-    from retrofit.storage.checkpoint import load, require_savable
-    from retrofit.storage.companions import companion_files
+    from retrofit.storage.checkpoint import require_savable
     from retrofit.surgery.dequantization import dequantize
 
     place = arguments.config or source
-    if place.is_dir() and not is_file_name(output):
-        companion_files(place)  # raises before any work
+    require_companions(place, output)
     with working(arguments.debug) as progress:
         progress(f"reading {source}")
-        model = dequantize(load(source, config=arguments.config, allow_pickle=arguments.allow_pickle))
+        model = dequantize(load_model(arguments))
         require_savable(model, output)
         progress(f"writing {output}")
         write_model(model, place, output, arguments.force)
@@ -199,7 +174,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
         rows.append(("passes", ", ".join(pass_.spec() for pass_ in applied)))
     if not is_file_name(output):
         tokenizer = any((output / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
-        rows.append(("tokenizer", "with it" if tokenizer else f"none: there is none in {place}"))
+        rows.append(("tokenizer", "copied" if tokenizer else f"none: {place} has none"))
     print_table([*rows, ("result", str(output))])
     return 0
 
@@ -209,9 +184,9 @@ BUNDLE_EXAMPLES = """\
   retrofit bundle model.altup/ -o shared/       where retrofit is not installed:
                                                 AutoModelForCausalLM.from_pretrained("shared", trust_remote_code=True)
 """
-WAYS = {
+FIXES = {
     ".gguf": "rewrite it into a directory, and bundle that: retrofit apply … -o DIR",
-    ".pt2": "rewrite the directory of the model that it holds the graph of, and bundle that: retrofit apply … -o DIR",
+    ".pt2": "rewrite the directory of the model whose graph it is, and bundle that: retrofit apply … -o DIR",
     ".onnx": "rewrite the directory of the model that it was exported from, and bundle that: retrofit apply … -o DIR",
 }
 
@@ -224,19 +199,18 @@ def add_bundle_parser(subparsers: Subparsers) -> None:
         epilog=BUNDLE_EXAMPLES,
     )
     parser.add_argument("model", metavar="DIR", type=Path, help="directory of a retrofitted transformers model")
-    parser.add_argument("-o", "--output", metavar="OUT", type=Path, help="output path (default: next to DIR)")
-    parser.add_argument("--force", action="store_true", help="overwrite an existing output")
+    parser.add_output("output path (default: next to DIR)")
     parser.set_defaults(run=run_bundle)
 
 
 def run_bundle(arguments: argparse.Namespace) -> int:
-    """Write the bundle, and print a report of it."""
+    """Write the bundle and print a report."""
     model = require_path(arguments.model)
     if not model.is_dir():
         raise UsageError(
             f"{model} is not a directory",
             why="a bundle is made from the directory of a retrofitted transformers model",
-            remedy=WAYS.get(model.suffix, "from Python: retrofit.bundle(retrofit.load(path), directory)"),
+            remedy=FIXES.get(model.suffix, "from Python: retrofit.bundle(retrofit.load(path), directory)"),
         )
     output = check_model_output(arguments.output or default_output(model, ["bundle"]), arguments.force)
 

@@ -1,4 +1,4 @@
-"""Failures as messages and exit codes, interruptions, and which of several processes reports them."""
+"""Messages and exit codes of failures, interruptions, and the choice of the process that reports them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ REMEDIES = {
     errno.EROFS: "name another place with -o",
     errno.ENOENT: "check the path",
 }
-NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA out of memory")  # in errors of torch
+NO_MEMORY = re.compile(r"DefaultCPUAllocator: (can't allocate|not enough) memory|CUDA out of memory")  # in torch's errors
 
 
 class UsageError(RetrofitError):
-    """The command line names something that does not exist, or options that exclude one another."""
+    """The command line names something that does not exist, or options that cannot be combined."""
 
     def __init__(self, what: str, *, code: str = "usage", **fields: Any) -> None:
         super().__init__(what, code=code, **fields)
@@ -41,7 +41,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def report(error: BaseException, stream: IO[str]) -> None:
-    """Write the message of `error` to `stream`, its first word red on a terminal."""
+    """Write the message of `error` to `stream`, with colours on a terminal."""
     message = f"retrofit: {explain(error)}"
     if not stream.isatty():
         print(message, file=stream)
@@ -66,7 +66,7 @@ def explain(error: BaseException) -> str:
 
 
 def as_retrofit_error(error: BaseException) -> RetrofitError:
-    """Return any failure as an error that names the thing, the reason and the fix."""
+    """Return any failure as an error with a problem, a reason and a fix."""
     if isinstance(error, RetrofitError):
         return error
     if isinstance(error, OSError) and error.errno is not None:
@@ -93,22 +93,28 @@ def exit_code(error: BaseException) -> int:
     return 1 if isinstance(error, VerificationError) else 2
 
 
+def interrupted(interruption: KeyboardInterrupt, hint: str) -> int:
+    """Print how to continue an interrupted command. Return the exit code."""
+    print(printable(f"retrofit: interrupted: {hint}"), file=sys.stderr)
+    return exit_code(interruption)
+
+
 def hang_up() -> int:
-    """Return the exit code when the reader of stdout is gone; discard its buffer, so that the exit prints no error."""
+    """Discard the buffer of stdout, whose reader is gone, so that Python's exit prints no error. Return the exit code."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 128 + signal.SIGPIPE
 
 
 def interrupt_after(over: threading.Event, number: signal.Signals) -> None:
-    """Send the signal to the main thread again, a moment after the hook that sets `over` has ended: it would be lost there too."""
+    """Send the signal to the main thread again, shortly after the hook that sets `over` has ended, in which it would be lost."""
     over.wait()
     time.sleep(0.01)
     _thread.interrupt_main(number)
 
 
 class Interruption:
-    """SIGINT and SIGTERM within `unwinding()`, and which of them came first: `received`, None where neither did."""
+    """Handlers of SIGINT and SIGTERM within `unwinding()`; `received` is the exception of the first signal, or None."""
 
     def __init__(self) -> None:
         self.received: KeyboardInterrupt | None = None
@@ -117,8 +123,8 @@ class Interruption:
     def unwinding(self) -> Iterator[None]:
         """Within this context either signal unwinds the stack as Ctrl-C does, so that half-written files are removed.
 
-        The exception may be dropped, as in a finalizer: then it is raised again a moment later. C code may replace it by another:
-        `received` then holds the signal's exception.
+        If the exception is dropped, e.g. in a finalizer, it is raised again shortly afterwards. If C code replaces it, `received`
+        still has it.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -126,11 +132,11 @@ class Interruption:
         hook = sys.unraisablehook
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         if before[signal.SIGINT] is not signal.default_int_handler:
-            del before[signal.SIGINT]  # ignored, as under nohup, or somebody else's
+            del before[signal.SIGINT]  # ignored, as under nohup, or handled by the caller
 
         def unraisable(dropped: Any) -> None:
             if issubclass(dropped.exc_type, MemoryError):
-                return  # of code in C, which goes on or raises another: no trace on the terminal
+                return  # C code continues or raises another error: no traceback on the terminal
             if not issubclass(dropped.exc_type, KeyboardInterrupt):
                 hook(dropped)
                 return
@@ -156,9 +162,10 @@ class Interruption:
 
 
 def is_reported_here(error: BaseException) -> bool:
-    """Return whether this process says what failed.
+    """Return whether this process reports the failure.
 
-    Until they are connected all processes of a machine fail for the same reason, and one says it; afterwards each for its own.
+    Until the processes are connected, all on a machine fail for the same reason and the first reports it; afterwards each reports
+    its own.
     """
     if started() == 1:
         return True
@@ -170,14 +177,14 @@ def is_reported_here(error: BaseException) -> bool:
 
 
 def disconnect() -> None:
-    """Disconnect the processes if training connected them."""
+    """Disconnect the processes that training connected."""
     training = sys.modules.get("retrofit.training.processes")
     if started() > 1 and training is not None:
         training.disconnect()
 
 
 def refuse_several(command: str) -> None:
-    """Raise `UsageError` if several processes run a command that supports only one."""
+    """Raise `UsageError` if several processes were started. `command` supports one."""
     if started() > 1:
         raise UsageError(
             f"retrofit {command} runs in one process; {started()} were started",
@@ -187,9 +194,9 @@ def refuse_several(command: str) -> None:
 
 
 def quieten_wrappers() -> None:
-    """Let torch's C++ code report only errors if there are several processes.
+    """Set the log level of torch's C++ code to errors if there are several processes, before torch is imported.
 
-    Otherwise each would warn that a search for unused parameters found none. The variable must be set before torch is imported.
+    Otherwise each process warns that a search for unused parameters found none.
     """
     if started() > 1:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

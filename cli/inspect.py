@@ -1,4 +1,4 @@
-"""`retrofit inspect`: the anatomy of a model on disk, or the plans of passes for it; `retrofit passes`: the installed passes."""
+"""`retrofit inspect`: show the anatomy of a model, or the plans of passes for it; `retrofit passes`: list the installed passes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
 from retrofit.cli.outputs import check_output
-from retrofit.cli.parser import STREAMS, Subparsers, add_model_arguments, require_path
+from retrofit.cli.parser import STREAMS, Subparsers, load_model, require_path
 from retrofit.cli.pass_options import add_pass_arguments, find_pass, named_passes
 from retrofit.cli.terminal import print_table, printable, working
 from retrofit.files.atomic_writes import whole_file
@@ -39,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
         epilog=EXAMPLES,
     )
     add_pass_arguments(parser)
-    add_model_arguments(parser)
+    parser.add_model()
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--stream", action="store_true", help="do not load weights (models larger than memory)")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw the anatomy to FILE")
@@ -48,7 +48,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the anatomy, or the plan of the passes; return 2 where one of the passes fits nowhere."""
+    """Print the anatomy, or the plans of the passes. Return 2 if a pass finds no site, else 0."""
     passes = named_passes(arguments)
     if passes and arguments.svg is not None:
         raise UsageError(
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def print_anatomy(arguments: argparse.Namespace) -> int:
-    """Print the anatomy and, where `--svg` names a file, draw it there."""
+    """Print the anatomy, and draw it if --svg names a file."""
     if arguments.svg is not None:
         check_output(arguments.svg, arguments.force, ".svg")
 
@@ -87,11 +87,9 @@ def print_anatomy(arguments: argparse.Namespace) -> int:
 
 
 def read_model(arguments: argparse.Namespace) -> nn.Module:
-    """Return the model to look at; with `--stream` it has no weights."""
+    """Return the model, with --stream without its weights."""
     if not arguments.stream:
-        from retrofit.storage.checkpoint import load
-
-        return load(arguments.model, config=arguments.config, allow_pickle=arguments.allow_pickle)
+        return load_model(arguments)
     from retrofit.streaming.source_directory import model_without_weights, require_directory
 
     require_directory(arguments.model)
@@ -102,7 +100,7 @@ def read_model(arguments: argparse.Namespace) -> nn.Module:
 
 
 def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
-    """Print the plans of the passes; return 0 if `apply` would rewrite something for each of them, else 2."""
+    """Print the plans of the passes. Return 0 if each pass finds a site, else 2."""
     from retrofit.preview import plan_of
 
     with working(arguments.debug) as progress:
@@ -115,7 +113,7 @@ def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
         print_table(plan.rows())
     if not plan.fits:
         refused = ", ".join(pass_.name for pass_, planned in zip(passes, plan.passes, strict=True) if not planned.fits)
-        print(f"retrofit: {refused}: apply would refuse, nothing in the model fits; the plan says why", file=sys.stderr)
+        print(f"retrofit: {refused}: apply would refuse, no site in the model fits; the plan has the reasons", file=sys.stderr)
     return 0 if plan.fits else 2
 
 
@@ -146,7 +144,7 @@ def list_passes(arguments: argparse.Namespace) -> int:
 
 
 def print_pass(name: str) -> None:
-    """Print the summary of a pass, its source and its options."""
+    """Print a pass's summary, paper and options."""
     kind = find_pass(name)
     start = "\nstart: calibrated with apply --calibrate FILE, unless exact" if kind.calibrates else ""
     print(f"{name}: {kind.summary}\nsource: {kind.paper}{start}\n")

@@ -1,4 +1,4 @@
-"""Paths of results, the files written with them, and the file named when a write fails."""
+"""Output paths, the files written with a model, and the file named when a write fails."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ GRAPHS = (EXPORTED, ONNX)  # files of models without a class
 def default_output(model: Path, words: Sequence[str]) -> Path:
     """Return the default output: `model.altup.pt` for `model.pt`, a directory `model.altup` for `model` or `model.gguf`.
 
-    `words`, e.g. the names of the passes, say what was done to the model.
+    `words` are e.g. the names of the passes.
     """
     model = with_a_name(model)
     done = ".".join(words)
     if model.suffix == GGUF:
-        return model.with_name(f"{model.stem}.{done}")  # a directory has room for the tokenizer that the file holds
-    suffix = EXPORTED if model.suffix in GRAPHS else ".pt"  # a graph stays one, and trains
+        return model.with_name(f"{model.stem}.{done}")  # a directory can hold the tokenizer in the file
+    suffix = EXPORTED if model.suffix in GRAPHS else ".pt"
     return model.with_name(f"{model.name}.{done}" if model.is_dir() else f"{model.stem}.{done}{suffix}")
 
 
@@ -37,15 +37,12 @@ def beside(model: Path, word: str) -> Path:
 
 
 def with_a_name(model: Path) -> Path:
-    """Return the same path; that of `.` and `..` ends with the directory's name."""
+    """Return the path; for `.` and `..` the absolute path, which ends with the directory's name."""
     return model if model.name not in ("", "..") else model.resolve()
 
 
 def check_output(output: Path, force: bool, suffix: str = "") -> Path:
-    """Return `output` if a file may be written there.
-
-    Raises an error, before any work, if it may not, or if its suffix is wrong.
-    """
+    """Return `output`. Raises an error if no file may be written there or its suffix is not `suffix`."""
     if suffix and output.suffix.lower() != suffix:
         raise UsageError(f"{output} is not a {suffix} file", remedy=f"call it {output.name}{suffix}")
     final_name(output, force=force, directory=False)
@@ -53,20 +50,28 @@ def check_output(output: Path, force: bool, suffix: str = "") -> Path:
 
 
 def check_model_output(output: Path, force: bool, source: Path | None = None) -> Path:
-    """Return `output` if the model derived from `source` may be written there; raise an error, before any work, if it may not."""
+    """Return `output`. Raises an error if the model derived from `source` cannot be written there."""
     require_writable_kind(output)
     if source is not None and source.suffix in GRAPHS and output.suffix not in GRAPHS:
         raise UsageError(
             f"{output} cannot hold the result of {source}",
-            why="it is a graph; no model class could rebuild it",
+            why="it is a graph, which no model class can rebuild",
             remedy=f"name a {' or '.join(GRAPHS)} file with -o",
         )
     final_name(output, force=force, directory=not is_file_name(output))
     return output
 
 
+def require_companions(source: Path, output: Path) -> None:
+    """Raise an error if the other files of the directory `source` cannot be copied to the directory `output`."""
+    from retrofit.storage.companions import companion_files
+
+    if source.is_dir() and not is_file_name(output):
+        companion_files(source)
+
+
 def write_model(model: nn.Module, source: Path, output: Path, force: bool) -> None:
-    """Save the model at `output`; to a directory, copy the other files of the directory or the data of the GGUF file `source`."""
+    """Save the model at `output`; to a directory, also copy the other files of `source`, or the tokenizer of a GGUF file."""
     from transformers import PreTrainedModel
 
     from retrofit.storage.checkpoint import save

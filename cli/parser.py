@@ -1,4 +1,4 @@
-"""An argument parser whose errors are exceptions that suggest the nearest known word, and the arguments that commands share."""
+"""An argument parser whose errors suggest the nearest known word; the arguments that commands share, and the objects they name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import argparse
 import difflib
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from retrofit.cli.failures import UsageError
 from retrofit.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 MODEL = "a .pt checkpoint, a Hugging Face or sentence-transformers directory, a .gguf, .pt2 or .onnx file"
 
@@ -21,10 +24,10 @@ Gather: TypeAlias = Callable[[list[str], Sequence[str]], tuple[list[str], dict[s
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with `--debug` and no abbreviations that raises `UsageError`.
+    """A parser with `--debug` and without abbreviations. Raises `UsageError`.
 
-    `gather`, if set, receives the arguments first, with the parser's option strings; it returns the arguments that are left to
-    parse and the values that it read from the others.
+    `gather`, if set, receives the arguments first, with the parser's option strings. It returns the arguments left to parse and
+    the values that it read from the others.
     """
 
     gather: Gather | None = None
@@ -45,7 +48,7 @@ class Parser(argparse.ArgumentParser):
         return namespace, extra
 
     def refuse(self, argument: str, parsed: argparse.Namespace) -> NoReturn:
-        """Raise an error for an unknown argument that suggests the nearest one, or names the value that was read instead."""
+        """Raise `UsageError` for an unknown argument, with the nearest option or the values of the positional arguments."""
         if argument.startswith("-"):
             name = argument.partition("=")[0]
             raise UsageError(f"unknown option {name}", remedy=suggest(name, self._option_string_actions, self.see()))
@@ -58,11 +61,10 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            what = action.option_strings[0] if action.option_strings else action.metavar or action.dest
-            raise UsageError(
-                f"{what}: unknown value {value!r}",
-                remedy=suggest(str(value), map(str, action.choices), f"choose one of {', '.join(map(str, action.choices))}"),
-            )
+            name = action.option_strings[0] if action.option_strings else action.metavar or action.dest
+            choices = list(map(str, action.choices))
+            remedy = suggest(str(value), choices, f"choose one of {', '.join(choices)}")
+            raise UsageError(f"{name}: unknown value {value!r}", remedy=remedy)
 
     def error(self, message: str) -> NoReturn:
         if "MODEL" not in message:
@@ -74,34 +76,57 @@ class Parser(argparse.ArgumentParser):
     def see(self) -> str:
         return f"see {self.prog} --help"
 
+    # Arguments that commands share.
+
+    def add_model(self) -> None:
+        """Add MODEL and the options for loading it."""
+        self.add_argument("model", metavar="MODEL", type=Path, help=MODEL)
+        self.add_argument("--config", metavar="DIR", type=config_place, help="directory of the config, for a bare state dict")
+        self.add_argument(
+            "--allow-pickle", action="store_true", help="unpickle MODEL, which can run any code: only for files you trust"
+        )
+
+    def add_output(
+        self,
+        text: str = "output path (default: next to MODEL)",
+        *,
+        metavar: str = "OUT",
+        force: str = "overwrite an existing output",
+    ) -> None:
+        """Add -o and --force, with these help texts."""
+        self.add_argument("-o", "--output", metavar=metavar, type=Path, help=text)
+        self.add_argument("--force", action="store_true", help=force)
+
+    def add_tokenizer(self) -> None:
+        """Add --tokenizer."""
+        self.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
+
+    def add_texts(self, option: str, text: str = "text files") -> None:
+        """Add a required option that names text files."""
+        self.add_argument(option, metavar="TEXT", type=Path, nargs="+", action="extend", required=True, help=text)
+
+    def add_seed(self) -> None:
+        """Add --seed, for torch's generators."""
+        self.add_argument("--seed", metavar="N", type=seed, default=0, help="random seed (default: 0)")
+
+    def add_checks(self) -> None:
+        """Add --checks."""
+        self.add_argument(
+            "--checks",
+            choices=("all", "quick"),
+            default="all",
+            help="checks to run; quick: graph, function and round trip, in half the time (default: all)",
+        )
+
 
 def suggest(word: str, known: Iterable[str], otherwise: str) -> str:
-    """Return the known word nearest to `word`, as a question, and the fix if that is not the one."""
+    """Return the known word nearest to `word` as a question, followed by the fix `otherwise`; only the fix if none is near."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"did you mean {near[0]}? otherwise {otherwise}" if near else otherwise
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL and the options for loading it to the parser."""
-    parser.add_argument("model", metavar="MODEL", type=Path, help=MODEL)
-    parser.add_argument("--config", metavar="DIR", type=config_place, help="directory of the config, for a bare state dict")
-    parser.add_argument(
-        "--allow-pickle", action="store_true", help="unpickle MODEL, which can run any code: only for files you trust"
-    )
-
-
-def add_checks_argument(parser: argparse.ArgumentParser) -> None:
-    """Add the option that selects the checks to the parser."""
-    parser.add_argument(
-        "--checks",
-        choices=("all", "quick"),
-        default="all",
-        help="checks to run; quick: graph, function and round trip, in half the time (default: all)",
-    )
-
-
 def config_place(text: str) -> Path:
-    """Return the directory of a config, or the file if its name is not config.json."""
+    """Return the directory of a config.json, or the path of another file. Raises `UsageError` if it does not exist."""
     path = Path(text)
     if not path.exists():
         raise UsageError(f"--config {text}: no such file or directory", remedy="name the directory of a config.json")
@@ -109,14 +134,31 @@ def config_place(text: str) -> Path:
 
 
 def config_for(path: Path, arguments: argparse.Namespace) -> Path | None:
-    """Return --config for models that may be bare weights, if a command reads several; other models contain their config."""
+    """Return --config for a model that may be bare weights, of a command that reads several; other models contain their config."""
     from retrofit.files.model_folders import DESCRIBED
 
     return arguments.config if path.is_file() and path.suffix not in DESCRIBED else None
 
 
+def load_model(arguments: argparse.Namespace, path: Path | None = None) -> nn.Module:
+    """Return MODEL; of a command that reads several models, the one at `path`."""
+    from retrofit.storage.checkpoint import load
+
+    config = arguments.config if path is None else config_for(path, arguments)
+    return load(path or arguments.model, config=config, allow_pickle=arguments.allow_pickle)
+
+
+def load_tokenizer(arguments: argparse.Namespace) -> Any:
+    """Return the tokenizer in --tokenizer or in the model's directory; None if the model has none."""
+    from retrofit.passbase.tokenization import read_tokenizer
+    from retrofit.storage.companions import tokenizer_place
+
+    place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
+    return read_tokenizer(place, required=arguments.tokenizer is not None)
+
+
 def seed(text: str) -> int:
-    """Return a seed of torch's generators."""
+    """Return the text as a seed of torch's generators. Raises `ArgumentTypeError` if it is none."""
     try:
         number = int(text)
     except ValueError as error:
@@ -124,6 +166,19 @@ def seed(text: str) -> int:
     if not -(2**63) <= number < 2**64:
         raise argparse.ArgumentTypeError(f"{text} is not between -2^63 and 2^64 - 1")
     return number
+
+
+def require_tokens(tokens: int | None) -> None:
+    """Raise `UsageError` if --tokens is less than 1."""
+    if tokens is not None and tokens < 1:
+        raise UsageError(f"--tokens {tokens}", why="must be at least 1", remedy="use an integer ≥ 1")
+
+
+def require_texts(option: str, files: Iterable[Path]) -> None:
+    """Raise `UsageError` if a text that `option` names does not exist."""
+    for file in files:
+        if not file.exists():
+            raise UsageError(f"{option} {file}: no such file or directory", remedy="check the path")
 
 
 def require_path(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The passes that a command line names, in order: with `--pass`, each with the options after it, and in recipe files."""
+"""The passes on a command line, in order: of `--pass` with the options after it, and of recipe files."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from retrofit.passbase.options import options_of
 from retrofit.passbase.protocol import Pass, Recipe, load_pass, make_pass, pass_names, split_spec
 from retrofit.storage.recipe_file import read_recipe
 
-Declared = Callable[[str], Mapping[str, bool]]  # pass name → its options, and whether each is a switch that needs no value
-Requested = list[tuple[str, dict[str, str]] | Path]  # (pass name, option → text), or a recipe file; in the order given
+Declared = Callable[[str], Mapping[str, bool]]  # pass name → option → True if it needs no value
+Requested = list[tuple[str, dict[str, str]] | Path]  # (pass name, option → text), or a recipe file
 
 YES_OR_NO = ("true", "false", "yes", "no")
 
 
 def split_passes(arguments: Sequence[str], own: Collection[str], declared: Declared) -> tuple[list[str], Requested]:
-    """Return the command's arguments, and the passes with their options, recipe files included.
+    """Return the command's arguments, and the passes with their options, including recipe files.
 
     After `--pass NAME`, `--option value` and `--option=value` belong to that pass if it declares the option, else to the command if
-    it is one of its `own`. A yes-or-no option needs no value. NAME may be a spec as in recipes, `altup(k=2)`. Raises `UsageError`.
+    the option is one of its `own`. A boolean option needs no value. NAME may be a spec as in recipes, `altup(k=2)`. Raises
+    `UsageError`.
     """
     left: list[str] = []
     passes: Requested = []
@@ -75,7 +76,7 @@ def name_and_options(text: str) -> tuple[str, dict[str, str]]:
 
 
 def take_value(option: str, queue: list[str], own: Collection[str]) -> str:
-    """Return the next argument, taken off the queue as the value of `option`."""
+    """Remove the next argument from the queue and return it as the value of `option`. Raises `UsageError` if it is no value."""
     if not queue or queue[0].startswith("--") or queue[0] in own:
         raise UsageError(f"{option} needs a value", remedy=f"write {option} VALUE")
     return queue.pop(0)
@@ -103,7 +104,7 @@ def field_name(option: str) -> str:
 
 
 def find_pass(name: str) -> type[Pass]:
-    """Return the class of the installed pass `name`. Raises `UsageError` for an unknown name and suggests the nearest one."""
+    """Return the class of the installed pass `name`. Raises `UsageError`, with the nearest name, if there is none."""
     names = pass_names()
     if name not in names:
         raise UsageError(f"unknown pass {name!r}", remedy=suggest(name, names, f"choose one of {', '.join(names)}"))
@@ -111,7 +112,7 @@ def find_pass(name: str) -> type[Pass]:
 
 
 def declared_options(name: str) -> Mapping[str, bool]:
-    """Return the options of the installed pass `name`, and whether each needs no value."""
+    """Return the options of the installed pass `name`: True for those that need no value."""
     return {option: isinstance(default, bool) for option, _, default, _ in options_of(find_pass(name))}
 
 
@@ -134,8 +135,6 @@ def add_pass_arguments(parser: Parser) -> None:
 
 
 def named_passes(arguments: argparse.Namespace) -> Recipe:
-    """Return the passes on the command line, in order, including those of a recipe file."""
-    passes: list[Recipe] = []
-    for named in arguments.passes:
-        passes.append((make_pass(*named),) if isinstance(named, tuple) else read_recipe(named))
-    return tuple(pass_ for several in passes for pass_ in several)
+    """Return the passes on the command line, in order, including those of recipe files."""
+    recipes = ((make_pass(*named),) if isinstance(named, tuple) else read_recipe(named) for named in arguments.passes)
+    return tuple(pass_ for recipe in recipes for pass_ in recipe)

@@ -1,7 +1,7 @@
-"""Text and tables on a terminal, in a file or in a pipe.
+"""Text, tables and progress on a terminal, in a file or in a pipe.
 
-A terminal gets its own width and colours; a file or a pipe gets plain text of any width. Characters in names from files that would
-move a cursor, change a colour or end a line are escaped.
+Tables have the width of a terminal, with colours; in a file or a pipe they are plain text of any width. Control characters in names
+from files, which would move the cursor, change a colour or end a line, are escaped.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
 
-HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of invisible control characters, and of broken ones
+HIDDEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # categories of control characters, surrogates and separators
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Return the text with its control characters as Python writes them, `\\x1b`; with `lines` its line breaks stay."""
+    """Return the text with its control characters escaped, as `\\x1b`; with `lines` except line breaks."""
     return "".join(
         character
         if (lines and character == "\n") or unicodedata.category(character) not in HIDDEN
@@ -39,12 +39,12 @@ def printable(text: str, *, lines: bool = False) -> str:
     )
 
 
-ENDLESS = 1_000_000  # width of anything but a terminal: nothing is cut or wrapped
+ENDLESS = 1_000_000  # width of a file or pipe: nothing is cut or wrapped
 
 
 def console_for(stream: IO[str]) -> Console:
-    """Return a console that writes to `stream`, in colour on a terminal that shows colour and where NO_COLOR is not set."""
-    from rich.console import Console  # here, so that --help never waits for it
+    """Return a console that writes to `stream`; in colour on a terminal that shows colour, unless NO_COLOR is set."""
+    from rich.console import Console  # not imported for --help
 
     on_terminal = stream.isatty()
     return Console(
@@ -60,14 +60,14 @@ def console_for(stream: IO[str]) -> Console:
 
 Row = Sequence[str]
 
-ROOM = 30  # columns that the last one of a table has at least, or its text in full
+ROOM = 30  # minimum width of the last column, if its text is that long
 COLOURS = {"passed": "green", "failed": "bold red", "skipped": "yellow"}  # of whole cells, on a terminal
 
 
 def print_table(rows: Iterable[Row], headings: Row = (), stream: IO[str] | None = None) -> None:
-    """Print the rows on `stream` (stdout) in aligned columns, every cell in full.
+    """Print the rows on `stream` (default: stdout) in aligned columns, with no cell cut.
 
-    On a terminal the last column is wrapped to the width, and the others too if they leave it too little room.
+    On a terminal the last column is wrapped to the width, and so are the others if the last has too little room.
     """
     from rich.cells import cell_len
     from rich.table import Table
@@ -101,22 +101,21 @@ def started() -> int:
 
 
 def is_first() -> bool:
-    """Return whether this process is the one that writes, prints and shows progress."""
+    """Return whether this process writes, prints and shows progress."""
     return started() == 1 or os.environ["RANK"] == "0"
 
 
 # ── Progress ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-COUNTS = re.compile(r"\d[\d,.:]*")  # by which the reports of one stage differ
-INTERVAL = 60.0  # seconds after which a stage that counts gets another plain line
+COUNTS = re.compile(r"\d[\d,.:]*")  # numbers in a stage
+INTERVAL = 60.0  # seconds between plain lines that differ only in numbers
 
 
 class Progress:
-    """Within this context a terminal shows a spinner, the time spent and the stage last reported.
+    """Within this context a terminal shows a spinner, the elapsed time and the current stage.
 
-    Anything else gets a plain line for each stage and each milestone; a stage whose reports differ in numbers alone gets one a
-    minute.
+    A file or pipe gets a plain line for each stage and each milestone; of reports that differ only in numbers, one a minute.
     """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
@@ -132,11 +131,11 @@ class Progress:
             self.print_line(stage)
 
     def print_line(self, stage: str) -> None:
-        """Print the stage on a new line, unless the previous line reported the same stage a moment ago."""
+        """Print the stage on a new line, unless the previous line has the same stage and is less than `INTERVAL` old."""
         kind, now = COUNTS.sub("", stage), time.monotonic()
         milestone = isinstance(stage, Milestone)
         if milestone or kind != self.stage or now - self.printed >= INTERVAL:
-            with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+            with contextlib.suppress(OSError, ValueError):  # the stream is closed
                 print(f"retrofit: {printable(stage)}", file=self.stream, flush=True)
             self.printed = now
         if not milestone:
@@ -166,10 +165,7 @@ class Progress:
 
 @contextlib.contextmanager
 def working(debug: bool) -> Iterator[Progress]:
-    """Within this context the current stage is shown, and libraries print nothing of their own unless debugging.
-
-    Only the first of several processes shows it.
-    """
+    """Within this context the first process shows the current stage, and libraries print nothing unless debugging."""
     from retrofit.process import quiet
 
     shown = Progress()

@@ -1,18 +1,17 @@
-"""`retrofit train`: continued pretraining; `retrofit teach`: a teacher's predictions for a text, computed once and kept."""
+"""`retrofit train`: continue pretraining; `retrofit teach`: compute a teacher's predictions for a text and store them."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from retrofit.cli.failures import exit_code
+from retrofit.cli.failures import exit_code, interrupted
 from retrofit.cli.outputs import beside, check_model_output, default_output, name_in_errors
-from retrofit.cli.parser import Subparsers, add_model_arguments, config_for, require_path
+from retrofit.cli.parser import Subparsers, load_model, load_tokenizer, require_path
 from retrofit.cli.terminal import is_first, print_table, printable, working
 from retrofit.errors import TrainingError
 from retrofit.files.atomic_writes import require_place
@@ -38,25 +37,13 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Continue a model's pretraining.",
         epilog=EXAMPLES,
     )
-    add_model_arguments(parser)
-    parser.add_argument(
-        "--data",
-        metavar="TEXT",
-        type=Path,
-        nargs="+",
-        action="extend",
-        required=True,
-        help="text files, or directories with .txt, .py and .md files",
-    )
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
-    parser.add_argument(
-        "--teacher",
-        metavar="DENSE",
-        type=Path,
-        help="dense model to distil from, or its predictions written by retrofit teach",
-    )
-    parser.add_argument("-o", "--output", metavar="PATH", type=Path, help="output path (default: next to MODEL)")
-    parser.add_argument("--force", action="store_true", help="overwrite an existing output, and its run once this one is finished")
+    parser.add_model()
+    parser.add_texts("--data", "text files, or directories with .txt, .py and .md files")
+    parser.add_tokenizer()
+    teacher = "dense model to distil from, or its predictions written by retrofit teach"
+    parser.add_argument("--teacher", metavar="DENSE", type=Path, help=teacher)
+    force = "overwrite an existing output, and its run once this one is finished"
+    parser.add_output(metavar="PATH", force=force)
     parser.add_argument("--float32", action="store_true", help="train and save float32 weights")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint of this output")
     for field in dataclasses.fields(Settings):
@@ -65,7 +52,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
-    """Add one field of the settings to the parser; without it the field keeps its default."""
+    """Add the option of one field of the settings to the parser; without the option the field keeps its default."""
     text, default = field.metadata["doc"], field.default
     if default is False:
         parser.add_argument(flag(field), action="store_true", default=argparse.SUPPRESS, help=text)
@@ -83,7 +70,7 @@ def add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) 
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train the model; write it, its numbers and its curve, and print a table of them."""
+    """Train the model. Write it, its numbers and its curve, and print a report."""
     given = vars(arguments)
     settings = Settings(**{field.name: given[field.name] for field in dataclasses.fields(Settings) if field.name in given})
     require_path(arguments.model)
@@ -105,12 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with working(arguments.debug) as progress, name_in_errors(output):
             progress(f"reading {arguments.model}")
-            config = arguments.config if arguments.teacher is None else config_for(arguments.model, arguments)
-            model, tokenizer = read_model(arguments, config)
+            model, tokenizer = read_model(arguments, several=arguments.teacher is not None)
             teacher = read_teacher(arguments, tokenizer)
             if arguments.float32:
                 for network in (model, teacher):
-                    hold_in_float32(network)
+                    cast_to_float32(network)
             result = continue_pretraining(
                 model,
                 texts,
@@ -123,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
                 progress=progress if is_first() else None,
             )
     except KeyboardInterrupt as interruption:
-        return interrupted(output, interruption)
+        return interrupted(interruption, resumption(output)) if is_first() else exit_code(interruption)
     if is_first():
         print(printable(str(result), lines=True))
         if not is_pipeline(arguments.model):
@@ -133,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def refuse_what_needs_a_teacher(given: Mapping[str, Any]) -> None:
-    """Raise `TrainingError` for an option about learning from a teacher if there is no teacher."""
+    """Raise `TrainingError` for an option of distillation if there is no teacher."""
     for name in ("distil", "temperature", "dial", "align_lr"):
         if given.get(name):
             raise TrainingError(
@@ -159,29 +145,21 @@ def refuse_what_has_no_effect(given: Mapping[str, Any]) -> None:
             )
 
 
-def read_model(arguments: argparse.Namespace, config: Path | None) -> tuple[Any, Any]:
-    """Return the model, which may be a whole of sentence-transformers, and its tokenizer."""
-    from retrofit.passbase.tokenization import read_tokenizer
-    from retrofit.storage.checkpoint import load
-    from retrofit.storage.companions import tokenizer_place
+def read_model(arguments: argparse.Namespace, several: bool = False) -> tuple[Any, Any]:
+    """Return the model, which may be a sentence-transformers pipeline, and its tokenizer. `several`: a teacher is read too."""
     from retrofit.storage.directories import is_pipeline, load_pipeline
 
-    place = arguments.tokenizer or tokenizer_place(arguments.config or arguments.model)
-    tokenizer = read_tokenizer(place, required=arguments.tokenizer is not None)
+    tokenizer = load_tokenizer(arguments)
     if is_pipeline(arguments.model):
         return load_pipeline(arguments.model), tokenizer
-    return load(arguments.model, config=config, allow_pickle=arguments.allow_pickle), tokenizer
+    return load_model(arguments, arguments.model if several else None), tokenizer
 
 
 def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
-    """Return the dense model to learn from, or the folder of its predictions; None if none is named.
-
-    Raises `TrainingError` if it has other tokens.
-    """
+    """Return the teacher, or the folder of its predictions; None without --teacher. Raises `TrainingError` if the tokens differ."""
     if arguments.teacher is None:
         return None
     from retrofit.passbase.tokenization import read_tokenizer
-    from retrofit.storage.checkpoint import load
     from retrofit.storage.companions import tokenizer_place
     from retrofit.storage.directories import is_pipeline, load_pipeline
     from retrofit.training.teacher_cache import RECORD
@@ -189,22 +167,22 @@ def read_teacher(arguments: argparse.Namespace, tokenizer: Any) -> Any:
     require_path(arguments.teacher)
     if (arguments.teacher / RECORD).is_file():
         return arguments.teacher
-    theirs = read_tokenizer(tokenizer_place(arguments.teacher), required=False)
-    if theirs is not None and tokenizer is not None and theirs.get_vocab() != tokenizer.get_vocab():
+    other = read_tokenizer(tokenizer_place(arguments.teacher), required=False)
+    if other is not None and tokenizer is not None and other.get_vocab() != tokenizer.get_vocab():
         raise TrainingError(
             f"{arguments.teacher} has another tokenizer than {arguments.model}",
-            why="they would tokenize the text differently",
+            why="the two tokenize the text differently",
             remedy="name the dense model that MODEL was made from",
             option="teacher",
             code="other-vocabulary",
         )
     if is_pipeline(arguments.teacher):
         return load_pipeline(arguments.teacher)
-    return load(arguments.teacher, config=config_for(arguments.teacher, arguments), allow_pickle=arguments.allow_pickle)
+    return load_model(arguments, arguments.teacher)
 
 
-def hold_in_float32(model: Any) -> None:
-    """Cast the numbers of a model to float32, except those that a quantizer packed; leave predictions in a folder unchanged."""
+def cast_to_float32(model: Any) -> None:
+    """Cast a model's weights to float32. Quantized models and folders of predictions are not changed."""
     from torch import nn
 
     from retrofit.surgery.dequantization import is_quantized
@@ -213,17 +191,13 @@ def hold_in_float32(model: Any) -> None:
         model.float()
 
 
-def interrupted(output: Path, interruption: KeyboardInterrupt) -> int:
-    """Return the exit code of an interrupted run, after a word on how to go on."""
+def resumption(output: Path) -> str:
+    """Return how to continue an interrupted run: from its last checkpoint, if there is one."""
     from retrofit.training.runs import ALIGNMENT, folder_of, last_checkpoint
 
-    if not is_first():
-        return exit_code(interruption)
     folder = folder_of(output)
     checkpoint = last_checkpoint(folder) or last_checkpoint(folder / ALIGNMENT)
-    left = "nothing was written" if checkpoint is None else f"{checkpoint} is complete; add --resume to continue from it"
-    print(printable(f"retrofit: interrupted: {left}"), file=sys.stderr)
-    return exit_code(interruption)
+    return "nothing was written" if checkpoint is None else f"{checkpoint} is complete; add --resume to continue from it"
 
 
 TEACH_EXAMPLES = """\
@@ -242,11 +216,11 @@ def add_teach_parser(subparsers: Subparsers) -> None:
         description="Compute a dense model's predictions for a text once, for any number of training runs.",
         epilog=TEACH_EXAMPLES,
     )
-    add_model_arguments(parser)
-    parser.add_argument("--data", metavar="TEXT", type=Path, nargs="+", action="extend", required=True, help="text files")
-    parser.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
-    parser.add_argument("-o", "--output", metavar="DIR", type=Path, help="output directory (default: next to MODEL)")
-    parser.add_argument("--force", action="store_true", help="overwrite predictions of another model or text")
+    parser.add_model()
+    parser.add_texts("--data")
+    parser.add_tokenizer()
+    force = "overwrite predictions of another model or text"
+    parser.add_output("output directory (default: next to MODEL)", metavar="DIR", force=force)
     parser.add_argument("--length", metavar="N", type=int, default=256, help="tokens per window (default: 256)")
     parser.add_argument("--top", metavar="K", type=int, default=64, help="ids kept per token, most probable first (default: 64)")
     parser.add_argument(
@@ -260,7 +234,7 @@ def add_teach_parser(subparsers: Subparsers) -> None:
 
 
 def run_teach(arguments: argparse.Namespace) -> int:
-    """Write the predictions, and print a table about them."""
+    """Write the predictions and print a report."""
     require_path(arguments.model)
     output: Path = arguments.output or beside(arguments.model, "logits")
     require_place(output / "any" if output.is_dir() else output)
@@ -272,8 +246,8 @@ def run_teach(arguments: argparse.Namespace) -> int:
     try:
         with working(arguments.debug) as progress:
             progress(f"reading {arguments.model}")
-            model, tokenizer = read_model(arguments, arguments.config)
-            kept = teach(
+            model, tokenizer = read_model(arguments)
+            predictions = teach(
                 model,
                 texts,
                 output,
@@ -290,16 +264,16 @@ def run_teach(arguments: argparse.Namespace) -> int:
                 progress=progress,
             )
     except KeyboardInterrupt as interruption:
-        print(printable(f"retrofit: interrupted: run the same command again to continue from {output}"), file=sys.stderr)
-        return exit_code(interruption)
-    facts, read = kept.facts, text_codec(model, tokenizer).name
+        return interrupted(interruption, f"run the same command again to continue from {output}")
+    facts, read = predictions.facts, text_codec(model, tokenizer).name
+    tokens, share = facts.windows * facts.length, predictions.kept_share()
     print_table(
         [
             ["teacher", str(arguments.model)],
             ["data", f"{facts.windows:,} windows of {facts.length} tokens, through {read}"],
-            ["kept", f"the {facts.top} most probable of {facts.vocabulary:,} tokens, {kept.kept_share():.2%} of the probability"],
-            ["loss", f"{kept.loss(range(facts.windows)):.4f}"],
-            ["size", f"{kept.size() / 2**20:,.1f} MiB, {kept.size() / (facts.windows * facts.length):,.0f} bytes a token"],
+            ["kept", f"the {facts.top} most probable of {facts.vocabulary:,} tokens, {share:.2%} of the probability"],
+            ["loss", f"{predictions.loss(range(facts.windows)):.4f}"],
+            ["size", f"{predictions.size() / 2**20:,.1f} MiB, {predictions.size() / tokens:,.0f} bytes a token"],
             ["predictions", str(output)],
         ]
     )

@@ -1,8 +1,6 @@
-"""`retrofit verify`: a retrofitted model on disk, checked against what its passes promise and, where given, its dense model.
+"""`retrofit verify`: check a retrofitted model against its recipe and its dense model, or an ONNX file against its source.
 
-An ONNX file is checked against the model it was exported from.
-
-`retrofit diff`: which sites, parameters and recipes differ between two models on disk.
+`retrofit diff`: compare the sites, parameters and recipes of two models.
 """
 
 from __future__ import annotations
@@ -15,14 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
-from retrofit.cli.parser import MODEL, Subparsers, add_checks_argument, add_model_arguments, config_for, require_path
+from retrofit.cli.parser import MODEL, Subparsers, load_model, require_path
 from retrofit.cli.terminal import print_table, working
 from retrofit.errors import first_few
 from retrofit.progress import FEWEST, NUMBER, fold_lines
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from retrofit.checks.report import CheckResult, Report
     from retrofit.differences import Differences, TensorDifference
 
@@ -40,61 +36,51 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "verify", help="check a retrofitted model", description="Check a retrofitted model.", epilog=EXAMPLES
     )
-    add_model_arguments(parser)
+    parser.add_model()
     parser.add_argument("--against", metavar="DENSE", type=Path, help="also compare with the dense model")
-    add_checks_argument(parser)
+    parser.add_checks()
     parser.add_argument("--onnx", action="store_true", help="also export to ONNX and compare (slow)")
     parser.add_argument("--stream", action="store_true", help="process both models out of core, with the checks that allow it")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; return 0 where every check held, 1 where one failed."""
+    """Print the report. Return 0 if every check passed, 1 if one failed."""
     require_path(arguments.model)
     if arguments.against is not None:
         require_path(arguments.against)
-
     is_onnx = arguments.model.suffix == ".onnx"
     if is_onnx and arguments.against is None:
-        raise UsageError(
-            "an ONNX file needs --against", why="it is compared with the model it was exported from", remedy="add --against MODEL"
-        )
-
+        why = "it is compared with the model it was exported from"
+        raise UsageError("an ONNX file needs --against", why=why, remedy="add --against MODEL")
     if is_onnx and arguments.onnx:
         raise UsageError("--onnx with an ONNX file", why="it is an export already", remedy="drop --onnx")
-
     if arguments.checks != "all" and (is_onnx or arguments.stream):
         why = "an ONNX file has one check" if is_onnx else "--stream chooses its own checks"
         raise UsageError(f"--checks {arguments.checks} with {'an ONNX file' if is_onnx else '--stream'}", why=why, remedy="drop it")
-
     if arguments.stream:
         return report_on_stream(arguments)
 
     from retrofit.checks import named_checks, verify, verify_onnx
-    from retrofit.storage.checkpoint import load
-
-    def read(path: Path) -> nn.Module:
-        config = arguments.config if arguments.against is None else config_for(path, arguments)
-        return load(path, config=config, allow_pickle=arguments.allow_pickle)
 
     with working(arguments.debug) as progress:
         reference = None
         if arguments.against is not None:
             progress(f"reading {arguments.against}")
-            reference = read(arguments.against)
+            reference = load_model(arguments, arguments.against)
         if reference is not None and is_onnx:
             progress("verifying")
             report = verify_onnx(arguments.model, reference)
         else:
             progress(f"reading {arguments.model}")
-            model = read(arguments.model)
+            model = load_model(arguments, None if reference is None else arguments.model)
             progress("verifying")
             report = verify(model, reference, checks=(*named_checks(arguments.checks), *(["onnx"] if arguments.onnx else [])))
     return show(report)
 
 
 def report_on_stream(arguments: argparse.Namespace) -> int:
-    """Return the same, of directories that are larger than memory."""
+    """Print the report as `run` does, for directories larger than memory."""
     if arguments.onnx or arguments.config is not None or arguments.allow_pickle:
         raise UsageError(
             "--onnx, --config and --allow-pickle cannot be combined with --stream",
@@ -109,7 +95,7 @@ def report_on_stream(arguments: argparse.Namespace) -> int:
 
 
 def show(report: Report) -> int:
-    """Print the report; return 0 where every check held, 1 where one failed."""
+    """Print the report. Return 0 if every check passed, 1 if one failed."""
     print_table(row for check in report.checks for row in check_rows(check))
     outcomes = Counter(check.status for check in report.checks)
     counts = ", ".join(f"{outcomes[status]} {status}" for status in ("passed", "failed", "skipped") if outcomes[status])
@@ -118,10 +104,7 @@ def show(report: Report) -> int:
 
 
 def check_rows(check: CheckResult) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of a check: its outcome, its seconds and its measurement.
-
-    Further rows: the site at fault, or the reason it was skipped.
-    """
+    """Yield the rows of a check: its outcome, seconds and measurement, then the site at fault or the reason it was skipped."""
     yield check.name, check.status, f"{check.seconds:.1f} s", check.measured
     yield from (("", "", "", line) for line in check.why.splitlines() if line)
 
@@ -141,7 +124,7 @@ def add_diff_parser(subparsers: Subparsers) -> None:
         description="Show the differences between two models.",
         epilog=DIFF_EXAMPLES,
     )
-    add_model_arguments(parser)
+    parser.add_model()
     parser.add_argument("other", metavar="OTHER", type=Path, help=MODEL)
     parser.add_argument("--json", action="store_true", help="print all differences as JSON")
     parser.add_argument("--exit-code", action="store_true", help="exit with 1 if anything differs")
@@ -149,19 +132,18 @@ def add_diff_parser(subparsers: Subparsers) -> None:
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """Print the differences."""
+    """Print the differences. Return 1 with --exit-code if there are any, else 0."""
     paths = [require_path(arguments.model), require_path(arguments.other)]
 
     from retrofit.differences import diff
-    from retrofit.storage.checkpoint import load
 
     with working(arguments.debug) as progress:
         models = []
         for path in paths:
             progress(f"reading {path}")
-            models.append(load(path, config=config_for(path, arguments), allow_pickle=arguments.allow_pickle))
+            models.append(load_model(arguments, path))
         progress("comparing")
-        found = diff(models[0], models[1])
+        found = diff(*models)
     if arguments.json:
         print(json.dumps(found.as_json(), indent=2, default=str))
     elif found.same:
@@ -172,7 +154,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 
 def rows_of(found: Differences) -> Iterator[tuple[str, str, str, str]]:
-    """Yield the differences, kind by kind."""
+    """Yield the rows of the differences: architecture, config, recipe, sites, parameters and buffers."""
     if found.architectures[0] != found.architectures[1]:
         yield "architecture", "", *found.architectures
     for key, (a, b) in list(found.config.items())[:MOST]:
@@ -195,7 +177,7 @@ def rows_of(found: Differences) -> Iterator[tuple[str, str, str, str]]:
 
 
 def folded_rows(tensors: Sequence[TensorDifference]) -> Iterator[tuple[str, str, str]]:
-    """Yield one row for tensors at several depths that differ in the same way, with the range of the distances of their values."""
+    """Yield one row for the tensors at several depths that differ in the same way, with the range of their distances."""
     groups: dict[tuple[str, str, str, bool], list[TensorDifference]] = {}
     for tensor in tensors:
         key = (NUMBER.sub("*", tensor.name), tensor.one, tensor.other, tensor.largest is None)
@@ -209,7 +191,7 @@ def folded_rows(tensors: Sequence[TensorDifference]) -> Iterator[tuple[str, str,
 
 
 def range_of(group: Sequence[TensorDifference]) -> str:
-    """Return the least and the greatest distance of the values of several tensors."""
+    """Return the smallest and the largest distance of several tensors."""
     spans = []
     for sign, values in (("max |Δ|", [tensor.largest for tensor in group]), ("‖Δ‖/‖·‖", [tensor.relative for tensor in group])):
         known = [value for value in values if value is not None]
@@ -219,7 +201,7 @@ def range_of(group: Sequence[TensorDifference]) -> str:
 
 
 def cells(tensor: TensorDifference) -> tuple[str, str]:
-    """Return the tensor's form in both models, or its form and the distance of its values."""
+    """Return the tensor's shape and dtype in both models, or in one and the distance of its values."""
     if tensor.largest is None:
         return tensor.one, tensor.other
     return tensor.one, f"max |Δ| {tensor.largest:.2e}, ‖Δ‖/‖·‖ {tensor.relative:.2e}"

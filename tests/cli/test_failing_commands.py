@@ -123,15 +123,13 @@ def test_the_fix_is_one_that_the_command_has(arguments: list[str], says: list[st
     assert all(part in said for part in says)
 
 
-@pytest.mark.parametrize(("suffix", "way"), [("onnx", "exported from"), ("pt2", "the graph of"), ("gguf", "into a directory")])
-def test_a_file_that_cannot_be_bundled_says_what_can(
-    suffix: str, way: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("suffix", ["onnx", "pt2", "gguf"])
+def test_a_file_that_cannot_be_bundled_says_what_can(suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"model.{suffix}"
     file.touch()  # it is not even opened
     assert main(["bundle", str(file)]) == 2
     said = capsys.readouterr().err
-    assert f"model.{suffix}" in said and way in said and "retrofit.load" not in said
+    assert f"model.{suffix}" in said and "retrofit apply" in said and "retrofit.load" not in said
 
 
 def test_a_native_form_of_a_file_goes_into_a_directory(refused: Callable[..., str]) -> None:
