@@ -67,8 +67,8 @@ MUTANTS = [
     ),
     attention(
         "a key counts in every round in which it is seen",
-        "return in_stretch(other, queries, ranks)",
-        "return in_stretch(other, queries, ranks) & False",
+        "return (ranks >= first) & (ranks < last)",
+        "return (ranks >= first) & (ranks < last) & False",
         trials=DEFAULT,
     ),
     attention(
@@ -136,8 +136,8 @@ MUTANTS = [
     ),
     module(
         "padding is in the buckets of what it hashes to",
-        "found = torch.where(visible, found, self.buckets)",
-        "found = torch.where(visible, found, found)",
+        "codes = torch.where(visible_keys_of(operands.mask).any(2), codes, self.buckets)",
+        "pass",
         trials=DEFAULT,
     ),
     module(
@@ -214,7 +214,7 @@ MUTANTS = [
     ),
     lists(
         "padding is in the lists of what it hashes to",
-        "codes = values if hidden is None else torch.where(hidden.unsqueeze(1), buckets, values)",
+        "codes = values if hidden is None else torch.where(hidden.unsqueeze(1), self.buckets, values)",
         "codes = values",
         trials=LISTED,
         test=f"{TESTS}test_padding_is_in_no_list_wherever_it_is",

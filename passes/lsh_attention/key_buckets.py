@@ -1,8 +1,5 @@
 """The buckets of keys, stored in a growing cache, so that a decoding step hashes only its own keys.
 
-They follow all changes of the keys: rows selected by beam search, repeated rows, removed tokens. So do the lists of the newest keys
-of every bucket, which a decoding step reads. In a cache of fixed length, or one that drops keys, all keys are hashed at each step.
-
 The bucket of a vector in each round is a locality-sensitive hash by fixed random rotations.
 
     bucket(x) = argmax [x R; −x R]          R: (d, buckets / 2), one for each round
@@ -10,13 +7,16 @@ The bucket of a vector in each round is a locality-sensitive hash by fixed rando
 Vectors at a small angle are likely to have the same bucket. The index of the largest number does not depend on the length of x, so
 nothing is normalized.
 
-The lists hold the newest keys of every bucket by their positions in the cache; a decoding step reads no others.
+The cache also stores lists of the newest keys of every bucket, by their positions in the cache; a decoding step reads no others.
 
     places[round, row, bucket, i mod room]          the place of the i-th key of the bucket
-    counts[round, row, bucket]                      how many keys it has
+    counts[round, row, bucket]                      the number of its keys
 
 Rows are the key heads of all sequences. `room` exceeds the number of keys that a query sees, so that keys can be removed; after
 more removals the lists are rebuilt from the buckets of all keys. Padding is in no list.
+
+Buckets and lists follow all changes of the keys: rows selected by beam search, repeated rows, removed tokens. With a cache of fixed
+length, or one that drops keys, all keys are hashed at each step.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from retrofit.sdk.modules import histories_of, staying_tokens
@@ -48,7 +49,7 @@ def hash_buckets(x: Tensor, rotations: Tensor) -> Tensor:
     at_once = AT_ONCE if x.device.type == "cpu" else MANY_AT_ONCE
     if vectors <= at_once:
         return torch.stack([buckets_of(x, rotation) for rotation in rotations])
-    parts = x.reshape(-1, x.shape[-1]).split(at_once)  # of which the products stay in a processor's cache
+    parts = x.reshape(-1, x.shape[-1]).split(at_once)  # products of this size stay in a processor's cache
     rounds = [torch.cat([buckets_of(part, rotation) for part in parts]) for rotation in rotations]
     return torch.stack(rounds).view(len(rotations), *x.shape[:-1])
 
@@ -60,17 +61,16 @@ def buckets_of(x: Tensor, rotation: Tensor) -> Tensor:
     return (largest + rotation.shape[-1] * (y.gather(-1, largest) < 0)).squeeze(-1)
 
 
-SPARE = 64  # keys that may be taken back
+SPARE = 64  # keys of each list beyond those that a query sees
 
 
 class BucketLists:
-    """The lists of `buckets` buckets; a query sees the last `chunk` keys of its bucket."""
+    """The newest keys of each of `buckets` buckets; a query sees the last `chunk` keys of its bucket."""
 
     def __init__(self, values: Tensor, hidden: Tensor | None, buckets: int, chunk: int) -> None:
-        """Store `values`, the buckets of all keys, (rounds, batch, heads, n), and `hidden`, (batch, n), which marks padding."""
-        self.hidden, self.room, self.taken = hidden, chunk + SPARE, 0
-        codes = values if hidden is None else torch.where(hidden.unsqueeze(1), buckets, values)
-        codes = codes.flatten(1, 2).long()  # (rounds, rows, n)
+        """Build the lists of `values`, the buckets of all keys, (rounds, batch, heads, n). `hidden`, (batch, n), marks padding."""
+        self.buckets, self.hidden, self.room, self.removed = buckets, hidden, chunk + SPARE, 0
+        codes = self.codes(values, hidden)
         rounds, rows, n = codes.shape
         self.counts = codes.new_zeros(rounds, rows, buckets + 1).scatter_add_(-1, codes, torch.ones_like(codes))
         place = torch.arange(n, device=codes.device)
@@ -78,48 +78,49 @@ class BucketLists:
         owners = codes.gather(-1, keys)
         number = place - (self.counts.cumsum(-1) - self.counts).gather(-1, owners)  # of a key in its bucket
         recent = number >= self.counts.gather(-1, owners) - self.room
-        slots = torch.where(recent, owners * self.room + number % self.room, buckets * self.room)  # one of padding, read by nobody
+        slots = torch.where(recent, owners * self.room + number % self.room, buckets * self.room)  # others: a slot of padding
         self.places = codes.new_zeros(rounds, rows, (buckets + 1) * self.room).scatter_(-1, slots, keys)
 
+    def codes(self, values: Tensor, hidden: Tensor | None) -> Tensor:
+        """Return the list of each key, (rounds, rows, tokens): its bucket, or the one after all buckets for padding."""
+        codes = values if hidden is None else torch.where(hidden.unsqueeze(1), self.buckets, values)
+        return codes.flatten(1, 2).long()
+
     def append(self, new: Tensor, hidden: Tensor | None, first: int) -> None:
-        """Append keys of these buckets, (rounds, batch, heads, tokens), at the places from `first` on."""
+        """Append keys with the buckets `new`, (rounds, batch, heads, tokens), at the places from `first` on."""
         if hidden is not None:
-            padding = self.counts.shape[-1] - 1
-            new = torch.where(hidden.unsqueeze(1), padding, new)
             before = self.hidden if self.hidden is not None else hidden.new_zeros(hidden.shape[0], first)
             self.hidden = torch.cat([before, hidden], -1)
         elif self.hidden is not None:
-            self.hidden = torch.cat([self.hidden, self.hidden.new_zeros(self.hidden.shape[0], new.shape[-1])], -1)
+            self.hidden = F.pad(self.hidden, (0, new.shape[-1]))
         self.places, self.counts = writable(self.places), writable(self.counts)
-        for token, bucket in enumerate(new.flatten(1, 2).long().unbind(-1)):  # (rounds, rows) each
+        for token, bucket in enumerate(self.codes(new, hidden).unbind(-1)):  # (rounds, rows) each
             bucket = bucket.unsqueeze(-1)
             count = self.counts.gather(-1, bucket)
             self.places.scatter_(-1, bucket * self.room + count % self.room, first + token)
             self.counts.scatter_(-1, bucket, count + 1)
 
-    def take_back(self, removed: Tensor) -> bool:
-        """Remove the last keys, which have these buckets; return whether the lists still hold all keys that a query may see."""
-        count = removed.shape[-1]
-        self.taken += count
-        if self.hidden is not None:
-            left, padding = self.hidden.shape[1] - count, self.counts.shape[-1] - 1
-            removed = torch.where(self.hidden[:, left:].unsqueeze(1), padding, removed)
-            self.hidden = self.hidden[:, :left]
-        codes = removed.flatten(1, 2).long()
+    def remove_last(self, values: Tensor) -> bool:
+        """Remove the last keys, with the buckets `values`. Return True if the lists still have all keys that a query may see."""
+        hidden, count = self.hidden, values.shape[-1]
+        if hidden is not None:
+            self.hidden, hidden = hidden[:, :-count], hidden[:, -count:]
+        codes = self.codes(values, hidden)
         self.counts = self.counts.scatter_add(-1, codes, -torch.ones_like(codes))
-        return self.taken <= SPARE // 2
+        self.removed += count
+        return self.removed <= SPARE // 2
 
     def choose(self, rows: Tensor, heads: int) -> None:
-        """Keep only these sequences, in this order."""
+        """Keep only the sequences `rows`, in this order."""
         self.places, self.counts = (
             table.unflatten(1, (-1, heads)).index_select(1, rows).flatten(1, 2) for table in (self.places, self.counts)
         )
         self.hidden = None if self.hidden is None else self.hidden.index_select(0, rows)
 
     def newest(self, bucket: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the newest `count` keys of a bucket, (rounds, rows · group, n_q): places, the newest first, and which there are.
+        """Return the places of the newest `count` keys of each bucket, newest first, and True for those that exist.
 
-        (rounds, rows · group, n_q, count) each.
+        (rounds, rows · group, n_q) gives (rounds, rows · group, n_q, count) each.
         """
         group = bucket.shape[1] // self.counts.shape[1]
         owner = torch.arange(bucket.shape[1], device=bucket.device).view(1, -1, 1) // group
@@ -131,21 +132,21 @@ class BucketLists:
 
 
 def writable(x: Tensor) -> Tensor:
-    """Return x, or a copy of it if it was created in inference mode and is written to outside of it."""
+    """Return x, or a copy if x was created in inference mode and the caller, which writes to it, is not in it."""
     return x.clone() if x.is_inference() and not torch.is_inference_mode_enabled() else x
 
 
-SMALLEST = 64  # tokens there is room for behind those so far
+SMALLEST = 64  # least number of tokens that `KeyBuckets` allocates beyond those so far
 
 
 class KeyBuckets:
     """The buckets of the keys so far: `values` is (rounds, batch, key heads, tokens)."""
 
-    follows_from_keys = True  # an exported file need not hold them
+    follows_from_keys = True  # an exported file need not contain them
 
     def __init__(self, values: Tensor) -> None:
         self.stored, self.length = values.int(), values.shape[-1]
-        self.lists: BucketLists | None = None  # of the first `listed` keys, once a step has read them
+        self.lists: BucketLists | None = None  # of the first `listed` keys, built by the first step that reads them
         self.listed = 0
 
     @property
@@ -153,21 +154,20 @@ class KeyBuckets:
         return self.stored[..., : self.length]
 
     def append(self, new: Tensor) -> None:
-        """Append the buckets of new keys; the capacity grows with the number of keys, so that few steps copy the others."""
+        """Append the buckets of new keys. The capacity grows with the number of keys, so that few steps copy the others."""
         end = self.length + new.shape[-1]
-        fixed = self.stored.is_inference() and not torch.is_inference_mode_enabled()
-        if end > self.stored.shape[-1] or fixed:
-            room = self.stored.new_zeros(*self.stored.shape[:-1], end + max(SMALLEST, end // 4))
-            room[..., : self.length] = self.values
-            self.stored = room
+        self.stored = writable(self.stored)
+        if end > self.stored.shape[-1]:
+            self.stored = F.pad(self.values, (0, end + max(SMALLEST, end // 4) - self.length))
         self.stored[..., self.length : end] = new
         self.length = end
 
     def lists_for(self, hidden: Tensor | None, tokens: int, buckets: int, chunk: int) -> BucketLists:
         """Return the lists of all keys, the last `tokens` of which are new; `hidden` (batch, n) marks padding."""
         old = self.length - tokens
-        if self.lists is not None and self.listed == old and same(self.lists.hidden, None if hidden is None else hidden[:, :old]):
-            self.lists.append(self.values[..., old:], None if hidden is None else hidden[:, old:], old)
+        before, new = (None, None) if hidden is None else (hidden[:, :old], hidden[:, old:])
+        if self.lists is not None and self.listed == old and same(self.lists.hidden, before):
+            self.lists.append(self.values[..., old:], new, old)
         else:
             hidden = hidden if hidden is not None and bool(hidden.any()) else None
             self.lists = BucketLists(self.values, hidden, buckets, chunk)
@@ -177,34 +177,34 @@ class KeyBuckets:
     def take_back(self, count: int) -> None:
         """Remove the last `count` tokens."""
         left = max(0, self.length - count)
-        if self.lists is not None and self.listed > left and not self.lists.take_back(self.values[..., left : self.listed]):
+        if self.lists is not None and self.listed > left and not self.lists.remove_last(self.values[..., left : self.listed]):
             self.lists = None
         self.listed, self.length = min(self.listed, left), left
 
     def choose(self, rows: Tensor) -> None:
-        """Keep only these rows, in this order; a row that is named twice is there twice."""
+        """Keep only the sequences `rows`, in this order; indices may repeat."""
         rows = rows.to(self.stored.device)
         self.stored = self.stored.index_select(1, rows)
         if self.lists is not None:
             self.lists.choose(rows, self.stored.shape[2])
 
     def repeat(self, times: int) -> None:
-        """Repeat each row `times` times."""
+        """Repeat each sequence `times` times."""
         self.choose(torch.arange(self.stored.shape[1], device=self.stored.device).repeat_interleave(times))
 
 
 def same(known: Tensor | None, hidden: Tensor | None) -> bool:
-    """Return whether both hide the same keys; None: none is hidden."""
+    """Return whether both hide the same keys; None hides none."""
     if known is None or hidden is None:
-        buckets = known if hidden is None else hidden
-        return buckets is None or not bool(buckets.any())
+        marks = known if hidden is None else hidden
+        return marks is None or not bool(marks.any())
     return torch.equal(known.expand_as(hidden), hidden)
 
 
-def known_buckets(key: Tensor, tokens: int, rotations: Tensor, cache: Cache | None, name: str) -> KeyBuckets | None:
-    """Return the buckets of the keys, (batch, heads, n_k, d), that the cache stores, after adding the last `tokens`, which are new.
+def cached_buckets(key: Tensor, tokens: int, rotations: Tensor, cache: Cache | None, name: str) -> KeyBuckets | None:
+    """Return the buckets that the cache stores of the keys, (batch, heads, n_k, d), after adding those of the last `tokens` keys.
 
-    Returns None if it stores none. Heads that the model repeats for its queries have the buckets of one.
+    Returns None if it stores none. Copies of a head that the model repeats for its queries share its buckets.
     """
     if cache is None or torch.compiler.is_compiling():
         return None
@@ -216,14 +216,14 @@ def known_buckets(key: Tensor, tokens: int, rotations: Tensor, cache: Cache | No
     known: KeyBuckets | None = histories.get(name)
     if known is not None and known.stored.shape[1] == key.shape[0] and known.length + tokens == n_k:
         known.append(in_heads(hash_buckets(key[:, :, n_k - tokens :], rotations), known.stored.shape[2]))
-    elif n_k == tokens:
-        known = histories[name] = KeyBuckets(hash_buckets(key, rotations))
-    else:
+        return known
+    if n_k != tokens:
         return None
-    return known
+    histories[name] = KeyBuckets(hash_buckets(key, rotations))
+    return histories[name]
 
 
 def in_heads(values: Tensor, heads: int) -> Tensor:
-    """Return the buckets (rounds, batch, h, tokens) for another number of heads, each key head having been repeated or not."""
-    held = values.shape[2]
-    return values[:, :, :: held // heads] if held >= heads else values.repeat_interleave(heads // held, 2)
+    """Return the buckets (rounds, batch, h, tokens) for `heads` heads, which are h heads repeated, or of which h are copies."""
+    stored = values.shape[2]
+    return values[:, :, :: stored // heads] if stored >= heads else values.repeat_interleave(heads // stored, 2)

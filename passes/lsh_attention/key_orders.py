@@ -3,15 +3,15 @@
 Keys are sorted by bucket, then by position. The place of a query is after the last key of its bucket that is not later than it. It
 sees an interval of ranks:
 
-    causal        the last `chunk` keys of its bucket up to its own position: the same whatever comes later, so that a token
-                  changes nothing before it and decoding finds what a prefill found; without those among the last `chunk`
-                  keys of all, which it sees in a round of their own
-    otherwise     the chunk of keys in which its place is and the one before, of whatever bucket (Reformer); of the first, the next
+    causal        the last `chunk` keys of its bucket up to its own position, whatever comes later, so that a token changes
+                  nothing before it and decoding gives the results of a prefill; without those among the last `chunk` keys of
+                  all, which it sees in a separate round
+    otherwise     the chunk of keys that contains its place and the one before, of any bucket (Reformer); of the first, the next
 
 Keys that no query may see, which are padding, are in a separate bucket after all others.
 
-In Reformer the chunks of a causal stack depend on the buckets of later tokens, so a later token changes which earlier keys a query
-sees. A key also counts once for every round in which it is seen, and chunks look back across the border between two rounds.
+In Reformer the chunks of a causal stack depend on the buckets of later tokens, so a later token changes the earlier keys that a
+query sees. A key also counts once for every round in which it is seen, and chunks look back across the border of two rounds.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class KeyOrder:
     keys: Tensor  # (rows, n_k), the key at each rank
     ranks: Tensor  # (rows, n_k), of each key
     query_ranks: Tensor  # (rows, n_q), of each query among the queries
-    chunks: Tensor  # (rows, n_q), the chunk of `tile` keys in which the place of each query is
+    chunks: Tensor  # (rows, n_q), the chunk of `tile` keys that contains the place of each query
     first: Tensor  # (rows, n_q)
     last: Tensor  # (rows, n_q)
-    tile: int  # queries that are computed together
-    window: int  # keys that hold all that they see, the last of them those of their chunk
+    tile: int  # queries computed together
+    window: int  # consecutive keys that contain all that they see; the last are those of their chunk
 
     def rows(self, part: slice) -> KeyOrder:
-        """Return the order of some of the rows."""
+        """Return the order of the rows in `part`."""
         if part.stop is None or self.keys.shape[0] == 1:
             return self
         parts: dict[str, Any] = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}
@@ -45,9 +45,9 @@ class KeyOrder:
 
 
 def order_by_bucket(query: Tensor, key: Tensor, positions: Tensor, buckets: int, chunk: int, causal: bool) -> KeyOrder:
-    """Return the order of one round: the buckets of the queries (rows, n_q), at `positions` (n_q), and of the keys (rows, n_k).
+    """Return the order of one round, from the buckets of the queries (rows, n_q), at `positions` (n_q), and keys (rows, n_k).
 
-    `buckets` is the number of buckets, that of padding among them.
+    `buckets` is the number of buckets, including the one of padding.
     """
     n_q, n_k = query.shape[-1], key.shape[-1]
     place = torch.arange(n_k, device=key.device)
@@ -62,23 +62,25 @@ def order_by_bucket(query: Tensor, key: Tensor, positions: Tensor, buckets: int,
     counts = torch.zeros(*key.shape[:-1], buckets, dtype=torch.long, device=key.device).scatter_add(-1, key, torch.ones_like(key))
     start = (counts.cumsum(-1) - counts).gather(-1, query)  # of the bucket of each query
     if not causal:
-        return seen(keys, ranks, slots[..., n_k:] - before, before, start, chunk, causal)
+        return key_order(keys, ranks, slots[..., n_k:] - before, before, start, chunk, causal)
     far = so_far.gather(-1, slots[..., n_k + n_q :]).maximum(start)  # the keys before those among the last of all
     queries = ((joint >= n_k) & (joint < n_k + n_q)).long().cumsum(-1).gather(-1, slots[..., n_k : n_k + n_q]) - 1
-    return dataclasses.replace(seen(keys, ranks, queries, before, start, chunk, causal), last=far)
+    return dataclasses.replace(key_order(keys, ranks, queries, before, start, chunk, causal), last=far)
 
 
 def order_by_position(positions: Tensor, n_k: int, chunk: int) -> KeyOrder:
-    """Return the keys in order of position; each query sees the last `chunk` up to its own: one order for all rows."""
+    """Return the order of the keys by position, one for all rows, in which each query sees the last `chunk` keys up to its own."""
     place = torch.arange(n_k, device=positions.device).unsqueeze(0)
     before = positions.unsqueeze(0) + 1
     query_ranks = torch.arange(positions.shape[0], device=positions.device).unsqueeze(0)
-    return seen(place, place, query_ranks, before, torch.zeros_like(before), chunk, causal=True)
+    return key_order(place, place, query_ranks, before, torch.zeros_like(before), chunk, causal=True)
 
 
-def seen(keys: Tensor, ranks: Tensor, query_ranks: Tensor, before: Tensor, start: Tensor, chunk: int, causal: bool) -> KeyOrder:
-    """Return the order with the keys that each query sees: its place is after `before` keys, and its bucket begins at `start`."""
-    tile = chunk // 2 if causal and chunk % 2 == 0 else chunk  # smaller ones have fewer places for keys that are not seen
+def key_order(
+    keys: Tensor, ranks: Tensor, query_ranks: Tensor, before: Tensor, start: Tensor, chunk: int, causal: bool
+) -> KeyOrder:
+    """Return the order in which the place of each query is after `before` keys and its bucket begins at `start`."""
+    tile = chunk // 2 if causal and chunk % 2 == 0 else chunk  # smaller tiles compute fewer scores of unseen keys
     chunks = (before - 1).clamp(min=0) // tile
     if causal:
         return KeyOrder(keys, ranks, query_ranks, chunks, torch.maximum(before - chunk, start), before, tile, chunk + tile)
@@ -88,16 +90,16 @@ def seen(keys: Tensor, ranks: Tensor, query_ranks: Tensor, before: Tensor, start
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """Queries in tiles, all of a tile in the same chunk of keys, so that one window of keys holds all that they see."""
+    """Queries in tiles. Those of a tile are in the same chunk of keys, so that one window of keys contains all that they see."""
 
-    size: int  # of a tile
+    size: int  # queries of a tile
     queries: Tensor  # (rows, tiles · size), the query at each place, 0 if there is none
     places: Tensor  # (rows, n_q), of each query
     ranks: Tensor  # (rows, tiles, window), of the keys of each tile
-    keys: Tensor  # the same, these keys
+    keys: Tensor  # (rows, tiles, window)
 
     def part(self, tiles: slice) -> Tiles:
-        """Return some of the tiles; the places stay those among all."""
+        """Return the tiles in `tiles`; `places` still count from the first of all tiles."""
         if tiles.stop is None:
             return self
         queries = self.queries[:, tiles.start * self.size : tiles.stop * self.size]
@@ -105,7 +107,7 @@ class Tiles:
 
 
 def tiles_of(order: KeyOrder) -> Tiles:
-    """Return the queries of an order in tiles: a chunk of keys with few queries has one too, so there are at most n_q/C + n_k/C."""
+    """Return the queries of an order in tiles, at most n_q/C + n_k/C: a chunk of keys with few queries has a tile too."""
     chunk = order.tile
     rows, n_q = order.chunks.shape
     n_k = order.keys.shape[-1]
@@ -113,11 +115,11 @@ def tiles_of(order: KeyOrder) -> Tiles:
     counts = torch.zeros(rows, chunks, dtype=torch.long, device=device).scatter_add(-1, order.chunks, torch.ones_like(order.chunks))
     needed = (counts + chunk - 1) // chunk
     tiles = n_q // chunk + chunks if torch.compiler.is_compiling() else int(needed.sum(-1).max())
-    within = order.query_ranks - (counts.cumsum(-1) - counts).gather(-1, order.chunks)  # among the queries of its chunk of keys
+    within = order.query_ranks - (counts.cumsum(-1) - counts).gather(-1, order.chunks)  # rank among the queries of its chunk
     tile = (needed.cumsum(-1) - needed).gather(-1, order.chunks) + within // chunk
     places = tile * chunk + within % chunk
-    every = torch.arange(n_q, device=device).expand_as(places)
-    queries = torch.zeros(rows, tiles * chunk, dtype=torch.long, device=device).scatter(-1, places, every)
+    indices = torch.arange(n_q, device=device).expand_as(places)
+    queries = torch.zeros(rows, tiles * chunk, dtype=torch.long, device=device).scatter(-1, places, indices)
     chunk_of = torch.zeros(rows, tiles, dtype=torch.long, device=device).scatter(-1, tile, order.chunks)
     first = ((chunk_of + 1) * chunk - order.window).clamp(min=0)
     ranks = first.unsqueeze(-1) + torch.arange(order.window, device=device)

@@ -1,7 +1,7 @@
 """The pass lsh-attention: self-attention within buckets of locality-sensitive hashes, in several rounds.
 
 `key_orders.py` defines the keys that a query sees; `bucketed_attention.py` and `seen_keys.py` compute the attention, which replaces
-the one in a model's own code; `key_buckets.py` has the hashes and buckets.
+the call of torch's fused attention in a model's code; `key_buckets.py` has the hashes and buckets.
 
 Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.
 """
@@ -60,7 +60,7 @@ WRITTEN_OUT = (
 
 @dataclasses.dataclass(frozen=True)
 class BucketedSite:
-    """The module in whose code one self-attention is computed, and its sizes."""
+    """The module whose code computes one self-attention, and its sizes."""
 
     path: str
     heads: int
@@ -68,20 +68,20 @@ class BucketedSite:
     causal: bool
     calls: int  # in one forward
     tokens: int  # in the captured program
-    query_module: str = ""  # the module that computes the queries, if these become the keys too
-    key_module: str = ""  # the module that computed the keys
+    query_module: str = ""  # with share=queries, the module that computes the queries
+    key_module: str = ""  # with share=queries, the module that computed the keys
 
 
 @dataclasses.dataclass(frozen=True)
 class LSHAttentionPlan(Plan):
-    """The attentions that are rewritten, one a module."""
+    """The attentions to rewrite, one per module."""
 
     attentions: tuple[BucketedSite, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class LSHAttention(Pass[LSHAttentionPlan]):
-    """Self-attention within buckets of locality-sensitive hashes."""
+    """Attend within buckets of locality-sensitive hashes."""
 
     name: ClassVar[str] = "lsh-attention"
     summary: ClassVar[str] = "attend within buckets of locality-sensitive hashes instead of over all pairs of tokens"
@@ -119,7 +119,7 @@ class LSHAttention(Pass[LSHAttentionPlan]):
     def exact_up_to(self) -> int:
         return self.chunk
 
-    # What would be rewritten.
+    # The plan.
 
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
         return frozenset({self.rounds, self.buckets // 2})
@@ -151,14 +151,12 @@ class LSHAttention(Pass[LSHAttentionPlan]):
         return f"attends to chunks of {self.chunk} in {rounds} of {self.buckets} buckets{local}{shared}"
 
     def reach(self, longest: int) -> str:
-        """Return for which sequences the result computes the dense function."""
+        """Return a note on the sequences for which the result is exact."""
         if self.share == "queries":
-            return "another function than the dense one: queries are the keys too"
+            return "approximate: queries are the keys too"
         if longest <= self.chunk:
-            return (
-                f"the dense function for sequences of up to {self.chunk} tokens, as the example inputs are; another for longer ones"
-            )
-        return f"another function than the dense one: the example inputs are {longest} tokens long, a chunk is {self.chunk}"
+            return f"exact up to {self.chunk} tokens, which includes the example inputs; approximate for longer sequences"
+        return f"approximate: the example inputs have {longest} tokens, more than a chunk of {self.chunk}"
 
     # The rewrite.
 
@@ -180,7 +178,7 @@ class SiteFinder:
     """Collects the sites of one model."""
 
     def __init__(self, anatomy: Anatomy, projections: list[AttentionSite] | None) -> None:
-        """Store `projections`, those of all attentions, if queries become keys."""
+        """Store `projections`, those of all attentions with share=queries, else None."""
         self.anatomy, self.flow, self.projections = anatomy, anatomy.flow, projections
         self.cores = find_attentions(self.flow)
         self.sites: dict[str, BucketedSite] = {}  # by path: a module that several layers share is rewritten once
@@ -192,17 +190,16 @@ class SiteFinder:
         self.check_module(call, branch)
         if (chooser := chooses_keys(core, self.flow)) is not None:
             where = f"{op(chooser)} in {self.flow.call_of(chooser).path or 'the model'}"
-            why = f"its keys are chosen by what tokens hold ({where}): of those in a bucket few would be left"
-            raise unfit(call.path, why, "layers= leaves depths out; such an attention is sparse as it is")
+            why = f"its mask selects keys by content ({where}), and few of them would be in a query's bucket"
+            raise unfit(call.path, why, "layers= leaves depths out; such an attention is sparse already")
         query, key = shape(core.query) or (), shape(core.key) or ()
         source = shape(self.anatomy.node(branch.source)) or ()
         name = branch.name or call.path
         if len(query) != 4 or len(key) != 4 or query[1] % key[1]:
             raise unfit(name, f"its queries are {query} and its keys {key}, and not (batch, heads, length, width)")
         if query[2] != key[2] or query[2] not in source[:-1]:
-            raise unfit(
-                name, f"a query of {query[2]} attends to {key[2]} keys, and the stream is {source}: not to every token once"
-            )
+            why = f"its {query[2]} queries attend to {key[2]} keys, and the stream is {source}: not to every token once"
+            raise unfit(name, why)
         times = sum(other.path == call.path for other in self.anatomy.program.calls)
         made_by = self.made_by(call.path) if self.projections is not None else ()
         causal = stack.causal or is_causal(core, self.anatomy.node(branch.source), self.flow)
@@ -212,46 +209,46 @@ class SiteFinder:
             raise unfit(name, "its mask hides later keys at one depth and shows them at another")
 
     def made_by(self, path: str) -> tuple[str, str]:
-        """Return the modules that make the queries and keys of an attention. Raises `DoesNotFitError` if one cannot make both."""
+        """Return the modules of the queries and keys of an attention. Raises `DoesNotFitError` if one cannot compute both."""
         found = [projection for projection in self.projections or () if f"{path}.".startswith(f"{projection.name}.")]
         modules = {letter: projection for site in found for projection in site.projections for letter in projection.letters}
         query, key = modules.get("q"), modules.get("k")
         if query is None or key is None or query.letters != ("q",) or key.letters != ("k",):
-            raise unfit(path, "no module makes its queries alone, and another its keys", SHARE_NONE)
+            raise unfit(path, "no two modules compute its queries and its keys, and nothing else", SHARE_NONE)
         if query.width != key.width:
             raise unfit(path, f"its queries have {query.width} columns and its keys {key.width}", SHARE_NONE)
         return query.matrix.module, key.matrix.module
 
     def core(self, branch: Branch) -> Attention:
-        """Return the only attention in a branch, which must be fused."""
+        """Return the only attention in a branch. Raises `DoesNotFitError` if there is another or it is not fused."""
         name = branch.name or branch.output
         if branch.role == "cross-attention":
-            raise unfit(name, "it reads another stream, and queries and keys of two streams are not sorted together")
+            raise unfit(name, "it reads another stream, and the queries and keys of two streams have no common positions")
         inside = set(self.flow.between(self.anatomy.node(branch.source), self.anatomy.node(branch.output)))
         cores = [core for core in self.cores if core.result in inside]
         for core in cores:
             self.check_above(self.flow.call_of(core.result).path)
         if len(cores) != 1:
-            raise unfit(name, f"the branch holds {len(cores)} attentions, not one")
+            raise unfit(name, f"the branch contains {len(cores)} attentions, not one")
         if op(cores[0].result) != FUSED:
             if capped := self.cap(cores[0]):
                 why = f"its scores are soft-capped before the softmax ({capped.name}, operation tanh), and {FUSED} has no cap"
                 raise unfit(name, why, CAPPED)
-            raise unfit(name, f"its scores are written out, and no call of {FUSED} is there to be replaced", WRITTEN_OUT)
+            raise unfit(name, f"its scores are written out, without a call of {FUSED} to replace", WRITTEN_OUT)
         return cores[0]
 
     def cap(self, core: Attention) -> fx.Node | None:
-        """Return the tanh through which scores that are written out go to their softmax."""
+        """Return the tanh between written-out scores and their softmax; None if there is none."""
         inside = self.flow.between(core.query, core.softmax) if core.softmax is not None else []
         return next((node for node in inside if op(node) == "tanh"), None)
 
     def check_module(self, call: Call, branch: Branch) -> None:
         """Raise `DoesNotFitError` unless one module computes this attention and no other."""
         if not call.path:
-            raise unfit(branch.name or branch.output, "it is computed in the model's own code, and no module owns it", NO_MODULE)
+            raise unfit(branch.name or branch.output, "the model's own code computes it, and no module owns it", NO_MODULE)
         module = self.anatomy.model.get_submodule(call.path)
         if calls_multi_head(module):
-            raise unfit(call.path, f"its code calls torch's {MULTI_HEAD}, and no call inside that can be replaced", NO_MODULE)
+            raise unfit(call.path, f"its code calls torch's {MULTI_HEAD}, whose inner calls cannot be replaced", NO_MODULE)
         inside = [core for core in self.cores if call.encloses(self.flow.call_of(core.result))]
         if len(inside) != 1:
             raise unfit(call.path, f"its module computes {len(inside)} attentions")

@@ -12,14 +12,14 @@ from retrofit.sdk import Deviation, Observed, Problems, SiteCall, may_be_chance
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 HIDDEN = -1e4  # an additive mask below this hides
 OWN = -1e5  # the score of a query's own key where queries are keys
-CLOSE = 1e-3  # of the largest: results in float32 and in float64, where large scores round
+CLOSE = 1e-3  # tolerance between float32 and float64, relative to the largest output: large scores round
 
 
 def bucketed_attention(call: SiteCall) -> Tensor:
     """Return for each query the softmax over the keys it sees: Σ_j softmax_j(scale · q·k_j + mask_j) v_j."""
     module: Any = call.module
     options = call.options
-    # torch's own attention counts as an operation that draws numbers; without dropout, as in recorded calls, it draws none
+    # torch's attention counts as an operation that draws random numbers, but recorded calls have no dropout
     call.draws = [draw for draw in call.draws if not draw.operation.startswith("_scaled_dot_product")]
     query, key, value, mask, _, is_causal = (call.argument((place, name), None) for place, name in enumerate(ARGUMENTS))
     q = query.reshape(len(query), module.heads, -1, query.shape[-1])
@@ -48,7 +48,7 @@ def bucketed_attention(call: SiteCall) -> Tensor:
 
 
 def visibility(mask: Tensor | None, is_causal: bool, q: Tensor, n_k: int) -> tuple[Tensor, Tensor]:
-    """Return which keys the mask shows to each query, and the bias that it adds: (batch, heads, n_q, n_k) each."""
+    """Return the visibility of each key to each query, and the bias of the mask: (batch, heads, n_q, n_k) each."""
     size = (*q.shape[:3], n_k)
     visible, bias = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.float64)
     if mask is not None:
@@ -59,7 +59,7 @@ def visibility(mask: Tensor | None, is_causal: bool, q: Tensor, n_k: int) -> tup
 
 
 def first_position(mask: Tensor | None, is_causal: bool, visible: Tensor, n_q: int, n_k: int) -> int:
-    """Return the place of the first query among the keys: the queries are the last tokens that any of them sees."""
+    """Return the position of the first query among the keys; the queries are the last visible tokens."""
     if mask is None:
         return 0 if is_causal else n_k - n_q
     if n_q == n_k:
@@ -68,7 +68,7 @@ def first_position(mask: Tensor | None, is_causal: bool, visible: Tensor, n_q: i
 
 
 def seen_keys(own: list[int], others: list[list[int]], place: int, causal: bool, options: Any) -> list[int]:
-    """Return the keys that a query sees by its place, its bucket in each round and the keys' buckets."""
+    """Return the keys that a query at `place` sees, from its bucket and the keys' buckets in each round."""
     keys = len(others[0])
     if keys <= options.chunk:
         return list(range(keys))
@@ -85,7 +85,7 @@ def seen_keys(own: list[int], others: list[list[int]], place: int, causal: bool,
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, shared: bool, own: int) -> Tensor:
-    """Return scale · q·k_j of each key; where queries are keys q·k_j/|k_j|, and a constant for the query's own key."""
+    """Return scale · q·k_j of each key; if queries are keys q·k_j/|k_j|, and `OWN` for the query's own key."""
     if shared:
         is_own = torch.arange(len(k)) == own
         return torch.where(is_own, torch.tensor(OWN, dtype=q.dtype), (k @ q) / k.square().sum(-1).sqrt())
@@ -93,7 +93,7 @@ def scores_of(q: Tensor, k: Tensor, scale: float, shared: bool, own: int) -> Ten
 
 
 def wiring(observed: Observed) -> Problems:
-    """Check that in float32 without gradients, where a fused kernel computes it, each attention returns the same as in float64."""
+    """Check that each attention returns the same in float32 without gradients, by a fused kernel, as in float64."""
     for site in observed.sites:
         module: Any = site.module
         for call in site.calls[:1]:
@@ -102,13 +102,13 @@ def wiring(observed: Observed) -> Problems:
             if narrow["query"].dtype != torch.float32:
                 continue
             if any(not torch.equal(*(buckets_of(value[name], module) for value in (narrow, wide))) for name in ("query", "key")):
-                observed.not_compared(site.path, "in float32: some vector is as near to one bucket as to another")
+                observed.not_compared(site.path, "in float32: a vector is equally near to two buckets")
                 continue
             with torch.no_grad():
-                ours, expected = module(**narrow).double(), module(**wide)
-            gap = float((ours - expected).abs().max() / expected.abs().max())
+                found, expected = module(**narrow).double(), module(**wide)
+            gap = float((found - expected).abs().max() / expected.abs().max())
             if not gap <= CLOSE:
-                yield site.path, f"in float32 it is {gap:.1e} of its scale from what it is in float64"
+                yield site.path, f"the outputs in float32 and float64 differ by {gap:.1e} of the largest"
 
 
 def is_float(value: Any) -> bool:
@@ -122,7 +122,7 @@ def buckets_of(x: Tensor, module: Any) -> Tensor:
 
 
 def start(observed: Observed) -> Problems:
-    """Check that the rotations are standard normal numbers, others for each attention and each round."""
+    """Check that the rotations are standard normal numbers, different for each attention and each round."""
     seen: set[tuple[float, ...]] = set()
     for site in observed.sites:
         module: Any = site.module
@@ -134,4 +134,4 @@ def start(observed: Observed) -> Problems:
             seen.add(values)
         spread, count = float(rotations.square().mean().sqrt()), rotations.numel()
         if not may_be_chance(spread, count):
-            yield site.path, f"its rotations have a spread of {spread:.2g}, and not 1"
+            yield site.path, f"the standard deviation of its rotations is {spread:.2g}, not 1"

@@ -1,9 +1,7 @@
 """Attention over the keys that each query sees: by an order of the keys, tile by tile, or by comparison with all keys.
 
-Without gradients torch's fused CPU kernel computes the tiles; it also returns the logarithm of each sum.
-
-A score is computed, weighted and multiplied by its value while it is in the processor's cache. A bias, composed of rows of small
-tables, encodes which keys a query sees.
+Without gradients torch's fused CPU kernel computes the tiles, while their scores are in the processor's cache; it also returns the
+logarithm of each sum. A bias, composed of rows of small tables, hides the keys that a query does not see.
 
 The kernel is private to torch. In a version without it, or with another signature or result, tiles are computed by a product, a
 softmax and a product, as on other devices, with the same results.
@@ -23,7 +21,7 @@ from torch.nn import functional as F
 from retrofit.passes.lsh_attention.key_buckets import BucketLists
 from retrofit.passes.lsh_attention.key_orders import KeyOrder, Tiles, tiles_of
 
-UNSEEN = -1e30  # added to the score of a key that is not seen
+UNSEEN = -1e30  # the score, or bias, of a key that is not seen
 KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 TAKES = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
 
@@ -31,8 +29,7 @@ TAKES = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale"
 @functools.cache
 def kernel(name: str) -> Any:
     """Return torch's operation of this name; None if there is none with the expected signature and results."""
-    packet = getattr(torch.ops.aten, name, None)
-    operation = getattr(packet, "default", None)
+    operation = getattr(getattr(torch.ops.aten, name, None), "default", None)
     if operation is None:
         return None
     takes = tuple(argument.name for argument in operation._schema.arguments)
@@ -41,12 +38,11 @@ def kernel(name: str) -> Any:
 
 
 def is_fused(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the kernel can be called: it exists, on a CPU in float32, without tracing and gradients."""
-    followed = torch.is_grad_enabled() and any(operand.requires_grad for operand in (q, k, v))
+    """Return whether the kernel exists and can be called: on a CPU in float32, without tracing and gradients."""
+    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and any(operand.requires_grad for operand in (q, k, v))):
+        return False
     plain = all(operand.device.type == "cpu" and operand.dtype == torch.float32 for operand in (q, k, v))
-    return (
-        plain and q.shape[-1] == v.shape[-1] and not followed and not torch.compiler.is_compiling() and kernel(KERNEL) is not None
-    )
+    return plain and q.shape[-1] == v.shape[-1] and kernel(KERNEL) is not None
 
 
 def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -59,22 +55,21 @@ def fused(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tuple[
 def window_bias(first: Tensor, last: Tensor, size: int) -> Tensor:
     """Return 0 for each place in [first, last) of a window of `size` places, else `UNSEEN` or less: (…, size)."""
     place = torch.arange(size + 1, device=first.device)
-    behind = torch.where(place[:-1] >= place.unsqueeze(-1), 0.0, UNSEEN)  # of each place, which of the window are at it or behind
+    behind = torch.where(place[:-1] >= place.unsqueeze(-1), 0.0, UNSEEN)  # a row for each place: 0 at it and behind it
     before = torch.where(place[:-1] < place.unsqueeze(-1), 0.0, UNSEEN)
-    rows = (table.index_select(0, end.clamp(0, size).flatten()) for table, end in ((behind, first), (before, last)))
-    bias, other = rows
+    bias, other = (table.index_select(0, end.clamp(0, size).flatten()) for table, end in ((behind, first), (before, last)))
     return bias.add_(other).view(*first.shape, size)
 
 
 def last_keys(q: Tensor, k: Tensor, v: Tensor, first: int, chunk: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the attention of each query, the first at position `first`, over the last `chunk` keys up to its own: rows (rows, n,
-    d).
+    """Return the attention, (rows, n_q, d), of each query to the last `chunk` keys up to its own, and the logarithms of its sums.
 
-    The queries of every tile see a window of keys with the same bias; windows overlap, and none is copied.
+    The first query is at position `first`. The queries of every tile see a window of keys with the same bias; windows overlap, and
+    none is copied.
     """
     rows, n_q, d = q.shape
     size = max(1, chunk // 2)
-    n_k, tiles, before = k.shape[1], -(-n_q // size), -(-chunk // size)  # tiles before which some of a window is before all keys
+    n_k, tiles, before = k.shape[1], -(-n_q // size), -(-chunk // size)  # windows of `before` tiles begin before the first key
     place = torch.arange(chunk + size, device=q.device)
     own = torch.arange(size, device=q.device).unsqueeze(-1)
     bias = torch.where((place > own) & (place <= own + chunk), 0.0, UNSEEN)
@@ -95,10 +90,10 @@ def last_keys(q: Tensor, k: Tensor, v: Tensor, first: int, chunk: int, scale: fl
     return torch.cat(ys, 1)[:, :n_q], torch.cat(totals, 1)[:, :n_q]
 
 
-AT_ONCE = 1 << 20  # scores that are computed at once on a CPU: those of some tiles stay in its cache
-MANY_AT_ONCE = 1 << 25  # on other devices, where more rows keep the processors busy and the start of each operation takes time
+AT_ONCE = 1 << 20  # scores computed at once on a CPU, so that they stay in its cache
+MANY_AT_ONCE = 1 << 25  # on other devices, where each operation takes time to start
 HIDDEN = -1e4  # an additive mask below this hides
-NONE_SEEN = -1e29  # a logarithm of a sum below this is one of unseen keys
+NONE_SEEN = -1e29  # a logarithm of a sum below this is a sum over unseen keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,29 +105,29 @@ class Operands:
     v: Tensor  # (all rows / group, n_k, d_v)
     mask: Tensor | None  # (batch or 1, heads or 1, n_q or 1, n_k), a bias or the visible keys
     positions: Tensor  # (n_q), of the queries among the keys
-    first_keys: Tensor | None  # (batch or 1, heads or 1, n_q or 1), the first that each query may see; None: it is not seen as such
+    first_keys: Tensor | None  # (batch or 1, heads or 1, n_q or 1), the first key that each query may see; None: no such round
     heads: int
     group: int  # heads that share a key
-    causal: bool  # whether a query must not see later keys
+    causal: bool  # hide later keys
     own: float | None  # the score of a query's own key; None: as of any other
     scale: float
     dropout: float = 0.0
     first: int = 0
-    unit_keys: bool = False  # whether keys are normalized to length 1 when they are read
+    unit_keys: bool = False  # normalize keys to length 1 when they are read
 
     def part(self, rows: slice) -> Operands:
-        """Return those of some rows."""
+        """Return the operands of some rows."""
         return self if rows.stop is None else dataclasses.replace(self, q=self.q[rows], first=rows.start)
 
     @property
     def is_plain(self) -> bool:
-        """Return whether only their places determine which keys are seen, and the fused kernel can be called."""
+        """Return whether no mask or dropout is applied and the fused kernel can be called."""
         plain = self.mask is None and self.own is None and not self.causal and not self.dropout
         return plain and is_fused(self.q, self.k, self.v)
 
     @property
     def rows(self) -> Tensor:
-        """Return the indices of the rows."""
+        """Return the indices of the rows among all rows."""
         return torch.arange(self.q.shape[0], device=self.q.device) + self.first
 
     def at_keys(self, x: Tensor, index: Tensor) -> Tensor:
@@ -154,7 +149,7 @@ class Operands:
     def scores(self, products: Tensor, visible: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
         """Return scores in float32 or wider: products (rows, …, queries, keys), queries (…, queries, 1), keys (…, 1, keys).
 
-        Those of keys that are not `visible`, or that the mask hides, are `UNSEEN`.
+        Scores of keys that are not `visible`, or that the mask hides, are `UNSEEN`.
         """
         s = products.to(torch.promote_types(products.dtype, torch.float32))
         own = self.positions[queries]
@@ -178,12 +173,11 @@ class Operands:
         if self.first_keys is None:
             return None
         batch, heads, _ = self.first_keys.shape
-        rows = self.rows
-        row, head = (rows // self.heads).clamp(max=batch - 1), (rows % self.heads).clamp(max=heads - 1)
+        row, head = (self.rows // self.heads).clamp(max=batch - 1), (self.rows % self.heads).clamp(max=heads - 1)
         return self.first_keys[row, head].expand(-1, self.q.shape[1])
 
     def own_values(self, y: Tensor, total: Tensor) -> Tensor:
-        """Return y, (rows, n_q, d_v); of queries that see no key, as `total` (rows, n_q) shows, their own value."""
+        """Return y, (rows, n_q, d_v), with the own value of queries that see no key, according to `total` (rows, n_q)."""
         own = self.at_keys(self.v, self.positions.expand(self.q.shape[0], -1))
         return torch.where(total.unsqueeze(-1) > NONE_SEEN, y, own.to(y.dtype))
 
@@ -200,32 +194,27 @@ def weighed(s: Tensor, v: Tensor, dropout: float) -> tuple[Tensor, Tensor]:
 
 
 def by_order(operands: Operands, orders: Sequence[KeyOrder], local: KeyOrder | None, chunk: int) -> Tensor:
-    """Return the output, (rows, n_q, d_v), of rounds that are orders of the keys. A key counts in the first round that shows it.
+    """Return the output, (rows, n_q, d_v), of rounds with these orders of the keys. A key counts in the first round that shows it.
 
     `local` is the order by position, whose keys no query sees in another round.
     """
-    found = []
-    for part in parts_of(operands, chunk):
-        some, ordered = operands.part(part), [order.rows(part) for order in orders]
-        rounds = [one_round(some, order, ordered[:number]) for number, order in enumerate(ordered)]
-        if local is not None:
-            rounds.append(last_keys_round(some, local, chunk))
-            ordered.append(local)
-        if (first := some.first_of_rows()) is not None:
-            rounds.append(first_key_round(some, first, ordered))
-        found.append(combine(some, rounds))
-    return torch.cat(found) if len(found) > 1 else found[0]
-
-
-def parts_of(operands: Operands, chunk: int) -> Iterator[slice]:
-    """Yield slices of rows that are computed at once; one slice while a program is traced."""
     rows, n_q, _ = operands.q.shape
-    return slices(rows, 2 * chunk * (n_q + operands.k.shape[1]), operands.q.device)
+    outputs = []
+    for part in slices(rows, 2 * chunk * (n_q + operands.k.shape[1]), operands.q.device):
+        sliced, ordered = operands.part(part), [order.rows(part) for order in orders]
+        rounds = [one_round(sliced, order, ordered[:number]) for number, order in enumerate(ordered)]
+        if local is not None:
+            rounds.append(last_keys_round(sliced, local, chunk))
+            ordered.append(local)
+        if (first := sliced.first_of_rows()) is not None:
+            rounds.append(first_key_round(sliced, first, ordered))
+        outputs.append(combine(sliced, rounds))
+    return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
 def slices(count: int, scores: int, device: torch.device) -> Iterator[slice]:
     """Yield slices of `count` items that are computed at once, with `scores` scores each; one slice while a program is traced."""
-    if torch.compiler.is_compiling():  # bounds would fix the number
+    if torch.compiler.is_compiling():  # bounds would fix the number of items
         yield slice(None)
         return
     step = max(1, (AT_ONCE if device.type == "cpu" else MANY_AT_ONCE) // scores)
@@ -237,16 +226,16 @@ def one_round(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder]) -
     """Return the output of one round, (rows, n_q, d_v), without keys of rounds `before`, and the log of its sum, (rows, n_q)."""
     rows = operands.q.shape[0]
     tiles = tiles_of(order)
-    parts = (tiles.part(part) for part in slices(tiles.keys.shape[1], order.tile * order.window * rows, tiles.keys.device))
-    found = [some_tiles(operands, order, before, part) for part in parts]
-    y, total = (torch.cat(parts, 1) if len(parts) > 1 else parts[0] for parts in zip(*found, strict=True))
+    parts = slices(tiles.keys.shape[1], order.tile * order.window * rows, tiles.keys.device)
+    results = [some_tiles(operands, order, before, tiles.part(part)) for part in parts]
+    y, total = (torch.cat(tensors, 1) if len(tensors) > 1 else tensors[0] for tensors in zip(*results, strict=True))
     places = tiles.places.expand(rows, -1)
     index = places + torch.arange(rows, device=places.device).unsqueeze(-1) * y.shape[1]
     return y.flatten(0, 1).index_select(0, index.flatten()).view(*places.shape, -1), total.gather(1, places)
 
 
 def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """Return the output (rows, tiles · size, d_v) of the queries of these tiles, and the log of its sum (rows, tiles · size)."""
+    """Return the output (rows, tiles · size, d_v) of the queries of the tiles, and the log of its sum (rows, tiles · size)."""
     rows = operands.q.shape[0]
     queries, keys = tiles.queries.expand(rows, -1), tiles.keys.expand(rows, -1, -1)
     shape = rows, tiles.keys.shape[1], tiles.size  # rows, tiles, queries of a tile
@@ -265,18 +254,17 @@ def some_tiles(operands: Operands, order: KeyOrder, before: Sequence[KeyOrder], 
 
 
 def first_key_round(operands: Operands, first: Tensor, orders: Sequence[KeyOrder]) -> tuple[Tensor, Tensor]:
-    """Return the round in which each query sees the first key it may see, `first` (rows, n_q), if no other round shows it."""
-    rows = operands.q.shape[0]
-    if operands.is_plain:  # it is the first of all, for every query
+    """Return the round in which each query sees the first key it may see, `first` (rows, n_q), unless another round shows it."""
+    if operands.is_plain:  # the first key of all, for every query
         k, v = (x[:, :1].index_select(0, operands.rows // operands.group) for x in (operands.k, operands.v))
         s = (operands.q @ k.mT).squeeze(-1) * operands.scale
-        ranks = (order.ranks[:, :1].expand(rows, 1) for order in orders)
-        for rank, order in zip(ranks, orders, strict=True):
+        for order in orders:
+            rank = order.ranks[:, :1]
             s = s.masked_fill_((rank >= order.first) & (rank < order.last), UNSEEN)
         return v.expand(-1, s.shape[1], -1), s
     visible = torch.ones_like(first, dtype=torch.bool)
     for order in orders:
-        rank = order.ranks.expand(rows, -1).gather(-1, first)
+        rank = order.ranks.expand(len(first), -1).gather(-1, first)
         visible = visible & ~((rank >= order.first) & (rank < order.last))
     k, v = (operands.at_keys(x, first) for x in (operands.k, operands.v))
     products = (operands.q * operands.scale * k).sum(-1, keepdim=True)
@@ -288,23 +276,24 @@ def first_key_round(operands: Operands, first: Tensor, orders: Sequence[KeyOrder
 
 def bias_of(order: KeyOrder, before: Sequence[KeyOrder], tiles: Tiles, queries: Tensor, keys: Tensor) -> Tensor:
     """Return 0 if a query of a tile sees a key that no earlier round shows it, else a negative bias: (rows, tiles, C, keys)."""
-    rows, count, size = tiles.ranks.shape
-    ends = (end.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for end in (order.first, order.last))
-    first, last = ends
-    bias = window_bias(first, last, size)
+    first, last = places_in_windows(order, tiles)
+    bias = window_bias(first, last, tiles.ranks.shape[-1])
     for other in before:
         bias.masked_fill_(seen_before(other, queries, keys), UNSEEN)
     return bias
 
 
 def seen_before(other: KeyOrder, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return whether a query of a tile sees a key in another round: (rows, tiles, C, keys)."""
-    ranks = other.ranks.expand(keys.shape[0], -1).gather(-1, keys.flatten(1)).view_as(keys)
-    return in_stretch(other, queries, ranks)
+    """Return True where a query (rows, tiles · C) sees a key (rows, tiles, keys) in another round: (rows, tiles, C, keys)."""
+    rows, count, _ = keys.shape
+    ranks = other.ranks.expand(rows, -1).gather(-1, keys.flatten(1)).int().view(rows, count, 1, -1)
+    ends = (other.first, other.last)
+    first, last = (end.expand(rows, -1).gather(-1, queries).int().view(rows, count, -1, 1) for end in ends)
+    return (ranks >= first) & (ranks < last)
 
 
 def last_keys_round(operands: Operands, local: KeyOrder, chunk: int) -> tuple[Tensor, Tensor]:
-    """Return the round in which each query sees the last `chunk` keys, as `one_round` has it."""
+    """Return the round in which each query sees the last `chunk` keys, with the results of `one_round`."""
     if not operands.is_plain:
         return one_round(operands, local, ())
     k, v = (x.index_select(0, operands.rows // operands.group) for x in (operands.k, operands.v))
@@ -312,28 +301,27 @@ def last_keys_round(operands: Operands, local: KeyOrder, chunk: int) -> tuple[Te
 
 
 def in_window(order: KeyOrder, tiles: Tiles) -> Tensor:
-    """Return whether each query of the tiles sees their keys, which have consecutive ranks: (rows, tiles, C, keys)."""
-    rows, count, size = tiles.ranks.shape
+    """Return True where a query of a tile sees a key of its window: (rows, tiles, C, keys)."""
+    size = tiles.ranks.shape[-1]
     place = torch.arange(size + 1, device=tiles.ranks.device)
-    table = place[:-1] >= place.unsqueeze(-1)  # of each place in a window, whether a key is at it or behind it
-    ends = (bound.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1] for bound in (order.first, order.last))
+    table = place[:-1] >= place.unsqueeze(-1)  # a row for each place in a window: True at it and behind it
+    ends = places_in_windows(order, tiles)
     behind, beyond = (table.index_select(0, end.clamp(0, size).flatten()).view(*end.shape, size) for end in ends)
     return behind & ~beyond
 
 
-def in_stretch(order: KeyOrder, queries: Tensor, ranks: Tensor) -> Tensor:
-    """Return which keys at these ranks (rows, tiles, keys) each query (rows, tiles · C) sees: (rows, tiles, C, keys)."""
-    rows, tiles, _ = ranks.shape
-    ends = (end.expand(rows, -1).gather(-1, queries).int().view(rows, tiles, -1, 1) for end in (order.first, order.last))
-    (first, last), ranks = ends, ranks.int().unsqueeze(-2)
-    return (ranks >= first) & (ranks < last)
+def places_in_windows(order: KeyOrder, tiles: Tiles) -> Iterator[Tensor]:
+    """Yield the first and last rank that each query of the tiles sees, counted from the first of its window: (rows, tiles, C)."""
+    rows, count, _ = tiles.ranks.shape
+    for end in (order.first, order.last):
+        yield end.gather(-1, tiles.queries).view(rows, count, -1) - tiles.ranks[..., :1]
 
 
 def combine(operands: Operands, rounds: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the results of all rounds, each weighed by its share of the sum."""
+    """Return the sum of the outputs of all rounds, weighted by their shares of the softmax."""
     totals = torch.stack([total for _, total in rounds])
     weights = totals.softmax(0).unsqueeze(-1)
-    y = sum((result * weight for (result, _), weight in zip(rounds[1:], weights[1:], strict=True)), rounds[0][0] * weights[0])
+    y = sum((output * weight for (output, _), weight in zip(rounds[1:], weights[1:], strict=True)), rounds[0][0] * weights[0])
     y = y.to(operands.v.dtype)
     return y if operands.is_plain else operands.own_values(y, totals.amax(0))  # without a mask every query sees a key
 
@@ -342,9 +330,9 @@ def combine(operands: Operands, rounds: Sequence[tuple[Tensor, Tensor]]) -> Tens
 
 
 def by_comparison(operands: Operands, buckets: tuple[Tensor, Tensor] | None, chunk: int) -> Tensor:
-    """Return the result, (rows, n_q, d_v), of few queries, or where each sees all keys: `buckets` is None then.
+    """Return the output, (rows, n_q, d_v), of few queries of causal attention, or of queries that see all keys.
 
-    Else these are the buckets of queries and keys, (rounds, rows, n_q) and (rounds, rows, n_k), of causal attention.
+    `buckets` has the buckets of queries and keys, (rounds, rows, n_q) and (rounds, rows, n_k); None: all keys are visible.
     """
     rows, n_q, _ = operands.q.shape
     n_k = operands.k.shape[1]
@@ -372,11 +360,9 @@ def most_seen(rounds: int, chunk: int) -> int:
 
 
 def over_keys(operands: Operands, keys: Tensor, visible: Tensor) -> Tensor:
-    """Return the output, (rows, n_q, d_v), over these keys of each query, (rows, n_q, m), with the invisible ones left out."""
-    k, v = (
-        picked.view(*keys.shape, -1)
-        for picked in (operands.keys_at(keys.flatten(1)), operands.at_keys(operands.v, keys.flatten(1)))
-    )
+    """Return the output, (rows, n_q, d_v), over the `visible` ones of the keys of each query, (rows, n_q, m)."""
+    index = keys.flatten(1)
+    k, v = (selected.view(*keys.shape, -1) for selected in (operands.keys_at(index), operands.at_keys(operands.v, index)))
     queries = torch.arange(keys.shape[1], device=keys.device).view(1, -1, 1)
     s = operands.scores(((operands.q * operands.scale).unsqueeze(-2) @ k.mT).squeeze(-2), visible, queries, keys)
     y, total = weighed(s.unsqueeze(-2), v, operands.dropout)
@@ -384,40 +370,40 @@ def over_keys(operands: Operands, keys: Tensor, visible: Tensor) -> Tensor:
 
 
 def by_lists(operands: Operands, query: Tensor, lists: BucketLists, key: Tensor, chunk: int) -> Tensor:
-    """Return the result, (rows, n_q, d_v), of few queries of causal attention, the last tokens, without looking at other keys.
+    """Return the output, (rows, n_q, d_v), of few queries of causal attention, the last tokens, from the keys in `lists` alone.
 
-    `query` are the buckets of the queries, (rounds, rows, n_q), `key` those of all keys, (rounds, batch, heads, n_k).
+    `query` and `key` are buckets: (rounds, rows, n_q) of the queries, (rounds, batch, heads, n_k) of all keys.
     """
     rounds, rows, n_q = query.shape
     own = operands.positions.view(-1, 1)
-    places, there = lists.newest(query, chunk + n_q - 1)  # (rounds, rows, n_q, …)
-    there = there & (places <= own)
-    there = there & (there.cumsum(-1) <= chunk)
-    oldest = torch.where(there, places, key.shape[-1]).amin(-1, keepdim=True)
+    places, exists = lists.newest(query, chunk + n_q - 1)  # (rounds, rows, n_q, …)
+    exists = exists & (places <= own)
+    exists = exists & (exists.cumsum(-1) <= chunk)
+    oldest = torch.where(exists, places, key.shape[-1]).amin(-1, keepdim=True)
     near = own - torch.arange(chunk, device=own.device)
-    found = [(near.clamp(min=0).expand(rows, -1, -1), (near >= 0).expand(rows, -1, -1))]
+    seen = [(near.clamp(min=0).expand(rows, -1, -1), (near >= 0).expand(rows, -1, -1))]
     owner = operands.rows.view(-1, 1, 1) // (rows // lists.counts.shape[1])
     for number in range(rounds):
-        visible = there[number] & (places[number] <= own - chunk)
+        visible = exists[number] & (places[number] <= own - chunk)
         for other in range(number):
             same = key[other].flatten(0, 1)[owner, places[number]] == query[other].unsqueeze(-1)
             visible = visible & ~(same & (places[number] >= oldest[other]))
-        found.append((places[number], visible))
+        seen.append((places[number], visible))
     if (first := operands.first_of_rows()) is not None:
         first = first.unsqueeze(-1)
-        known = (there & (places == first)).any(0).any(-1, keepdim=True)
-        found.append((first, (first <= own - chunk) & ~known))
-    keys, visible = (torch.cat(parts, -1) for parts in zip(*found, strict=True))
+        known = (exists & (places == first)).any(0).any(-1, keepdim=True)
+        seen.append((first, (first <= own - chunk) & ~known))
+    keys, visible = (torch.cat(parts, -1) for parts in zip(*seen, strict=True))
     return over_keys(operands, keys, visible)
 
 
 def seen_by_comparison(query: Tensor, key: Tensor, positions: Tensor, chunk: int) -> Tensor:
-    """Return which keys each query sees in some round of causal attention, (rows, n_q, n_k)."""
+    """Return True where a query sees a key in some round of causal attention, (rows, n_q, n_k)."""
     place, own = torch.arange(key.shape[-1], device=key.device), positions.unsqueeze(-1)
     earlier = place <= own
     seen = earlier & (place > own - chunk)
     for q, k in zip(query, key, strict=True):
         same = (q.unsqueeze(-1) == k.unsqueeze(-2)) & earlier
-        so_many = same.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)  # of the bucket, from each key on
+        so_many = same.flip(-1).cumsum(-1, dtype=torch.int32).flip(-1)  # keys of the bucket from each key on
         seen = seen | (same & (so_many <= chunk))
     return seen

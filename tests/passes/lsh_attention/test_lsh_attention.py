@@ -289,7 +289,7 @@ def test_torchs_own_module_whose_call_cannot_be_intercepted_becomes_a_graph() ->
         (lambda: BUILD["llama"](attn_implementation="eager"), {}, "its scores are written out"),
         (lambda: zoo.build(zoo.entry("causal/gemma2")), {}, "its scores are soft-capped before the softmax"),
         (BUILD["llama"], {"share": "queries"}, "its queries have 16 columns and its keys 8"),
-        (BUILD["gpt2"], {"share": "queries"}, "no module makes its queries alone"),
+        (BUILD["gpt2"], {"share": "queries"}, "no two modules compute its queries and its keys"),
         (lambda: copy.deepcopy(rewritten("llama")), {}, "it attends in buckets already"),
     ],
 )
