@@ -92,7 +92,7 @@ MUTANTS = [
     ),
     chain(
         "losses recorded inside a layer are lost",
-        "    for loss in tensors[len(tensors) - made[0].losses :]:\n",
+        "    for loss in tensors[len(tensors) - returned.losses :]:\n",
         "    for loss in ():\n",
         trials=MIXTURES,
         test="tests/passes/reversible/test_reversible.py::test_other_methods_inside_have_the_gradients_of_the_formula",
@@ -211,7 +211,7 @@ MUTANTS = [
     ),
     streams(
         "what two streams do not reproduce is no error",
-        "if not all(torch.equal(found_sum, other) for found_sum, other in zip(found_sums, self.start or (), strict=True)):",
+        "if not all(torch.equal(stream.sum(), start) for stream, start in zip(streams, self.start or (), strict=True)):",
         "if False:",
         trials=TWO_STREAMS,
         test=f"{SWAPS}::test_what_cannot_be_computed_again_is_an_error_with_the_reason",

@@ -1,19 +1,19 @@
 """One call of a layer whose branches can be recomputed one by one, bit for bit, with a graph for the gradient.
 
-The code of a layer runs from start to end, so the run for one branch executes all its code, but not its modules: those outside this
-branch are not called. They return zeros of the shape of their first output, and the code between them computes results that nobody
-reads. No gradient passes there, so a tensor that requires one belongs to this branch.
+The code of a layer runs from start to end, so the run for one branch executes all its code, but the modules outside this branch are
+not called. They return zeros of the shape of their first output, and the code between them computes results that are not used. No
+gradient passes there, so a tensor that requires one belongs to this branch.
 
-The sums by which branches are added to the stream are intercepted, and the caller determines the result of each:
+The sums that add branches to the stream are intercepted, and the caller determines the result of each:
 
     x = x + self.attention(self.norm(x))          the sum of x, the very tensor that is the stream, and the first branch
     x = x + self.mlp(self.other_norm(x))          the sum of the first sum, as the caller returned it, and the second branch
 
-The stream is recognized by identity, not by the name of a module or variable. The data flow shows how many sums add a branch (`x +
-f(x) + g(x)` takes two).
+The stream is recognized by the identity of the tensor. The data flow shows how many sums add a branch (`x + f(x) + g(x)` takes
+two).
 
-In float16 some code clamps its stream between two sums, so that infinite numbers become finite. A clamp that changes nothing leaves
-the stream the same tensor.
+In float16 some code clamps its stream between two sums, so that infinite numbers become finite. After a clamp that changes nothing
+the stream is the same tensor.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from retrofit.passes.reversible.repeated_call import (
     RandomState,
     RepeatedCall,
     Returned,
+    Run,
     flattened,
     leaves_of,
     recorded_graph,
@@ -53,28 +54,28 @@ SUMS = (
 
 CLAMPS = (torch.clamp, torch.clip, Tensor.clamp, Tensor.clip, torch.ops.aten.clamp.default, torch.ops.aten.clamp.Tensor)
 
-Following = Callable[[int, Tensor], Tensor]  # the number of a branch and what it adds, to the stream that the layer goes on with
+Following = Callable[[int, Tensor], Tensor]  # index and output of a branch → the next stream
 
 
 class Branches:
-    """The state of a layer's code while it runs: its stream, and which branches have ended."""
+    """The state of a layer's code while it runs: its stream, and the number of branches that have ended."""
 
     def __init__(
         self, sums: Sequence[int], stream: Tensor, following: Following, clamped: Callable[[Tensor], None] | None = None
     ) -> None:
-        """`sums`: for each branch, the number of sums that add it to the stream.
+        """`sums` has for each branch the number of sums that add it to the stream.
 
-        `clamped` receives the stream when it is clamped; without it a clamp that changes a number is an error.
+        `clamped` receives the stream after a clamp; without it a clamp that changes a number is an error.
         """
         self.sums, self.following, self.clamped = tuple(sums), following, clamped
         self.stream: Tensor | None = stream  # None within a branch of several sums
-        self.carrier: Tensor | None = stream if self.sums else None  # the tensor that the next sum of the stream has as a term
+        self.carrier: Tensor | None = stream if self.sums else None  # the term that identifies the next sum of the stream
         self.ended = 0
         self.part: Tensor | None = None  # the terms of a branch so far
         self.terms = 0
 
     def add(self, term: Tensor) -> Tensor:
-        """Return the sum of the stream and this term: another stream if the branch ends with it."""
+        """Return the sum of the stream and `term`: the next stream if the branch ends with it."""
         self.part = term if self.part is None else self.part + term
         self.terms += 1
         self.carrier = self.part
@@ -88,7 +89,7 @@ class Branches:
         return self.part
 
     def clamp(self, result: Tensor) -> Tensor:
-        """Return the stream after the code clamps it to `result`. Raises `RetrofitError` if that cannot be undone."""
+        """Return the stream after the code clamps it to `result`. Raises `RetrofitError` if that cannot be inverted."""
         assert self.stream is not None
         if self.clamped is None:
             if not torch.equal(result, self.stream):
@@ -107,7 +108,7 @@ class Branches:
 
 
 class InterceptedSums(TorchFunctionMode):
-    """A context in which the sums of the stream are those of `branches`."""
+    """A context in which `branches` computes the sums of the stream."""
 
     def __init__(self, branches: Branches) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ def call_intercepted(call: Callable[[], Any], branches: Branches) -> Any:
     if branches.ended != len(branches.sums):
         raise RetrofitError(
             f"reversible: {branches.ended} of the {len(branches.sums)} branches of a layer were added to its stream",
-            why="its code takes another branch than when it was rewritten",
+            why="its code takes another path than when it was rewritten",
             remedy="call it with the same arguments and precision, or exclude it with layers=",
             code="other-path",
         )
@@ -140,11 +141,10 @@ def call_intercepted(call: Callable[[], Any], branches: Branches) -> Any:
 
 
 RUN = "run_of_branches"  # the attribute of a part while its layer runs
-SKIPPABLE: dict[type[nn.Module], type[nn.Module]] = {}  # by class
 
 
 class BranchCall(RepeatedCall):
-    """A call of `layer`; `sums` sums each add its branches, and each of its modules at `parts` belongs to one branch."""
+    """A call of `layer`. `sums` has the number of sums of each branch; each of the modules at `parts` belongs to one branch."""
 
     def __init__(
         self,
@@ -160,13 +160,11 @@ class BranchCall(RepeatedCall):
         self.sums, self.parts = tuple(sums), tuple(parts)
         self.answers: list[Answer] = []  # of the parts, in the order of their calls
         self.states: list[RandomState | None] = []  # before each branch; None if it draws no random numbers
-        self.counts: list[int] = []  # losses recorded until each branch has ended
-        self.recorded = 0  # losses in all
+        self.counts: list[int] = []  # number of losses recorded up to the end of each branch
+        self.recorded = 0  # number of losses in all
 
     def first_of_branches(self, x: Tensor, following: Following) -> Returned:
-        """Return the layer's output for the stream x, without a graph; `following` returns the streams after it."""
-        self.values = [tensor.detach() for tensor in self.given]
-        self.versions += [tensor._version for tensor in self.values]
+        """Return the layer's output for the stream x, without a graph; `following` returns the next streams."""
         before = [RandomState(self.device)]
         recorded: list[list[Tensor]] = []
 
@@ -178,19 +176,15 @@ class BranchCall(RepeatedCall):
                 stream = following(number, value.detach())
             return stream.detach().requires_grad_()
 
-        values = leaves_of(self.values)
-        with recorded_graph(kept=False), parts_of(self, Recording(self.answers)):
-            output, known, losses = self.run_branches(x.detach().requires_grad_(), values, ended, recorded)
-        known |= {id(value): original for value, original in zip(values, self.given, strict=True)}
-        self.given, self.recorded = [], len(losses)
-        returned = Returned(output, self.stream_out, known, losses)
-        returned.tensors = [tensor.detach() for tensor in returned.tensors]
+        with parts_of(self, Recording(self.answers)):
+            returned = self.without_graph(x, lambda x, values: self.run_branches(x, values, ended, recorded))
+        self.recorded = returned.losses
         return returned
 
     def branch(self, number: int, x: Tensor, with_graph: bool = True) -> tuple[Tensor, Returned, list[Tensor]]:
-        """Run one branch again, with a graph from its stream x: return its term, the layer's output, and the tensors passed to it.
+        """Run one branch again, with a graph from its stream x. Return its term, the layer's output, and the layer's arguments.
 
-        Of the output only the tensors that require a gradient belong to this branch; the losses are this branch's alone.
+        The losses, and the tensors of the output that require a gradient, are those of this branch.
         """
         self.require_unchanged()
         values = leaves_of(self.values)
@@ -217,15 +211,15 @@ class BranchCall(RepeatedCall):
 
         skipping = Skipping(self.answers, active=number == 0)
         random: Any = contextlib.nullcontext()
-        if any(state is not None for state in self.states):  # code may also draw random numbers for zeros
+        if any(state is not None for state in self.states):  # code may draw random numbers outside the branch too
             random = state.restored() if state is not None else RandomState(self.device).kept()
         with recorded_graph(with_graph), torch.set_grad_enabled(number == 0), random, parts_of(self, skipping):
             output, known, losses = self.run_branches(x if number == 0 else blank, values, ended, recorded)
         own = losses[span[0] : span[1]]
         return found[0], Returned(output, self.stream_out, known | {id(value): value for value in values}, own), values
 
-    def run_branches(self, x: Tensor, values: list[Tensor], ended: Following, recorded: list[list[Tensor]]) -> Any:
-        """Run it as `run`, with the sums of the stream intercepted; `recorded` receives the list in which losses are recorded."""
+    def run_branches(self, x: Tensor, values: list[Tensor], ended: Following, recorded: list[list[Tensor]]) -> Run:
+        """Return the results of `run`, with the sums of the stream intercepted; `recorded` receives the list of the losses."""
 
         def called(*args: Any, **kwargs: Any) -> Any:
             return call_intercepted(lambda: self.layer(*args, **kwargs), Branches(self.sums, x, ended))
@@ -233,12 +227,12 @@ class BranchCall(RepeatedCall):
         return self.run(x, values, called, recorded)
 
 
-# ── Parts of a layer, which are called or not ────────────────────────────────────────────────────────────────────────────────────
+# ── The parts of a layer ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The result of a part: its tensors by shape and dtype, those that were among its arguments by their number there."""
+    """The output of a part: its tensors by shape, dtype and device, or by their index among the part's arguments."""
 
     leaves: tuple[Any, ...]
     structure: Any
@@ -256,7 +250,7 @@ class Answer:
         return Answer(tuple((kept(leaf), isinstance(leaf, Tensor)) for leaf in leaves), structure)
 
     def again(self, arguments: Any) -> Any:
-        """Return the same, its tensors zero."""
+        """Return the output with zeros as tensors, or with the `arguments` that it contains."""
         given = flattened(arguments)[0]
 
         def filled(leaf: Any, is_tensor: bool) -> Any:
@@ -289,7 +283,7 @@ class Recording:
 
 
 class Skipping:
-    """A run for one branch: while it is `active` parts are called, otherwise they answer as they did in the first run."""
+    """A run for one branch: parts are called while it is `active`, and otherwise return zeros in the form of their first output."""
 
     def __init__(self, answers: Sequence[Answer], active: bool) -> None:
         self.answers, self.active, self.depth, self.number = answers, active, 0, 0
@@ -306,34 +300,32 @@ class Skipping:
             self.depth -= 1
 
 
+@functools.cache
 def skippable(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of modules of a class whose calls are made, or not, by the run that they have as an attribute."""
-    if kind in SKIPPABLE:
-        return SKIPPABLE[kind]
+    """Return a subclass whose calls go through the run that an instance has as an attribute."""
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self.__dict__.get(RUN)
         called = functools.partial(kind.__call__, self)
         return called(*args, **kwargs) if run is None else run.call(called, args, kwargs)
 
-    SKIPPABLE[kind] = type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
-    return SKIPPABLE[kind]
+    return type(kind.__name__, (kind,), {"__call__": __call__, "__module__": kind.__module__})
 
 
 @contextlib.contextmanager
 def parts_of(call: BranchCall, run: Recording | Skipping) -> Iterator[None]:
-    """Within this context `run` decides about the calls of the layer's parts.
+    """Within this context calls of the layer's parts go through `run`.
 
-    A module of a subclass of its class passes its code's type checks, and so do shallow copies of it.
+    The parts, and shallow copies of them, have a subclass of their class, so that they pass type checks in the layer's code.
     """
     changed: list[tuple[nn.Module, type[nn.Module]]] = []
     try:
         for path in call.parts:
-            with contextlib.suppress(AttributeError, TypeError):  # another pass put something else there: it is always called
+            with contextlib.suppress(AttributeError, TypeError):  # another pass has replaced the part: it is always called
                 part = call.layer.get_submodule(path)
                 if RUN not in part.__dict__:
                     kind = type(part)
-                    part.__class__ = skippable(kind)
+                    part.__class__ = skippable(kind)  # type: ignore[arg-type]
                     part.__dict__[RUN] = run
                     changed.append((part, kind))
         yield

@@ -1,7 +1,7 @@
-"""The reference of the reversible pass, with which the check `method` compares it: a training step that keeps everything.
+"""A training step that stores all activations: the reference for the check `method`.
 
-Its stream is in float64, where whole numbers of steps of 2⁻³² are exact as well, and its gradient is autograd's own. For two
-streams a layer's branches are found by value, one at a time.
+Its stream is in float64, in which multiples of 2⁻³² are exact too, and autograd computes its gradient. For two streams the branches
+of a layer are identified by the values of tensors, one branch at a time.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from retrofit.sdk import Deviation, Observed, Problems, SiteCall, find_argument, with_item
+from retrofit.sdk.data import float_tensors
 
 
 class Sums(TorchFunctionMode):
-    """A context that calls `meet` with the terms of every sum of two tensors; its result, if any, replaces the sum."""
+    """A context that calls `meet` with the terms of every sum of two tensors; a result other than None replaces the sum."""
 
     def __init__(self, meet: Callable[[Tensor, Tensor], Tensor | None]) -> None:
         super().__init__()
@@ -37,12 +38,12 @@ class Sums(TorchFunctionMode):
 
 
 def two_stream_layer(call: SiteCall) -> Tensor:
-    """Return x_{j+1} = x_{j−1} + f_j(x_j): for each branch the layer runs once, on the streams so far."""
+    """Return both streams, or their mean, after x_{j+1} = x_{j−1} + f_j(x_j); for each branch the layer runs once."""
     module: Any = call.module
     swaps = module.swaps
     given = call.argument(swaps.stream_in)
     if given.shape[-1] not in (swaps.width, 2 * swaps.width):
-        raise Deviation(f"it was given a stream {given.shape[-1]} wide")
+        raise Deviation(f"its input stream has width {given.shape[-1]}")
     streams = [given[..., -swaps.width :], given[..., : swaps.width]]  # the older, the newer
     for number in range(len(swaps.sums)):
         streams.append(streams[-2] + branch(module, call, streams[1:], number))
@@ -50,7 +51,7 @@ def two_stream_layer(call: SiteCall) -> Tensor:
 
 
 def branch(module: Any, call: SiteCall, streams: list[Tensor], number: int) -> Tensor:
-    """Return f of a branch: the terms that its sums add to its stream, with the results of earlier branches given."""
+    """Return f of a branch: the terms that its sums add to its stream, given the streams after earlier branches."""
     reached, terms, found = 0, list[Tensor](), list[Tensor]()
     sums = module.swaps.sums
 
@@ -85,7 +86,7 @@ def branch(module: Any, call: SiteCall, streams: list[Tensor], number: int) -> T
 
 
 def copied(value: Any) -> Any:
-    """Return the same arguments, with copies of the caches among them."""
+    """Return the arguments with copies of the caches among them."""
     if isinstance(value, dict):
         return {name: copied(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -95,8 +96,8 @@ def copied(value: Any) -> Any:
 
 @contextlib.contextmanager
 def swaps_kept(observed: Observed) -> Iterator[None]:
-    """Within this context run the layers on two streams in ordinary operations, which autograd saves."""
-    last: list[tuple[Tensor, Tensor, Tensor]] = []  # what the layer before returned, and both streams in it in float64
+    """Within this context run the layers on two streams in ordinary operations of autograd."""
+    last: list[tuple[Tensor, Tensor, Tensor]] = []  # the previous layer's output, and its two streams in float64
 
     def stepping(module: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -150,8 +151,8 @@ def replaced_forwards(modules: Sequence[Any], forward_of: Callable[[Any], Any]) 
 
 
 STEP = 2.0**-32
-LIMIT = 1e-3  # of the largest gradient of a parameter: both are in float32, and add in another order
-LEAST = 1e-2  # of the largest gradient of all: that of a smaller one is measured by this (a bias of keys has none but rounding)
+LIMIT = 1e-3  # tolerance relative to the largest gradient of a parameter: both are in float32 and add in different orders
+LEAST = 1e-2  # least scale of that tolerance, relative to the largest gradient of all (that of keys' biases is rounding)
 SEED = 71
 
 
@@ -162,7 +163,7 @@ def reversible_layer(call: SiteCall) -> Tensor:
 
 
 def wiring(observed: Observed) -> Problems:
-    """Check that a training step returns the same, with the same gradients, by the modules and with everything kept."""
+    """Check that a training step has the outputs and gradients of one that stores all activations."""
     called = [site for site in observed.sites if site.calls]
     halves = [parameter for parameter in observed.model.parameters() if parameter.dtype in (torch.float16, torch.bfloat16)]
     if not called or halves:
@@ -170,34 +171,33 @@ def wiring(observed: Observed) -> Problems:
             observed.not_compared(site.path, "in half precision a gradient is too coarse to compare")
         return
     with swaps_kept(observed) if observed.options.scheme == "terraformer" else everything_kept(observed):
-        theirs = gradients(observed)
+        expected = gradients(observed)
     try:
-        ours = gradients(observed)
-    except Exception as error:  # if the formula has a result, the step must have one
+        found = gradients(observed)
+    except Exception as error:  # the reference raised none
         what = str(error).partition("\n")[0]
-        yield called[0].path, f"in training it raises an error, and with everything kept it does not: {what}"
+        yield called[0].path, f"in training it raises an error, and with all activations stored it does not: {what}"
         return
-    sizes = [largest(mine) for _, mine in theirs]
+    sizes = [largest(value) for _, value in expected]
     floor = LEAST * max(sizes, default=0.0)
-    for (name, mine), (_, other), size in zip(ours, theirs, sizes, strict=True):
-        if (mine is None) != (other is None):
-            yield called[0].path, f"in training {name} {'is missing' if mine is None else 'should not be there'}"
-        elif mine is not None and other is not None:
-            same = (mine == other) | (mine.isnan() & other.isnan())  # infinities too, where a model hides outputs
-            gap = float((mine - other).abs().masked_fill(same, 0.0).max()) if other.numel() else 0.0
+    for (name, value), (_, other), size in zip(found, expected, sizes, strict=True):
+        if (value is None) != (other is None):
+            yield called[0].path, f"in training {name} {'is missing' if value is None else 'should not be there'}"
+        elif value is not None and other is not None:
+            same = (value == other) | (value.isnan() & other.isnan())  # equal infinities too
+            gap = float((value - other).abs().masked_fill(same, 0.0).max()) if other.numel() else 0.0
             if not gap <= LIMIT * max(size, floor):
                 yield called[0].path, f"in training {name} is {gap:.1e} from the method's, whose largest is {size:.1e}"
                 return
 
 
 def largest(value: Tensor | None) -> float:
-    """Return the largest magnitude among the numbers; 0 if there are none."""
+    """Return the largest magnitude of the finite numbers; 0 if there are none."""
     return 0.0 if value is None or not value.numel() else float(value.abs().masked_fill(~value.isfinite(), 0.0).max())
 
 
 def gradients(observed: Observed) -> list[tuple[str, Tensor | None]]:
-    """Return the outputs of a forward in training mode, always with the same random numbers, and the gradients of a function of
-    them.
+    """Return the outputs of a forward in training mode with a fixed seed, and the gradients of a weighted sum of them, by name.
 
     The model uses its cache, as it does in training by default.
     """
@@ -210,7 +210,7 @@ def gradients(observed: Observed) -> list[tuple[str, Tensor | None]]:
         with torch.enable_grad():
             model.train()
             torch.manual_seed(SEED)
-            outputs = [tensor for tensor in floats(model(**inputs)) if tensor.requires_grad]
+            outputs = [tensor for tensor in float_tensors(model(**inputs)) if tensor.requires_grad]
             weights = [
                 torch.linspace(-1, 1, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
                 for output in outputs
@@ -224,24 +224,14 @@ def gradients(observed: Observed) -> list[tuple[str, Tensor | None]]:
     return [*returned, *((f"the gradient of {name}", tensor) for name, tensor in zip(parameters, found, strict=True))]
 
 
-def floats(value: Any) -> Iterator[Tensor]:
-    """Yield the float tensors in a model's output."""
-    if isinstance(value, Tensor):
-        yield from [value] if value.is_floating_point() else []
-    elif isinstance(value, dict):
-        yield from (found for item in value.values() for found in floats(item))
-    elif isinstance(value, (tuple, list)):
-        yield from (found for item in value for found in floats(item))
-
-
 @contextlib.contextmanager
 def everything_kept(observed: Observed) -> Iterator[None]:
-    """Take the steps of the sites' layers, within this context, in ordinary operations."""
-    last: list[tuple[Tensor, Tensor, Tensor]] = []  # what the last step returned; that and its input in float64
+    """Within this context run the steps of the sites' layers in ordinary operations of autograd."""
+    last: list[tuple[Tensor, Tensor, Tensor]] = []  # the last step's output, and in float64 its output and input
 
     def stepping(module: Any) -> Any:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():  # nothing is recomputed
+            if not torch.is_grad_enabled():  # an ordinary call
                 return module.layer(*args, **kwargs)
             arguments, keywords = list(args), dict(kwargs)
             container, key = find_argument(module.stream_in, arguments, keywords)
@@ -268,5 +258,5 @@ def everything_kept(observed: Observed) -> Iterator[None]:
 
 
 def rounded(x: Tensor, how: Any) -> Tensor:
-    """Return a whole number of steps, with the gradient of x."""
+    """Return x rounded to a multiple of 2⁻³², with the gradient of x."""
     return x + (how(x.detach() / STEP) * STEP - x.detach())

@@ -1,15 +1,15 @@
 """One call of a layer that can be repeated, bit for bit, with a graph for its gradient.
 
-Little is stored of the first run: the layer's arguments by reference, the state of the random numbers if it drew any, and the
-autocast settings. The same input to the same operations gives the same decisions (active units, experts, buckets), and the same
-random numbers give the same dropout and noise, so none of these is stored.
+The first run stores the layer's arguments by reference, the state of the random numbers if it drew any, and the autocast settings.
+The same input to the same operations gives the same decisions (active units, experts, buckets), and the same random numbers give
+the same dropout and noise, so none of these is stored.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,17 +24,17 @@ CHECKPOINTING = "gradient_checkpointing"  # transformers' switch, an attribute o
 
 
 class Placeholder:
-    """Replaces a tensor of a call: the `number`-th of its kind."""
+    """Replaces a tensor of a call: the one at index `number`."""
 
     def __init__(self, number: int) -> None:
         self.number = number
 
 
 class Returned:
-    """The result of a layer: its stream, its other tensors, and how they are put together; last the losses that it recorded."""
+    """The output of a layer: its stream, its other tensors and their structure; last the losses that it recorded."""
 
     def __init__(self, output: Any, key: int | str | None, known: dict[int, Any], losses: list[Tensor]) -> None:
-        """Map in `known`, by identity, the call's own arguments that may be in the output to their values outside the call."""
+        """`known` maps, by identity, the call's arguments that may be in the output to their values outside the call."""
         stream = output if isinstance(output, Tensor) else item(output, key)
         leaves, self.structure = flattened(output)
         self.tensors: list[Tensor] = [stream]
@@ -53,7 +53,7 @@ class Returned:
         self.tensors += losses
 
     def rebuilt(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Return the same with other tensors in their places."""
+        """Return the output with `tensors` instead of its own."""
         leaves = [tensors[leaf.number] if isinstance(leaf, Placeholder) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.structure)
 
@@ -63,14 +63,17 @@ def item(output: Any, key: int | str | None) -> Any:
 
 
 def flattened(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of nested lists, tuples and mappings; a cache is one."""
+    """Return the leaves of nested lists, tuples and mappings, and the structure; a cache is a leaf."""
     return tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, Cache))
+
+
+Run = tuple[Any, dict[int, Any], list[Tensor]]  # output, arguments by identity, losses
 
 
 class RepeatedCall:
     """A call of `layer` whose stream is passed to each run; `given` are its other tensors that require a gradient.
 
-    Each run gets a copy of the caches among the arguments, with the same tensors: one run must not read what another wrote.
+    Each run gets a copy of the caches among the arguments, with the same tensors: a run must not read what another wrote.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class RepeatedCall:
         container, key = find_argument(stream_in, arguments, keywords)
         stream, container[key] = container[key], Placeholder(-1)
         leaves, self.structure = flattened((arguments, keywords))
-        self.given: list[Tensor] = []  # only until the first run: their graphs are no part of what is kept
+        self.given: list[Tensor] = []  # emptied by the first run, so that their graphs are not stored
         self.leaves: list[Any] = []
         for leaf in leaves:
             inside = tensors_of(leaf) if isinstance(leaf, Cache) else [leaf]
@@ -99,26 +102,31 @@ class RepeatedCall:
         self.random: RandomState | None = None
 
     def first(self, x: Tensor) -> Returned:
-        """Return the layer's output for the stream x, without a graph.
+        """Return the layer's output for the stream x, without a graph."""
+        before = RandomState(self.device)
+        returned = self.without_graph(x, self.run)
+        self.random = None if before.is_current() else before
+        return returned
+
+    def without_graph(self, x: Tensor, run: Callable[[Tensor, list[Tensor]], Run]) -> Returned:
+        """Return the output of the first run.
 
         While it runs there is a graph, as in every run: an operation may use another kernel for a trained argument, as torch's
         attention does for a trained mask, and all runs must use the same.
         """
         self.values = [tensor.detach() for tensor in self.given]
         self.versions += [value._version for value in self.values]
-        before = RandomState(self.device)
         values = leaves_of(self.values)
         with recorded_graph(kept=False):
-            output, known, losses = self.run(x.detach().requires_grad_(), values)
+            output, known, losses = run(x.detach().requires_grad_(), values)
         known |= {id(value): original for value, original in zip(values, self.given, strict=True)}
         self.given = []
-        self.random = None if before.is_current() else before
         returned = Returned(output, self.stream_out, known, losses)
         returned.tensors = [tensor.detach() for tensor in returned.tensors]
         return returned
 
     def again(self, x: Tensor, with_graph: bool = True) -> tuple[Returned, list[Tensor]]:
-        """Return the result again, with a graph from x and the tensors that are returned too, one for each given at first."""
+        """Return the output again, with a graph from x and from the tensors in the second result, one for each of `given`."""
         self.require_unchanged()
         values = leaves_of(self.values)
         with recorded_graph(with_graph), self.random.restored() if self.random else contextlib.nullcontext():
@@ -136,12 +144,10 @@ class RepeatedCall:
                 code="changed-in-place",
             )
 
-    def run(
-        self, x: Tensor, values: list[Tensor], called: Any = None, recorded: list[list[Tensor]] | None = None
-    ) -> tuple[Any, dict[int, Any], list[Tensor]]:
-        """Return the layer's output, its arguments by identity (a copied cache by that of its copy), and its losses.
+    def run(self, x: Tensor, values: list[Tensor], called: Any = None, recorded: list[list[Tensor]] | None = None) -> Run:
+        """Return the layer's output, its arguments by identity (a cache by the identity of its copy), and its losses.
 
-        `called`, if given, calls the layer; `recorded` receives the list of the losses before it does.
+        `called`, if given, calls the layer; `recorded` receives the list of the losses before that.
         """
         known: dict[int, Any] = {id(leaf): leaf for leaf in self.leaves if isinstance(leaf, Tensor)}
 
@@ -163,7 +169,7 @@ class RepeatedCall:
 
 @contextlib.contextmanager
 def without_checkpoints(layer: nn.Module) -> Iterator[None]:
-    """Keep modules of the layer, within this context, from dropping activations: nobody would intercept sums computed again."""
+    """Switch off checkpointing in the layer within this context: the sums that it computes again would not be intercepted."""
     modules = [part for part in layer.modules() if getattr(part, CHECKPOINTING, False) is True]
     try:
         for module in modules:
@@ -176,7 +182,7 @@ def without_checkpoints(layer: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def recorded_graph(kept: bool) -> Iterator[None]:
-    """Build a graph for the gradient within this context; unless it is `kept`, nothing that operations save for it is stored."""
+    """Build a graph for the gradient within this context; unless `kept`, no tensor that operations save for it is stored."""
     hooks = contextlib.nullcontext() if kept else torch.autograd.graph.saved_tensors_hooks(forget, forgotten)
     with torch.enable_grad(), hooks:
         yield
@@ -201,10 +207,10 @@ def forgotten(kept: None) -> Tensor:
 
 
 class KeptCache:
-    """A cache as it was when the layer was called."""
+    """A copy of a cache, made before the layer's first run."""
 
     def __init__(self, cache: Cache, tensors: list[Tensor], numbers: dict[int, int]) -> None:
-        """Map in `numbers`, by identity, tensors that require a gradient to their index among the call's."""
+        """`numbers` maps, by identity, tensors that require a gradient to their index among the call's."""
         self.cache = cache
         self.tensors = [Placeholder(numbers[id(tensor)]) if id(tensor) in numbers else tensor for tensor in tensors]
         self.kept = copied(cache, tensors, self.tensors)
@@ -216,7 +222,7 @@ class KeptCache:
 
 
 def copied(value: Any, parts: list[Any], replaced: list[Any]) -> Any:
-    """Return a deep copy in which each part is replaced by another object, and not copied."""
+    """Return a deep copy in which the objects of `replaced` replace the `parts`."""
     return copy.deepcopy(value, {id(part): other for part, other in zip(parts, replaced, strict=True)})
 
 
@@ -229,15 +235,12 @@ def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     inner = list(value.values()) if isinstance(value, dict) else list(value) if isinstance(value, (list, tuple, set)) else []
-    return (
-        [tensor for part in (*inner, *vars(value).values()) for tensor in tensors_of(part, seen)]
-        if hasattr(value, "__dict__")
-        else [tensor for part in inner for tensor in tensors_of(part, seen)]
-    )
+    inner += vars(value).values() if hasattr(value, "__dict__") else []
+    return [tensor for part in inner for tensor in tensors_of(part, seen)]
 
 
 class RandomState:
-    """The state of the random numbers of the CPU and of a device."""
+    """The state of the random number generators of the CPU and of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -248,19 +251,19 @@ class RandomState:
         return (torch.get_rng_state(), *own)
 
     def is_current(self) -> bool:
-        """Return whether no number has been drawn since."""
+        """Return whether no random number has been drawn since."""
         return all(torch.equal(state, other) for state, other in zip(self.states, self.current(), strict=True))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Draw the same numbers again within this context; afterwards they go on as if none had been."""
+        """Draw the same numbers again within this context; afterwards the generators continue from the state before it."""
         with RandomState(self.device).kept():
             self.put(self.states)
             yield
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Restore this state of the random numbers after this context."""
+        """Restore this state after this context."""
         try:
             yield
         finally:
@@ -273,7 +276,7 @@ class RandomState:
 
 
 class AutocastState:
-    """The settings of autocast without its cache of cast weights, which would hold weights that were cast without a graph."""
+    """The settings of autocast, without its cache of weights, which would contain weights that were cast without a graph."""
 
     def __init__(self, device: str) -> None:
         self.settings = {

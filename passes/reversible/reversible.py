@@ -4,11 +4,11 @@
 
     x_{k+1} = F(x_k) + γ (F(x_k) − 2 x_k + x_{k−1})          γ = ±2⁻ⁿ in training, drawn for each row and layer; 0 in evaluation
 
-F is a layer of any kind. x_{k−1} follows from x_{k+1} and x_k, so a backward pass recomputes each layer's input, and then the
-layer, instead of storing its activations. In fixed point, with the n bits that γ x_{k−1} loses, this is exact bit for bit
+F is any layer. x_{k−1} follows from x_{k+1} and x_k, so the backward pass recomputes each layer's input, and then the layer,
+instead of storing its activations. In fixed point, with the n bits that γ x_{k−1} loses, this is exact bit for bit
 (`reversible_layer.py`). With γ ≠ 0 training computes another function than evaluation; its mean over γ is the same to first order.
 
-`terraformer`, another function, of two streams, for which nothing has to be stored (`two_streams.py`):
+`terraformer` is approximate: two streams, of which nothing is stored (`two_streams.py`):
 
     x_{j+1} = x_{j−1} + f_j(x_j)          f_j the branches of all layers; the mean of both streams at the end
 
@@ -27,7 +27,7 @@ import torch
 from torch import fx, nn
 
 from retrofit.passes.reversible import reference as method_reference
-from retrofit.passes.reversible.reversible_layer import ReversibleLayer, written_arguments
+from retrofit.passes.reversible.reversible_layer import Key, ReversibleLayer, written_arguments
 from retrofit.passes.reversible.two_streams import SecondStream, StreamsEnd, TwoStreamLayer
 from retrofit.sdk import (
     Anatomy,
@@ -50,24 +50,24 @@ from retrofit.sdk import (
 from retrofit.sdk.anatomy import WITHOUT_GRADIENT, modules_around, reader_of
 from retrofit.sdk.program import CAST, LIKE, Call, Dataflow, is_float, op, shape
 
-MOST_BITS = 16  # as much as the stream in half precision, which checkpointing keeps whole
+MOST_BITS = 16  # of the stream in half precision, which checkpointing stores whole
 SCHEMES = ("exact", "terraformer")
 OTHER_SCHEME = "scheme=exact; layers= leaves depths out"
 
 
 @dataclasses.dataclass(frozen=True)
 class ReversibleSite:
-    """A layer that becomes a step, and where its stream enters and leaves."""
+    """A layer that becomes a step, and the places of its stream."""
 
     path: str
-    stream_in: int | str
-    stream_out: int | str | None
-    written: tuple[int | str, ...] = ()  # its arguments that the model writes to once it has run
+    stream_in: Key
+    stream_out: Key | None
+    written: tuple[Key, ...] = ()  # its arguments that the model writes to after its call
 
 
 @dataclasses.dataclass(frozen=True)
 class ReversiblePlan(Plan):
-    """The layers that become steps, each module once; or links of two streams, in order."""
+    """The layers that become steps, each module once, or the links of two streams, in order."""
 
     steps: tuple[ReversibleSite, ...] = ()
     links: tuple[SwapSite, ...] = ()
@@ -75,7 +75,7 @@ class ReversiblePlan(Plan):
 
 @dataclasses.dataclass(frozen=True)
 class Reversible(Pass[ReversiblePlan]):
-    """Layers that are computed again in the backward pass, from a stream that is reversed bit for bit."""
+    """Recompute layers in the backward pass, from a stream that is reversed bit for bit."""
 
     name: ClassVar[str] = "reversible"
     summary: ClassVar[str] = "recompute layers from a reversible stream: activation memory does not grow with depth"
@@ -103,7 +103,7 @@ class Reversible(Pass[ReversiblePlan]):
     def idle_options(self) -> dict[str, tuple[str, ...]]:
         return {} if self.exact else {f"scheme={self.scheme}": ("bits",)}
 
-    # What would be rewritten.
+    # The plan.
 
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
         return frozenset()
@@ -111,9 +111,7 @@ class Reversible(Pass[ReversiblePlan]):
     def plan(self, anatomy: Anatomy) -> ReversiblePlan:
         if self.scheme == "terraformer":
             return self.plan_of_two_streams(anatomy)
-        finder = StepFinder(anatomy)
-        near_misses: list[NearMiss] = []
-        notes: list[str] = []
+        finder, near_misses, notes = StepFinder(anatomy), list[NearMiss](), list[str]()
         links = 0  # layers whose input stream is the output of a reversible layer
         for stack in anatomy.stacks:
             chosen = selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())
@@ -128,7 +126,7 @@ class Reversible(Pass[ReversiblePlan]):
                     if previous.exit == layer.entry:
                         links += 1
                     else:
-                        notes.append(f"{layer.name}: the model changes the stream before it, so it begins a chain of its own")
+                        notes.append(f"{layer.name}: the model changes the stream before it, so it begins a new chain")
                 previous = layer if found else None
         if notes and not links:
             raise DoesNotFitError(
@@ -140,11 +138,10 @@ class Reversible(Pass[ReversiblePlan]):
             )
         written = written_arguments(anatomy.model, anatomy.program.examples, finder.sites)
         steps = tuple(dataclasses.replace(step, written=written.get(path, ())) for path, step in finder.sites.items())
-        notes += [f"{path}: the model writes to its argument {keys[0]}, and a copy is kept" for path, keys in written.items()]
+        notes += [f"{path}: the model writes to its argument {keys[0]}, and a copy is stored" for path, keys in written.items()]
+        text = f"reversible, {self.bits} bit{'s' * (self.bits > 1)} stored of each number"
         return ReversiblePlan(
-            sites=tuple(
-                Site(step.path, f"reversible, {self.bits} bit{'s' * (self.bits > 1)} kept of each number") for step in steps
-            ),
+            sites=tuple(Site(step.path, text) for step in steps),
             near_misses=tuple(near_misses),
             formula="no parameters",
             notes=tuple(notes),
@@ -166,7 +163,7 @@ class Reversible(Pass[ReversiblePlan]):
                 if found is not None:
                     goes_on = previous is not None and finder.leads_to(previous, layer)
                     if previous is not None and not goes_on:
-                        notes.append(f"{layer.name}: the stream before it is read or changed by others, so two streams start again")
+                        notes.append(f"{layer.name}: other code reads or changes the stream before it, so two streams start again")
                     chains = chains if goes_on else [*chains, []]
                     chains[-1].append(found)
                 previous = layer if found else None
@@ -192,8 +189,8 @@ class Reversible(Pass[ReversiblePlan]):
         for step in plan.steps:
             layer = edit.model.get_submodule(step.path)
             into, out = step.stream_in, step.stream_out
-            made = ReversibleLayer(layer, self.bits, stream_in=into, stream_out=out, written=step.written)
-            edit.replace_module(step.path, made)
+            wrapper = ReversibleLayer(layer, self.bits, stream_in=into, stream_out=out, written=step.written)
+            edit.replace_module(step.path, wrapper)
 
 
 class StepFinder:
@@ -201,10 +198,10 @@ class StepFinder:
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.anatomy, self.flow = anatomy, anatomy.flow
-        self.weights = 0  # the bits of all parameters
+        self.weights = 0  # the bit set of all parameters
         for node in anatomy.program.parameters:
             self.weights |= self.flow.bit(node)
-        self.sites: dict[str, ReversibleSite] = {}  # by path: a module that several depths share is one step, made several times
+        self.sites: dict[str, ReversibleSite] = {}  # by path: a module that several depths share is one site
 
     def add(self, layer: Layer) -> None:
         """Add the step of a layer. Raises `DoesNotFitError` if it cannot be one."""
@@ -219,21 +216,21 @@ class StepFinder:
         key_in, key_out = layer.stream_places()
         call = self.require_reversible(layer)
         if sum(called.path == layer.name for called in self.flow.program.calls) > 1:
-            raise unfit(layer.name, "several depths share it, and the last of them ends two streams", OTHER_SCHEME)
+            raise unfit(layer.name, "several depths share it, and the last of them must end two streams", OTHER_SCHEME)
         branches = branches_of(layer, self.anatomy)
         parts = parts_of(call, branches, layer, self.anatomy)
         sums = tuple(map(len, branches.sums))
         return SwapSite(layer.name, stack.name, key_in, key_out, stack.width, sums, parts)
 
     def last_of(self, chain: Sequence[SwapSite], stack: Stack) -> SwapSite:
-        """Return the last link of a chain, as the one that closes it."""
+        """Return the last link of a chain, with `closes` and the module that reads the stream after it."""
         layers = [layer for layer in stack.layers if any(layer.name == link.path for link in chain)]
         found = reader_of(layers, same_as(self.anatomy.node(layers[-1].exit), self.flow), self.anatomy.program)
         reader = None if found is None or found[1] is None else (found[0], found[1])
         return dataclasses.replace(chain[-1], closes=True, reader=reader)
 
     def leads_to(self, layer: Layer, following: Layer) -> bool:
-        """Return whether a layer's output goes to the following layer and nowhere else."""
+        """Return whether only the following layer reads a layer's output."""
         same, call = same_as(self.anatomy.node(layer.exit), self.flow), self.call_of(following)
         bounds = bounds_of(same, self.flow)
         others = [
@@ -253,7 +250,7 @@ class StepFinder:
         call = self.call_of(layer)
         around = modules_around(self.anatomy.model, layer.name)
         if any(isinstance(outer, (ReversibleLayer, TwoStreamLayer)) for outer in around):
-            raise unfit(layer.name, Reversible.already, "other bits need a model that was not rewritten so")
+            raise unfit(layer.name, Reversible.already, "start from the dense model to use other options")
         before, after = (shape(self.anatomy.node(end)) for end in (layer.entry, layer.exit))
         if before != after:
             raise unfit(layer.name, f"its stream enters as {before} and leaves as {after}")
@@ -262,21 +259,21 @@ class StepFinder:
         return call
 
     def require_stateless(self, call: Call, layer: Layer) -> None:
-        """Raise `DoesNotFitError` if the layer stores something of its tokens in a module, because its second run would read it."""
+        """Raise `DoesNotFitError` if the layer stores values of its tokens in a module: its second run would read them."""
         for inner in self.flow.program.calls:
             names = [name for name, node in inner.kept.items() if node in self.flow.depends]
             if names and call.encloses(inner):
                 kept = f"{names[0]} of {inner.path}"
-                raise unfit(layer.name, f"its code keeps {kept} between calls, and its second run would read that")
+                raise unfit(layer.name, f"its code stores {kept} between calls, and its second run would read it")
 
     def require_closed(self, call: Call, layer: Layer) -> None:
-        """Raise `DoesNotFitError` if the layer reads or passes on a float other than by its arguments and output.
+        """Raise `DoesNotFitError` if a float enters or leaves the layer other than by its arguments and output.
 
-        A gradient would not reach such a value when the layer is recomputed.
+        The gradient of such a value is lost when the layer is recomputed.
         """
         flow, program = self.flow, self.flow.program
         inside = {node for node in flow.nodes if call.encloses(flow.call_of(node))}
-        given, returned = set(call.inputs.values()), set(call.outputs.values())
+        arguments, returned = set(call.inputs.values()), set(call.outputs.values())
         own = self.parameters(call.path)
         for node in flow.nodes:
             if op(node).startswith("_assert"):
@@ -285,7 +282,7 @@ class StepFinder:
                 if node in inside and operand in program.parameters:
                     if self.anatomy.model.get_parameter(program.parameters[operand]) not in own:
                         raise unfit(layer.name, f"it reads the weight {program.parameters[operand]}, which is not its own")
-                elif node in inside and operand not in inside and operand not in given:
+                elif node in inside and operand not in inside and operand not in arguments:
                     if self.has_gradient(operand) and not self.is_made_of(operand, own):
                         raise unfit(layer.name, f"it reads {self.described(operand)}, which is not one of its arguments")
                 elif node not in inside and operand in inside and operand not in returned and self.has_gradient(operand):
@@ -297,14 +294,11 @@ class StepFinder:
                 raise unfit(layer.name, f"the model's output {name} is a value inside it that it does not return")
 
     def has_gradient(self, node: fx.Node) -> bool:
-        """Return whether the value is a float that was computed from a parameter."""
+        """Return whether the value is a float that depends on a parameter."""
         return is_float(node) and bool(self.flow.ancestors[node] & self.weights)
 
     def is_made_of(self, node: fx.Node, weights: set[nn.Parameter]) -> bool:
-        """Return whether the value is computed from these weights alone.
-
-        Of a shared weight a tracer records one cast, its readers one each.
-        """
+        """Return whether the value depends only on these weights, e.g. as a cast that the tracer records once for all readers."""
         if node in self.flow.depends:
             return False
         above = [name for parameter, name in self.flow.program.parameters.items() if self.flow.reaches(parameter, node)]
@@ -325,11 +319,11 @@ def unfit(name: str, why: str, remedy: str = "layers= leaves depths out") -> Doe
 
 # ── Layers of two streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 #
-# A layer fits where its code adds each branch to the very stream that the branch reads (`x = x + f(norm(x))`), and returns the last
-# sum. One that normalizes or scales the stream between its sums (post-norm) does not: what it adds to is then not what came in.
+# A layer fits if its code adds each branch to the stream that the branch reads (`x = x + f(norm(x))`) and returns the last sum. A
+# layer that normalizes or scales the stream between its sums (post-norm) does not fit.
 
 SAME = CAST | {"contiguous"}
-POST_NORM = "scheme=exact takes layers of any form; layers= leaves depths out"
+POST_NORM = "scheme=exact fits layers of any form; layers= leaves depths out"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,25 +332,25 @@ class SwapSite:
 
     path: str
     stack: str  # path of the module whose code runs it
-    stream_in: int | str
-    stream_out: int | str | None
+    stream_in: Key
+    stream_out: Key | None
     width: int
     sums: tuple[int, ...]  # for each branch, the number of sums that add it to the stream
     parts: tuple[str, ...]  # paths in the layer of the modules that belong to one branch each
-    closes: bool = False  # whether the streams end after it
-    reader: tuple[str, int | str] | None = None  # in that case the module that is called with their mean, and by which argument
+    closes: bool = False  # the streams end after it
+    reader: tuple[str, Key] | None = None  # then the module that is called with their mean, and the argument
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerBranches:
-    """The branches of one call of a layer: the streams s_0, s_1, … between them, and the sums in which they end."""
+    """The branches of one call of a layer: the streams s_0, s_1, … between them, and the sums that add each branch."""
 
     streams: tuple[fx.Node, ...]
     sums: tuple[tuple[fx.Node, ...], ...]
 
 
 def branches_of(layer: Layer, anatomy: Anatomy) -> LayerBranches:
-    """Return those of a layer. Raises `DoesNotFitError` if one is not added to the stream that it reads."""
+    """Return the branches of a layer. Raises `DoesNotFitError` if one is not added to the stream that it reads."""
     flow = anatomy.flow
     stream = anatomy.node(layer.entry)
     streams, sums = [stream], list[tuple[fx.Node, ...]]()
@@ -370,7 +364,7 @@ def branches_of(layer: Layer, anatomy: Anatomy) -> LayerBranches:
 
 
 def sums_to(stream: fx.Node, end: fx.Node, layer: Layer, flow: Dataflow) -> tuple[fx.Node, ...]:
-    """Return the sums from a stream to the one that ends its next branch. Raises `DoesNotFitError` if it is no term of them."""
+    """Return the sums from a stream to `end`, which ends the next branch. Raises `DoesNotFitError` if a sum does not add to it."""
     found: list[fx.Node] = []
     node = stream
     while node is not end:
@@ -387,9 +381,9 @@ def sums_to(stream: fx.Node, end: fx.Node, layer: Layer, flow: Dataflow) -> tupl
 
 
 def same_as(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
-    """Return the node and all nodes that are the same tensor: casts to the dtype that it has, which a tracer records anyway.
+    """Return the node and all nodes that are the same tensor, such as casts to its own dtype.
 
-    Clamps in float16 count too, as if no number were beyond its range; a run checks this.
+    Clamps in float16 count too, on the assumption that no number is out of range; a run checks this.
     """
     found = [node]
     for alias in found:
@@ -402,7 +396,7 @@ def same_as(node: fx.Node, flow: Dataflow) -> list[fx.Node]:
 
 
 def bounds_of(same: Collection[fx.Node], flow: Dataflow) -> set[fx.Node]:
-    """Return the nodes that compute the bounds of clamps among these nodes from the nodes themselves."""
+    """Return the nodes that compute the bounds of clamps in `same` from the nodes in `same`."""
     made: set[fx.Node] = set()
     for alias in same:
         for bound in alias.all_input_nodes[1:] if op(alias) == "clamp" else ():
@@ -411,41 +405,38 @@ def bounds_of(same: Collection[fx.Node], flow: Dataflow) -> set[fx.Node]:
 
 
 def is_sum_of(same: Collection[fx.Node], node: fx.Node) -> bool:
-    """Return whether the unmodified terms of a sum are one of these nodes and another node of its shape."""
+    """Return whether the terms of a sum, without factor, are a node of `same` and another node of the same shape."""
     terms = [part for part in node.args if isinstance(part, fx.Node)]
     plain = len(terms) == 2 and len(node.args) == 2 and not node.kwargs and sum(part in same for part in terms) == 1
     return plain and all(is_float(part) and shape(part) == shape(node) for part in terms)
 
 
 def parts_of(call: Call, branches: LayerBranches, layer: Layer, anatomy: Anatomy) -> tuple[str, ...]:
-    """Return the modules called in the layer's code that add nothing to the stream themselves, by their paths in the layer.
+    """Return the paths in the layer of the outermost modules in whose code no branch is added to the stream.
 
-    Raises `DoesNotFitError` if one branch reads a value that another computes.
+    Raises `DoesNotFitError` if a branch reads a value that another computes.
     """
     flow = anatomy.flow
     adding = {inner for sums in branches.sums for node in sums for inner in flow.call_of(node).chain}
     calls = [inner for inner in flow.program.calls if inner is not call and call.encloses(inner) and inner not in adding]
     outermost = [inner for inner in calls if inner.parent is call or inner.parent in adding]
     require_separate(call, set(outermost), branches, layer, flow)
-    holding = {inner.path for inner in adding}
-    inside = f"{call.path}."
-    return tuple(
-        dict.fromkeys(
-            inner.path.removeprefix(inside) for inner in outermost if inner.path.startswith(inside) and inner.path not in holding
-        )
-    )
+    excluded = {inner.path for inner in adding}
+    prefix = f"{call.path}."
+    paths = [inner.path for inner in outermost if inner.path.startswith(prefix) and inner.path not in excluded]
+    return tuple(dict.fromkeys(path.removeprefix(prefix) for path in paths))
 
 
 def require_separate(call: Call, parts: set[Call], branches: LayerBranches, layer: Layer, flow: Dataflow) -> None:
-    """Raise `DoesNotFitError` if a branch reads more of another than the stream, or an earlier stream.
+    """Raise `DoesNotFitError` if a branch reads a value that another branch computes, or the stream before an earlier branch.
 
-    What lies in no part is computed in the run for each branch, unless it is made of a stream or of what a part returns.
+    The run for each branch computes the values outside all parts, unless they depend on a stream or on the output of a part.
     """
     ends = [flow.position[node] for node in branches.streams[1:]]
     streams = {part: number for number, node in enumerate(branches.streams) for part in same_as(node, flow)}
     inside = [node for node in flow.nodes if call.encloses(flow.call_of(node))]
     own, summed = set(inside), {node for sums in branches.sums for node in sums}
-    skipped = 0  # the bits of all that is not computed in each run
+    skipped = 0  # the bit set of nodes that a run does not compute
     for node in inside:
         if any(part in parts for part in flow.call_of(node).chain):
             skipped |= flow.bit(node)

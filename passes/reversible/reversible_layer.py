@@ -1,4 +1,4 @@
-"""A layer whose activations are recomputed in the backward pass, from the input of the layer after it.
+"""A layer whose activations are recomputed in the backward pass, from the input of the next layer.
 
 Consecutive steps recompute their inputs from their outputs, in the order of the backward pass:
 
@@ -6,21 +6,21 @@ Consecutive steps recompute their inputs from their outputs, in the order of the
     X_{k+1} = Y + s ((Y − 2 X_k) >> n) + s (X_{k−1} >> n),   Y = F_k(X_k)          in fixed point; s = ±1 for each row, n = `bits`
 
 That is x_{k+1} = F(x_k) + γ (F(x_k) − 2 x_k + x_{k−1}) with γ = ±2⁻ⁿ: bidirectional integration approximation. The shift of X_{k−1}
-loses its n lowest bits, which are kept, n bits a number. With them X_{k−1} follows from X_{k+1} and X_k exactly:
+loses its n lowest bits, which are stored. With them X_{k−1} follows from X_{k+1} and X_k exactly:
 
     X_{k−1} = (s (X_{k+1} − Y) − ((Y − 2 X_k) >> n)) << n  +  its n lowest bits
 
-So of all steps only the last two X are stored. A chain is known to the tensor that its last step returned, by the node of autograd
-that made it; nothing is kept in a module. The gradient is that of the formula without the rounding to fixed point, in which sums
+So of all steps only the last two X are stored. A chain is found from the tensor that its last step returned, by the tensor's node
+of autograd; nothing is stored in a module. The gradient is that of the formula without the rounding to fixed point, in which sums
 lose nothing:
 
     X = round(2³² x)          X: int64
 
-A step of 2⁻³² is finer than float32's from 2⁻⁸ on. Up to 2²⁹ in magnitude a number of the stream is represented; one beyond that,
-or that is none, is not a number in what is made of it.
+A step of 2⁻³² is finer than float32's from 2⁻⁸ on. Numbers up to 2²⁹ in magnitude are represented; larger ones, Inf and NaN become
+NaN in the next stream.
 
-A model may write to arguments of a layer once it has run, as it does with states that it keeps in tensors of its own: a layer that
-is to run a second time needs a copy of them. A cache object is copied anyway (`repeated_call.py`).
+A model may write to arguments of a layer after its call, e.g. to states in its own tensors: a layer that runs a second time needs a
+copy of them. Cache objects are copied anyway (`repeated_call.py`).
 
 On Exact Bit-level Reversible Transformers Without Changing Architectures (ICML 2025).
 """
@@ -51,8 +51,8 @@ Key = int | str
 def written_arguments(model: nn.Module, inputs: Mapping[str, Any], paths: Collection[str]) -> dict[str, tuple[Key, ...]]:
     """Return, by layer, the arguments whose tensors are written to between the layer's call and the end of a forward with a cache.
 
-    The forward is one in training mode without values, so it is the same for a model that is being loaded; {} for a model that
-    cannot be copied or run in this way.
+    The forward is in training mode and without values, so the result is the same for a model that is being loaded. Returns {} for a
+    model that cannot be copied or run in this way.
     """
     calls: list[tuple[str, Key, Tensor, int]] = []
 
@@ -64,7 +64,7 @@ def written_arguments(model: nn.Module, inputs: Mapping[str, Any], paths: Collec
     called = {name: value.to("meta") if isinstance(value, Tensor) else value for name, value in inputs.items()}
     if accepts(model, "use_cache"):
         called["use_cache"] = True
-    with contextlib.suppress(Exception), quiet(), torch.no_grad(), torch.device("meta"):  # what the model's own code raises
+    with contextlib.suppress(Exception), quiet(), torch.no_grad(), torch.device("meta"):  # raised by the model's own code
         skeleton = without_weights(model).train()
         with watched({path: skeleton.get_submodule(path) for path in paths}, before=keep):
             skeleton(**called)
@@ -92,16 +92,10 @@ class ReversibleLayer(Wrapper):
     model writes to its arguments `written` after the call, so a step stores copies of them.
     """
 
-    stays_outermost = True  # a chain of steps ends where something else makes the stream
+    stays_outermost = True  # a chain ends where the stream is not the output of a step
 
     def __init__(
-        self,
-        layer: nn.Module,
-        bits: int,
-        *,
-        stream_in: int | str,
-        stream_out: int | str | None,
-        written: tuple[int | str, ...] = (),
+        self, layer: nn.Module, bits: int, *, stream_in: Key, stream_out: Key | None, written: tuple[Key, ...] = ()
     ) -> None:
         super().__init__(layer)
         self.written = written
@@ -123,29 +117,29 @@ LARGEST = 2.0**29
 
 
 def to_fixed(x: Tensor) -> Tensor:
-    """Return x in fixed point; a number that cannot be represented becomes the nearest one that can, or zero."""
+    """Return x in fixed point; a number that cannot be represented becomes the nearest that can, NaN becomes zero."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * SCALE).round_().clamp_(-LARGEST * SCALE, LARGEST * SCALE).nan_to_num_(nan=0.0).to(torch.int64)
 
 
 def to_float(fixed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the nearest number of a type; contiguous."""
+    """Return the nearest numbers of `dtype`; contiguous."""
     wide = fixed.to(torch.promote_types(dtype, torch.float32), memory_format=torch.contiguous_format)
     return wide.mul_(1 / SCALE).to(dtype)
 
 
 def not_a_number_where(unrepresented: Tensor, x: Tensor) -> Tensor:
-    """Return x, and not a number wherever `unrepresented` cannot be represented; laid out in memory as `unrepresented` is."""
+    """Return x, with NaN where `unrepresented` cannot be represented, in the memory layout of `unrepresented`."""
     return laid_out(torch.where(unrepresented.abs() <= LARGEST, x, torch.nan), strides_of(unrepresented))
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of x; if x has gaps or overlaps, those of a contiguous tensor of its size."""
+    """Return the strides of x; if x has gaps or overlaps, the strides of a contiguous tensor of its size."""
     return torch.empty_like(x, device="meta").stride()
 
 
 def laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return x with these strides, because the rounding of a product depends on the layout of its operands."""
+    """Return x with these strides: the rounding of a product depends on the layout of its operands."""
     return x if x.stride() == strides else torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
@@ -160,7 +154,7 @@ def low_bits(fixed: Tensor, count: int) -> Tensor:
 
 
 def unpacked(bits: Tensor, like: Tensor) -> Tensor:
-    """Return the numbers of which `bits` are the lowest, in the shape of `like`."""
+    """Return the numbers with these lowest bits, in the shape of `like`."""
     found = torch.zeros_like(like)
     for bit, plane in enumerate(bits):
         values = (plane.unsqueeze(-1) >> places(like)).bitwise_and_(1).view(-1)[: like.numel()]
@@ -189,11 +183,11 @@ def preceding(after: Tensor, y: Tensor, current: Tensor, signs: Tensor, bits: in
 
 @dataclasses.dataclass
 class Move:
-    """The record of a step: how its layer was called, s, and the bits that were lost; the first step has lost none."""
+    """The record of a step: the call of its layer, s, and the bits that the shift lost; the first step has lost none."""
 
     call: RepeatedCall
-    dtype: torch.dtype  # of the stream that the layer was given
-    strides: tuple[int, ...]  # the same
+    dtype: torch.dtype  # of the layer's input stream
+    strides: tuple[int, ...]  # of the layer's input stream
     signs: Tensor | None = None  # (rows, 1, …) of int64
     low: Tensor | None = None  # packed
 
@@ -208,7 +202,7 @@ class Chain:
         self.start: Tensor | None = None  # the sum of X_0
 
     def forward(self, call: RepeatedCall, x: Tensor) -> Returned:
-        """Add a step from x, which is the stored X_k; return the layer's output with the new stream."""
+        """Add a step from x, which is the stored X_k. Return the layer's output with the new stream."""
         if self.newest is None:
             current, move = to_fixed(x), Move(call, x.dtype, strides_of(x))
             self.start = current.sum()
@@ -228,7 +222,10 @@ class Chain:
         return returned
 
     def back(self, with_graph: bool = True) -> tuple[Move, Tensor, Returned, list[Tensor]]:
-        """Undo the last step; return its move, its input and its layer's output, with a graph between them."""
+        """Undo the last step. Return its record, its input, its layer's output with a graph, and the layer's other arguments.
+
+        Raises `RetrofitError` if there is no step left, or if the first input is not reproduced.
+        """
         if self.newest is None:
             raise used_up()
         after, current = self.newest
@@ -267,10 +264,10 @@ def not_reproduced() -> RetrofitError:
 
 
 class Step(torch.autograd.Function):
-    """x_{k+1}, and further outputs and losses of the layer, from x_k and x_{k−1}; further inputs receive gradients.
+    """x_{k+1}, and further outputs and losses of the layer, from x_k and x_{k−1}.
 
-    These are the layer's tensor arguments and its parameters: so autograd itself computes the gradient of each parameter, once, for
-    any number of layers that share it and any hooks on it.
+    The layer's tensor arguments and parameters are inputs too, so that autograd adds the gradients of layers that share a parameter
+    and calls its hooks once.
     """
 
     @staticmethod
@@ -287,7 +284,7 @@ class Step(torch.autograd.Function):
         chain: Chain = ctx.chain
         if len(chain.moves) < ctx.index:
             raise used_up()
-        while len(chain.moves) > ctx.index:  # steps after this one have no gradient
+        while len(chain.moves) > ctx.index:  # later steps have no gradient
             chain.back(with_graph=False)
         move, x, returned, given = chain.back()
         wanted = [x, *given, *ctx.parameters]
@@ -309,7 +306,7 @@ class Step(torch.autograd.Function):
 
 
 def outputs_of(ctx: Any, returned: Returned, made: list[Returned]) -> tuple[Tensor, ...]:
-    """Return the tensors that a call returned, as outputs of a step; the rest of it is in `made`."""
+    """Return the tensors of a call's result, as outputs of a step; append the rest of the result to `made`."""
     ctx.mark_non_differentiable(*(tensor for tensor in returned.tensors if not tensor.is_floating_point()))
     tensors, returned.tensors = tuple(returned.tensors), []
     made.append(returned)
@@ -317,7 +314,7 @@ def outputs_of(ctx: Any, returned: Returned, made: list[Returned]) -> tuple[Tens
 
 
 def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], parameters: Sequence[Tensor]) -> list[Any]:
-    """Return the wanted gradients from values and their gradients; gradients of weights that FSDP gathered are added to these."""
+    """Return the wanted gradients from values and their gradients. Gradients of weights that FSDP gathered are added to `.grad`."""
     if not results:
         return [None] * len(wanted)
     values, gradients = [result for result, _ in results], [of for _, of in results]
@@ -330,7 +327,7 @@ def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], par
 
 
 def stray_leaves(values: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
-    """Return the leaves of a graph other than the wanted ones: weights that FSDP gathered for this run."""
+    """Return the leaves of a graph that are not wanted: weights that FSDP gathered for this run."""
     known, seen = {id(parameter) for parameter in wanted}, set()
     pending, found = [value.grad_fn for value in values], []
     while pending:
@@ -346,13 +343,13 @@ def stray_leaves(values: list[Tensor], wanted: list[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def accumulate(leaf: Tensor, gradient: Tensor) -> None:
-    """Add the gradient to the leaf's, before code around the leaf's module reads it."""
+    """Add the gradient to the leaf's `.grad`, before code around the leaf's module reads it."""
     leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """The place of a tensor in memory, and how often it has been written to."""
+    """The memory of a tensor, its layout and its version."""
 
     storage: StorageWeakRef
     layout: tuple[Any, ...]
@@ -367,7 +364,7 @@ class Place:
 
 
 def step_that_made(x: Tensor, kind: type = Chain) -> Any:
-    """Return the node of autograd of the step, of a chain of this kind, that returned x as its stream; None if none did."""
+    """Return the autograd node of the step that returned x as its stream, in a chain of this kind; None if there is none."""
     nodes: list[Any] = [x.grad_fn]
     for _ in range(NEARBY + 1):
         for node in nodes:
@@ -381,9 +378,9 @@ def step_that_made(x: Tensor, kind: type = Chain) -> Any:
 def reversible_call(
     layer: nn.Module, stream_in: ArgumentPlace, stream_out: int | str | None, bits: int, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Return the layer's output, whose stream is one more step of the chain of its input, or the first of a new chain.
+    """Return the layer's output as one more step of the chain of its input, or the first step of a new chain.
 
-    A call without a gradient is an ordinary one.
+    Without a gradient it is an ordinary call.
     """
     container, key = find_argument(stream_in, list(args), kwargs)
     x, parameters = container[key], [parameter for parameter in layer.parameters() if parameter.requires_grad]
@@ -398,9 +395,16 @@ def reversible_call(
     made: list[Returned] = []
     tensors: tuple[Any, ...] = Step.apply(chain, call, made, x, previous, *call.given, *parameters)  # type: ignore[no-untyped-call]
     node: Any = tensors[0].grad_fn
-    node.place, node.source = Place.of(tensors[0]), x
+    node.source = x
     if earlier is not None:
         earlier.source = None  # it was needed for the edge from it to this step
-    for loss in tensors[len(tensors) - made[0].losses :]:
+    return output_of(layer, made[0], tensors)
+
+
+def output_of(layer: nn.Module, returned: Returned, tensors: tuple[Any, ...]) -> Any:
+    """Return the layer's output with the tensors of a step; store the place of its stream, and record its losses."""
+    node: Any = tensors[0].grad_fn
+    node.place = Place.of(tensors[0])
+    for loss in tensors[len(tensors) - returned.losses :]:
         record_auxiliary_loss(tensors[0], loss, layer)
-    return made[0].rebuilt(tensors)
+    return returned.rebuilt(tensors)

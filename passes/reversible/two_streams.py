@@ -1,11 +1,10 @@
-"""Layers on two streams: each branch reads the newer and is added to the older; reversed without any stored activations.
+"""Layers on two streams: each branch reads the newer and is added to the older; reversible without stored activations.
 
     x_{j+1} = x_{j−1} + f_j(x_j)          f_j the branches of all layers in order, x_{−1} = x_0 the stream before the first layer
 
-With two branches a layer this is y1 = x1 + f(x2), y2 = x2 + g(y1), and with three there are three swaps. In fixed point, where sums
-lose nothing, x_{j−1} = x_{j+1} − f_j(x_j) exactly, so each branch is computed again from the very input that it had. Of all layers
-only the last two streams are stored. Between two layers there is one tensor, [newer | older]; what comes out of the last is their
-mean.
+With two branches per layer this is y1 = x1 + f(x2), y2 = x2 + g(y1). In fixed point, where sums lose nothing, x_{j−1} = x_{j+1} −
+f_j(x_j) exactly, so each branch is recomputed from the same input. Of all layers only the last two streams are stored. Between two
+layers there is one tensor, [newer | older]; the last layer returns the mean.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.2; Reformer: The Efficient Transformer (ICLR 2020), §3.
 """
@@ -14,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,10 +22,11 @@ from torch import Tensor, nn
 from retrofit.passes.reversible.branch_calls import BranchCall, Branches, call_intercepted
 from retrofit.passes.reversible.repeated_call import Returned, without_checkpoints
 from retrofit.passes.reversible.reversible_layer import (
-    Place,
+    Key,
     gradients_of,
     not_a_number_where,
     not_reproduced,
+    output_of,
     outputs_of,
     step_that_made,
     to_fixed,
@@ -34,34 +34,34 @@ from retrofit.passes.reversible.reversible_layer import (
     used_up,
 )
 from retrofit.sdk import ArgumentPlace, DoesNotFitError, Wrapper, argument_place, find_argument, with_item
-from retrofit.sdk.modules import child_modules, is_exporting, record_auxiliary_loss, tensor_argument
+from retrofit.sdk.modules import child_modules, is_exporting, tensor_argument
 
 
 @dataclasses.dataclass(frozen=True)
 class Swaps:
-    """A layer as one link of two streams: where they enter and leave, and its branches."""
+    """A layer as one link of two streams: the places of its input and output, and its branches."""
 
     width: int
     stream_in: ArgumentPlace
-    stream_out: int | str | None
+    stream_out: Key | None
     sums: tuple[int, ...]  # for each branch, the number of sums that add it to the stream
-    parts: tuple[str, ...]  # the modules that belong to one branch each
-    closes: bool  # whether the mean of both streams is returned
+    parts: tuple[str, ...]  # paths of the modules that belong to one branch each
+    closes: bool  # it returns the mean of both streams
 
 
 @dataclasses.dataclass
 class Link:
-    """The record of a layer's call: its arguments, and the dtypes of its branches' streams, the first two of which it received."""
+    """The record of a layer's call."""
 
     call: BranchCall
-    dtypes: list[torch.dtype]
-    begins: bool  # whether the chain starts with it
-    opens: bool  # whether it received one stream
+    dtypes: list[torch.dtype]  # of the older and the newer stream that it received, then of the stream after each branch
+    begins: bool  # the chain starts with it
+    opens: bool  # it received one stream
     closes: bool
 
 
 class TwoStreamChain:
-    """The layers so far, and both streams behind the last of them, in fixed point: the newer, the older."""
+    """The layers so far, and both streams after the last of them, in fixed point: the newer, the older."""
 
     def __init__(self) -> None:
         self.links: list[Link] = []
@@ -69,7 +69,7 @@ class TwoStreamChain:
         self.start: tuple[Tensor, Tensor] | None = None  # both streams at the start of the chain
 
     def forward(self, call: BranchCall, swaps: Swaps, x: Tensor) -> Returned:
-        """Add a layer from x, one stream or both; return the layer's output with both new streams, or their mean."""
+        """Add a layer from x, one stream or both. Return the layer's output with both new streams, or their mean."""
         newer, older = halves(x, swaps.width)
         begins = self.newest is None
         if self.newest is None:
@@ -97,7 +97,10 @@ class TwoStreamChain:
     def back(
         self, gradient: Tensor | None, of_others: Sequence[Tensor | None], parameters: Sequence[Tensor], with_graph: bool = True
     ) -> tuple[Tensor | None, list[Tensor | None]]:
-        """Undo the last layer; return the gradients of its stream, of its other arguments and of its parameters."""
+        """Undo the last layer. Return the gradients of its stream, and of its other arguments and its parameters.
+
+        Raises `RetrofitError` if there is no layer left, or if the first streams are not reproduced.
+        """
         if self.newest is None:
             raise used_up()
         link = self.links.pop()
@@ -119,14 +122,14 @@ class TwoStreamChain:
             of_newer, of_older = plus(of_older, found[0], link.dtypes[number + 1]), plus(of_newer, None, link.dtypes[number])
             total = [plus(term, other) for term, other in zip(total, found[1:], strict=True)]
         if link.begins:
-            found_sums, self.newest = tuple(term.sum() for term in self.newest), None
-            if not all(torch.equal(found_sum, other) for found_sum, other in zip(found_sums, self.start or (), strict=True)):
+            streams, self.newest = self.newest, None
+            if not all(torch.equal(stream.sum(), start) for stream, start in zip(streams, self.start or (), strict=True)):
                 raise not_reproduced()
         return joined(of_newer, of_older, link), total
 
 
 def halves(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the newer and the older stream in x; the same twice where x is one stream."""
+    """Return the newer and the older stream in x; x twice if it is one stream."""
     if x.shape[-1] == width:
         return x, x
     return x.narrow(-1, 0, width).contiguous(), x.narrow(-1, width, width).contiguous()
@@ -150,18 +153,17 @@ def both(gradient: Tensor | None, link: Link) -> tuple[Tensor | None, Tensor | N
 
 
 def joined(of_newer: Tensor | None, of_older: Tensor | None, link: Link) -> Tensor | None:
-    """Return the gradient of a layer's input, from those of its streams."""
+    """Return the gradient of a layer's input, from the gradients of its streams."""
     if link.opens:
         return plus(of_newer, of_older)
-    if of_newer is None and of_older is None:
+    like = of_newer if of_newer is not None else of_older
+    if like is None:
         return None
-    gradient = of_newer if of_newer is not None else of_older
-    assert gradient is not None
-    return torch.cat([torch.zeros_like(gradient) if part is None else part.to(gradient.dtype) for part in (of_newer, of_older)], -1)
+    return torch.cat([torch.zeros_like(like) if part is None else part.to(like.dtype) for part in (of_newer, of_older)], -1)
 
 
 def plus(term: Tensor | None, other: Tensor | None, dtype: torch.dtype | None = None) -> Tensor | None:
-    """Return the sum of the terms that are not None, in this dtype."""
+    """Return the sum of the terms that are not None, in `dtype` if given; None if both are."""
     total = other if term is None else term if other is None else term + other
     return total if total is None or dtype is None else total.to(dtype)
 
@@ -169,7 +171,7 @@ def plus(term: Tensor | None, other: Tensor | None, dtype: torch.dtype | None = 
 def results_of(
     returned: Returned, of_others: Sequence[Tensor | None], call: BranchCall, number: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return this branch's further outputs and recorded losses of the layer, each with its gradient."""
+    """Return the layer's other outputs and losses that belong to the branch, each with its gradient."""
     plain = len(of_others) - call.recorded
     first = call.counts[number - 1] if number else 0
     losses = returned.tensors[len(returned.tensors) - returned.losses :]
@@ -200,7 +202,7 @@ class TwoStreamStep(torch.autograd.Function):
         chain: TwoStreamChain = ctx.chain
         if len(chain.links) < ctx.index:
             raise used_up()
-        while len(chain.links) > ctx.index:  # layers after this one have no gradient
+        while len(chain.links) > ctx.index:  # later layers have no gradient
             chain.back(None, (), (), with_graph=False)
         of_stream, found = chain.back(gradient, of_others, ctx.parameters)
         return None, None, None, None, of_stream, *found
@@ -208,7 +210,7 @@ class TwoStreamStep(torch.autograd.Function):
 
 @torch.compiler.disable
 def two_stream_call(layer: nn.Module, swaps: Swaps, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the layer's output, whose streams are one more layer of the chain of its input, or the first of a new chain.
+    """Return the layer's output as one more layer of the chain of its input, or the first layer of a new chain.
 
     Returns `NotImplemented` without a gradient.
     """
@@ -222,27 +224,23 @@ def two_stream_call(layer: nn.Module, swaps: Swaps, args: Any, kwargs: dict[str,
     chain = earlier.chain if goes_on else TwoStreamChain()
     made: list[Returned] = []
     tensors: tuple[Any, ...] = TwoStreamStep.apply(chain, call, swaps, made, x, *call.given, *parameters)  # type: ignore[no-untyped-call]
-    node: Any = tensors[0].grad_fn
-    node.place = Place.of(tensors[0])
-    for loss in tensors[len(tensors) - made[0].losses :]:
-        record_auxiliary_loss(tensors[0], loss, layer)
-    return made[0].rebuilt(tensors)
+    return output_of(layer, made[0], tensors)
 
 
 class Streams:
-    """Both streams as the branches of a layer are added, and the share of the way from the dense layer to two streams."""
+    """Both streams while the branches of a layer are added; `share` is λ, 0 for the dense layer and 1 for two streams."""
 
     def __init__(self, newer: Tensor, older: Tensor, share: float) -> None:
         self.newer, self.older, self.share = newer, older, share
 
     def add(self, _: int, value: Tensor) -> Tensor:
-        """Return x_{j+1} = (1 − λ) x_j + λ x_{j−1} + f_j(x_j); the dense sum bit for bit where λ is 0."""
+        """Return x_{j+1} = (1 − λ) x_j + λ x_{j−1} + f_j(x_j), for λ = 0 the dense sum bit for bit."""
         base = self.older if self.share == 1 else torch.lerp(self.newer, self.older.to(self.newer.dtype), self.share)
         self.newer, self.older = base + value, self.newer
         return self.newer
 
     def clamped(self, newer: Tensor) -> None:
-        """Make this the newer stream."""
+        """Replace the newer stream."""
         self.newer = newer
 
     def mean(self) -> Tensor:
@@ -250,12 +248,12 @@ class Streams:
 
 
 class TwoStreamLayer(Wrapper):
-    """Runs the branches of `layer` on two streams; trained, each branch is computed again in the backward pass.
+    """Runs the branches of `layer` on two streams; in training the backward pass recomputes each branch.
 
-    The streams come as one tensor [newer | older], the first layer gets one stream, and the last returns the mean of both.
+    Input and output are one tensor [newer | older]; the first layer receives one stream, and the last returns the mean of both.
     """
 
-    stays_outermost = True  # between two layers there is nothing else
+    stays_outermost = True  # nothing may come between two layers
     adds_branches = True
 
     def __init__(
@@ -265,8 +263,8 @@ class TwoStreamLayer(Wrapper):
         sums: Sequence[int],
         parts: Sequence[str],
         *,
-        stream_in: int | str,
-        stream_out: int | str | None,
+        stream_in: Key,
+        stream_out: Key | None,
         closes: bool,
     ) -> None:
         super().__init__(layer)
@@ -275,7 +273,7 @@ class TwoStreamLayer(Wrapper):
         self.share = 1.0  # λ
 
     @property
-    def stream_out(self) -> int | str | None:
+    def stream_out(self) -> Key | None:
         return self.swaps.stream_out
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -285,7 +283,7 @@ class TwoStreamLayer(Wrapper):
         x = container[key]
         if x.shape[-1] not in (swaps.width, 2 * swaps.width):
             raise DoesNotFitError(
-                f"a layer received a stream {x.shape[-1]} wide, where one of two streams is {swaps.width}",
+                f"a layer received a stream of width {x.shape[-1]}, where each of two streams has {swaps.width}",
                 why="something changes the stream between layers",
                 remedy="apply reversible last",
                 code="width",
@@ -297,14 +295,11 @@ class TwoStreamLayer(Wrapper):
         newer, older = halves(x, swaps.width)
         streams = Streams(newer, older, self.share)
         container[key] = newer
-        output = self.on(streams, lambda: layer(*arguments, **keywords))
+        branches = Branches(swaps.sums, streams.newer, streams.add, streams.clamped)
+        with without_checkpoints(layer) if self.training else contextlib.nullcontext():
+            output = call_intercepted(lambda: layer(*arguments, **keywords), branches)
         out = None if isinstance(output, Tensor) else swaps.stream_out
         return with_item(output, out, streams.mean() if swaps.closes else torch.cat([streams.newer, streams.older], -1))
-
-    def on(self, streams: Streams, call: Callable[[], Any]) -> Any:
-        """Return the output of a call of the layer on these streams."""
-        with without_checkpoints(child_modules(self)["layer"]) if self.training else contextlib.nullcontext():
-            return call_intercepted(call, Branches(self.swaps.sums, streams.newer, streams.add, streams.clamped))
 
     def extra_repr(self) -> str:
         return f"{len(self.swaps.sums)} swaps"
@@ -312,7 +307,7 @@ class TwoStreamLayer(Wrapper):
 
 @dataclasses.dataclass(frozen=True)
 class StreamsEnd:
-    """The end of two streams: `last` is the layer that returns their mean, `place` is where the next module takes it."""
+    """The end of two streams: the layer `last` returns their mean, and the next module reads it at `place`."""
 
     guards: ClassVar[tuple[str, ...]] = ("require",)
 
@@ -321,7 +316,7 @@ class StreamsEnd:
     place: ArgumentPlace
 
     def require(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise `DoesNotFitError` if `module` is called with both streams: the last layer was skipped."""
+        """Raise `DoesNotFitError` if `module` is called with both streams, because the last layer was skipped."""
         x = tensor_argument(self.place, list(args), kwargs)
         if x is not None and x.shape[-1] == 2 * self.width:
             raise DoesNotFitError(
@@ -336,7 +331,7 @@ class StreamsEnd:
 
 @dataclasses.dataclass(frozen=True)
 class SecondStream:
-    """At 0 a branch is added to the stream that it read, which is the dense function; at 1 to the other one."""
+    """At 0 a branch is added to the stream that it reads, as in the dense model; at 1 to the older stream."""
 
     name: str = "the share of the older stream that a branch is added to"
 
@@ -344,7 +339,7 @@ class SecondStream:
         return bool(two_stream_layers(site))
 
     def turn(self, site: nn.Module, share: float) -> None:
-        """Set λ to `share`; below 1 nothing is reversed, and a training step stores all activations."""
+        """Set λ to `share`. Below 1 a training step stores all activations."""
         for layer in two_stream_layers(site):
             layer.share = share
 
