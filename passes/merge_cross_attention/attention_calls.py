@@ -1,17 +1,18 @@
-"""The single attention in a module's own code: recorded, replaced by another attention, or run with another's weights.
+"""The attention in a module's own code: recorded, replaced by another attention, or run with another's weights.
 
 It is a call of torch's fused attention, or written out:
 
     s = q kᵀ · scale + mask        p = softmax(s)        y = dropout(p) v
 
-The softmax's output reaches the product with the values, by identity of tensors, through dropout, casts and changes of layout only.
+The softmax's output is followed to the product with the values, by the identity of tensors, through dropout, casts and changes of
+layout.
 
-With the weights of another attention a copy of the code runs for one call, of which only the core's operands are used:
+A copy of the code runs with the weights of another attention, and only the operands of its core are used:
 
     keys and values of the encoder's tokens by self-attention's weights          the code of the cross-attention
     keys and values of the decoder's tokens by cross-attention's weights         the code of the self-attention
 
-So the model's own code determines head layout, norms, positions, masks and the cache. The copy shares every module with the two
+So the model's own code determines head layout, norms, positions, masks and the cache. The copy shares all modules with the two
 attentions, and nothing is registered in the model.
 """
 
@@ -35,15 +36,15 @@ def recorded_core(calls: list[dict[str, Any]]) -> AnsweredFusedAttention:
     """Return a context in which the arguments of torch's fused attention go into `calls`, by name, and its result is zero."""
 
     def record(*args: Any, **kwargs: Any) -> Tensor:
-        given = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}
-        calls.append(given)
-        return no_values(given["query"], given["value"].shape[-1])
+        operands = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}
+        calls.append(operands)
+        return no_values(operands["query"], operands["value"].shape[-1])
 
     return AnsweredFusedAttention(record)
 
 
 def answered_core(attention: nn.Module, other: Mapping[str, Any] | None, calls: list[bool]) -> AnsweredFusedAttention:
-    """Return a context in which `attention`, with the keys `other` besides, answers for torch's fused attention."""
+    """Return a context in which `attention`, with the additional keys `other`, replaces torch's fused attention."""
 
     def answer(*args: Any, **kwargs: Any) -> Tensor:
         calls.append(True)
@@ -53,7 +54,7 @@ def answered_core(attention: nn.Module, other: Mapping[str, Any] | None, calls: 
 
 
 def no_values(x: Tensor, width: int) -> Tensor:
-    """Return zeros of this width for each row of x, which take no memory."""
+    """Return zeros of this width for each row of x, in a tensor that takes no memory."""
     return x.new_zeros(()).expand(*x.shape[:-1], width)
 
 
@@ -74,7 +75,7 @@ class RecordedScores(TorchFunctionMode):
     def __init__(self, calls: list[dict[str, Any]]) -> None:
         super().__init__()
         self.calls = calls
-        self.weights: list[Tensor] = []  # zeros, followed by identity
+        self.weights: list[Tensor] = []  # zeros, identified in later calls
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,12 +99,12 @@ class RecordedScores(TorchFunctionMode):
 
 
 class AnsweredScores(TorchFunctionMode):
-    """A context in which `attention`, with the keys `other` besides, answers for the softmax of a written-out attention."""
+    """A context in which `attention`, with the additional keys `other`, replaces the softmax of a written-out attention."""
 
     def __init__(self, attention: nn.Module, other: Mapping[str, Any] | None, calls: list[bool]) -> None:
         super().__init__()
         self.attention, self.other, self.calls = attention, other, calls
-        self.weights: list[tuple[Tensor, Tensor]] = []  # those of its own keys, as far as they are followed, and of the others
+        self.weights: list[tuple[Tensor, Tensor]] = []  # of the attention's own keys, identified in later calls, and of the others
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,10 +136,9 @@ class AnsweredScores(TorchFunctionMode):
 
 
 def softmax_arguments(args: Any, kwargs: Mapping[str, Any]) -> tuple[Tensor, torch.dtype | None]:
-    """Return the argument that a softmax normalizes, and the dtype in which it computes, if given."""
-    scores = args[0] if args else kwargs["input"]
-    given = [argument for argument in (*args, kwargs.get("dtype")) if isinstance(argument, torch.dtype)]
-    return scores, given[0] if given else None
+    """Return the scores that a softmax normalizes, and the dtype among its arguments; None without one."""
+    dtypes = (argument for argument in (*args, kwargs.get("dtype")) if isinstance(argument, torch.dtype))
+    return args[0] if args else kwargs["input"], next(dtypes, None)
 
 
 HOOKS = (
@@ -152,40 +152,37 @@ HOOKS = (
 )
 
 
-Recorded = Callable[[list[dict[str, Any]]], AbstractContextManager[Any]]  # the operands of an attention are appended to the list
+Recorded = Callable[[list[dict[str, Any]]], AbstractContextManager[Any]]  # appends the operands of an attention to the list
 
 
 @dataclasses.dataclass(frozen=True)
 class Borrowing:
-    """The parts of an attention's code to replace, by paths inside it: modules of another; queries and results that go unused."""
+    """The modules of an attention to replace, by paths inside it: by modules of another, or because their outputs are not used."""
 
-    modules: Mapping[str, str]  # path in the code's own module → path of its replacement in the other
+    modules: Mapping[str, str]  # path in the attention's own module → path of the replacement in the other
     query: tuple[str, int]  # the module that projects the queries, and their columns; "" if the queries are needed
-    out: str  # the module that multiplies the result; "" if it is outside
+    out: str  # the module that projects the output; "" if it is outside
 
 
-class NoQuery(nn.Module):
-    """Zeros for each token: the queries are those of another call."""
+class Nothing(nn.Module):
+    """Returns zeros of a width for each token, instead of a matrix whose output is removed or not used."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
 
     def forward(self, x: Tensor) -> Tensor:
-        return no_values(x, self.width)
+        return x.new_zeros(*x.shape[:-1], self.width)
 
 
 def borrowed_operands(
     code: nn.Module, lender: nn.Module, borrowing: Borrowing, recorded: Recorded, args: Any, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Any]:
-    """Return the operands of the attention in `code`, run with the modules of `lender`, as `recorded` has them.
-
-    The second result is its output, of zeros.
-    """
+    """Run `code` with the modules of `lender`. Return the operands that `recorded` records, {} if none, and the output of zeros."""
     replaced = {path: module_at(lender, other) for path, other in borrowing.modules.items()}
     path, width = borrowing.query
     if path:
-        replaced[path] = NoQuery(width)
+        replaced[path] = Nothing(width)
     if borrowing.out:
         replaced[borrowing.out] = nn.Identity()
     calls: list[dict[str, Any]] = []
@@ -196,7 +193,7 @@ def borrowed_operands(
 
 
 def copy_with(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
-    """Return a shallow copy of `module`, and of modules on the way to a path in `replaced`, with the modules there replaced."""
+    """Return a shallow copy of `module`, and of its modules that contain a path in `replaced`, with the modules there replaced."""
     if "" in replaced:
         return replaced[""]
     children = dict(child_modules(module))
@@ -207,13 +204,13 @@ def copy_with(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module
     for name, below in inner.items():
         children[name] = copy_with(children[name], below)
     copy: nn.Module = object.__new__(type(module))
-    hooks: dict[str, Any] = {name: OrderedDict() for name in HOOKS}  # hooks on the module's calls must not see this one
+    hooks: dict[str, Any] = {name: OrderedDict() for name in HOOKS}  # hooks on the module must not see this call
     copy.__dict__.update({**module.__dict__, **hooks, "_modules": children})
     return copy
 
 
 def module_at(module: nn.Module, path: str) -> nn.Module:
-    """Return the module at a path inside another, from the registries: while tracing, attribute access returns proxies."""
+    """Return the module at a path inside `module`, from the registries: while tracing, attribute access returns proxies."""
     for name in path.split(".") if path else ():
         module = child_modules(module)[name]
     return module

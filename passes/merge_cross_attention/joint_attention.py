@@ -1,16 +1,16 @@
 """One softmax over two sets of keys: a module with the signature of torch's `scaled_dot_product_attention` plus the other set.
 
-    s_j = scale · q·k_j + mask_j                       of the keys that the attention itself had
+    s_j = scale · q·k_j + mask_j                       of the attention's own keys
     s_j = scale · q·k_j + mask_j + log w               of the other keys, w = 1 in the method
     y   = Σ_j softmax_j(s) v_j
 
 In the first attention of a layer the decoder's tokens are its own keys and the encoder's tokens the others; in the second, which
-was the cross-attention, it is the reverse. At w = 0 the others have no effect: the dense attention.
+was the cross-attention, it is the reverse. At w = 0 it is the dense attention.
 
-If scores are written out, the model's own code computes both sets of keys, and multiplies its weights by its values:
+If scores are written out, the model's own code computes the scores of both sets and the products with the values:
 
-    p = softmax([s; t + log w])            s: scores of the attention's own keys, t: those of the other keys, w = 1 in the method
-    y = p_s v + p_t v'                     by the product that the model's own code makes of its weights and its values
+    p = softmax([s; t + log w])            s: scores of the attention's own keys, t: scores of the other keys, w = 1 in the method
+    y = p_s v + p_t v'
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.1.
 """
@@ -27,16 +27,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.passes.merge_cross_attention.attention_calls import AnsweredScores, RecordedScores, answered_core, recorded_core
-from retrofit.sdk.modules import AnsweredFusedAttention, is_exporting
+from retrofit.sdk.modules import is_exporting
 
-NONE, FIRST = "none", "first"  # positions between a token of the decoder and one of the encoder
+NONE, FIRST = "none", "first"  # relative positions of encoder tokens to decoder tokens
 
 
 class AttentionToOthers(nn.Module):
-    """Has w, the weight of the other keys; `share` of it is in use, all of it but while a dial turns."""
+    """Has w, the weight of the other keys, and the factor `share` of w, which a dial sets."""
 
     def __init__(self, heads: int, positions: str, encoder_is_own: bool, weight: float, like: Tensor) -> None:
-        """Start with w = `weight`; below 1 it is trained, with one number for each head."""
+        """Start with w = `weight`; below 1 it is a parameter with one number per head."""
         super().__init__()
         self.heads, self.positions, self.encoder_is_own = heads, positions, encoder_is_own
         self.share = 1.0
@@ -46,11 +46,11 @@ class AttentionToOthers(nn.Module):
 
     @property
     def weighs(self) -> bool:
-        """Return whether the other keys count with a weight other than 1."""
+        """Return whether the weight of the other keys may differ from 1."""
         return self.log_weight is not None or self.share != 1
 
     def added(self) -> Tensor | float:
-        """Return log w of each head, (1, heads, 1, 1), and of the share that is in use; 0 where w is 1."""
+        """Return the logarithm of the weight and the share, (1, heads, 1, 1) or a number."""
         share = math.log(self.share) if self.share != 1 else 0.0
         return share if self.log_weight is None else self.log_weight.view(1, -1, 1, 1) + share
 
@@ -58,13 +58,13 @@ class AttentionToOthers(nn.Module):
         return f"heads={self.heads}, positions={self.positions}, encoder_is_own={self.encoder_is_own}"
 
 
-FEW = 8  # queries whose scores are written out, as in decoding: no copy of the keys is made then
+FEW = 8  # up to so many queries, as in decoding, scores are written out, which copies no key
 HIDDEN = -1e4  # an additive mask below this hides
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The keys of one set, with heads apart, and how the queries score them."""
+    """The queries, keys and values of one set of keys, by head, with its mask and scale."""
 
     q: Tensor  # (batch, heads, T, d)
     k: Tensor  # (batch, key heads, K, d)
@@ -74,7 +74,7 @@ class Part:
 
     @staticmethod
     def of(given: Mapping[str, Any], heads: int) -> Part:
-        """Return the part in an attention's arguments; some models pass heads that share a key as several queries of a token."""
+        """Return the part in an attention's arguments. Some models pass heads that share a key as further queries of a token."""
         query, key, mask = given["query"], given["key"], given.get("attn_mask")
         q = query.reshape(query.shape[0], heads, -1, query.shape[-1])
         keys = key.shape[-2]
@@ -88,16 +88,16 @@ class Part:
         return Part(q, key, given["value"], mask, query.shape[-1] ** -0.5 if scale is None else scale)
 
     def scores(self) -> Tensor:
-        """Return (batch, heads, T, K), in float32 or wider."""
+        """Return the masked scores, (batch, heads, T, K), in float32 or wider."""
         batch, heads, tokens, _ = self.q.shape
-        folded = self.q.reshape(batch, self.k.shape[1], -1, self.q.shape[-1])  # the heads that share a key behind each other
+        folded = self.q.reshape(batch, self.k.shape[1], -1, self.q.shape[-1])  # heads that share a key are queries of one head
         s = ((folded * self.scale) @ self.k.mT).reshape(batch, heads, tokens, -1)
         s = s.to(torch.promote_types(s.dtype, torch.float32))
         if self.mask is None:
             return s
         return s.masked_fill(~self.mask, torch.finfo(s.dtype).min) if self.mask.dtype == torch.bool else s + self.mask
 
-    def laid_out(self, is_bias: bool) -> Tensor:
+    def full_mask(self, is_bias: bool) -> Tensor:
         """Return the mask for all queries and keys, (batch or 1, heads or 1, T, K): a bias or the visible keys."""
         tokens, keys = self.q.shape[2], self.k.shape[2]
         if self.mask is None:
@@ -109,8 +109,8 @@ class Part:
         mask = mask.to(self.q.dtype) if is_bias else mask
         return mask.expand(*mask.shape[:2], tokens, keys)
 
-    def seen_as_first_of(self, decoder: Part) -> Part:
-        """Return these keys for the decoder's queries, each with the bias of the decoder's first token."""
+    def with_bias_of_first(self, decoder: Part) -> Part:
+        """Return the keys with the decoder's queries, and with the bias of the decoder's first token added to the mask."""
         mask = self.mask
         if decoder.mask is not None and decoder.mask.dtype != torch.bool:
             bias = decoder.mask[..., :1]
@@ -122,11 +122,10 @@ class Part:
         return dataclasses.replace(self, q=decoder.q, mask=mask)
 
     def beside(self, others: Part) -> tuple[Part, Part]:
-        """Return both parts with one query of twice the width; each has zeros in the other's half."""
+        """Return both parts with one query of twice the width; the keys of each have zeros in the other's half."""
         q = torch.cat([self.q * self.scale, others.q * others.scale], -1)
-        keys = (torch.cat([self.k, torch.zeros_like(self.k)], -1), torch.cat([torch.zeros_like(others.k), others.k], -1))
-        own, besides = (dataclasses.replace(part, q=q, k=k, scale=1.0) for part, k in zip((self, others), keys, strict=True))
-        return own, besides
+        own, other = torch.cat([self.k, torch.zeros_like(self.k)], -1), torch.cat([torch.zeros_like(others.k), others.k], -1)
+        return dataclasses.replace(self, q=q, k=own, scale=1.0), dataclasses.replace(others, q=q, k=other, scale=1.0)
 
     def weighed(self, p: Tensor) -> Tensor:
         """Return Σ_j p_j v_j: (batch, heads, T, d_v)."""
@@ -136,9 +135,11 @@ class Part:
 
 
 class JointAttention(AttentionToOthers):
-    """Attention over the keys of the call and others."""
+    """Attention over the keys of the call and over other keys."""
 
     replaces = "torch's scaled_dot_product_attention"
+    recorded = staticmethod(recorded_core)
+    answered = staticmethod(answered_core)
 
     def forward(
         self,
@@ -155,21 +156,20 @@ class JointAttention(AttentionToOthers):
     ) -> Tensor:
         """Return the output, in the shape of the query, for the arguments of `scaled_dot_product_attention` and the other keys.
 
-        `other` has no query if that is the call's own.
+        `other["query"]` is None if the other keys have the call's query.
         """
         if other is None:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        given = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "is_causal": is_causal, "scale": scale}
-        one_query = other["query"] is None or self.positions == FIRST
-        besides = {**other, "query": query} if other["query"] is None else other
-        own, others = (Part.of(arguments, self.heads) for arguments in (given, besides))
+        call = {"query": query, "key": key, "value": value, "attn_mask": attn_mask, "is_causal": is_causal, "scale": scale}
+        same_query = other["query"] is None
+        own, others = Part.of(call, self.heads), Part.of({**other, "query": query} if same_query else other, self.heads)
         if self.positions == FIRST and self.encoder_is_own:
-            own = own.seen_as_first_of(others)
+            own = own.with_bias_of_first(others)
         elif self.positions == FIRST:
-            others = others.seen_as_first_of(own)
-        one_query = one_query and own.scale == others.scale
+            others = others.with_bias_of_first(own)
+        one_query = (same_query or self.positions == FIRST) and own.scale == others.scale
         tokens = own.q.shape[2]
         # an exported program must contain one attention over all keys, for any queries, so that later passes find it
         if is_exporting() or (one_query and not (isinstance(tokens, int) and tokens <= FEW)):
@@ -181,7 +181,7 @@ class JointAttention(AttentionToOthers):
         return y.reshape(*query.shape[:-1], value.shape[-1])
 
     def written_out(self, own: Part, others: Part, dropout: float) -> Tensor:
-        """Return the scores of the two sets next to each other, no key copied."""
+        """Return the output by one softmax over the scores of both sets, without a copy of the keys."""
         s, t = own.scores(), others.scores()
         if self.weighs:
             t = t + self.added()
@@ -191,46 +191,37 @@ class JointAttention(AttentionToOthers):
         return own.weighed(first) + others.weighed(second)
 
     def fused(self, own: Part, others: Part, dropout: float) -> Tensor:
-        """Return the result by torch's own attention over the keys of both sets, one behind the other."""
+        """Return the output of torch's attention over the concatenated keys of both sets."""
         q, heads = own.q, self.heads
-        k, v = (
-            torch.cat([repeated(mine, heads), repeated(theirs, heads)], 2)
-            for mine, theirs in ((own.k, others.k), (own.v, others.v))
-        )
+        k = torch.cat([repeated(own.k, heads), repeated(others.k, heads)], 2)
+        v = torch.cat([repeated(own.v, heads), repeated(others.v, heads)], 2)
         if own.mask is None and others.mask is None and not self.weighs:
             mask = None
         else:
             masks = own.mask, others.mask
             is_bias = self.weighs or any(mask is not None and mask.dtype != torch.bool for mask in masks)
-            parts = [part.laid_out(is_bias) for part in (own, others)]
+            parts = [part.full_mask(is_bias) for part in (own, others)]
             if self.weighs:
                 parts[1] = (parts[1] + self.added()).to(q.dtype)
             leading = torch.broadcast_shapes(parts[0].shape[:2], parts[1].shape[:2])
             mask = torch.cat([part.expand(*leading, -1, -1) for part in parts], -1)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=own.scale)
 
-    @staticmethod
-    def recorded(calls: list[dict[str, Any]]) -> AnsweredFusedAttention:
-        """Return a context in which the operands of torch's fused attention go into `calls`."""
-        return recorded_core(calls)
-
-    def answering(self, other: Mapping[str, Any] | None, calls: list[bool]) -> AnsweredFusedAttention:
-        """Return a context in which this module, with the keys `other` besides, answers for torch's fused attention."""
-        return answered_core(self, other, calls)
-
 
 def repeated(x: Tensor, heads: int) -> Tensor:
-    """Return x with a copy of each shared head for every head that reads it: (batch, heads, K, width)."""
+    """Return x with a copy of each shared head for every head that shares it: (batch, heads, K, width)."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 class JointSoftmax(AttentionToOthers):
-    """The weights of the keys of a call and of others."""
+    """The softmax weights of the keys of a call and of other keys."""
 
     replaces = "a softmax between two products"
+    recorded = RecordedScores
+    answered = AnsweredScores
 
     def forward(self, scores: Tensor, dtype: torch.dtype | None = None, *, other: Mapping[str, Any] | None = None) -> Tensor:
-        """Return the weights (…, T, K + K') of scores (…, T, K) and others (…, T, K'); … is batch and heads, or their product."""
+        """Return the weights (…, T, K + K') for scores (…, T, K) and others (…, T, K'); … is batch and heads, or their product."""
         if other is None:
             return scores.softmax(-1, dtype)
         others = other["scores"].reshape(*scores.shape[:-1], -1).to(scores.dtype)
@@ -238,12 +229,3 @@ class JointSoftmax(AttentionToOthers):
             by_head = others.reshape(-1, self.heads, *others.shape[-2:])
             others = (by_head + self.added()).to(scores.dtype).reshape(others.shape)
         return torch.cat([scores, others], -1).softmax(-1, dtype)
-
-    @staticmethod
-    def recorded(calls: list[dict[str, Any]]) -> RecordedScores:
-        """Return a context in which the scores and the values of a written-out attention go into `calls`."""
-        return RecordedScores(calls)
-
-    def answering(self, other: Mapping[str, Any] | None, calls: list[bool]) -> AnsweredScores:
-        """Return a context in which this module, with the keys `other` besides, answers for the softmax."""
-        return AnsweredScores(self, other, calls)

@@ -4,8 +4,8 @@
     y_2 = y_1 + A_2(norm(y_1); [encoder; decoder])        attentions=2: from cross-attention's weights, where it was
     y   = y_2 + FFN(y_2)
 
-A decoder token sees all tokens of the encoder that are no padding, and the decoder's tokens up to itself. `joint_attention.py` has
-the attention over both, `merged_layer.py` the layer around it, `merged_sites.py` finds the sites.
+A decoder token sees all tokens of the encoder except padding, and the decoder's tokens up to itself. `joint_attention.py` has the
+attention over both, `merged_layer.py` the layer around it; `merged_sites.py` finds the sites.
 
 Sparse is Enough in Scaling Transformers (NeurIPS 2021), §4.1.
 """
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from retrofit.passes.merge_cross_attention import reference as method_reference
+from retrofit.passes.merge_cross_attention.attention_calls import Nothing
 from retrofit.passes.merge_cross_attention.joint_attention import FEW, FIRST, NONE, JointAttention, JointSoftmax
 from retrofit.passes.merge_cross_attention.merged_layer import (
     Joint,
@@ -26,7 +27,6 @@ from retrofit.passes.merge_cross_attention.merged_layer import (
     MergedLayer,
     MergedSelfAttention,
     NoCrossAttention,
-    Nothing,
     OtherTokens,
 )
 from retrofit.passes.merge_cross_attention.merged_sites import GoneBranch, MergedSite, SiteFinder
@@ -49,19 +49,19 @@ from retrofit.sdk import (
 from retrofit.sdk.modules import float_like
 from retrofit.sdk.program import refuse_state_inputs
 
-GONE = "the cross-attention is gone"
+GONE = "the cross-attention is removed"
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeCrossAttentionPlan(Plan):
-    """The layers that are rewritten."""
+    """The layers to rewrite."""
 
     layers: tuple[MergedSite, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
-    """Replaces cross-attention: self-attention over the encoder's tokens and the decoder's, once or twice a layer."""
+    """Merge cross-attention into self-attention: one or two attentions per layer over both sets of tokens."""
 
     name: ClassVar[str] = "merge-cross-attention"
     summary: ClassVar[str] = "merge a decoder's self-attention and cross-attention into one softmax over both sequences"
@@ -81,10 +81,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
     )
 
     attentions: int = option(
-        2,
-        "attentions per layer; the second replaces the cross-attention and has its weights",
-        minimum=1,
-        maximum=2,
+        2, "attentions per layer; the second replaces the cross-attention and has its weights", minimum=1, maximum=2
     )
     weight: float = option(1.0, "w, weight of the added keys; below 1 it is trained, one per head", minimum=0, maximum=1)
     positions: str = option(
@@ -105,7 +102,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
                 code="idle",
             )
 
-    # What would be rewritten.
+    # The plan.
 
     def added_sizes(self, sizes: frozenset[int]) -> frozenset[int]:
         return frozenset()
@@ -122,29 +119,15 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
             for stack in crossing
             for depth in sorted(selected_depths(self.layers, len(stack.layers), self.name, deepest))
         ]
-        if not chosen and any(isinstance(module, MergedLayer) for module in anatomy.model.modules()):
-            raise DoesNotFitError(
-                "the model has no cross-attention left",
-                by="merge-cross-attention",
-                why=self.already,
-                remedy="start from the dense model to use other options",
-                in_any_form=True,
-                code="no-cross-attention",
-            )
         if not chosen:
-            raise DoesNotFitError(
-                "no stack of the model has cross-attention",
-                by="merge-cross-attention",
-                why="no attention reads the result of another stack",
-                remedy="use it on encoder-decoders",
-                in_any_form=True,
-                code="no-cross-attention",
-            )
-        finder, near_misses, found = (
-            SiteFinder(anatomy, chosen, self.attentions, self.positions),
-            list[NearMiss](),
-            list[MergedSite](),
-        )
+            what, why = "no stack of the model has cross-attention", "no attention reads the output of another stack"
+            remedy = "use it on encoder-decoders"
+            if any(isinstance(module, MergedLayer) for module in anatomy.model.modules()):
+                what, why = "the model has no cross-attention left", self.already
+                remedy = "start from the dense model to use other options"
+            raise DoesNotFitError(what, by=self.name, why=why, remedy=remedy, in_any_form=True, code="no-cross-attention")
+        finder = SiteFinder(anatomy, chosen, self.attentions, self.positions)
+        near_misses, found = list[NearMiss](), list[MergedSite]()
         for stack, depth in chosen:
             layer = stack.layers[depth]
             with collect_near_miss(layer.name or layer.exit, near_misses):
@@ -162,7 +145,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
 
     def describe(self) -> str:
         text = "one attention" if self.attentions == 1 else "two attentions, each"
-        weight = f", the keys it did not have with a weight of {self.weight:g}" if self.weight < 1 else ""
+        weight = f", the added keys with a weight of {self.weight:g}" if self.weight < 1 else ""
         return f"{text} over the encoder's tokens and the decoder's{weight}"
 
     # The rewrite.
@@ -172,7 +155,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
             self.merge(site, edit)
 
     def merge(self, site: MergedSite, edit: Edit) -> None:
-        """Make the attentions of one layer see both sets of tokens; of the cross-attention its code is left, or its weights too."""
+        """Replace the attentions of one layer by merged ones; with attentions=1 only the code of the cross-attention is kept."""
         own_path, cross_path = (f"{site.path}.{part.path}" for part in (site.own, site.cross))
         own, cross = edit.model.get_submodule(own_path), edit.model.get_submodule(cross_path)
         like = float_like(own)
@@ -197,7 +180,7 @@ class MergeCrossAttention(Pass[MergeCrossAttentionPlan]):
         return (JointSoftmax if site.written_out else JointAttention)(site.heads, self.positions, encoder_is_own, self.weight, like)
 
     def drop_branch(self, gone: GoneBranch, cross_path: str, edit: Edit) -> None:
-        """Drop the cross-attention's weights, and those of modules around it that only it needed."""
+        """Drop the weights that only the cross-attention's branch uses."""
         for name in gone.dropped:
             edit.drop_parameter(edit.model.get_parameter(name), GONE)
         for path in gone.emptied:

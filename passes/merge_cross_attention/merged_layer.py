@@ -1,12 +1,12 @@
 """A decoder layer whose attentions see the encoder's tokens and the decoder's, around the layer's own code.
 
-The layer knows the encoder's states before it calls its self-attention, and passes it the arguments of its cross-attention. Each
-attention runs its own code, in which a `JointAttention` replaces torch's fused attention; the other set of keys comes from the
-other attention's code with this one's weights (`attention_calls.py`).
+The layer passes the encoder's states and the other arguments of its cross-attention to both attentions. Each attention runs its own
+code, in which a `JointAttention` replaces torch's fused attention; the code of the other attention, with the weights of this one,
+computes the other keys (`attention_calls.py`).
 
-The second attention stores keys of the decoder, and the first those of the encoder, in additional layers of the model's cache. A
-cache of n layers gets n more, of the same kinds, so operations of generation on a cache (selecting rows for beams, removing tokens,
-a fixed length, exported states) apply to them too.
+The second attention stores its keys of the decoder's tokens, and the first its keys of the encoder's, in additional layers of the
+model's cache. A cache of n layers gets n more, of the same kinds, so operations of generation on a cache (selecting rows for beams,
+removing tokens, a fixed length, exported states) apply to them too.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from retrofit.sdk.program import Key
 
 @contextlib.contextmanager
 def second_layers(cache: Cache, layers: int) -> Iterator[Cache]:
-    """Yield a view of `cache` whose layers come after its own `layers`; they are added if they do not exist."""
+    """Yield a view of the layers of `cache` after its first `layers`; they are added if they do not exist."""
     view: Any = object.__new__(type(cache))
     view.__dict__.update(cache.__dict__)
     if not isinstance(cache, EncoderDecoderCache):
         add_layers(cache, layers)
         view.layers, view.layer_class_to_replicate = cache.layers[layers:], None
         yield view
-        cache.layers[layers:] = view.layers  # a cache may replace its layers when they are written to
+        cache.layers[layers:] = view.layers  # a cache may replace its layers when it is updated
         return
     with (
         second_layers(cache.self_attention_cache, layers) as view.self_attention_cache,
@@ -51,42 +51,42 @@ def second_layers(cache: Cache, layers: int) -> Iterator[Cache]:
 def add_layers(cache: Cache, layers: int) -> None:
     """Extend the cache to twice `layers` layers; the second half has the kinds of the first."""
     while len(cache.layers) < layers:
-        assert cache.layer_class_to_replicate is not None, "a cache with a layer for each of the model's, or one that grows"
+        assert cache.layer_class_to_replicate is not None, "the cache has fewer layers than the model, and cannot add any"
         cache.layers.append(cache.layer_class_to_replicate())
     while len(cache.layers) < 2 * layers:
         cache.layers.append(new_like(cache.layers[len(cache.layers) - layers]))
 
 
 def new_like(layer: Any) -> Any:
-    """Return a layer of a cache like another one, before any token."""
+    """Return an empty cache layer with the arguments of `layer`."""
     names = inspect.signature(type(layer)).parameters
     return type(layer)(**{name: getattr(layer, name) for name in names if hasattr(layer, name)})
 
 
 KEYWORD = "merged"
 
-Joint = JointAttention | JointSoftmax  # one instead of torch's fused attention, one where scores are written out
+Joint = JointAttention | JointSoftmax  # instead of torch's fused attention, or of the softmax of written-out scores
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionCall:
-    """The call of the module of one attention of a layer, and how its code is borrowed."""
+    """The module of one attention of a layer, and the use of its code with the weights of the other."""
 
     path: str  # inside the layer
     stream_in: Key
-    borrowing: Borrowing  # of its code, with the weights of the layer's other attention
+    borrowing: Borrowing
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossArguments:
-    """The arguments of a layer that its cross-attention is called with, besides the stream, each with the key it has there."""
+    """The arguments of a layer that its cross-attention receives, except the stream."""
 
-    source: Key  # of the layer, the encoder's states
-    others: tuple[tuple[Key, Key], ...]  # key in the cross-attention's call, key in the layer's
+    source: Key  # the encoder's states, in the layer's call
+    others: tuple[tuple[Key, Key], ...]  # key in the cross-attention's call, key in the layer's call
 
 
 class MergedLayer(Wrapper):
-    """Calls `layer` so that its attentions at `paths` receive the keyword `merged`: the arguments of the layer that both need."""
+    """Calls `layer` so that its attentions at `paths` receive the keyword `merged`, with the arguments that both need."""
 
     def __init__(self, layer: nn.Module, paths: tuple[str, ...], arguments: CrossArguments) -> None:
         super().__init__(layer)
@@ -115,8 +115,8 @@ class MergedSelfAttention(Wrapper):
         self.attention, self.cross_stream = attention, cross.stream_in
         keys = cross.stream_in, *(key for key, _ in arguments.others)
         self.positional = 1 + max([-1, *(key for key in keys if isinstance(key, int))])  # arguments of the cross-attention
-        self.cache_layers = 0  # of the model's own; 0 if the cross-attention's layers are free
-        self.__dict__["cross"] = nn.Identity()  # whose code is borrowed; registered elsewhere, or without weights
+        self.cache_layers = 0  # number of the model's own cache layers; 0 if the cross-attention's layers are free
+        self.__dict__["cross"] = nn.Identity()  # the module whose code is used; registered elsewhere, or without weights
 
     def forward(self, *args: Any, merged: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         given, layer = required(merged), child_modules(self)["layer"]
@@ -140,7 +140,7 @@ class MergedSelfAttention(Wrapper):
         return code
 
     def cross_call(self, x: Tensor, given: dict[str, Any], cache: Cache | None, name: str) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments with which the cross-attention would be called on x."""
+        """Return the positional arguments and keywords of a call of the cross-attention on x."""
         values = {self.cross_stream: x, **dict(given["arguments"])}
         keywords = {key: value for key, value in values.items() if isinstance(key, str)}
         if cache is not None:
@@ -155,7 +155,7 @@ class MergedCrossAttention(Wrapper):
         super().__init__(layer)
         self.stream_in, self.borrowing = argument_place(layer, call.stream_in), own.borrowing
         self.attention, self.cache_layers = attention, layers
-        self.__dict__["own"] = nn.Identity()  # the first attention, whose code is borrowed; registered elsewhere
+        self.__dict__["own"] = nn.Identity()  # the first attention, whose code is used; registered elsewhere
 
     def forward(self, *args: Any, merged: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         given, layer = required(merged), child_modules(self)["layer"]
@@ -165,7 +165,7 @@ class MergedCrossAttention(Wrapper):
             first: Any = self.__dict__["own"]
             arguments, keywords = list(given["self"][0]), dict(given["self"][1])
             place, name = find_argument(first.stream_in, arguments, keywords)
-            before, x = place[name], container[key]  # some modules take the stream several times: as queries, keys and values
+            before, x = place[name], container[key]  # some modules receive the stream as queries, keys and values
             arguments = [x if value is before else value for value in arguments]
             keywords = {word: x if value is before else value for word, value in keywords.items()}
             with cache_replaced(arguments, keywords, self.cache_layers):
@@ -175,16 +175,16 @@ class MergedCrossAttention(Wrapper):
 
 
 class NoCrossAttention(nn.Module):
-    """Replaces a removed cross-attention: adds nothing. The first attention needs its code, so it is kept, without weights."""
+    """Replaces a removed cross-attention and returns zeros. Its code, which the first attention uses, is stored without weights."""
 
     def __init__(self, code: nn.Module, call: AttentionCall, returned: bool, out_key: Key, width: int) -> None:
-        """`returned` is whether the module returned the term added to the stream, at `out_key` and of this width."""
+        """`returned`: the module returned the term added to the stream, at `out_key` and of this width."""
         super().__init__()
         self.stream_in, self.returned, self.out_key, self.width = argument_place(code, call.stream_in), returned, out_key, width
         weights = [
             path for path, part in code.named_modules() if any(parameter is not None for parameter in part._parameters.values())
         ]
-        self.__dict__["code"] = copy_with(code, {path: nn.Identity() for path in weights})  # not registered: nothing is in it
+        self.__dict__["code"] = copy_with(code, {path: nn.Identity() for path in weights})  # no parameters, so not registered
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -196,22 +196,11 @@ class NoCrossAttention(nn.Module):
 
     def forward(self, *args: Any, merged: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         given = required(merged)
-        if not self.returned:  # zeros already, and `Nothing` comes after it
+        if not self.returned:  # zeros already, and `Nothing` projects them
             return given["returned"]
         container, key = find_argument(self.stream_in, list(args), kwargs)
         x: Tensor = container[key]
         return with_item(given["returned"], self.out_key, x.new_zeros(*x.shape[:-1], self.width))
-
-
-class Nothing(nn.Module):
-    """Returns zeros of a width for any argument; replaces the matrix of a removed branch."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.width = width
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.new_zeros(*x.shape[:-1], self.width)
 
 
 def required(merged: dict[str, Any] | None) -> dict[str, Any]:
@@ -226,13 +215,12 @@ def required(merged: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return the output of `layer` with `attention` in it, which sees the other keys too.
+    """Return the output of `layer` with its attention replaced by `attention`, which sees the keys `other` too.
 
-    Raises `RetrofitError` if the layer attends otherwise. The other keys are empty if they could not be found, because the other
-    attention's code attends otherwise too.
+    Raises `RetrofitError` if the code of the layer, or that of the other attention, which gives `other` = {}, attends otherwise.
     """
     calls: list[bool] = []
-    with attention.answering(other, calls):
+    with attention.answered(attention, other, calls):
         result = layer(*args, **kwargs)
     if not calls or other == {}:
         raise RetrofitError(
@@ -253,49 +241,40 @@ def value_at(place: ArgumentPlace, args: list[Any], kwargs: Mapping[str, Any]) -
 
 
 def cache_keyword(kwargs: Mapping[str, Any]) -> str:
-    """Return the name under which an attention gets the cache."""
+    """Return the keyword with which an attention receives the cache."""
     return next((name for name, value in kwargs.items() if isinstance(value, Cache)), "past_key_values")
 
 
 @contextlib.contextmanager
 def own_cache(cache: Cache | None, layers: int) -> Iterator[Cache | None]:
-    """Yield the layers of the cache after the model's own, if they are used; else the cache."""
-    if cache is None or not layers:
-        yield cache
-        return
-    with second_layers(cache, layers) as second:
+    """Yield the layers of the cache after its first `layers`; for `layers` = 0 the cache."""
+    with second_layers(cache, layers) if cache is not None and layers else contextlib.nullcontext(cache) as second:
         yield second
 
 
 @contextlib.contextmanager
 def cache_replaced(arguments: list[Any], keywords: dict[str, Any], layers: int) -> Iterator[None]:
-    """Yield arguments in which a cache is its layers behind the model's own."""
-    places: list[tuple[Any, Any]] = [
-        *((arguments, place) for place in range(len(arguments))),
-        *((keywords, name) for name in keywords),
-    ]
+    """Within this context caches among the arguments are their layers after the first `layers`."""
+    places: list[tuple[Any, Any]] = [(arguments, index) for index in range(len(arguments))]
     with contextlib.ExitStack() as stack:
-        for container, place in places:
+        for container, place in [*places, *((keywords, name) for name in keywords)]:
             if isinstance(container[place], Cache):
                 container[place] = stack.enter_context(second_layers(container[place], layers))
         yield
 
 
-__all__ = ["AttentionCall", "CrossArguments", "MergedCrossAttention", "MergedLayer", "MergedSelfAttention", "NoCrossAttention"]
-
-
 @dataclasses.dataclass(frozen=True)
 class OtherTokens:
-    """At 0 each attention sees the keys it had, which is the dense layer; at 1 it sees both sets."""
+    """At 0 each attention sees its own keys, as in the dense layer; at 1 it sees both sets."""
 
-    name: str = "the weight of the tokens that an attention did not have"
+    name: str = "the weight of the keys that the merge adds"
 
     def fits(self, site: nn.Module) -> bool:
-        """Return whether the cross-attention exists: without it the layer is not the dense one."""
+        """Return whether the layer has its cross-attention, without which 0 is not the dense layer."""
         return any(isinstance(module, MergedCrossAttention) for module in site.modules())
 
     def turn(self, site: nn.Module, share: float) -> None:
-        """Weight the keys that an attention did not have before by `share`."""
+        """Set the weight of the keys that the merge adds to `share`."""
         for module in site.modules():
             if isinstance(module, AttentionToOthers):
                 module.share = share

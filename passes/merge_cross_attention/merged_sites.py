@@ -1,4 +1,4 @@
-"""The places where a decoder's two attentions can be merged: their modules, what each needs of the other, what can be removed."""
+"""The layers whose two attentions can be merged: their modules, the weights that each uses of the other, the parts to remove."""
 
 from __future__ import annotations
 
@@ -33,14 +33,12 @@ CALLS_FUSED = (
 AS_GRAPH = Remedy("emit='graph' makes each attention a module", "graph")
 WRITES_OWN = (AS_GRAPH, f"one that has nn.Linear projections and calls {FUSED} can be merged")
 LEFT_OUT = "layers= leaves depths out"
-FOLLOWED = (
-    CAST | DROPOUT | {"view", "reshape", "_unsafe_view", "expand", "contiguous", "clone", "getitem"}
-)  # what a softmax may pass
+FOLLOWED = CAST | DROPOUT | {"view", "reshape", "_unsafe_view", "expand", "contiguous", "clone", "getitem"}  # after a softmax
 
 
 @dataclasses.dataclass(frozen=True)
 class FoundAttention:
-    """One attention of a layer: its projections, its core, and the module in whose code the core is computed."""
+    """One attention of a layer: its projections, its core, and the call of the module whose code computes the core."""
 
     site: AttentionSite
     core: Attention
@@ -54,11 +52,11 @@ class FoundAttention:
 
 @dataclasses.dataclass(frozen=True)
 class GoneBranch:
-    """The branch of a cross-attention that is removed: the modules removed with it, and how it adds nothing."""
+    """The branch of a cross-attention to remove."""
 
-    emptied: tuple[str, ...]  # modules that return their argument
+    emptied: tuple[str, ...]  # modules to replace by an identity
     dropped: tuple[str, ...]  # parameters
-    returned: bool  # whether the attention's own module returns the output of its output matrix
+    returned: bool  # the attention's own module returns the output of its output matrix
     out: str  # the module of that matrix
     out_key: Key
     width: int
@@ -66,7 +64,7 @@ class GoneBranch:
 
 @dataclasses.dataclass(frozen=True)
 class MergedSite:
-    """One layer whose attentions are merged. Paths of modules; those of `own` and `cross` are inside the layer's."""
+    """One layer whose attentions are merged. The paths of `own` and `cross` are inside the layer."""
 
     path: str
     heads: int
@@ -74,8 +72,8 @@ class MergedSite:
     own: AttentionCall
     cross: AttentionCall
     arguments: CrossArguments
-    written_out: bool  # whether the scores are written out, without torch's fused attention
-    gone: GoneBranch | None  # where one attention is left
+    written_out: bool  # scores are written out, without torch's fused attention
+    gone: GoneBranch | None  # with one attention
 
 
 class SiteFinder:
@@ -92,23 +90,20 @@ class SiteFinder:
         """Return the site of one layer. Raises `DoesNotFitError` if it cannot be one."""
         layer = stack.layers[depth]
         name = layer.name or layer.exit
-        branches = [
-            [attention for attention in layer.attentions if attention.role == role]
-            for role in ("self-attention", "cross-attention")
-        ]
-        if not branches[1]:
+        roles = [attention.role for attention in layer.attentions]
+        own_count, cross_count = roles.count("self-attention"), roles.count("cross-attention")
+        if not cross_count:
             raise unfit(name, "it has no cross-attention", "merge-cross-attention is for encoder-decoders")
-        if [len(branch) for branch in branches] != [1, 1]:
-            raise unfit(name, f"it has {len(branches[0])} self-attentions and {len(branches[1])} cross-attentions, not one of each")
-        order = [attention.role for attention in layer.attentions]
-        if order != ["self-attention", "cross-attention"]:
+        if (own_count, cross_count) != (1, 1):
+            raise unfit(name, f"it has {own_count} self-attentions and {cross_count} cross-attentions, not one of each")
+        if roles != ["self-attention", "cross-attention"]:
             raise unfit(name, "its cross-attention comes before its self-attention")
         call = self.calls.innermost(layer)
         self.check_above(call.path, name)
-        own, cross = (self.attention(branch, call) for (branch,) in branches)
+        own, cross = (self.attention(branch, call) for branch in layer.attentions)
         self.check_shapes(own, cross)
         written_out = self.written_out(own, cross)
-        decoders = self.positions == "first"  # whether the decoder's queries are also used for the encoder's keys
+        decoders = self.positions == "first"  # the decoder's queries are used for the encoder's keys too
         numbers = query_numbers(own, self.flow)
         same = numbers is not None and numbers == query_numbers(cross, self.flow) and not written_out
         of_cross = AttentionCall(inside(cross.path, call.path), cross.site.stream_in, self.borrowing(cross, own, same or decoders))
@@ -118,10 +113,7 @@ class SiteFinder:
         return MergedSite(call.path, own.site.heads, self.cache_layers(stack), of_own, of_cross, arguments, written_out, gone)
 
     def cache_layers(self, stack: Stack) -> int:
-        """Return the number of layers in the stack's cache.
-
-        Layers inside its layers are a stack of their own with the same cache.
-        """
+        """Return the number of layers in the stack's cache; layers inside its layers are another stack with the same cache."""
         stacks = [other for other in self.anatomy.stacks if other.kind == stack.kind]
         return sum(
             len(other.layers) for other in stacks if is_part_of(other.name, stack.name) or is_part_of(stack.name, other.name)
@@ -135,17 +127,16 @@ class SiteFinder:
         inner = set(self.flow.between(self.anatomy.node(branch.source), self.anatomy.node(branch.output)))
         cores = [core for core in self.cores if core.result in inner]
         if len(cores) != 1:
-            raise unfit(name, f"the branch holds {len(cores)} attentions, not one")
+            raise unfit(name, f"the branch contains {len(cores)} attentions, not one")
         (core,) = cores
         if op(core.result) != FUSED and (why := why_not_followed(core, self.flow)):
             raise unfit(name, f"it calls no {FUSED}, and {why}", CALLS_FUSED)
         call = self.flow.call_of(core.result)
         if not call.path or call is layer or not layer.encloses(call):
-            raise unfit(name, "it is computed in the code of its layer, and no module owns it", AS_GRAPH)
+            raise unfit(name, "the code of its layer computes it, and no module owns it", AS_GRAPH)
         module = self.anatomy.model.get_submodule(call.path)
         if calls_multi_head(module):
-            why = f"its code calls torch's {MULTI_HEAD}, and no call inside that can be replaced"
-            raise unfit(call.path, why, WRITES_OWN)
+            raise unfit(call.path, f"its code calls torch's {MULTI_HEAD}, whose inner calls cannot be replaced", WRITES_OWN)
         if sum(call.encloses(self.flow.call_of(other.result)) for other in self.cores) != 1:
             raise unfit(call.path, "its module computes more than one attention")
         site = next((attention for attention in self.attentions if attention.name == call.path), None)
@@ -153,7 +144,7 @@ class SiteFinder:
             miss = self.unfit.get(branch.name) or self.unfit.get(call.path)
             if miss is not None:
                 raise unfit(call.path, miss.why, miss.remedies or LEFT_OUT)
-            remedy = "apply the pass that put that module there after this one; layers= leaves depths out"
+            remedy = "apply the pass that installed the module after this one; layers= leaves depths out"
             raise unfit(call.path, "its projections are not in the module that attends", remedy)
         if site.calls > 1:
             raise unfit(call.path, f"it is called {site.calls} times, and the cache has a layer for each call")
@@ -170,36 +161,36 @@ class SiteFinder:
     def check_shapes(self, own: FoundAttention, cross: FoundAttention) -> None:
         """Raise `DoesNotFitError` unless each attention could compute with the other's projections."""
         if cross.site.source_in is None or cross.site.stream_in is None or own.site.stream_in is None:
-            raise unfit(cross.path, "no one argument of it is the encoder's states, or the stream")
+            raise unfit(cross.path, "no single argument is the encoder's states, or the stream")
         for letter in "qkv":
             found = [[projection for projection in each.site.projections if letter in projection.letters] for each in (own, cross)]
             letters = [projections[0].letters if projections else () for projections in found]
             if letters[0] != letters[1] or REST in letters[0]:
-                ours, theirs = (" and ".join(each) or "nothing" for each in reversed(letters))
-                raise unfit(cross.path, f"one matrix makes {ours} in it, and {theirs} in self-attention, whose weights it takes")
-            ours, theirs = (f"{projections[0].stream_width} → {projections[0].width}" for projections in reversed(found))
-            if ours != theirs:
-                raise unfit(cross.path, f"its projection of {letter} is {ours}, and that of self-attention {theirs}")
+                names = [" and ".join(each) or "nothing" for each in letters]
+                why = f"one matrix computes {names[1]} in it, and {names[0]} in self-attention, whose weights it uses"
+                raise unfit(cross.path, why)
+            sizes = [f"{projections[0].stream_width} → {projections[0].width}" for projections in found]
+            if sizes[0] != sizes[1]:
+                raise unfit(cross.path, f"its projection of {letter} is {sizes[1]}, and that of self-attention {sizes[0]}")
         for operand, other in zip(operands(cross.core), operands(own.core), strict=True):
             first, second = shape(operand) or (), shape(other) or ()
-            ranks = (4,) if own.core.softmax is None else (3, 4)  # written out, batch and heads may be one dimension
+            ranks = (4,) if own.core.softmax is None else (3, 4)  # in written-out code batch and heads may be one dimension
             if len(first) not in ranks or len(second) != len(first) or (first[-3], first[-1]) != (second[-3], second[-1]):
                 raise unfit(cross.path, f"its heads are {first}, and those of self-attention {second}")
 
     def written_out(self, own: FoundAttention, cross: FoundAttention) -> bool:
-        """Return whether the scores of both are written out. Raises `DoesNotFitError` if only one's are, or a bias is needed."""
-        kinds = [attention.core.softmax is not None for attention in (own, cross)]
-        if kinds[0] != kinds[1]:
-            raise unfit(
-                cross.path, f"one of it and {own.path} calls {FUSED}, and the scores of the other are written out", CALLS_FUSED
-            )
-        if kinds[0] and self.positions == "first":
-            why = "its scores are written out, so the bias towards the decoder's first token is not known apart from them"
+        """Return whether the scores are written out. Raises `DoesNotFitError` if those of one are, or if a bias is needed."""
+        own_is, cross_is = (attention.core.softmax is not None for attention in (own, cross))
+        if own_is != cross_is:
+            why = f"either it or {own.path} calls {FUSED}, and the scores of the other are written out"
+            raise unfit(cross.path, why, CALLS_FUSED)
+        if own_is and self.positions == "first":
+            why = "its scores are written out and include the bias towards the decoder's first token"
             raise unfit(cross.path, why, f"positions=none needs no bias; {CALLS_FUSED}")
-        return kinds[0]
+        return own_is
 
     def borrowing(self, code: FoundAttention, lender: FoundAttention, one_query: bool) -> Borrowing:
-        """Return what the code of one attention needs of the other. Raises `DoesNotFitError` if the other lacks something."""
+        """Return the modules of `lender` that replace those of `code`. Raises `DoesNotFitError` if one has no replacement."""
         modules: dict[str, str] = {}
         query = "", 0
         for projection in code.site.projections:
@@ -219,15 +210,15 @@ class SiteFinder:
             if path and has_equal(others, path, part):
                 modules[path] = path
             elif code.site.cross:
-                raise unfit(code.path, f"its {path or 'own code'} has weights that the self-attention has not")
+                raise unfit(code.path, f"its {path or 'own code'} has weights that the self-attention does not have")
         return Borrowing(modules, query, out_path)
 
     def arguments(self, layer: Call, cross: FoundAttention) -> CrossArguments:
-        """Return which of the layer's arguments the cross-attention is called with, if they are tensors."""
+        """Return the layer's arguments that the cross-attention receives. Raises `DoesNotFitError` if it receives other tensors."""
         masked = {(call.path, call.index): call for call in self.calls.masked.program.calls}
         outer, inner = (masked.get((called.path, called.index)) for called in (layer, cross.call))
         if outer is None or inner is None:
-            raise unfit(cross.path, "it is not called when the model gets a mask")
+            raise unfit(cross.path, "it is not called when the model receives a mask")
         found: dict[Key, Key] = {}
         for key, node in inner.inputs.items():
             if key in (None, cross.site.stream_in):
@@ -238,13 +229,13 @@ class SiteFinder:
             found[key] = keys[0]
         return CrossArguments(found[cross.site.source_in], tuple(found.items()))
 
-    # The branch that goes.
+    # The branch to remove.
 
     def gone(self, cross: FoundAttention) -> GoneBranch:
-        """Return how the cross-attention's branch is removed."""
+        """Return the cross-attention's branch to remove. Raises `DoesNotFitError` if other code needs a part of it."""
         site, flow = cross.site, self.flow
         if site.out is None:
-            raise unfit(cross.path, f"its output matrix cannot go: {site.why_no_out}")
+            raise unfit(cross.path, f"its output matrix cannot be removed: {site.why_no_out}")
         region = flow.between(self.anatomy.node(cross.branch.source), self.anatomy.node(cross.branch.output))
         branch = {*region, *(node for node in flow.nodes if cross.call.encloses(flow.call_of(node)))}
         elsewhere = flow.parameters_of([node for node in flow.nodes if node not in branch and node not in flow.program.parameters])
@@ -255,18 +246,18 @@ class SiteFinder:
             sizes = [[shape(node) for node in group] for call in calls for group in (call.inputs.values(), call.outputs.values())]
             within = path.startswith(f"{cross.path}.") or path == site.out.module
             if not within and (len(calls) != 1 or any(len(size) != 1 for size in sizes) or sizes[0] != sizes[1]):
-                raise unfit(cross.path, f"the weights of {path or 'the model'} would have no use, and its module cannot go")
+                raise unfit(cross.path, f"the weights of {path or 'the model'} become unused, and its module cannot be removed")
         returned = site.returns_out and site.out.module.startswith(f"{cross.path}.")
         return GoneBranch(tuple(emptied), tuple(dropped), returned, site.out.module, site.out_key, site.out_shape[1])
 
 
 def operands(core: Attention) -> list[fx.Node]:
-    """Yield queries, keys and values, with the tokens in the last dimension but one: written out, keys are transposed."""
+    """Return queries, keys and values with tokens in the second last dimension: keys are transposed in written-out code."""
     return [core.query, core.value] if core.softmax is not None else [core.query, core.key, core.value]
 
 
 def why_not_followed(core: Attention, flow: Dataflow) -> str:
-    """Return why a softmax in an attention's code cannot be joined with another; "" if it can."""
+    """Return the reason why other keys cannot be added to an attention's softmax; "" if they can."""
     softmax, call = core.softmax, flow.call_of(core.result)
     if softmax is None:
         return f"{op(core.result)} cannot be replaced"
@@ -277,14 +268,14 @@ def why_not_followed(core: Attention, flow: Dataflow) -> str:
         return "its softmax is not over the last dimension"
     between = [node for node in flow.between(softmax, after) if node is not after and node is not softmax]
     if any(op(node) not in FOLLOWED or (shape(node) or ())[-2:] != before[-2:] for node in between):
-        return "its weights are changed before they weigh the values"
+        return "its weights are changed before the product with the values"
     if op(after) not in ("matmul", "bmm") or not isinstance(after.args[0], fx.Node) or not flow.reaches(softmax, after.args[0]):
         return "its weights are not the first factor of a product with the values"
     return ""
 
 
 def query_numbers(attention: FoundAttention, flow: Dataflow) -> list[Any] | None:
-    """Return the numbers that a projection's result is multiplied by to become the queries; None where more is done to it."""
+    """Return the numbers that scale a projection's output to the queries; None if other operations change it."""
     weights = [projection.matrix.weight for projection in attention.site.projections if "q" in projection.letters]
     query = attention.core.query
     above = [node for node in flow.nodes if attention.call.encloses(flow.call_of(node)) and flow.reaches(node, query)]
@@ -311,15 +302,13 @@ def is_part_of(outer: str, path: str) -> bool:
 
 
 def has_equal(module: nn.Module, path: str, part: nn.Module) -> bool:
-    """Return whether the module has at this path one with parameters of the same names and shapes."""
+    """Return whether the module has at this path a module with parameters of the same names and shapes as `part`."""
     try:
-        other = module.get_submodule(path)
+        parts = part, module.get_submodule(path)
     except AttributeError:
         return False
-    shapes = [
-        {name: parameter.shape for name, parameter in each._parameters.items() if parameter is not None} for each in (part, other)
-    ]
-    return shapes[0] == shapes[1]
+    first, second = ({name: p.shape for name, p in each._parameters.items() if p is not None} for each in parts)
+    return first == second
 
 
 def unfit(name: str, why: str, remedy: str | Sequence[str] = LEFT_OUT) -> DoesNotFitError:

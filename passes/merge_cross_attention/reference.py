@@ -15,14 +15,14 @@ from retrofit.sdk.data import float_tensors, watched
 
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 HIDDEN = -1e4  # an additive mask below this hides
-CLOSE = 1e-3  # of the largest value: tolerance between the model's product in float32 or half precision and its matrix's
+CLOSE = 1e-3  # tolerance relative to the largest value: the model may compute in half precision
 
 
 def joint_attention(call: SiteCall) -> Tensor:
     """Return for each query the softmax over the keys of both sets: Σ_j softmax_j(scale · q·k_j + mask_j + log w_j) v_j."""
     module: Any = call.module
     heads = module.heads
-    # torch's own attention counts as an operation that draws numbers; without dropout, as in recorded calls, it draws none
+    # torch's attention counts as an operation that draws random numbers, but recorded calls have no dropout
     call.draws = [draw for draw in call.draws if not draw.operation.startswith("_scaled_dot_product")]
     own = {name: call.argument((place, name), None) for place, name in enumerate(ARGUMENTS)}
     own["scale"] = call.kwargs.get("scale")
@@ -73,7 +73,7 @@ def joint_softmax(call: SiteCall) -> Tensor:
 
 
 def visibility(given: Mapping[str, Any], batch: int, heads: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """Return which keys the mask shows to each query, and the bias that it adds: (batch, heads, tokens, keys) each."""
+    """Return the visibility of each key to each query, and the bias of the mask: (batch, heads, tokens, keys) each."""
     keys = given["key"].shape[2]
     size = (batch, heads, tokens, keys)
     visible, bias, mask = torch.ones(size, dtype=torch.bool), torch.zeros(size, dtype=torch.float64), given.get("attn_mask")
@@ -94,33 +94,33 @@ def wiring(observed: Observed) -> Problems:
         observed.model(**observed.inputs)
     for path, values in added.items():
         if any(bool(value.any()) for value in values):
-            yield path, "what replaces the cross-attention of its layer returns something to be added to the stream, and not zeros"
+            yield path, "the replacement of its layer's cross-attention adds values other than zero to the stream"
     for site in observed.sites:
         outer = observed.model.get_submodule(site.path.rpartition(".")[0])
         for (x, source), arguments in streams.get(site.path, []):
             module: Any = site.module
             if arguments["other"] is None:
-                yield site.path, "it sees the keys that it had before, and no others"
+                yield site.path, "it sees only its own keys"
                 continue
-            beside = by_head(arguments["other"]["value"], module.heads)
-            encoder, decoder = batch_first(source, x, beside)
+            others = by_head(arguments["other"]["value"], module.heads)
+            encoder, decoder = batch_first(source, x, others)
             own, other = (encoder, decoder) if module.encoder_is_own else (decoder, encoder)
             which = "decoder" if module.encoder_is_own else "encoder"
             if "scores" in arguments["other"]:
-                if not any(is_made(beside, part, other) for part in projections(outer)):
-                    yield site.path, f"the values of the {which}'s tokens are not what a matrix of its own makes of them"
+                if not any(is_product(others, part, other) for part in projections(outer)):
+                    yield site.path, f"the values of the {which}'s tokens are not the product with one of its own matrices"
                 continue
             for name in ("key", "value"):
-                made = [part for part in projections(outer) if is_made(arguments["own"][name], part, own)]
-                if not made:
-                    observed.not_compared(site.path, f"no one matrix makes its {name}s")
-                elif not any(is_made(arguments["other"][name], part, other) for part in made):
-                    yield site.path, f"the {name}s of the {which}'s tokens are not what the matrix of its own {name}s makes of them"
+                matrices = [part for part in projections(outer) if is_product(arguments["own"][name], part, own)]
+                if not matrices:
+                    observed.not_compared(site.path, f"no single matrix computes its {name}s")
+                elif not any(is_product(arguments["other"][name], part, other) for part in matrices):
+                    yield site.path, f"the {name}s of the {which}'s tokens are not the product with the matrix of its own {name}s"
 
 
 @contextlib.contextmanager
 def streams_of(observed: Observed) -> Iterator[dict[str, list[tuple[tuple[Tensor, Tensor], dict[str, Any]]]]]:
-    """Yield for each site the stream and the encoder's states in its layer, and the operands it was called with."""
+    """Yield, by site, the stream and the encoder's states in its layer, and the operands of each of its calls."""
     found: dict[str, list[tuple[tuple[Tensor, Tensor], dict[str, Any]]]] = {}
     open_streams: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -140,7 +140,7 @@ def streams_of(observed: Observed) -> Iterator[dict[str, list[tuple[tuple[Tensor
 
 @contextlib.contextmanager
 def added_by_gone(observed: Observed) -> Iterator[dict[str, list[Tensor]]]:
-    """Yield, if only one attention is left, the outputs of what replaces the other, in the shape of the stream, by site."""
+    """Yield, by site, the outputs in the shape of the stream of the module that replaces a removed cross-attention."""
     found: dict[str, list[Tensor]] = {}
 
     def keep(path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -155,30 +155,29 @@ def added_by_gone(observed: Observed) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def by_head(values: Tensor, heads: int) -> Tensor:
-    """Return values with the heads in a dimension of their own."""
+    """Return values with the heads in a separate dimension."""
     return values.reshape(-1, heads, *values.shape[-2:]) if values.dim() == 3 else values
 
 
 def batch_first(source: Tensor, x: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Return both as (batch, tokens, width), whichever way the model has them."""
+    """Return both as (batch, tokens, width), also if the model has tokens first."""
     is_first = len(source) == len(key)
     return (source, x) if is_first else (source.transpose(0, 1), x.transpose(0, 1))
 
 
 def projections(outer: nn.Module) -> list[nn.Module]:
-    """Return the modules inside an attention that have a matrix and nothing else."""
+    """Return the modules inside an attention that have a matrix and no submodules."""
     leaves = (module for module in outer.modules() if not list(module.children()))
     return [leaf for leaf in leaves if isinstance(weight := getattr(leaf, "weight", None), Tensor) and weight.dim() == 2]
 
 
-def is_made(value: Tensor, projection: nn.Module, stream: Tensor) -> bool:
-    """Return whether the lengths of the keys or values, (batch, heads, tokens, width), are those of a projection of the stream.
+def is_product(value: Tensor, projection: nn.Module, stream: Tensor) -> bool:
+    """Return whether keys or values, (batch, heads, tokens, width), have the lengths of a projection of the stream.
 
-    Positions rotate a vector and keep its length.
+    Rotary positions preserve the length of a vector.
     """
     try:
-        made = projection(stream)
-        heads = made.unflatten(-1, (-1, value.shape[-1])).transpose(1, 2).norm(dim=-1)
+        heads = projection(stream).unflatten(-1, (-1, value.shape[-1])).transpose(1, 2).norm(dim=-1)
     except (RuntimeError, IndexError, TypeError):
         return False
     lengths = value.norm(dim=-1)
@@ -192,10 +191,10 @@ def start(observed: Observed) -> Problems:
     expected = math.log(observed.options.weight)
     seconds = [site for site in observed.sites if getattr(site.module, "encoder_is_own", False)]
     if len(seconds) * 2 != (observed.options.attentions - 1) * len(observed.sites):
-        yield observed.sites[0].path, f"{len(seconds)} of {len(observed.sites)} attentions are second ones"
+        yield observed.sites[0].path, f"{len(seconds)} of {len(observed.sites)} attentions replace a cross-attention"
     for site in observed.sites:
         weight = getattr(site.module, "log_weight", None)
         if (weight is None) != (observed.options.weight == 1):
-            yield site.path, "its other keys have a weight to be trained where they should not, or none where they should"
+            yield site.path, "its other keys have a trainable weight where they should not, or none where they should"
         elif weight is not None and bool((weight.detach().double() - expected).abs().max() > 1e-2 * abs(expected)):
-            yield site.path, "the weight of its other keys does not begin as the option says"
+            yield site.path, "the initial weight of its other keys is not the option's"

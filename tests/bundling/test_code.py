@@ -74,7 +74,7 @@ def test_two_things_of_one_name_get_names_of_their_own() -> None:
     hidden = {name: found[name] for name in source.names.values() if name.startswith("HIDDEN")}
     modules = ("retrofit.surgery.wrappers", "retrofit.passes.merge_cross_attention.joint_attention")
     assert len(hidden) == 2 and sorted(hidden.values()) == sorted(importlib.import_module(name).HIDDEN for name in modules)
-    assert "HIDDEN" in found["visible_keys"].__code__.co_names or "HIDDEN" in found["Part"].seen_as_first_of.__code__.co_names
+    assert "HIDDEN" in found["visible_keys"].__code__.co_names or "HIDDEN" in found["Part"].with_bias_of_first.__code__.co_names
     mask = torch.zeros(1, 1, 2, 2).masked_fill(torch.ones(2, 2).triu(1).bool(), -1e9)
     assert torch.equal(found["visible_keys"](mask, 2, False), torch.tensor([[[True, False], [True, True]]]))
 

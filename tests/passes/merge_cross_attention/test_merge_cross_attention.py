@@ -535,20 +535,21 @@ OWN_INPUTS = {"source_ids": ids(2, 9), "input_ids": ids(2, 11, seed=1)}
 
 @pytest.mark.first(2)
 @pytest.mark.parametrize(
-    ("build", "options", "why"),
+    ("build", "options", "code", "word"),
     [
-        (lambda: Own(changed_weights), {}, "its weights are changed before they weigh the values"),
-        (lambda: Own(written_out), {"positions": "first"}, "is not known apart from them"),
-        (tiny_models.llama, {}, "no attention reads the result of another stack"),
-        (lambda: copy.deepcopy(rewritten("t5")), {}, "its attentions are merged already"),
+        (lambda: Own(changed_weights), {}, "does-not-fit", "weights are changed"),
+        (lambda: Own(written_out), {"positions": "first"}, "does-not-fit", "bias"),
+        (tiny_models.llama, {}, "no-cross-attention", "another stack"),
+        (lambda: copy.deepcopy(rewritten("t5")), {}, "no-cross-attention", "already"),
     ],
 )
-def test_what_cannot_be_merged_is_refused_with_the_reason(build: Any, options: dict[str, Any], why: str) -> None:
+def test_what_cannot_be_merged_is_refused_with_the_reason(build: Any, options: dict[str, Any], code: str, word: str) -> None:
     model = build()
     given = OWN_INPUTS if isinstance(model, Own) else None
     with pytest.raises(DoesNotFitError) as caught:
         retrofit.apply(model, MergeCrossAttention(**options), example_inputs=given, verify=False, emit="module")
-    assert why in str(caught.value) and caught.value.remedy
+    assert word in str(caught.value) and caught.value.remedy
+    assert caught.value.code == code
 
 
 def test_an_attention_that_is_not_fused_any_more_is_an_error_and_not_dense() -> None:
