@@ -240,8 +240,10 @@ def translate_to_onnx(exported: torch.export.ExportedProgram) -> onnx_ir.Model:
 
     unsqueeze_complex_as_pairs(exported.graph_module)
     utils.apply_fx_node_fixes("onnx", exported.graph_module)
+    replace_aliases(exported.graph_module)
     table = {**exporter_onnx._ONNX_TRANSLATION_TABLE, **custom_translations()}
-    program = torch.onnx.export(exported, args=(), custom_translation_table=table, optimize=False, verbose=False)
+    with trace_once():
+        program = torch.onnx.export(exported, args=(), custom_translation_table=table, optimize=False, verbose=False)
     assert program is not None
     exporter_onnx.apply_onnx_ir_fixes(program)
     make_topk_extents_dynamic(program.model)
@@ -281,6 +283,74 @@ def unsqueeze_complex_as_pairs(module: torch.fx.GraphModule) -> None:
             longer.meta["val"] = pairs.meta["val"].unsqueeze(axis)
         node.target, node.args = aten.view_as_complex.default, (longer,)
     module.recompile()
+
+
+def replace_aliases(module: torch.fx.GraphModule) -> None:
+    """Replace casts and operators that torch translates only under another name; casts to the same type go."""
+    aten = torch.ops.aten
+    casts = (aten.to.dtype, aten.to.device, aten.to.dtype_layout)
+    renamed = {
+        aten.__and__.Tensor: aten.bitwise_and.Tensor,
+        aten.__or__.Tensor: aten.bitwise_or.Tensor,
+        aten.__xor__.Tensor: aten.bitwise_xor.Tensor,
+        aten.__xor__.Scalar: aten.bitwise_xor.Scalar,
+        aten.min.other: aten.minimum.default,
+        aten.max.other: aten.maximum.default,
+    }
+    for graph in graphs_in(module):
+        for node in list(graph.nodes):
+            node.target = renamed.get(node.target, node.target)
+            if node.target in casts:
+                source, dtype = node.args[0], node.meta["val"].dtype
+                if source.meta["val"].dtype == dtype and not any(user.op == "output" for user in node.users):  # these keep names
+                    node.replace_all_uses_with(source)
+                    graph.erase_node(node)
+                else:
+                    node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
+        graph.owning_module.recompile()
+
+
+def graphs_in(module: torch.fx.GraphModule) -> list[torch.fx.Graph]:
+    """Return the graph of a module and those of its branches and loop bodies."""
+    return [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+
+
+@contextlib.contextmanager
+def trace_once() -> Iterator[None]:
+    """Within this context torch does not run a program again if it can translate every operation as it is.
+
+    By default `torch.onnx.export` runs it twice: to decompose operations without a translation, and to insert casts where operands
+    of different types are promoted.
+    """
+    from torch.onnx._internal.exporter import _decomp, _fx_passes
+    from torch.onnx._internal.fx.passes.type_promotion import _TypePromotionInterpreter as Promotion
+    from torch.onnx._internal.fx.passes.type_promotion import get_type_promotion_rule
+
+    decompose, run_node = _fx_passes.decompose_with_registry, Promotion.run_node
+
+    def decompose_if_needed(exported: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
+        known = set(_decomp.get_onnx_implemented_overloads(registry))
+        graphs = graphs_in(exported.graph_module)
+        calls = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
+        mutable = any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in calls)
+        if mutable or exported.graph_signature.buffers_to_mutate or not calls <= known:
+            return decompose(exported, registry)
+        return exported
+
+    def promote(interpreter: Any, node: torch.fx.Node) -> Any:
+        if node.op != "call_function" or "val" not in node.meta:
+            return run_node(interpreter, node)
+        rule = get_type_promotion_rule(node, interpreter.type_promotion_table)
+        if rule is not None:
+            with interpreter._set_current_node(node):
+                interpreter._maybe_promote_node(node, rule)
+        return node.meta["val"]
+
+    _fx_passes.decompose_with_registry, Promotion.run_node = decompose_if_needed, promote  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _fx_passes.decompose_with_registry, Promotion.run_node = decompose, run_node  # type: ignore[method-assign]
 
 
 def custom_translations() -> dict[Any, Callable[..., Any]]:
