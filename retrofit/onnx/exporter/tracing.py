@@ -297,22 +297,22 @@ def replace_aliases(module: torch.fx.GraphModule) -> None:
         aten.min.other: aten.minimum.default,
         aten.max.other: aten.maximum.default,
     }
-    for graph in graphs_in(module):
-        for node in list(graph.nodes):
+    for part in graphs_in(module):
+        for node in list(part.graph.nodes):
             node.target = renamed.get(node.target, node.target)
-            if node.target in casts:
+            if node.target in casts and "val" in node.meta and "val" in node.args[0].meta:
                 source, dtype = node.args[0], node.meta["val"].dtype
                 if source.meta["val"].dtype == dtype and not any(user.op == "output" for user in node.users):  # these keep names
                     node.replace_all_uses_with(source)
-                    graph.erase_node(node)
+                    part.graph.erase_node(node)
                 else:
                     node.target, node.args, node.kwargs = aten._to_copy.default, (source,), {"dtype": dtype}
-        graph.owning_module.recompile()
+        part.recompile()
 
 
-def graphs_in(module: torch.fx.GraphModule) -> list[torch.fx.Graph]:
-    """Return the graph of a module and those of its branches and loop bodies."""
-    return [part.graph for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+def graphs_in(module: torch.fx.GraphModule) -> list[torch.fx.GraphModule]:
+    """Return a graph module and those of its branches and loop bodies."""
+    return [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
 
 
 @contextlib.contextmanager
@@ -323,34 +323,35 @@ def trace_once() -> Iterator[None]:
     of different types are promoted.
     """
     from torch.onnx._internal.exporter import _decomp, _fx_passes
-    from torch.onnx._internal.fx.passes.type_promotion import _TypePromotionInterpreter as Promotion
-    from torch.onnx._internal.fx.passes.type_promotion import get_type_promotion_rule
+    from torch.onnx._internal.fx.passes import type_promotion
 
-    decompose, run_node = _fx_passes.decompose_with_registry, Promotion.run_node
+    passes: Any = _fx_passes
+    promotion: Any = type_promotion._TypePromotionInterpreter
+    decompose, run_node = passes.decompose_with_registry, promotion.run_node
 
     def decompose_if_needed(exported: torch.export.ExportedProgram, registry: Any) -> torch.export.ExportedProgram:
         known = set(_decomp.get_onnx_implemented_overloads(registry))
-        graphs = graphs_in(exported.graph_module)
-        calls = {node.target for graph in graphs for node in graph.nodes if node.op == "call_function"}
-        mutable = any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in calls)
-        if mutable or exported.graph_signature.buffers_to_mutate or not calls <= known:
+        nodes = [node for part in graphs_in(exported.graph_module) for node in part.graph.nodes if node.op == "call_function"]
+        mutable = any(isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in nodes)
+        without_value = any("val" not in node.meta for node in nodes)  # a constant that the code made
+        if mutable or without_value or exported.graph_signature.buffers_to_mutate or not known.issuperset(n.target for n in nodes):
             return decompose(exported, registry)
         return exported
 
     def promote(interpreter: Any, node: torch.fx.Node) -> Any:
         if node.op != "call_function" or "val" not in node.meta:
             return run_node(interpreter, node)
-        rule = get_type_promotion_rule(node, interpreter.type_promotion_table)
+        rule = type_promotion.get_type_promotion_rule(node, interpreter.type_promotion_table)
         if rule is not None:
             with interpreter._set_current_node(node):
                 interpreter._maybe_promote_node(node, rule)
         return node.meta["val"]
 
-    _fx_passes.decompose_with_registry, Promotion.run_node = decompose_if_needed, promote  # type: ignore[method-assign]
+    passes.decompose_with_registry, promotion.run_node = decompose_if_needed, promote
     try:
         yield
     finally:
-        _fx_passes.decompose_with_registry, Promotion.run_node = decompose, run_node  # type: ignore[method-assign]
+        passes.decompose_with_registry, promotion.run_node = decompose, run_node
 
 
 def custom_translations() -> dict[Any, Callable[..., Any]]:
