@@ -33,7 +33,6 @@ from retrofit.training.objectives import (
     add_loss,
     find_logits,
     for_loss_of,
-    list_of,
     objective_for,
     token_logits,
     without_labels,
@@ -158,7 +157,7 @@ def loss_and_logits(model: nn.Module, batch: Example) -> tuple[float, Tensor]:
     given = {name: value.to(device_of(model)) for name, value in batch.items()}
     with evaluation_mode(learner):
         outputs = learner(**given)
-        logits = find_logits(list_of(outputs)[1:])
+        logits = find_logits(outputs)
         if logits is None or logits.shape[:2] != batch["labels"].shape:
             logits = token_logits(learner(**without_labels(learner, given)))
     return float(outputs[0]), logits.cpu()
