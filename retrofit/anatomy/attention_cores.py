@@ -27,11 +27,7 @@ from retrofit.program.cost import indices
 from retrofit.program.dataflow import Dataflow
 
 SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax"))
-
-
 ARITHMETIC = frozenset("add sub mul div max maximum getitem".split())
-
-
 SCALING = LAYOUT | CAST | DROPOUT | SELECTION | MASKING | JOIN | ACTIVATION | ARITHMETIC  # before the softmax
 
 

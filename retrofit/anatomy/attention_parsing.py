@@ -20,7 +20,7 @@ from retrofit.anatomy.attention_sites import (
     with_mask_arguments,
 )
 from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, is_on_two_streams, owner_of
-from retrofit.anatomy.parts import Branch, Findings, Layer, NearMiss, Stack, collect_near_miss
+from retrofit.anatomy.parts import NO_OWNER, Branch, Findings, Layer, NearMiss, Stack, collect_near_miss, first_of_each
 from retrofit.anatomy.weights import (
     Matrix,
     WeightProduct,
@@ -31,7 +31,7 @@ from retrofit.anatomy.weights import (
     product_result,
     weight_product,
 )
-from retrofit.errors import DoesNotFitError, Remedy
+from retrofit.errors import DoesNotFitError
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, op, shape
 from retrofit.program.capture import with_constant_values
 from retrofit.program.dataflow import Dataflow
@@ -51,8 +51,7 @@ def find_attention_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]])
             with collect_near_miss(name, near_misses):
                 site = AttentionParser(branch, stack, flow, cores).site()
                 sites.setdefault(site.name, site)
-    first_misses = {miss.name: miss for miss in reversed(near_misses)}  # one for a module that several depths share
-    return with_mask_arguments(list(sites.values()), anatomy), [miss for miss in near_misses if first_misses[miss.name] is miss]
+    return with_mask_arguments(list(sites.values()), anatomy), first_of_each(near_misses)
 
 
 def find_value_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]]) -> tuple[dict[str, list[ValueSite]], list[NearMiss]]:
@@ -60,23 +59,20 @@ def find_value_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]]) -> 
     flow = Dataflow(with_constant_values(anatomy.program, anatomy.model))
     cores = find_attentions(flow)
     sites: dict[str, list[ValueSite]] = {}
-    near_misses: dict[str, NearMiss] = {}
+    near_misses: list[NearMiss] = []
     for stack, depth in depths:
-        layer, found = stack.layers[depth], list[NearMiss]()
+        layer = stack.layers[depth]
         if not layer.attentions:
-            found.append(NearMiss(layer.name or layer.exit, "it has no attention", in_any_form=True, code="missing"))
+            near_misses.append(NearMiss(layer.name or layer.exit, "it has no attention", in_any_form=True, code="missing"))
         for branch in layer.attentions:
-            with collect_near_miss(branch.name or layer.name or branch.output, found):
+            with collect_near_miss(branch.name or layer.name or branch.output, near_misses):
                 site = AttentionParser(branch, stack, flow, cores).value_site(layer)
                 if site not in sites.setdefault(layer.name, []):
                     sites[layer.name].append(site)
-        for miss in found:
-            near_misses.setdefault(miss.name, miss)
-    return sites, list(near_misses.values())
+    return sites, first_of_each(near_misses)
 
 
 GOES_LAST = "apply the pass that put them there after this one; layers= leaves depths out"
-NO_OWNER = Remedy("emit='graph' makes modules of such code", "graph")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,9 +233,7 @@ class AttentionParser:
     def owner(self, products: list[WeightProduct]) -> Call:
         """Return the innermost module call in which modules compute all the products, and the others."""
         owner = owner_of([product.node for product in (*products, *self.others)], self.flow)
-        while owner.path and any(self.flow.call_of(product.node) is owner for product in products):
-            if owner.parent is None or len(products) > 1:
-                break
+        if len(products) == 1 and owner.parent is not None and self.flow.call_of(products[0].node) is owner:
             owner = owner.parent  # one module computes them all: the owner is the module around it
         if not owner.path:
             raise self.unfit("its projections are applied in the model's own code, and no module owns them")
@@ -397,8 +391,8 @@ def blocks_of(places: list[int], columns: int) -> tuple[int, int, int]:
     if not runs or columns % runs or len(places) % runs:
         return 0, 0, 0
     start, width, size = places[0], len(places) // runs, columns // runs
-    whole = [block * size + start + column for block in range(runs) for column in range(width)]
-    return (runs, start, width) if places == whole else (0, 0, 0)
+    expected = [block * size + start + column for block in range(runs) for column in range(width)]
+    return (runs, start, width) if places == expected else (0, 0, 0)
 
 
 def before_dropout(node: fx.Node, result: fx.Node) -> fx.Node:

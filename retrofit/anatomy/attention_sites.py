@@ -95,7 +95,7 @@ class AttentionSite:
     out_key: Key  # where `out`'s product is in the output; meaningful only if `returns_out`
     readers: tuple[StreamReader, ...] = ()
     why_separate: str = (
-        ""  # why x cannot be replaced as an argument: the module's own code reads it, or projections read several streams
+        ""  # why x cannot be replaced as an argument: the module's code reads it, or projections read several streams
     )
     mask: MaskArgument | None = None
     tokens_first: bool = False  # whether x is (length, batch, width) instead of (batch, length, width)
@@ -281,8 +281,7 @@ def numbers_tokens(node: fx.Node, flow: Dataflow) -> bool:
 
 
 def true_hides(node: fx.Node, cores: list[Attention], flow: Dataflow) -> bool:
-    """Return whether True, or a large negative number, means hidden in the mask at `node`, judging by the keys that the attentions
-    show.
+    """Return whether True, or a large negative number, in the mask at `node` hides a key, by the keys that the attentions show.
 
     If that is unknown: whether without padding it is True for no token and itself, or not for the first token. Tokens further right
     may still be hidden: some models pad a sequence to a multiple of their window.

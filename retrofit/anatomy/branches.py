@@ -31,14 +31,10 @@ from retrofit.program.program import Call
 
 
 def role_of(region: list[fx.Node], cores: list[Attention], origin: fx.Node, flow: Dataflow) -> Role:
-    """Return the role of the branch computed by `region` in the stream that began at `origin`."""
-    inside = set(region)
-    attentions = [core for core in cores if core.result in inside]
-    if attentions:
-        crossing = [
-            core for core in attentions if not reads_own_keys(core, origin, flow) and not has_earlier_keys(core, origin, flow)
-        ]
-        return "cross-attention" if len(crossing) == len(attentions) else "self-attention"
+    """Return the role of the branch computed by `region`, with the attentions `cores`, in the stream that began at `origin`."""
+    if cores:
+        own = any(reads_own_keys(core, origin, flow) or has_earlier_keys(core, origin, flow) for core in cores)
+        return "self-attention" if own else "cross-attention"
     routed = any(op(node) in ROUTING for node in region)
     products = [found for node in region if (found := weight_product(node, flow)) is not None]
     if any(found.batched for found in products) or (routed and products):
@@ -88,13 +84,13 @@ def reads_other_positions(node: fx.Node, positions: set[int], flow: Dataflow) ->
 
 
 def describe_projections(region: list[fx.Node], role: Role, cores: list[Attention], flow: Dataflow) -> tuple[Projection, ...]:
-    """Return the weight matrices of a branch and their roles, in order of use."""
+    """Return the weight matrices of a branch with the attentions `cores`, and their roles, in order of use."""
     products = [found for node in region if (found := weight_product(node, flow)) is not None]
     if role == "cross-attention":  # keys and values come from outside the region
         products = [*key_value_products_outside(region, cores, flow), *products]
     names: dict[fx.Node, str] = {}
     if "attention" in role:
-        names = attention_roles(products, region, cores, flow)
+        names = attention_roles(products, cores, flow)
     elif role != "other mixer":
         names = ffn_roles(products, region, flow)
     projections: dict[tuple[str, str], Projection] = {}
@@ -109,26 +105,19 @@ def describe_projections(region: list[fx.Node], role: Role, cores: list[Attentio
 def key_value_products_outside(region: list[fx.Node], cores: list[Attention], flow: Dataflow) -> list[WeightProduct]:
     """Return the products outside of a branch that compute its keys and values."""
     inside = set(region)
-    found = []
-    for core in cores:
-        if core.result in inside:
-            found.extend(nearest_products([core.key, core.value], flow))
+    found = [product for core in cores for product in nearest_products([core.key, core.value], flow)]
     return [product for product in dict.fromkeys(found) if product.node not in inside]
 
 
-def attention_roles(
-    products: list[WeightProduct], region: list[fx.Node], cores: list[Attention], flow: Dataflow
-) -> dict[fx.Node, str]:
+def attention_roles(products: list[WeightProduct], cores: list[Attention], flow: Dataflow) -> dict[fx.Node, str]:
     """Return the role of each product node: q, k, v, several of these, or out."""
-    inside = set(region)
-    attentions = [core for core in cores if core.result in inside]
     uses: dict[fx.Node, str] = {}
-    for core in attentions:
+    for core in cores:
         for letter, operand in (("q", core.query), ("k", core.key), ("v", core.value)):
             for product in nearest_products([operand], flow):
                 uses[product.node] = uses.get(product.node, "") + (letter if letter not in uses.get(product.node, "") else "")
     for product in products:
-        if any(flow.reaches(core.result, product.node) for core in attentions):
+        if any(flow.reaches(core.result, product.node) for core in cores):
             uses[product.node] = "out"
     return uses
 
@@ -146,7 +135,7 @@ def ffn_roles(products: list[WeightProduct], region: list[fx.Node], flow: Datafl
             routing
             and not product.batched
             and any(flow.reaches(product.node, node) for node in routing)
-            and not feeds_another_product(product, later)
+            and not any(other.source is product.node for other in later)  # a router's result is only used for selection
         ):
             names[product.node] = "router"
         elif product.node in last and len(products) > 1:
@@ -156,15 +145,9 @@ def ffn_roles(products: list[WeightProduct], region: list[fx.Node], flow: Datafl
     return names
 
 
-def feeds_another_product(product: WeightProduct, later: list[WeightProduct]) -> bool:
-    """Return whether a weight multiplies the product's result (a router's is only used for selection)."""
-    return any(other.source is product.node for other in later)
-
-
 def gate_role(product: WeightProduct, flow: Dataflow) -> str:
     """Return gate, up or gate_up for a matrix whose result is multiplied by another representation, else up."""
-    pending, activated, split = [(product.node, False)], False, False
-    seen = set()
+    pending, seen, split = [(product.node, False)], set(), False
     while pending:
         node, through = pending.pop(0)
         for user in flow.uses[node]:
@@ -177,12 +160,11 @@ def gate_role(product: WeightProduct, flow: Dataflow) -> str:
                 return "gate_up"
             if name == "mul" and len(parts) == 2 and shape(parts[0]) == shape(parts[1]):
                 if all(flow.reaches(product.node, part) for part in parts):
-                    both_halves = split or op(node) in SELECTION | {"getitem"}
-                    if both_halves:
+                    if split or op(node) in SELECTION | {"getitem"}:  # both halves of its result
                         return "gate_up"
                     pending.append((user, True))  # x · sigmoid(x): an activation written out
                     continue
-                return "gate" if through or activated else "up"
+                return "gate" if through else "up"
             if name in SELECTION | {"getitem"}:
                 split = True
             if name in ACTIVATION:
@@ -202,6 +184,12 @@ def is_in_branch(core: Attention, chain: list[Residual], flow: Dataflow) -> bool
     return any(flow.reaches(core.result, branch) for residual in chain for branch in residual.branches)
 
 
+def cores_in(region: list[fx.Node], cores: list[Attention]) -> list[Attention]:
+    """Return the attentions whose result is in the region."""
+    inside = set(region)
+    return [core for core in cores if core.result in inside]
+
+
 def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataflow) -> list[list[Branch]]:
     """Return the branches of each residual addition of a stream."""
     origin = chain[0].base
@@ -210,9 +198,9 @@ def describe_branches(chain: list[Residual], cores: list[Attention], flow: Dataf
         branches = []
         for output in residual.branches:
             region = flow.between(residual.base, output)
-            role = role_of(region, cores, origin, flow)
-            inner = [core for core in cores if core.result in set(region)]
-            weights = describe_projections(region, role, cores, flow)
+            inner = cores_in(region, cores)
+            role = role_of(region, inner, origin, flow)
+            weights = describe_projections(region, role, inner, flow)
             sizes = flow.parameters_of(region)
             sizes.update({item.name: item.in_features * item.out_features for item in weights if item.name not in sizes})
             branches.append(
@@ -281,10 +269,9 @@ class InnerLayers:
             for chain in self.chains
             if all(region.issuperset((residual.base, residual.add, *residual.branches)) for residual in chain)
         ]
-        found = (
-            [branch for part in describe_branches(max(inner, key=len), self.cores, self.flow) for branch in part] if inner else []
-        )
-        return dataclasses.replace(layer, branches=tuple(found)) if any(not is_mixer(branch) for branch in found) else layer
+        parts = describe_branches(max(inner, key=len), self.cores, self.flow) if inner else []
+        found = tuple(branch for part in parts for branch in part)
+        return dataclasses.replace(layer, branches=found) if any(not is_mixer(branch) for branch in found) else layer
 
 
 def owner_of(nodes: list[fx.Node], flow: Dataflow) -> Call:

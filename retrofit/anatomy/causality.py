@@ -46,8 +46,8 @@ def is_causal(core: Attention, stream: fx.Node, flow: Dataflow) -> bool:
         square = [value for value in among_others or values if value.dim() >= 2 and value.shape[-1] == value.shape[-2] > 1]
         if not square:  # the keys come in another layout, from which the mask's are selected
             lengths = (shape(stream) or ())[:-1]
-            whole = [condition for mask in core.masks for condition in conjuncts(mask, lambda node: is_square(node, lengths))]
-            square = [value for condition in dict.fromkeys(whole) if (value := unpadded_value(condition, flow)) is not None]
+            conditions = [condition for mask in core.masks for condition in conjuncts(mask, lambda node: is_square(node, lengths))]
+            square = [value for condition in dict.fromkeys(conditions) if (value := unpadded_value(condition, flow)) is not None]
         visible = [unmasked_keys(value).flatten(0, -3).any(0) if value.dim() > 2 else unmasked_keys(value) for value in square]
         return bool(visible) and not bool(functools.reduce(torch.logical_and, visible).triu(1).any())
 
@@ -126,39 +126,37 @@ def mask_value(
     Parameters count as zeros. None if it depends on a large tensor. Ancestors of a product with a parameter are not run, so the
     value is the same for a model without values.
     """
+    values: dict[fx.Node, Any] = dict(given)
     with torch.device("cpu"):  # even if the default device is another, as while a model loads
-        program = flow.program
-        values: dict[fx.Node, Any] = dict(given)
-        for node in nodes_above(mask, flow, lambda above, flow: above in given or is_zero_without_weights(above, flow)):
-            if node in given:
-                continue
-            example = node.meta.get("val")
-            if is_zero_without_weights(node, flow) and isinstance(example, torch.Tensor):
-                values[node] = torch.zeros(shape(node) or (), dtype=example.dtype)
-                continue
-            if node.op == "placeholder":
-                if not isinstance(example, torch.Tensor):
-                    values[node] = example
-                    continue
-                size = shape(node) or ()
-                if math.prod(size) > LARGEST_MASK_INPUT:
-                    return None
-                stored = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
-                if node in program.inputs:
-                    values[node] = torch.full(size, inputs, dtype=example.dtype)
-                elif stored is not None and not stored.is_meta:
-                    values[node] = stored.detach().cpu()
-                else:
-                    values[node] = torch.zeros(size, dtype=example.dtype)
-                continue
-            if node.op != "call_function":
-                return None
-            try:
-                values[node] = computed(node, values)
-            except Exception:  # operations that cannot run outside the graph
-                return None
-        result = values.get(mask)
-        return result if isinstance(result, torch.Tensor) else None
+        try:
+            for node in nodes_above(mask, flow, lambda above, flow: above in given or is_zero_without_weights(above, flow)):
+                if node not in given:
+                    values[node] = value_in_mask(node, values, flow, inputs)
+        except Exception:  # a large tensor, or an operation that cannot run outside the graph
+            return None
+    result = values.get(mask)
+    return result if isinstance(result, torch.Tensor) else None
+
+
+def value_in_mask(node: fx.Node, values: Mapping[fx.Node, Any], flow: Dataflow, inputs: int) -> Any:
+    """Return the value of a node that a mask is computed from, given the `values` of its operands; raises if it is too large."""
+    example = node.meta.get("val")
+    if isinstance(example, torch.Tensor) and is_zero_without_weights(node, flow):
+        return torch.zeros(shape(node) or (), dtype=example.dtype)
+    if node.op != "placeholder":
+        return computed(node, values)
+    if not isinstance(example, torch.Tensor):
+        return example
+    zeros, stored = zeros_for(node), stored_value(node, flow)
+    if node in flow.program.inputs:
+        return torch.full_like(zeros, inputs)
+    return zeros if stored is None or stored.is_meta else stored.detach().cpu()
+
+
+def stored_value(node: fx.Node, flow: Dataflow) -> Tensor | None:
+    """Return the value of a constant or buffer; None if it has none, and for any other node."""
+    program = flow.program
+    return program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
 
 
 def computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
@@ -278,7 +276,7 @@ def is_known(node: fx.Node, stream: fx.Node, flow: Dataflow) -> bool:
 def known_value(node: fx.Node, flow: Dataflow, random: Any) -> Any:
     """Return the value of a buffer or constant, ones for integers, random floats; matrices are scaled by their fan-in."""
     program, example, size = flow.program, node.meta["val"], shape(node) or ()
-    stored = program.values.get(program.constants.get(node) or program.buffers.get(node, ""))
+    stored = stored_value(node, flow)
     if not isinstance(example, Tensor):
         return int(example)
     if stored is not None and not (stored.is_meta and node in program.buffers and is_float(node)):

@@ -23,8 +23,16 @@ from retrofit.anatomy.branches import (
     owner_of,
 )
 from retrofit.anatomy.feed_forwards import FeedForward, FeedForwardBlock, Port, no_feed_forward
-from retrofit.anatomy.parts import Branch, Findings, Layer, NearMiss, collect_near_miss
-from retrofit.anatomy.weights import WeightProduct, matrix_of, nearest_products, operand_chain, product_result, weight_product
+from retrofit.anatomy.parts import Branch, Findings, Layer, NearMiss, collect_near_miss, first_of_each
+from retrofit.anatomy.weights import (
+    WeightProduct,
+    matrix_of,
+    nearest_products,
+    operand_chain,
+    product_result,
+    weight_product,
+    width_of,
+)
 from retrofit.errors import DoesNotFitError, first_few
 from retrofit.program.aten_ops import CAST, COMPARISON, DROPOUT, LAYOUT, POINTWISE, is_number, op, shape
 from retrofit.program.dataflow import Dataflow
@@ -98,11 +106,11 @@ class ElementwiseOutline:
             return self.value(source)
         if isinstance(source, fx.Node) and name in DROPOUT:
             return self.emit_dropout(node, source)
-        if isinstance(source, fx.Node) and name in LAYOUT and (shape(source) or (0,))[-1] == (shape(node) or (0,))[-1]:
+        if isinstance(source, fx.Node) and name in LAYOUT and width_of(source) == width_of(node):
             return self.value(source)
         if name == "glu":
             return self.emit_glu(node)
-        if is_number(node):  # on the CPU, to combine with tensors on any device
+        if is_number(node):  # on the CPU, where it combines with tensors on any device
             kwargs = {key: value for key, value in node.kwargs.items() if key not in ("device", "pin_memory")}
             return self.graph.call_function(node.target, node.args, kwargs)  # type: ignore[arg-type]
         if name not in ELEMENTWISE:
@@ -118,8 +126,8 @@ class ElementwiseOutline:
 
     def port(self, port: Port, node: fx.Node) -> fx.Node:
         """Return the argument of the new graph for a port whose columns `node` holds."""
-        if (shape(node) or (0,))[-1] != self.columns:
-            raise no_feed_forward(self.branch, f"{(shape(node) or (0,))[-1]} columns enter where {self.columns} hidden units are")
+        if (width := width_of(node)) != self.columns:
+            raise no_feed_forward(self.branch, f"{width} columns enter where {self.columns} hidden units are")
         if port not in self.ports:
             self.ports[port] = self.graph.placeholder(f"p{len(self.ports)}")
         return self.ports[port]
@@ -153,13 +161,10 @@ class ElementwiseOutline:
         if end not in self.ends:
             raise no_feed_forward(self.branch, f"a gate follows other operations in {node.name}")
         self.steps.append(node)
-        halves = []
-        for start in (0, self.columns):
-            port = Port(self.ends.index(end), start, 1)  # type: ignore[arg-type]
-            self.ports.setdefault(port, self.graph.placeholder(f"p{len(self.ports)}"))
-            halves.append(self.ports[port])
-        gate = self.graph.call_function(torch.ops.aten.sigmoid.default, (halves[1],))
-        return self.graph.call_function(torch.ops.aten.mul.Tensor, (halves[0], gate))
+        index = self.ends.index(end)  # type: ignore[arg-type]
+        a, b = (self.port(Port(index, start, 1), node) for start in (0, self.columns))
+        gate = self.graph.call_function(torch.ops.aten.sigmoid.default, (b,))
+        return self.graph.call_function(torch.ops.aten.mul.Tensor, (a, gate))
 
     def emit_dropout(self, node: fx.Node, source: fx.Node) -> fx.Node:
         """Return a dropout module's node for dropout in the model's own code."""
@@ -180,14 +185,9 @@ class ElementwiseOutline:
             if not call.path or len(entering) != 1 or list(call.outputs.values()) != [node] or None not in call.outputs:
                 continue
             within = self.flow.between(entering[0], node)
-            if all(self.is_elementwise(inner) for inner in within) and not any(
-                self.flow.reaches(inner, entering[0]) and inner is not entering[0] and end is inner
-                for inner in within
-                for end in self.ends
-            ):
-                products = any(inner in self.ends or weight_product(inner, self.flow) is not None for inner in within)
-                if not products:
-                    outermost = call
+            products = any(inner in self.ends or weight_product(inner, self.flow) is not None for inner in within)
+            if not products and all(map(self.is_elementwise, within)):
+                outermost = call
         return outermost
 
     def is_shared_dropout(self, call: Call) -> bool:
@@ -195,14 +195,13 @@ class ElementwiseOutline:
 
         Such a dropout is left to the model's own code.
         """
-        own = [node for node in self.flow.computations if call.encloses(self.flow.call_of(node))]
         shared = times_called(call, self.flow) != times_called(self.flow.call_of(self.ends[0]), self.flow)
-        return shared and all(op(node) in DROPOUT for node in own)
+        return shared and all(op(node) in DROPOUT for node in nodes_of(call, self.flow))
 
     def is_elementwise(self, node: fx.Node) -> bool:
         """Return whether a unit's result depends on no other unit and on no weight."""
         single = all(part in self.flow.depends or (shape(part) or ()) in ((), (1,)) for part in node.all_input_nodes)
-        kept = op(node) in LAYOUT and (shape(node) or (0,))[-1] == self.columns
+        kept = op(node) in LAYOUT and width_of(node) == self.columns
         return (op(node) in ELEMENTWISE or kept or op(node) == "getitem") and single
 
     def emit_call(self, call: Call) -> fx.Node:
@@ -247,11 +246,10 @@ def place_in_owner(owner: Call, candidates: list[fx.Node], y: fx.Node, hidden: E
     own = nodes_of(owner, flow)
     if any(not flow.reaches(x, node) or not (flow.reaches(node, y) or flow.reaches(y, node)) for node in own):
         return None
-    after = flow.between(y, result) if result is not y else []
-    if set(after) != {node for node in own if flow.reaches(y, node) and node is not y}:
+    if set(flow.between(y, result)) != {node for node in own if flow.reaches(y, node) and node is not y}:
         return None
     try:
-        tail = ElementwiseOutline(hidden.branch, hidden.model, flow, [y], (shape(y) or (0,))[-1]).build(result)
+        tail = ElementwiseOutline(hidden.branch, hidden.model, flow, [y], width_of(y)).build(result)
     except DoesNotFitError:
         return None
     return Place(stream_in, owner.path, tail if tail.steps or tail.dropout else None)
@@ -322,8 +320,7 @@ REPLACED = "a feed-forward can be replaced once; use layers= to give depths to d
 
 
 def feed_forwards(anatomy: Findings, layers: Iterable[int] | None = None) -> tuple[list[FeedForward], list[NearMiss]]:
-    """Return the feed-forwards of a model by depth, one for each set of weights, and a near miss for every ffn branch of another
-    form.
+    """Return the feed-forwards of a model by depth, one for each set of weights, and a near miss for every other ffn branch.
 
     `layers` restricts them to those depths of each stack.
     """
@@ -341,10 +338,7 @@ def feed_forwards(anatomy: Findings, layers: Iterable[int] | None = None) -> tup
                 with collect_near_miss(branch.name or layer.name or branch.output, near_misses):
                     site = parse_feed_forward(branch, anatomy.model, anatomy.flow)
                     sites.setdefault(site.path, site)
-    first_of_each: dict[str, NearMiss] = {}
-    for near_miss in near_misses:
-        first_of_each.setdefault(near_miss.name, near_miss)
-    return list(sites.values()), list(first_of_each.values())
+    return list(sites.values()), first_of_each(near_misses)
 
 
 def hidden_feed_forwards(layer: Layer, anatomy: Findings) -> Iterator[NearMiss]:
@@ -391,20 +385,20 @@ def parse_feed_forward(branch: Branch, model: nn.Module, flow: Dataflow) -> Feed
             setattr(hidden.module, name, nn.Identity())
         dropout = max(outside.values(), default=0.0)
     return FeedForward(
-        owner.path,
-        width,
-        units,
-        matrices,
-        hidden.ports,
-        hidden.module,
-        down,
-        place.stream_in,
-        None if place.tail is None else place.tail.module,
-        place.path,
-        place.bypassed,
-        dropout,
-        hidden.paths,
-        () if place.tail is None else place.tail.paths,
+        name=owner.path,
+        width=width,
+        units=units,
+        into=matrices,
+        ports=hidden.ports,
+        hidden=hidden.module,
+        out=down,
+        stream_in=place.stream_in,
+        tail=None if place.tail is None else place.tail.module,
+        path=place.path,
+        bypassed=place.bypassed,
+        dropout=dropout,
+        hidden_paths=hidden.paths,
+        tail_paths=() if place.tail is None else place.tail.paths,
     )
 
 

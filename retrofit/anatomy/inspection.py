@@ -45,7 +45,7 @@ def read_anatomy(model: nn.Module, program: Program) -> Anatomy:
     chains, latest = residual_chains(flow)
     notes: list[str] = []
     described = [Stream(chain, describe_branches(chain, attentions, flow)) for chain in chains]
-    streams = without_pictures([stream for stream in described if stream.mixes], chains, flow, model, notes)
+    streams = without_images([stream for stream in described if stream.mixes], chains, flow, model, notes)
     if not streams:
         raise NoTransformerError(
             f"{type(model).__name__} has no residual stream with an attention or another mixer in it",
@@ -86,28 +86,28 @@ class Stream:
 
     @property
     def mixes(self) -> bool:
-        """Return whether a branch of the stream mixes tokens."""
+        """Whether a branch of the stream mixes tokens."""
         return any(is_mixer(branch) for branches in self.branches for branch in branches)
 
 
-def without_pictures(
+def without_images(
     streams: list[Stream], chains: list[list[Residual]], flow: Dataflow, model: nn.Module, notes: list[str]
 ) -> list[Stream]:
     """Return the streams of tokens; raises `NoTransformerError` if all are image streams, with the channels on the second axis."""
     if not any(has_channels_second(residual, flow) for chain in chains for residual in chain):
         return streams
-    pictures = [stream for stream in streams if all(has_channels_second(residual, flow) is not False for residual in stream.chain)]
-    if pictures and len(pictures) == len(streams):
-        size = "×".join(map(str, shape(pictures[0].chain[0].add) or ()))
+    images = [stream for stream in streams if all(has_channels_second(residual, flow) is not False for residual in stream.chain)]
+    if images and len(images) == len(streams):
+        size = "×".join(map(str, shape(images[0].chain[0].add) or ()))
         raise NoTransformerError(
             f"the residual streams of {type(model).__name__} have their channels on the second axis",
             why=f"the residual sums are {size}, as convolutions take them",
             remedy="retrofit rewrites token streams, with the channels on the last axis",
             code="other-layout",
         )
-    if pictures:
-        notes.append(f"{len(pictures)} residual stream(s) of images, with the channels on the second axis")
-    return [stream for stream in streams if stream not in pictures]
+    if images:
+        notes.append(f"{len(images)} residual stream(s) of images, with the channels on the second axis")
+    return [stream for stream in streams if stream not in images]
 
 
 def has_channels_second(residual: Residual, flow: Dataflow) -> bool | None:

@@ -29,10 +29,7 @@ from retrofit.program.program import Call, Key, Program
 
 
 def reader_of(layers: Collection[Layer], ends: Collection[fx.Node], program: Program) -> tuple[str, Key] | None:
-    """Return the first module outside these layers that is called with one of the nodes, and by which argument.
-
-    None where there is none.
-    """
+    """Return the first module outside these layers that is called with one of the nodes, and by which argument; None if none is."""
     inside = tuple(f"{layer.name}." for layer in layers)
     readers = ((call.path, key) for call in program.calls for key, node in call.inputs.items() if node in ends)
     return next(((path, key) for path, key in readers if not f"{path}.".startswith(inside)), None)
@@ -143,8 +140,8 @@ class LayerCalls:
         for key, node in call.inputs.items():
             if key is None or node in self.masked.depends or shape(node) not in ((1, length), (batch, length)):
                 continue
-            whole = isinstance(held := node.meta.get("val"), Tensor) and held.dtype in (torch.int64, torch.int32)
-            if whole and any(op(above) == "arange" for above in backward_slice([node])):
+            is_integer = isinstance(held := node.meta.get("val"), Tensor) and held.dtype in (torch.int64, torch.int32)
+            if is_integer and any(op(above) == "arange" for above in backward_slice([node])):
                 return key
         return None
 
@@ -156,10 +153,8 @@ class LayerCalls:
             rows = [stream[1::-1] if tokens_first else stream[:2] for stream in streams if len(stream) == 3]
             if key is None or len(size) != 2 or is_float(node) or node not in flow.depends or size not in rows:
                 continue
-            above = [node_above for node_above in flow.nodes if flow.reaches(node_above, node)]
-            if not any(
-                op(node_above) in SCAN or node_above in flow.program.parameters or node_above in self.ids for node_above in above
-            ):
+            ancestors = [earlier for earlier in flow.nodes if flow.reaches(earlier, node)]
+            if not any(op(part) in SCAN or part in flow.program.parameters or part in self.ids for part in ancestors):
                 return key
         return None
 
@@ -180,9 +175,7 @@ def is_tokens_first(size: tuple[int, ...], cores: list[Attention]) -> bool:
 def has_room(module: nn.Module, given: int) -> bool:
     """Return whether a module's forward takes more arguments than so many."""
     parameters = forward_parameters(module).values()
-    return len(parameters) > given or any(
-        parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters
-    )
+    return len(parameters) > given or any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
 
 
 def unfit(layer: Layer, why: str) -> DoesNotFitError:

@@ -17,9 +17,9 @@ from torch import fx, nn
 from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, InnerLayers, is_on_two_streams, owner_of
 from retrofit.anatomy.feed_forward_parsing import hidden_feed_forwards, parse_feed_forward
 from retrofit.anatomy.feed_forwards import FeedForward, GatheredFeedForward, install_feed_forward
-from retrofit.anatomy.parts import Branch, Findings, Layer, NearMiss, Role, Stack, collect_near_miss
-from retrofit.anatomy.weights import nearest_products, weight_product
-from retrofit.errors import DoesNotFitError, Remedy, SpecError
+from retrofit.anatomy.parts import NO_OWNER, Branch, Findings, Layer, NearMiss, Role, Stack, collect_near_miss, first_of_each
+from retrofit.anatomy.weights import nearest_products, weight_product, width_of
+from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.program.aten_ops import is_float, is_heavy, shape
 from retrofit.program.program import Call, Key
 from retrofit.surgery import Edit
@@ -110,15 +110,12 @@ class BranchOwners:
         if len(together) < 2:
             raise self.unfit(branch, "nothing else of its kind is added to it")
         regions = {node for part in together for node in self.region(part)}
-        ours, theirs = ([flow.node(other.output) for other in added if (other in together) == own] for own in (True, False))
+        ends, other_ends = ([flow.node(other.output) for other in added if (other in together) == own] for own in (True, False))
         region = [
             node
             for node in flow.between(source, add)
             if node in regions
-            or (
-                any(flow.reaches(source_node, node) for source_node in ours)
-                and not any(flow.reaches(source_node, node) for source_node in theirs)
-            )
+            or (any(flow.reaches(end, node) for end in ends) and not any(flow.reaches(end, node) for end in other_ends))
         ]
         owner = self.innermost(branch, region, add, [node for node in region if is_heavy(node)])
         return dataclasses.replace(owner, branches=together)
@@ -295,16 +292,17 @@ class WrappedModules:
         within = [call for call in owner_of(results, self.flow).chain if outer.encloses(call) and call is not outer]
         for call in reversed(within):
             enters = [key for key, node in call.inputs.items() if width_of(node) == stack.width and self.on_one_stream(node, base)]
-            leaves = [key for key, node in call.outputs.items() if width_of(node) == stack.width and self.depends_on(node, results)]
+            leaves = [
+                key
+                for key, node in call.outputs.items()
+                if width_of(node) == stack.width and all(self.flow.reaches(result, node) for result in results)
+            ]
             if enters and leaves and enters[0] is not None:
                 return WrappedModule(call.path, enters[0], leaves[0])
         raise self.refuse(layer.name, f"no module in it takes and returns the stream of width {stack.width}", NO_MODULE)
 
     def on_one_stream(self, node: fx.Node, other: fx.Node) -> bool:
         return node in self.flow.carried_chain(other) or other in self.flow.carried_chain(node)
-
-    def depends_on(self, node: fx.Node, parts: list[fx.Node]) -> bool:
-        return all(self.flow.reaches(part, node) for part in parts)
 
     def feed_forward(self, branch: Branch, width: int) -> WrappedModule:
         """Return the module that is this FFN, or is to become it, from one d-wide tensor to another.
@@ -327,7 +325,7 @@ class WrappedModules:
         except DoesNotFitError as error:
             raise self.refuse(branch.name or branch.output, error.why or error.what, self.no_feed_forward) from error
         stream_in = site.stream_in if site.stream_in is not None else 0
-        return WrappedModule(site.path, stream_in, None, site if site.bypassed else None)
+        return WrappedModule(site.path, stream_in, None, gathered=site if site.bypassed else None)
 
     def branch(self, branch: Branch) -> WrappedModule:
         """Return the module that owns a branch, or is to become it; raises `DoesNotFitError` if there is none."""
@@ -352,7 +350,6 @@ class WrappedModules:
 
 Use = tuple[tuple[int, int], WrappedModule]  # stack and depth, the module that owns what is computed there
 
-NO_OWNER = Remedy("emit='graph' makes modules of such code", "graph")
 MIXTURE = "it is a mixture of experts"
 
 
@@ -389,8 +386,7 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
         holders = "none of its layers" if chosen is None else "none of the chosen layers"
         why = f"{holders} has a part of this kind: {', '.join(kinds)}"
         near_misses.append(NearMiss("", why, in_any_form=True, code="missing"))
-    first_of_each = {miss.name: miss for miss in reversed(near_misses)}
-    return sites, [miss for miss in near_misses if first_of_each[miss.name] is miss]
+    return sites, first_of_each(near_misses)
 
 
 def parts_of(
@@ -431,7 +427,3 @@ def no_site(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError
 
 
 KINDS = ("layer", "attention", *get_args(Role))
-
-
-def width_of(node: fx.Node) -> int:
-    return (shape(node) or (0,))[-1]

@@ -6,10 +6,10 @@ import contextlib
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, Literal
 
-from retrofit.errors import DoesNotFitError, joined, listed
+from retrofit.errors import DoesNotFitError, Remedy, joined, listed
 
 if TYPE_CHECKING:
     import networkx
@@ -26,6 +26,8 @@ class NoStream(enum.Enum):
 
 
 NO_STREAM: Final = NoStream.NO_STREAM
+
+NO_OWNER = Remedy("emit='graph' makes modules of such code", "graph")
 
 Role = Literal["self-attention", "cross-attention", "ffn", "moe", "other mixer"]
 
@@ -199,6 +201,14 @@ class NearMiss:
     def remedy(self) -> str:
         """The remedies as one text; "" if there are none."""
         return joined(listed(self.remedies))
+
+
+def first_of_each(near_misses: Iterable[NearMiss]) -> list[NearMiss]:
+    """Return the first near miss of each name: several depths may share a module."""
+    found: dict[str, NearMiss] = {}
+    for miss in near_misses:
+        found.setdefault(miss.name, miss)
+    return list(found.values())
 
 
 @contextlib.contextmanager

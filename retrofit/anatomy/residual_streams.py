@@ -156,9 +156,7 @@ def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | Non
 
 
 def residual_chains(flow: Dataflow) -> tuple[list[list[Residual]], Latest]:
-    """Return every residual stream as its additions in order, outermost streams only, and the last addition that each node
-    carries.
-    """
+    """Return the outermost residual streams, each as its additions in order, and the last addition that each node carries."""
     chains, latest = every_chain(flow)
     return outermost_chains(chains, flow), latest
 
@@ -192,15 +190,11 @@ def longest_chains(residuals: list[Residual], flow: Dataflow) -> list[list[Resid
     """Return disjoint chains of residual additions, longest first; of two that leave one base, the outer one first."""
     taken: set[Residual] = set()
     chains = []
-    length: dict[Residual, int] = {}
+    length: dict[Residual, int] = {}  # of the chain that ends there
     for residual in residuals:
         length[residual] = 1 + (length[residual.previous] if residual.previous else 0)
-    by_base: dict[fx.Node, list[Residual]] = {}
-    for residual in residuals:
-        by_base.setdefault(residual.base, []).append(residual)
-    inner = {
-        residual for group in by_base.values() for residual in group for other in group if feeds_branch_of(other, residual, flow)
-    }
+    pairs = ((residual, other) for residual in residuals for other in residuals if other.base is residual.base)
+    inner = {residual for residual, other in pairs if feeds_branch_of(other, residual, flow)}
     for end in sorted(residuals, key=lambda residual: (-length[residual], residual in inner, flow.position[residual.add])):
         chain: list[Residual] = []
         current: Residual | None = end

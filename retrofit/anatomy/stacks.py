@@ -19,7 +19,8 @@ from retrofit.program.aten_ops import CAST, LAYOUT, MASKING, NORM, POINTWISE, SE
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call, Key
 
-LOG_SOFTMAX = frozenset(("log_softmax", "_log_softmax"))
+# Operations between the head and an output:
+AFTER_HEAD = POINTWISE | LAYOUT | CAST | MASKING | SELECTION | SOFTMAX | {"log_softmax", "_log_softmax", "getitem"}
 
 
 def find_head(flow: Dataflow) -> Part | None:
@@ -34,8 +35,7 @@ def find_head(flow: Dataflow) -> Part | None:
         if product is not None:
             return head_part(product, flow)
         sources = [part for part in node.all_input_nodes if part in flow.depends]
-        light = op(node) in POINTWISE | LAYOUT | CAST | MASKING | SELECTION | SOFTMAX | LOG_SOFTMAX | {"getitem"}
-        node = sources[0] if light and sources else None
+        node = sources[0] if op(node) in AFTER_HEAD and sources else None
     return None
 
 
@@ -61,10 +61,8 @@ def is_token_id(node: Any, flow: Dataflow) -> bool:
     """Return whether the indices are an input's own values, at most rearranged, clamped or masked."""
     while isinstance(node, fx.Node) and node not in flow.program.inputs:
         sources = [part for part in node.all_input_nodes if part in flow.depends]
-        if (
-            op(node) not in LAYOUT | CAST | SELECTION | MASKING | {"cat", "add", "sub", "getitem", "new_zeros", "copy"}
-            or not sources
-        ):
+        moves = op(node) in LAYOUT | CAST | SELECTION | MASKING | {"cat", "add", "sub", "getitem", "new_zeros", "copy"}
+        if not moves or not sources:
             return False
         node = sources[0] if op(node) != "where" else sources[-1]
     return isinstance(node, fx.Node)
@@ -72,14 +70,12 @@ def is_token_id(node: Any, flow: Dataflow) -> bool:
 
 def modules_outside(flow: Dataflow, stacks: tuple[Stack, ...], before: bool) -> tuple[str, ...]:
     """Return the outermost modules that run before the stacks' layers, or after them."""
-    by_name = {node.name: node for node in flow.nodes}
-    layers = [by_name[layer.exit] for stack in stacks for layer in stack.layers]
+    exits = [flow.node(layer.exit) for stack in stacks for layer in stack.layers]
+    entries = [flow.node(stack.entry) for stack in stacks]
     layer_calls = {(layer.name, layer.call) for stack in stacks for layer in stack.layers if layer.name}
-    entries = [by_name[stack.entry] for stack in stacks]
-    busy = {outer for call in flow.program.calls if (call.path, call.index) in layer_calls for outer in call.chain} or {
-        flow.program.root
-    }
-    in_code = [(by_name[stack.entry], by_name[stack.exit]) for stack in stacks if not all(layer.name for layer in stack.layers)]
+    around = {outer for call in flow.program.calls if (call.path, call.index) in layer_calls for outer in call.chain}
+    around = around or {flow.program.root}
+    in_code = [(flow.node(stack.entry), flow.node(stack.exit)) for stack in stacks if not all(layer.name for layer in stack.layers)]
     found: dict[str, None] = {}
     of_layers: set[str] = set()
     for node in flow.nodes:
@@ -88,13 +84,13 @@ def modules_outside(flow: Dataflow, stacks: tuple[Stack, ...], before: bool) -> 
         chain = list(flow.call_of(node).chain)
         if any((call.path, call.index) in layer_calls for call in chain):
             continue
-        outer = [call for call in chain if call not in busy]
+        outer = [call for call in chain if call not in around]
         if not outer or not outer[-1].path:
             continue
         if any(node is not first and flow.reaches(first, node) and flow.reaches(node, last) for first, last in in_code):
             of_layers.add(outer[-1].path)
         early = any(flow.reaches(node, entry) for entry in entries)
-        late = not early and any(flow.reaches(leaf, node) for leaf in layers)
+        late = not early and any(flow.reaches(end, node) for end in exits)
         if early if before else late:
             found[outer[-1].path] = None
     return tuple(path for path in found if path not in of_layers)
@@ -178,8 +174,7 @@ def only_adds(call: Call, residual: Residual, flow: Dataflow) -> bool:
 
 
 def group_by_number(residuals: list[Residual], table: dict[Residual, list[Branch]]) -> list[list[Residual]]:
-    """Return layers without modules of their own, by the numbers in the names of their weights; none if the names have no such
-    numbers.
+    """Return layers without modules of their own, by the numbers in the names of their weights; none if these have no numbers.
 
     The first component in which the names differ, `….{number}.…`, is the layer's number. If more than two thirds of the names agree
     in that component, it is the first in which those differ, and the other additions are in no layer. Weights that several

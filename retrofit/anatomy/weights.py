@@ -7,16 +7,13 @@ import dataclasses
 from torch import Tensor, fx, nn
 
 from retrofit.errors import DoesNotFitError
-from retrofit.program.aten_ops import (
-    ATTENTION,
-    CAST,
-    CONVOLUTION,
-    LAYOUT,
-    is_heavy,
-    op,
-    shape,
-)
+from retrofit.program.aten_ops import ATTENTION, CAST, CONVOLUTION, LAYOUT, is_heavy, op, shape
 from retrofit.program.dataflow import Dataflow
+
+
+def width_of(node: fx.Node) -> int:
+    """Return the extent of the last dimension; 0 if there is none."""
+    return (shape(node) or (0,))[-1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,12 +48,10 @@ def weight_product(node: fx.Node, flow: Dataflow) -> WeightProduct | None:
     before, after, size = shape(sources[0]), shape(node), shape(weight)
     if not before or not after or not size:
         return None
-    whole = next((shape(part) for part, parameter in flow.program.parameters.items() if parameter == name), size) or size
-    if op(node) in CONVOLUTION:
-        return WeightProduct(node, sources[0], name, size[1], size[0], False)
-    if op(node) == "linear":
-        return WeightProduct(node, sources[0], name, size[1], size[0], len(whole) > 2)
-    return WeightProduct(node, sources[0], name, before[-1], after[-1], len(whole) > 2)
+    stored = next((shape(part) for part, parameter in flow.program.parameters.items() if parameter == name), size) or size
+    convolves = op(node) in CONVOLUTION
+    columns = (size[1], size[0]) if convolves or op(node) == "linear" else (before[-1], after[-1])
+    return WeightProduct(node, sources[0], name, *columns, batched=len(stored) > 2 and not convolves)
 
 
 def nearest_products(starts: list[fx.Node], flow: Dataflow) -> list[WeightProduct]:
@@ -108,8 +103,7 @@ def bias_add(node: fx.Node, flow: Dataflow) -> tuple[fx.Node, fx.Node] | None:
     if len(users) != 1 or op(users[0]) != "add":
         return None
     (other,) = [part for part in users[0].all_input_nodes if part is not node] or [None]
-    size = shape(node)
-    if other in flow.program.parameters and shape(other) == (size or (0,))[-1:]:
+    if other in flow.program.parameters and shape(other) == (width_of(node),):
         return users[0], other  # type: ignore[return-value]
     return None
 
@@ -143,7 +137,7 @@ def matrix_of(product: WeightProduct, flow: Dataflow, inside: set[fx.Node], role
             out_first = not out_first
         elif op(node) not in LAYOUT | CAST:
             raise unreadable(product, f"is computed (operation {op(node)})")
-        node = next(part for part in node.all_input_nodes)
+        node = node.all_input_nodes[0]
     if shape(weight) != ((product.out_features, product.in_features) if out_first else (product.in_features, product.out_features)):
         raise unreadable(product, f"is {shape(weight)}")
     bias: fx.Node | None = None

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from retrofit.anatomy.attention_cores import find_attentions
-from retrofit.anatomy.branches import describe_projections, role_of
+from retrofit.anatomy.branches import cores_in, describe_projections, role_of
 from retrofit.anatomy.causality import is_causal
 from retrofit.anatomy.parts import Projection
 from retrofit.anatomy.residual_streams import residual_chains
@@ -235,10 +235,10 @@ def branch_of(code: Code) -> tuple[str, dict[str, str], Dataflow, fx.Node]:
     model = OneBranch(code)
     inputs = {"ids": torch.arange(2 * LENGTH).view(2, LENGTH) % 11, "memory_ids": torch.arange(2 * 9).view(2, 9) % 11}
     flow = Dataflow(capture(model, named_inputs(model, inputs)))
-    cores = find_attentions(flow)
     (chain,) = residual_chains(flow)[0]
     (residual,) = chain
     region = flow.between(residual.base, residual.branches[0])
+    cores = cores_in(region, find_attentions(flow))
     role = role_of(region, cores, residual.base, flow)
     found: tuple[Projection, ...] = describe_projections(region, role, cores, flow)
     return role, {one.name.removesuffix(".weight"): one.role for one in found}, flow, residual.base
