@@ -262,6 +262,35 @@ class AnchorLayer(AnchorKeys):
     def advance(self, new: Anchors, real: Tensor | None, length: int, corrections: Tensor | None) -> None:
         """Pass `length` tokens; `corrections` (batch, anchors, d) are their anchors', None where there were no anchors."""
 
+    # Changes by generation.
+
+    def each_row(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Apply `change` to everything that has rows."""
+        raise NotImplementedError
+
+    def choose(self, rows: Tensor) -> None:
+        """Keep only these rows; a row that is chosen twice is there twice."""
+        self.each_row(lambda value: value.index_select(0, rows.to(value.device)))
+        for history in self.histories.values():
+            history.choose(rows)
+
+    def repeat(self, times: int) -> None:
+        """Repeat each row as often as given."""
+        self.each_row(lambda value: value.repeat_interleave(times, 0))
+        for history in self.histories.values():
+            history.repeat(times)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.choose(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.choose(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.repeat(repeats)
+
+    # States in and out of a program that decodes.
+
     @abc.abstractmethod
     def carried(self) -> dict[str, Tensor]:
         """Return the stored tensors by name, for a program with them as inputs and outputs."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -69,11 +70,9 @@ class TakenRows(torch.autograd.Function):
         taken = take(gradient, 1, members.flatten(1)).unflatten(1, members.shape[1:])  # (batch, T, m, d)
         found = torch.where(held.unsqueeze(-1), taken, 0).sum(2)
         if filled is not None:
-            rest, is_first = (
-                torch.where(filled.unsqueeze(-1), gradient, 0),
-                torch.arange(found.shape[1], device=first.device) == first,
-            )
-            found = found + torch.where(is_first.unsqueeze(-1), rest.sum(1, keepdim=True), 0)
+            rest = torch.where(filled.unsqueeze(-1), gradient, 0).sum(1, keepdim=True)
+            is_first = torch.arange(found.shape[1], device=first.device) == first
+            found = found + torch.where(is_first.unsqueeze(-1), rest, 0)
         return found, None, None, None, None, None
 
 
@@ -273,7 +272,7 @@ class RaggedAnchors:
     values: tuple[Tensor, ...]
 
     def append(self, columns: Tensor, valid: Tensor, values: tuple[Tensor, ...]) -> RaggedAnchors:
-        """Return these entries followed by the new ones."""
+        """Return these entries, followed by the new ones."""
         joined = tuple(torch.cat(pair, 1) for pair in zip(self.values, values, strict=True))
         return RaggedAnchors(torch.cat([self.columns, columns], 1), torch.cat([self.valid, valid], 1), joined)
 
@@ -289,14 +288,17 @@ class RaggedAnchors:
             index = order.view(*order.shape, *[1] * (value.dim() - 2)).expand(-1, -1, *value.shape[2:])
             return value.gather(1, index)
 
-        return RaggedAnchors(pick(self.columns), pick(valid), tuple(pick(value) for value in self.values))
+        return RaggedAnchors(self.columns, valid, self.values).each_row(pick)
+
+    def each_row(self, change: Callable[[Tensor], Tensor]) -> RaggedAnchors:
+        """Return the anchors with every tensor mapped by `change`, which chooses rows or entries."""
+        return RaggedAnchors(change(self.columns), change(self.valid), tuple(map(change, self.values)))
 
 
 ArgumentPath = tuple[int | str, ...]  # a tensor in a call's arguments: keyword or position, then indices into containers
 MaskArgument = tuple[ArgumentPath, torch.dtype]  # the argument with a layer's mask, and the mask's dtype
-KeyIndices = Callable[
-    [int, torch.device], tuple[Indices, Tensor | None]
-]  # of keys in a cache: their indices in a mask, which are visible
+# From a mask's number of keys: the indices in the mask of the keys in a cache, and which of these are visible.
+KeyIndices = Callable[[int, torch.device], tuple[Indices, Tensor | None]]
 
 
 # ── By name and path ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -544,34 +546,25 @@ class LayerCall:
             for mask, dims in self.tensors.values()
             if dims.shows_padding and mask.shape[dims.positions[-1]] >= least
         ]
-        for mask in masks[1:]:
-            masks[0] = masks[0] & mask
-        return masks[0] if masks else None
+        return functools.reduce(operator.and_, masks) if masks else None
 
     def strided(self, x: Tensor, anchors: Anchors, key_indices: KeyIndices | None = None) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments for the anchors, with `x` (batch, anchors, d) as the stream."""
-        length = self.x.shape[1]
-        position = {name: position for position, name in enumerate(self.names)}
         of_anchors: dict[ArgumentPath, Tensor] = {self.stream: x}
         for path, (tensor, dims) in self.tensors.items():
-            of_anchors[path] = self.stride(tensor, dims, anchors, key_indices, length)
-
-        def change(path: ArgumentPath, tensor: Tensor) -> Tensor:
-            return of_anchors.get(path, tensor)
-
-        args = list(self.args)
-        kwargs = dict(self.kwargs)
+            of_anchors[path] = self.stride(tensor, dims, anchors, key_indices)
+        args, kwargs = list(self.args), dict(self.kwargs)
         for name in {path[0] for path in of_anchors}:
             if isinstance(name, str) and name in kwargs:
-                kwargs[name] = map_tensors(kwargs[name], (name,), change)
+                kwargs[name] = map_tensors(kwargs[name], (name,), of_anchors.get)
             else:
-                at = name if isinstance(name, int) else position[name]
-                args[at] = map_tensors(args[at], (name,), change)
+                at = name if isinstance(name, int) else self.names.index(name)
+                args[at] = map_tensors(args[at], (name,), of_anchors.get)
         return args, kwargs
 
-    def stride(self, tensor: Tensor, dims: TokenDims, anchors: Anchors, key_indices: KeyIndices | None, length: int) -> Tensor:
+    def stride(self, tensor: Tensor, dims: TokenDims, anchors: Anchors, key_indices: KeyIndices | None) -> Tensor:
         """Return a tensor's part for the anchors: queries are new anchors, keys also those of the cache."""
-        last, batch = len(dims.positions) - 1, dims.batch
+        last, batch, length = len(dims.positions) - 1, dims.batch, self.x.shape[1]
         for number, dim in enumerate(dims.positions):
             extent = tensor.shape[dim]
             if extent == 1 and length != 1 and number < last:

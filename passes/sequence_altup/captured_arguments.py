@@ -208,8 +208,7 @@ class ArgumentCaptures:
         return received is not None and received[1] in (torch.bool, MARKER)
 
     def reads_as_unpadded(self, node: fx.Node | None, dims: TokenDims) -> bool:
-        """Return whether a mask of the larger capture, which has no padding, reads as unpadded; some models have masks of their own
-        form.
+        """Return whether a mask of the larger capture, which has no padding, reads as unpadded; some models have other masks.
 
         True is assumed for a mask computed from tables without values, as those of a loading model.
         """
@@ -321,7 +320,6 @@ def recording(
     model: nn.Module, paths: Collection[str], record: Callable[[str, list[tuple[int | str, Any]]], None]
 ) -> Iterator[None]:
     """Call `record`, within this context, with the path and named arguments of every call of a module at one of the `paths`."""
-
     modules = {path: model.get_submodule(path) for path in paths}
     names = {path: positional_names(module) for path, module in modules.items()}
 

@@ -148,10 +148,8 @@ class FixedAnchorLayer(AnchorLayer):
     def begin_ragged(self, batch: int, real: Tensor | None) -> None:
         """Allow rows with different anchors from now on."""
         device = self.device_of(real)
-        columns = (torch.arange(self.most + 1, device=device) * self.k).expand(batch, -1)
-        self.keep("columns", columns)
-        counted = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self.keep("counted", counted + self.start)
+        self.keep("columns", (torch.arange(self.most + 1, device=device) * self.k).expand(batch, -1))
+        self.keep("counted", torch.zeros(batch, 1, dtype=torch.long, device=device) + self.start)
 
     def make_room(self, new: Anchors, key_extents: Callable[[], list[int]]) -> None:
         """Give attention all entries, and the keys of the first call alone where no mask would hide the unused ones."""
@@ -161,8 +159,7 @@ class FixedAnchorLayer(AnchorLayer):
         if self.even:  # later entries are later than the new tokens, and the model's own mask hides them
             return slice(0, new.count * self.k if self.is_alone else extent, self.k), None
         assert self.columns is not None
-        visible = self.used & (self.columns < extent)
-        return self.columns.clamp(0, extent - 1), visible
+        return self.columns.clamp(0, extent - 1), self.used & (self.columns < extent)
 
     @property
     def used(self) -> Tensor:
@@ -267,7 +264,6 @@ class FixedAnchorLayer(AnchorLayer):
     # Changes by generation.
 
     def each_row(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change` to everything that has rows."""
         for layer in (self, *self.secondary):
             for name in TENSORS:
                 value = getattr(layer, name, None)
@@ -277,19 +273,6 @@ class FixedAnchorLayer(AnchorLayer):
                         value.copy_(changed)
                     else:
                         setattr(layer, name, mark_as_fixed(changed))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.each_row(lambda value: value.index_select(0, beam_idx.to(value.device)))
-        for history in self.histories.values():
-            history.choose(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.each_row(lambda value: value.repeat_interleave(repeats, 0))
-        for history in self.histories.values():
-            history.repeat(repeats)
 
 
 class SecondaryFixedKeys(SecondaryAnchorKeys):

@@ -49,7 +49,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
     @property
     def kept(self) -> int:
-        """Return the number of stored corrections: that of the last anchor, and those that cropping may need again."""
+        """The number of stored corrections: that of the last anchor, and those that cropping may need again."""
         return SLACK // self.k + 2
 
     @property
@@ -59,7 +59,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
     @property
     def stored(self) -> int:
-        """Return the number of stored anchors, while all rows have the same."""
+        """The number of stored anchors, while all rows have the same."""
         return -(-self.tokens // self.k) - self.dropped
 
     def offset(self, length: int) -> int:
@@ -192,7 +192,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
     @property
     def records_past(self) -> bool:
-        """Return whether tokens may be removed after a window is full, which assisted decoding requests from a cache."""
+        """Whether tokens may be removed after a window is full, which assisted decoding requests from a cache."""
         return bool(getattr(self.counter, "record_past", False))
 
     def keep_left(self, out: RaggedAnchors) -> None:
@@ -321,40 +321,15 @@ class GrowingAnchorLayer(AnchorLayer):
             code="cropped",
         )
 
-    def choose(self, rows: Tensor) -> None:
-        """Keep only these rows; a row that is chosen twice is there twice."""
-        self.each_row(lambda value: value.index_select(0, rows.to(value.device)))
-        for history in self.histories.values():
-            history.choose(rows)
-
-    def repeat(self, times: int) -> None:
-        """Repeat each row as often as given."""
-        self.each_row(lambda value: value.repeat_interleave(times, 0))
-        for history in self.histories.values():
-            history.repeat(times)
-
     def each_row(self, change: Callable[[Tensor], Tensor]) -> None:
-        """Apply `change` to everything that has rows."""
         for layer, name, value in self.series():
             setattr(layer, name, change(value))
         for name in ("corrections", "real", "columns", "valid"):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, change(value))
-        if self.ragged is not None:
-            ragged = self.ragged
-            self.ragged = RaggedAnchors(change(ragged.columns), change(ragged.valid), (change(ragged.values[0]),))
-        if self.left is not None:
-            self.left = RaggedAnchors(change(self.left.columns), change(self.left.valid), tuple(map(change, self.left.values)))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.choose(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.choose(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.repeat(repeats)
+        self.ragged = None if self.ragged is None else self.ragged.each_row(change)
+        self.left = None if self.left is None else self.left.each_row(change)
 
 
 class IndexedAnchorLayer(GrowingAnchorLayer):

@@ -160,9 +160,8 @@ def require_gradient(candidate: Candidate) -> None:
 
 def require_all_tokens_read(candidate: Candidate) -> None:
     """Require that something after the layer reads tokens between anchors."""
-    if candidate.layer.exit == candidate.stack.layers[-1].exit and is_read_at_fixed_tokens_only(
-        candidate.captured.flow, candidate.exit
-    ):
+    is_last = candidate.layer.exit == candidate.stack.layers[-1].exit
+    if is_last and is_read_at_fixed_tokens_only(candidate.captured.flow, candidate.exit):
         raise unfit("only some of its tokens are read in the end, and none of those between anchors")
 
 
@@ -381,8 +380,8 @@ def value_before_casts(node: fx.Node) -> fx.Node:
 
 
 def is_of_same_kind(node: fx.Node, other: fx.Node) -> bool:
-    ours, theirs = node.meta["val"], other.meta["val"]
-    return (ours.dtype, ours.device, ours.shape) == (theirs.dtype, theirs.device, theirs.shape)
+    value, same = node.meta["val"], other.meta["val"]
+    return (value.dtype, value.device, value.shape) == (same.dtype, same.device, same.shape)
 
 
 def arguments_from_layers(flow: Dataflow, call: Call, streams: Mapping[Call, fx.Node]) -> dict[Key, Call]:

@@ -75,9 +75,9 @@ def call_layer(
                     for packed_row, columns in zip(rows, new, strict=True)
                 ]
             )
-        whole = all(len(columns) == count for columns in new)
+        is_full = all(len(columns) == count for columns in new)
         packed = inputs.transpose(0, 1) if layer.tokens_first else inputs
-        others = strided_arguments(call, slots[0], x) if whole and not call.cached else None
+        others = strided_arguments(call, slots[0], x) if is_full and not call.cached else None
         y = call.given("layer", {place_of(call, layer): packed}, layer.stream_out, others)
         y = y.transpose(0, 1) if layer.tokens_first else y
         for row, columns in enumerate(new):

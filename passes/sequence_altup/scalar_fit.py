@@ -23,14 +23,7 @@ from torch import Tensor, nn
 
 from retrofit.passes.sequence_altup.strided_layers import SequenceAltUpLayer
 from retrofit.sdk import Edit
-from retrofit.sdk.data import (
-    DensePredictions,
-    RecordedCall,
-    evaluation_mode,
-    split_calibration,
-    token_weights,
-    weighted_error,
-)
+from retrofit.sdk.data import DensePredictions, RecordedCall, evaluation_mode, split_calibration, token_weights, weighted_error
 
 TOKENS = 2048  # for the scalars of a layer
 PREDICTED = 1024  # tokens whose predictions are compared
@@ -61,11 +54,10 @@ class DenseModel:
         if edit.calibration is None:
             return None
         fitted, held_out = (part.record(edit.model, paths) for part in split_calibration(edit.calibration, TOKENS))
-        fitting = {
-            path: calls for path, calls in fitted.items() if calls and calls[0].is_repeatable(edit.model.get_submodule(path))
-        }
-        predictions = DensePredictions.record(edit.model, *split_calibration(edit.calibration, PREDICTED, PREDICTED))
-        return cls(fitting, held_out, predictions)
+        model = edit.model
+        fitted = {path: calls for path, calls in fitted.items() if calls and calls[0].is_repeatable(model.get_submodule(path))}
+        predictions = DensePredictions.record(model, *split_calibration(edit.calibration, PREDICTED, PREDICTED))
+        return cls(fitted, held_out, predictions)
 
 
 def fit_scalars(edit: Edit, dense: DenseModel) -> None:
@@ -81,7 +73,7 @@ def fit_scalars(edit: Edit, dense: DenseModel) -> None:
 
     def bounded(path: str, scalars: Scalars, towards: Scalars) -> Scalars:
         """Return `scalars`, moved from those of `towards` as far as the layer's error does not exceed that of the start."""
-        tried = (moved(towards, scalars, share) for share in (1.0, *SHARES[1:]))
+        tried = (moved(towards, scalars, share) for share in SHARES)
         return next((nearer for nearer in tried if error_of(layers[path], nearer, *held_out[path]) <= before[path]), towards)
 
     candidates = [dict.fromkeys(layers, START)]

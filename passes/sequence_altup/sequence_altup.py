@@ -346,12 +346,12 @@ def plan_layer(
             dims[path] = dataclasses.replace(dims[path], positions=(), shows_padding=False)
     stream_in, stream_out = candidate.layer.stream_places()
     return StridedLayerPlan(
-        candidate.layer.name,
-        stream_in,
-        stream_out,
-        dims,
-        returned_arguments(candidate),
-        tuple(candidate.captured.objects.get(candidate.layer.name, ())),
-        mask_argument(candidate, dims),
-        candidate.tokens_first,
+        path=candidate.layer.name,
+        stream_in=stream_in,
+        stream_out=stream_out,
+        token_dims=dims,
+        returned=returned_arguments(candidate),
+        unread=tuple(candidate.captured.objects.get(candidate.layer.name, ())),
+        mask=mask_argument(candidate, dims),
+        tokens_first=candidate.tokens_first,
     )

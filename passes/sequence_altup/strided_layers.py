@@ -103,10 +103,9 @@ class StridedLayer(Wrapper):
         x = self.layer_input(call.x, anchors)
         strided_args, strided_kwargs = call.strided(self.turn(x), anchors)
         output = self.layer(*strided_args, **strided_kwargs)
-        key = self.output_key(output)
-        corrections = self.correction(x, self.turn(output if key is None else output[key]))
+        corrections = self.correction(x, self.turn(self.stream_of(output)))
         y = self.update(call.x, corrections, anchors, None)
-        return with_item(call.restore_arguments(output, self.returned), key, self.turn(y))
+        return with_item(call.restore_arguments(output, self.returned), self.output_key(output), self.turn(y))
 
     def anchors(self, call: LayerCall) -> Anchors:
         """Return the anchors of a whole sequence."""
@@ -181,9 +180,8 @@ class StridedLayer(Wrapper):
             restore_states(cache, waiting, advancing)
         if stored.recurrent is None:
             stored.recurrent = changed_states(before, cache)
-        key = self.output_key(output)
-        corrections = self.correction(x, self.turn(output if key is None else output[key]))
-        return call.restore_arguments(output, self.returned), corrections, key
+        corrections = self.correction(x, self.turn(self.stream_of(output)))
+        return call.restore_arguments(output, self.returned), corrections, self.output_key(output)
 
     def advancing_rows(self, anchors: Anchors, stored: AnchorLayer) -> Tensor | None:
         """Return the rows (batch) with an anchor, whose recurrent states may advance; None without such states."""
