@@ -80,8 +80,8 @@ class SparseProjections:
     def fit(self, model: nn.Module, moments: Moments, *, absorb: bool = False) -> dict[str, tuple[float, float]]:
         """Fit the modules to the dense weights of `model`; return the relative errors by letter, without data and with it.
 
-        `moments` has the second moments of each dense module's inputs, on data for fitting and on held-out data, by module; it is
-        empty without calibration data. With `absorb` the values are fitted to their product with the output layer.
+        `moments` has the second moments of a stream, on data for fitting and on held-out data, by the first dense module that
+        reads it; it is empty without calibration data. With `absorb` the values are fitted to their product with the output layer.
         """
         weights = weights_by_letter(self.site, model)
         if absorb:

@@ -258,15 +258,19 @@ class SparseQKV(Pass[SparseQKVPlan]):
     # The fit, and its report.
 
     def second_moments(self, plan: SparseQKVPlan, edit: Edit) -> Moments:
-        """Return the second moments of each dense module's input, on data for fitting and held out; {} without calibration data."""
+        """Return the second moments of the dense modules' inputs, on data for fitting and held out; {} without calibration data.
+
+        Of projections that read one stream the first has them.
+        """
         if edit.calibration is None:
             return {}
-        paths = [projection.matrix.module for attention in plan.attentions for projection in attention.site.projections]
-        paths += [
-            attention.site.out.module
-            for attention in plan.attentions
-            if attention.output is not None and attention.site.out is not None
-        ]
+        paths = []
+        for attention in plan.attentions:
+            site = attention.site
+            shared = [site.stream_projections] if attention.shared is not None else []
+            paths += [projections[0].matrix.module for projections in (*shared, *separate_streams(site))]
+            if attention.output is not None and site.out is not None:
+                paths.append(site.out.module)
         parts = []
         for part in split_calibration(edit.calibration, TOKENS):
             observers = {path: SecondMoments() for path in paths}

@@ -8,10 +8,11 @@ a while slows both.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any
@@ -70,6 +71,19 @@ class Deadline:
         return contextlib.nullcontext() if seconds == math.inf else Interrupted(monotonic() + seconds)
 
 
+UNINTERRUPTED = contextvars.ContextVar("uninterrupted", default=False)
+
+
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Within this context no call of torch raises `OutOfTime`: what restores a model runs to its end."""
+    token = UNINTERRUPTED.set(True)
+    try:
+        yield
+    finally:
+        UNINTERRUPTED.reset(token)
+
+
 class Interrupted(TorchFunctionMode):
     """Within this context every call of torch raises `OutOfTime` from a given time on."""
 
@@ -78,7 +92,7 @@ class Interrupted(TorchFunctionMode):
         self.until = until
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if monotonic() > self.until:
+        if monotonic() > self.until and not UNINTERRUPTED.get():
             raise OutOfTime
         return function(*args, **(kwargs or {}))
 

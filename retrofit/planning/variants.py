@@ -29,6 +29,7 @@ from retrofit.inputs.probes import accepts, logits_of, run
 from retrofit.numerics.distances import distance, tolerance_of
 from retrofit.passbase.options import format_value
 from retrofit.passbase.protocol import AnyPass, Pass, load_pass, parse_spec, pass_names
+from retrofit.planning.costs import uninterrupted
 from retrofit.program.program import Program
 from retrofit.rewriting import apply_reported
 from retrofit.surgery import Edit
@@ -248,7 +249,8 @@ def hybrid(dense: nn.Module, replacements: Sequence[Replacement]) -> Iterator[nn
                         part.arrange()
         yield dense
     finally:
-        edit.undo()
+        with uninterrupted():
+            edit.undo()
 
 
 def added_bytes(dense: nn.Module, replacement: Replacement) -> int:

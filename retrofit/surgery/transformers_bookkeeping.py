@@ -189,15 +189,21 @@ def declare_published_ties(model: Any) -> None:
         part.all_tied_weights_keys = part.get_expanded_tied_weights_keys(all_submodels=True)
 
 
+def parts_with_this_config(model: Any) -> Iterator[Any]:
+    """Yield the transformers models inside `model` that have its config, itself included: each is saved with its recipe."""
+    return (part for _, part in transformers_parts(model) if part.config is model.config)
+
+
 def keep_own_names(model: Any) -> None:
-    """Make `save_pretrained` write the parameters under their names in the model.
+    """Make `save_pretrained`, also of a part with this config, write the parameters under their names in the model.
 
     transformers translates some models' weights on saving and loading (one tensor per expert, older names) by regular expressions
     on published names. A rewritten model no longer has those names, and a new module may match one by chance.
     """
-    if "_published_conversions" not in model.__dict__:
-        model.__dict__["_published_conversions"] = getattr(model, "_weight_conversions", None)
-    model._weight_conversions = []
+    for part in parts_with_this_config(model):
+        if "_published_conversions" not in part.__dict__:
+            part.__dict__["_published_conversions"] = getattr(part, "_weight_conversions", None)
+        part._weight_conversions = []
 
 
 def forget_packed_reading(model: Any) -> None:
@@ -227,10 +233,11 @@ def without_quantizer(conversion: Any) -> Any:
 
 def keep_published_names(model: Any) -> None:
     """Make `save_pretrained` translate the parameters' names as before the recipe was applied."""
-    if "_published_conversions" not in model.__dict__:
-        return
-    before = model.__dict__.pop("_published_conversions")
-    if before is None:
-        model.__dict__.pop("_weight_conversions", None)
-    else:
-        model._weight_conversions = before
+    for part in parts_with_this_config(model):
+        if "_published_conversions" not in part.__dict__:
+            continue
+        before = part.__dict__.pop("_published_conversions")
+        if before is None:
+            part.__dict__.pop("_weight_conversions", None)
+        else:
+            part._weight_conversions = before

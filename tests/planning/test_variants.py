@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from retrofit.anatomy.inspection import inspect
 from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.model_memory import own_bytes
 from retrofit.passbase.protocol import parse_spec
+from retrofit.planning.costs import Interrupted, OutOfTime
 from retrofit.planning.quality import MeasuredWindows, PrefixCache
 from retrofit.planning.variants import (
     Replacement,
@@ -48,6 +51,22 @@ def test_a_hybrid_is_the_model_that_the_recipe_makes_bit_for_bit(model: Any, var
     assert not torch.equal(dense, expected(ids).logits)
     assert torch.equal(model(ids).logits, dense)
     assert added_bytes(model, variant[1]) == own_bytes(expected) - own_bytes(model)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_model_is_dense_again_when_time_runs_out_in_a_hybrid(model: Any, inside: bool) -> None:
+    """Masked products keep their weights by columns: that is undone by calls of torch, each of which says that time is over."""
+    layers = layers_by_depth(inspect(model))
+    calibration = Calibration(({"input_ids": windows(8)},))
+    variant = build_variant(model, parse_spec("activation-sparsity(level=0.5)"), calibration, layers, seed=0)
+    modules = list(model.named_modules())
+    strides = {name: weight.stride() for name, weight in model.named_parameters()}
+    with suppress(OutOfTime), Interrupted(math.inf) as limit, hybrid(model, variant):
+        limit.until = 0.0
+        if inside:
+            model(windows(1))
+    assert list(model.named_modules()) == modules
+    assert {name: weight.stride() for name, weight in model.named_parameters()} == strides
 
 
 def test_where_a_model_was_loaded_from_is_no_change_of_it(model: Any) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 import retrofit
 from retrofit.errors import CheckpointError
 from retrofit.passbase import replaying
+from retrofit.storage.other_models import names_in_files
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from tests.support.refusals import refused
 
@@ -439,3 +440,22 @@ def test_a_part_saved_by_itself_gets_the_ends_of_another_class(
     for copied in (other, again):
         with torch.no_grad():
             assert torch.equal(copied.eval().base_model(**inputs)[0], expected)
+
+
+@pytest.mark.parametrize("spec", ["altup(k=2,embedding=recycled)", "memory(lookup=softmax)"])
+@pytest.mark.parametrize("name", ["ViTForImageClassification", "MixtralForCausalLM"])
+def test_a_base_model_whose_weights_have_other_names_in_files_is_saved_by_itself(name: str, spec: str, tmp_path: Path) -> None:
+    """transformers renames ViT's weights on saving and splits Mixtral's experts, also those of a base model that is saved alone."""
+    model = trained(dense(name), spec)
+    model.base_model.save_pretrained(tmp_path / "base")
+    base, _ = loaded(tmp_path / "base", type(model.base_model).__name__)
+    whole, missing = loaded(tmp_path / "base", name)
+    assert missing == {key for key in model.state_dict() if not key.startswith(f"{model.base_model_prefix}.")}
+    weights = model.base_model.state_dict()
+    for copied in (base, whole.base_model):
+        assert all(torch.equal(copied.state_dict()[key], value) for key, value in weights.items())
+    undone = retrofit.undo(retrofit.apply(dense(name), spec, verify=False))
+    undone.base_model.save_pretrained(tmp_path / "undone")
+    dense(name).base_model.save_pretrained(tmp_path / "dense")
+    undone_names, dense_names = (names_in_files([str(tmp_path / folder / "model.safetensors")]) for folder in ("undone", "dense"))
+    assert undone_names == dense_names
