@@ -1,7 +1,7 @@
 """What `retrofit.apply` costs on a model of a billion parameters: time against that of reading it, memory against the model's.
 
     python benchmarks/apply_cost.py --threads 2
-    PYTHONPATH=tests python benchmarks/apply_cost.py --commands build/commands    # every command, on SmolLM2
+    PYTHONPATH=tests python benchmarks/apply_cost.py --commands build/commands -o benchmarks/results/commands.csv
 
 A model with the shape of TinyLlama 1.1B and random weights is saved once to a temporary directory. Everything is measured in a
 process of its own: reading it with `from_pretrained`, its file dropped from the page cache first and again with it there; then
@@ -14,13 +14,14 @@ that was resident meanwhile.
 With `--commands FOLDER` the commands of `retrofit` are run as a user does, on SmolLM2 and a text that comes with Python, with
 every pass that finds something to rewrite in it. Each is a row: the seconds that passed, those that it kept processors busy, the
 most memory that was resident, its exit code. Rows are kept in the folder: a run that was stopped goes on where it was. `--only
-WORD` runs some, `--again` runs them anew.
+WORD` runs some, `--again` runs them anew, `-o FILE` writes the table as CSV.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import csv
 import json
 import os
 import shlex
@@ -271,6 +272,13 @@ def report_commands(options: argparse.Namespace) -> None:
         if wanted and (row := rows.get(key)):
             failed = f"  exit code {row['code']}" if row["code"] else ""
             print(f"{line:<84}{row['seconds']:9.1f}{row['busy']:9.1f}{row['peak'] / 1e9:9.2f}{failed}", flush=True)
+    if options.output is not None:
+        with options.output.open("w", encoding="utf-8", newline="") as file:
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(["retrofit", "threads", "seconds", "processor seconds", "peak GB"])
+            for key, row in rows.items():
+                threads, line = key.split(" ", 1)
+                table.writerow([line, threads, f"{row['seconds']:.1f}", f"{row['busy']:.1f}", f"{row['peak'] / 1e9:.2f}"])
 
 
 def main() -> None:
@@ -285,6 +293,7 @@ def main() -> None:
     parser.add_argument(
         "--commands", metavar="FOLDER", type=Path, help="run every command on SmolLM2, and keep there what they took"
     )
+    parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="with --commands: write the rows there as CSV")
     parser.add_argument("--only", metavar="WORD", help="of the commands, those with this in them")
     parser.add_argument("--again", action="store_true", help="run commands again that were run")
     parser.add_argument("--stage", choices=("all", "save", "measure"), default="all", help=argparse.SUPPRESS)

@@ -66,6 +66,23 @@ def test_an_interrupted_plan_goes_on_to_the_same_plan_and_fits_nothing_again(
     assert json.loads(record.read_text())["values"].keys() >= set(lost)
 
 
+def test_a_moment_in_which_something_else_runs_does_not_count_when_there_is_time_for_two_rounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken = {"dense": [9.0, 1.0, 1.0], "other": [9.0, 0.8, 40.0]}
+    names = {name: nn.Module() for name in taken}
+    monkeypatch.setattr(costs, "seconds_of", lambda _, model, *given: taken[next(k for k in names if names[k] is model)].pop(0))
+    dense, (share,) = costs.beside(
+        lambda: contextlib.nullcontext(names["dense"]),
+        [lambda: contextlib.nullcontext(names["other"])],
+        "decode",
+        {},
+        most_seconds=0.0,
+        hurried=True,
+    )
+    assert (dense, share) == (1.0, 0.8)
+
+
 class Clock:
     """A clock that goes on only where a test says so."""
 
