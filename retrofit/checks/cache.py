@@ -12,7 +12,7 @@ from torch import nn
 
 from retrofit.checks.divergence import Divergence, at_positions, first_divergence, judge_comparison, record_activations
 from retrofit.checks.report import Finding, Raised, attempt, failed, merge, passed, skipped
-from retrofit.checks.subject import Context, Padded, Subject, pad_inputs, takes_padding
+from retrofit.checks.subject import Context, Padded, Subject, has_rows, pad_inputs, takes_padding
 from retrofit.inputs.probes import (
     Inputs,
     accepts,
@@ -142,9 +142,8 @@ def judge_generated(name: str, now: Generated | Raised, before: CacheMeasurement
     if isinstance(now, Generated) and not now.difference:
         return passed("the same")
     excuse = own_failing(before, name, context.reads_ahead) if before is not None else ""
-    if isinstance(now, Raised):
-        return skipped(excuse) if excuse else failed("", now.error)
-    return skipped(excuse, "differs") if excuse else failed("differs", now.difference or "")
+    measured, why = ("", now.error) if isinstance(now, Raised) else ("differs", now.difference or "")
+    return skipped(excuse, measured) if excuse else failed(measured, why)
 
 
 def own_failing(dense: CacheMeasurement, name: str, reads_ahead: bool) -> str:
@@ -188,16 +187,16 @@ class NoCache(Exception):
 class StepBatch:
     """A batch to decode step by step: its inputs in one forward, and the positions that a way compares."""
 
-    whole: dict[str, Any]
+    inputs: dict[str, Any]
     real: torch.Tensor | None = None  # positions (rows, length) without padding; None for all
-    rows: tuple[int, ...] = ()  # rows of `whole` to decode, if not all
+    rows: tuple[int, ...] = ()  # rows of `inputs` to decode, if not all
     reorders: bool = True  # whether its rows change places before the last token
 
     @property
     def decoded(self) -> dict[str, Any]:
         """The inputs of the rows to decode."""
-        count = next((len(value) for value in self.whole.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
-        return {key: self.rows_of(value) if has_rows(value, count) else value for key, value in self.whole.items()}
+        count = next((len(value) for value in self.inputs.values() if isinstance(value, torch.Tensor) and value.dim()), 0)
+        return {key: self.rows_of(value) if has_rows(value, count) else value for key, value in self.inputs.items()}
 
     def rows_of(self, value: torch.Tensor) -> torch.Tensor:
         return value[list(self.rows)] if self.rows else value
@@ -214,12 +213,12 @@ def compare_stepping(arithmetic: Arithmetic, batch: StepBatch, way: str) -> Comp
     Plain and reordered steps are of one sequence: its rows change places before the last token.
     """
     model, decoded = arithmetic.model, batch.decoded
-    if not accepts(model, "use_cache") and "use_cache" not in batch.whole:
+    if not accepts(model, "use_cache") and "use_cache" not in batch.inputs:
         return None
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:
-        outputs = arithmetic.logits(batch.whole)
-        name, full = output_ids_name(batch.whole, outputs), batch.rows_of(outputs)
+        outputs = arithmetic.logits(batch.inputs)
+        name, full = output_ids_name(batch.inputs, outputs), batch.rows_of(outputs)
         if name is None or full.shape[1] <= STEPS:
             raise NoCache
         stepped = arithmetic.once(batch.key, lambda: step_through(model, decoded, name, batch.reorders))
@@ -263,14 +262,14 @@ def step_batch(model: nn.Module, inputs: Inputs, way: str) -> StepBatch:
     if way == PADDED:
         long = pad_inputs(model, inputs, "left").batch
         return StepBatch(without_cache(model, long), long["attention_mask"].bool(), reorders=False)
-    whole = resized_like(model, inputs, 2, seed=17)
-    for key, value in whole.items():
+    batch = resized_like(model, inputs, 2, seed=17)
+    for key, value in batch.items():
         if is_token_ids(value):
-            whole[key] = torch.stack([value[0], value[0].roll(1)])  # rows that differ at every position, to expose a mix-up
+            batch[key] = torch.stack([value[0], value[0].roll(1)])  # rows that differ at every position, to expose a mix-up
     name = ids_name(inputs)
     if name is not None and not has_two_sides(inputs) and accepts(model, "attention_mask"):
-        whole.setdefault("attention_mask", torch.ones_like(whole[name], dtype=torch.long))
-    return StepBatch(without_cache(model, whole))
+        batch.setdefault("attention_mask", torch.ones_like(batch[name], dtype=torch.long))
+    return StepBatch(without_cache(model, batch))
 
 
 def without_cache(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
@@ -278,20 +277,20 @@ def without_cache(model: nn.Module, inputs: Inputs) -> dict[str, Any]:
     return {**inputs, "use_cache": False} if "use_cache" in inputs or accepts(model, "use_cache") else dict(inputs)
 
 
-def step_through(model: nn.Module, whole: Inputs, name: str, reorders: bool) -> Stepped | None:
+def step_through(model: nn.Module, batch: Inputs, name: str, reorders: bool) -> Stepped | None:
     """Return the logits of the sequence decoded step by step; None if the model returns no cache.
 
     If the batch `reorders`, rows and cache are reversed for the last token, provided that the cache can be reordered.
     """
-    total, rows = whole[name].shape[1], len(whole[name])
+    total, rows = batch[name].shape[1], len(batch[name])
     pieces: list[torch.Tensor] = []
     cache: Any = None
     reordered = False
     steps = STEPS if reorders else 1
     for start, stop in [(0, total - steps), *((last, last + 1) for last in range(total - steps, total))]:
-        chunk = {**section(whole, name, start, stop), "use_cache": True}
+        chunk = {**section(batch, name, start, stop), "use_cache": True}
         if reorders and stop == total and hasattr(cache, "reorder_cache"):
-            cache.reorder_cache(torch.arange(rows - 1, -1, -1, device=whole[name].device))
+            cache.reorder_cache(torch.arange(rows - 1, -1, -1, device=batch[name].device))
             chunk = {key: value.flip(0) if has_rows(value, rows) else value for key, value in chunk.items()}
             reordered = True
         output = run(model, chunk, past_key_values=cache) if cache is not None else run(model, chunk)
@@ -300,11 +299,6 @@ def step_through(model: nn.Module, whole: Inputs, name: str, reorders: bool) -> 
             return None
         pieces.append(logits_of(output).flip(0) if reordered else logits_of(output))
     return Stepped(tuple(pieces), reordered)
-
-
-def has_rows(value: Any, rows: int) -> bool:
-    """Return whether an input has an entry for each row of the batch."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def section(inputs: Inputs, name: str, start: int, stop: int) -> dict[str, Any]:
@@ -323,17 +317,17 @@ def section(inputs: Inputs, name: str, start: int, stop: int) -> dict[str, Any]:
 
 def locate_stepping(model: nn.Module, batch: StepBatch, way: str, limit: float) -> Divergence:
     """Return the first module with another output in step-by-step decoding."""
-    whole = batch.decoded
+    inputs = batch.decoded
     with record_activations(model) as full:
-        outputs = logits_of(run(model, whole))
-    name = output_ids_name(whole, outputs)
+        outputs = logits_of(run(model, inputs))
+    name = output_ids_name(inputs, outputs)
     assert name is not None
     with record_activations(model) as activations:
-        stepped = step_through(model, whole, name, batch.reorders)
+        stepped = step_through(model, inputs, name, batch.reorders)
     assert stepped is not None
     if stepped.reordered:
         activations = {path: [*values[:-1], values[-1].flip(0)] for path, values in activations.items()}
-    places = places_of(way, stepped, batch.real, whole[name])
+    places = places_of(way, stepped, batch.real, inputs[name])
     joined = {path: [torch.cat(values, 1)] for path, values in activations.items() if all(value.dim() == 3 for value in values)}
     now = at_positions(joined, places)
     before = {path: values for path, values in at_positions(full, places).items() if len(values) == 1 and path in now}
@@ -405,8 +399,8 @@ def comparable(cached: Decoded, plain: Decoded) -> tuple[torch.Tensor, torch.Ten
         return cached.scores, plain.scores
     steps = len(plain.logits)
     same = torch.stack([(cached.tokens[:, : i - steps] == plain.tokens[:, : i - steps]).all() for i in range(steps)])
-    ours, theirs = (torch.stack(decoded.logits)[same.to(decoded.logits[0].device)] for decoded in (cached, plain))
-    return ours, theirs
+    with_cache, without = (torch.stack(decoded.logits)[same.to(decoded.logits[0].device)] for decoded in (cached, plain))
+    return with_cache, without
 
 
 def difference(cached: Decoded, plain: Decoded) -> str:
@@ -414,11 +408,11 @@ def difference(cached: Decoded, plain: Decoded) -> str:
     rows = set(range(len(plain.tokens)))
     for step, logits in enumerate(plain.logits):
         place = step - len(plain.logits)
-        ours, theirs = cached.tokens[:, place], plain.tokens[:, place]
-        for row in rows & set((ours != theirs).nonzero().flatten().tolist()):
-            margin = float((logits[row, theirs[row]] - logits[row, ours[row]]).abs()) / scale_of(logits[row])
+        with_cache, without = cached.tokens[:, place], plain.tokens[:, place]
+        for row in rows & set((with_cache != without).nonzero().flatten().tolist()):
+            margin = float((logits[row, without[row]] - logits[row, with_cache[row]]).abs()) / scale_of(logits[row])
             if margin > tolerance_of(logits):
-                taken = f"takes token {int(ours[row])} at step {step} with the cache and {int(theirs[row])} without"
+                taken = f"takes token {int(with_cache[row])} at step {step} with the cache and {int(without[row])} without"
                 return f"row {row} {taken}, {margin:.1e} apart"
             rows.discard(row)  # a tie: later tokens may differ
     return ""

@@ -66,8 +66,8 @@ def unchanged_modules(fates: Mapping[str, Fate], paths: Iterable[str]) -> dict[s
     owned: dict[str, list[Fate]] = {path: [] for path in paths}
     for name, fate in fates.items():
         owned.get(name.rpartition(".")[0], []).append(fate)
-    whole = {path: own for path, own in owned.items() if own and all(fate.kind in ("kept", "moved") for fate in own)}
-    return {path: own[0].name.rpartition(".")[0] for path, own in whole.items()}
+    unchanged = {path: own for path, own in owned.items() if own and all(fate.kind in ("kept", "moved") for fate in own)}
+    return {path: own[0].name.rpartition(".")[0] for path, own in unchanged.items()}
 
 
 # ── Activations ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,7 +18,6 @@ from retrofit.numerics.agreement import EXPLAINED, Comparison
 from retrofit.numerics.distances import TOLERANCE, distance, kl_divergence
 
 SAMPLE = 64  # elements of an activation
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]  # logits of this model and of the dense one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,7 @@ def measure_function(
             return FunctionMeasurement(logits, functools.cache(lambda: measure_later(later, len(logits))))
         return FunctionMeasurement(logits, measure_in_float64(subject, len(logits)))
     wide = WideMeasurement((None,) * len(logits))
-    if before is not None and context.exact and any(map(differ, logits, before.logits)):
+    if before is not None and context.exact and any(gap > 0.0 for gap in map(distance, logits, before.logits)):
         wide = measure_in_float64(subject, len(logits), before.wide)
     noise, narrow = compare_two_runs(subject)
     wide = wide if wide.activations else dataclasses.replace(wide, activations=narrow)
@@ -81,10 +80,6 @@ def measure_in_float64(subject: Subject, shapes: int, before: WideMeasurement | 
         _, activations = compare_two_runs(subject)
     rounding = subject.arithmetic.rounding if any(logit is not None for logit in logits) else 0.0
     return WideMeasurement(logits, rounding, activations)
-
-
-def differ(ours: torch.Tensor, other: torch.Tensor) -> bool:
-    return distance(ours, other) > 0.0
 
 
 def needs_wide(subject: Subject, shape: int, before: WideMeasurement | None) -> bool:
@@ -123,16 +118,13 @@ def compare_two_runs(subject: Subject) -> tuple[Comparison, Activations]:
 def judge_function(now: FunctionMeasurement, before: FunctionMeasurement | None, context: Context) -> Finding:
     note = context.subject.arithmetic.note
     if now.noise is not None and not now.noise.agrees:
-        return failed(
-            f"{now.noise.measured} between two runs",
-            "the same inputs give different outputs in evaluation mode",
-        )
+        return failed(f"{now.noise.measured} between two runs", "the same inputs give different outputs in evaluation mode")
     if before is None:
         finite = bool(torch.isfinite(now.logits[0]).all())
         nothing = "; ".join(filter(None, ("no dense model", note)))
         return passed("finite and deterministic", nothing) if finite else failed("", "some outputs are NaN or Inf")
     if not context.exact:
-        return judge_approximate(list(zip(now.logits, before.logits, strict=True)), note)
+        return judge_approximate(now, before, note)
     return judge_exact(now, before, context)
 
 
@@ -155,16 +147,16 @@ def compare_shape(shape: int, now: FunctionMeasurement, before: FunctionMeasurem
     A model that agrees in float64 and rounds far more than the dense one loses precision.
     """
     arithmetic, limit, inputs = context.subject.arithmetic, context.exact_limit, context.subject.shapes[shape]
-    gap, wide = distance(without_padding(now.logits[shape], inputs), without_padding(before.logits[shape], inputs)), None
+    gap = distance(without_padding(now.logits[shape], inputs), without_padding(before.logits[shape], inputs))
     if arithmetic.dtype == torch.float64:
         return Comparison(gap, arithmetic.name, agrees=gap <= limit, limit=limit, in_float64=True)
     if gap == 0.0:
         return Comparison(gap, arithmetic.name)
-    ours, theirs = now.wide.logits[shape], before.wide.logits[shape]
+    logits, dense = now.wide.logits[shape], before.wide.logits[shape]
     explained = max(TOLERANCE[torch.float32], EXPLAINED * before.wide.rounding)
-    if ours is None or theirs is None:
+    if logits is None or dense is None:
         return Comparison(gap, arithmetic.name, agrees=gap <= explained, limit=explained, note=f"limit {explained:.0e}")
-    wide = distance(without_padding(ours, inputs), without_padding(theirs, inputs))
+    wide = distance(without_padding(logits, inputs), without_padding(dense, inputs))
     if wide > limit:
         return Comparison(gap, arithmetic.name, wide, agrees=False, limit=limit, in_float64=True)
     if now.wide.rounding <= explained:
@@ -173,10 +165,11 @@ def compare_shape(shape: int, now: FunctionMeasurement, before: FunctionMeasurem
     return Comparison(gap, arithmetic.name, wide, agrees=False, limit=explained, note=note)
 
 
-def judge_approximate(pairs: Pairs, note: str) -> Finding:
+def judge_approximate(now: FunctionMeasurement, before: FunctionMeasurement, note: str) -> Finding:
     """Report how far the outputs moved; an approximate rewrite fails where they contain NaN or Inf."""
-    if any(ours.shape != theirs.shape or bool((~ours.isfinite() & theirs.isfinite()).any()) for ours, theirs in pairs):
+    pairs = list(zip(now.logits, before.logits, strict=True))
+    if any(new.shape != dense.shape or bool((~new.isfinite() & dense.isfinite()).any()) for new, dense in pairs):
         return failed("", "some outputs are NaN or Inf or have another shape, unlike the dense model's")
     divergence = float(torch.cat([kl_divergence(*pair).flatten() for pair in pairs]).mean())  # nats per prediction
-    agreement = float(torch.cat([(ours.argmax(-1) == theirs.argmax(-1)).flatten() for ours, theirs in pairs]).float().mean())
+    agreement = float(torch.cat([(new.argmax(-1) == dense.argmax(-1)).flatten() for new, dense in pairs]).float().mean())
     return passed(f"KL {divergence:.2e} nats, top-1 agreement {agreement:.1%}", note)

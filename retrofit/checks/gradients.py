@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -125,12 +127,12 @@ def other_loss(now: GradientsMeasurement, before: GradientsMeasurement | None, c
     """Return how an exact rewrite's loss differs from the dense model's by more than its logits explain; "" if it does not."""
     if before is None or now.evaluated is None or before.evaluated is None:
         return ""
-    (ours, logits), (theirs, dense) = now.evaluated, before.evaluated
-    if logits.shape != dense.shape:
+    (loss, logits), (dense_loss, dense_logits) = now.evaluated, before.evaluated
+    if logits.shape != dense_logits.shape:
         return ""
-    gap = float((logits - dense).abs().max())  # a cross-entropy moves by at most twice as much
-    limit = max(LOSS_APART, TOLERANCE.get(context.subject.arithmetic.stored, 0.0)) * max(1.0, abs(theirs)) + 4 * gap
-    return "" if not abs(ours - theirs) > limit else f"the model's own loss is {ours:.6g}, the dense model's {theirs:.6g}"
+    gap = float((logits - dense_logits).abs().max())  # a cross-entropy moves by at most twice as much
+    limit = max(LOSS_APART, TOLERANCE.get(context.subject.arithmetic.stored, 0.0)) * max(1.0, abs(dense_loss)) + 4 * gap
+    return f"the model's own loss is {loss:.6g}, the dense model's {dense_loss:.6g}" if abs(loss - dense_loss) > limit else ""
 
 
 # ── Which gradients may be missing ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -267,16 +269,13 @@ def record_gradients(trainable: dict[str, nn.Parameter], received: dict[str, boo
         if not finite or low or high:
             received[name] = received.get(name, True) and finite
 
-    def recorder(name: str) -> Any:
-        def hook(parameter: torch.Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:  # otherwise it was seen in slices
-                saw(name, gradient.coalesce().values() if gradient.is_sparse else gradient)
-
-        return hook
+    def take(name: str, parameter: torch.Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is not None:  # otherwise it was seen in slices
+            saw(name, gradient.coalesce().values() if gradient.is_sparse else gradient)
 
     sliced = SlicedGradients(trainable, saw)  # of parameters without a hook yet
-    handles = [parameter.register_post_accumulate_grad_hook(recorder(name)) for name, parameter in trainable.items()]
+    handles = [value.register_post_accumulate_grad_hook(functools.partial(take, name)) for name, value in trainable.items()]
     try:
         with sliced:
             yield
@@ -349,16 +348,16 @@ def nudge(model: nn.Module, names: Collection[str]) -> Iterator[None]:
 # ── Slices ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+EMBEDDING = inspect.signature(nn.functional.embedding)
 LARGE = 1 << 22  # elements of a weight whose gradient is computed in slices
 SLICE = 1 << 19  # elements of a slice, which stays in the processor's cache
 Saw = Callable[[Tensor], None]  # takes a part of a gradient
 
 
 class SlicedGradients(TorchFunctionMode):
-    """Give large parameters no gradient within this context; `saw` is called with their name and slices that decide about the
-    whole.
+    """Give large parameters no gradient within this context, and pass slices of it to `saw`, with the parameter's name.
 
-    They tell whether it is zero and whether it is finite.
+    The slices are enough to decide whether the gradient is zero and whether it is finite.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], saw: Callable[[str, Tensor], None]) -> None:
@@ -390,8 +389,7 @@ def arguments_of(function: Any, args: Any, kwargs: Any) -> tuple[Any, ...] | Non
     if function is torch.addmm and len(args) == 3 and not kwargs and args[1].dim() == 2 and args[0].dim() == 1:
         return args[1], args[2], args[0], True
     if function is nn.functional.embedding:
-        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given = EMBEDDING.bind(*args, **kwargs).arguments
         if given.get("max_norm") is None and not given.get("scale_grad_by_freq") and not given.get("sparse"):
             return given["input"], given["weight"], given.get("padding_idx")
     return None

@@ -59,11 +59,8 @@ def measure_graph(subject: Subject, before: GraphMeasurement | None = None, cont
     if isinstance(program, Raised):
         return GraphMeasurement(program.error, 0, True, {}, layouts)
     compared = context is None or (context.has_reference and context.rewrites is not None)
-    return GraphMeasurement("", operations(program), program.branches, hash_modules(program) if compared else {}, layouts)
-
-
-def operations(program: Program) -> int:
-    return sum(node.op == "call_function" for node in program.graph.nodes)
+    operations = sum(node.op == "call_function" for node in program.graph.nodes)
+    return GraphMeasurement("", operations, program.branches, hash_modules(program) if compared else {}, layouts)
 
 
 def judge_graph(now: GraphMeasurement, before: GraphMeasurement | None, context: Context) -> Finding:
@@ -98,7 +95,7 @@ def layouts_for(now: GraphMeasurement, first_inputs: Inputs, inputs: Inputs, at:
 
     A size that was the batch's may be the batch's again, as in similarities of all rows: the actual layout decides.
     """
-    first, came = now.layouts[0], now.layouts[at]
+    first, actual = now.layouts[0], now.layouts[at]
     if isinstance(first, Raised):
         return first
     if adds_arguments(inputs, first_inputs):
@@ -108,7 +105,7 @@ def layouts_for(now: GraphMeasurement, first_inputs: Inputs, inputs: Inputs, at:
     before, rows = extent_of(first_inputs)[0], extent_of(inputs)[0]
 
     def follows(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        found, _ = ((), None) if isinstance(came, Raised) else came.get(name, ((), None))
+        found, _ = ((), None) if isinstance(actual, Raised) else actual.get(name, ((), None))
         leading = rows if shape[0] == before else shape[0]
         expected = (leading, *(lengths.get(extent, extent) for extent in shape[1:2]), *shape[2:])
         if len(found) != len(expected):
@@ -221,13 +218,12 @@ def changed_modules(
 
     For modules in `opened` only the parts are compared.
     """
-    approximate = [f"{site.name}." if site.name else "" for rewrite in rewrites if not rewrite.exact for site in rewrite.sites]
-    changed = []
-    for path, place in whole_modules(before, fates, opened).items():
-        announced = any(f"{place}.".startswith(site) for site in approximate)
-        if not announced and place in now and now[place] != before[path]:
-            changed.append(place)
-    return changed
+    approximate = tuple(f"{site.name}." if site.name else "" for rewrite in rewrites if not rewrite.exact for site in rewrite.sites)
+    return [
+        place
+        for path, place in whole_modules(before, fates, opened).items()
+        if place in now and now[place] != before[path] and not f"{place}.".startswith(approximate)
+    ]
 
 
 def whole_modules(paths: Iterable[str], fates: Mapping[str, Fate], opened: Collection[str] = frozenset()) -> dict[str, str]:
@@ -241,8 +237,8 @@ def whole_modules(paths: Iterable[str], fates: Mapping[str, Fate], opened: Colle
             moved = fate.kind in ("kept", "moved") and fate.name.endswith(rest) and names[fate.name] == 1
             places.setdefault(path, set()).add(fate.name.removesuffix(rest) if moved else None)
             path = path.rpartition(".")[0]
-    found = {path: place for path in paths if len(place_set := places.get(path, set())) == 1 and (place := next(iter(place_set)))}
-    found = {path: place for path, place in found.items() if place not in opened}
+    alone = ((path, next(iter(places[path]))) for path in paths if len(places.get(path, ())) == 1)
+    found = {path: place for path, place in alone if place and place not in opened}
     return {path: place for path, place in found.items() if not any(path.startswith(f"{other}.") for other in found)}
 
 
@@ -259,11 +255,11 @@ def judge_cost(now: Cost, before: Cost | None, context: Context) -> Finding:
         return passed(measured, "no dense model") if now.flops else failed(measured, "the graph has no matrix product")
     parameters = f"parameters {before.parameters:,} → {now.parameters:,}"
     measured = f"{parameters}, FLOPs per {now.unit} {before.flops_per_token:,} → {now.flops_per_token:,}"
-    whole = all(fate.kind != "dropped" for fate in context.fates.values())
+    keeps_all = all(fate.kind != "dropped" for fate in context.fates.values())
     unclaimed = now.parameters - before.parameters - context.claimed
     if unclaimed and not context.exact:
         unclaimed -= newly_read(now, before, context)
-    if context.rewrites is not None and whole and unclaimed:
+    if context.rewrites is not None and keeps_all and unclaimed:
         return failed(measured, f"claimed are {context.claimed:,} new parameters; never read: {unread_parameters(context)}")
     if context.exact and (missing := omitted_work(now, before, context)):
         return failed(measured, f"an exact rewrite must not drop work: {first_few(missing)}")
@@ -295,13 +291,12 @@ def omitted_work(now: Cost, before: Cost, context: Context) -> list[str]:
     """Return the dense modules that do less work than before."""
     names = unchanged_modules(context.fates, before.by_module)
     modules = dict(context.subject.model.named_modules(remove_duplicate=False))
+    keys = {path: weights_key(modules.get(names[path])) for path in before.by_module if path in names}
     did, does = Counter[object](), Counter[object]()
-    for path, count in before.by_module.items():
-        if path in names:
-            did[weights_key(modules.get(names[path]))] += count
+    for path, key in keys.items():
+        did[key] += before.by_module[path]
     for path, count in now.by_module.items():
         does[weights_key(modules.get(path))] += count
-    keys = {path: weights_key(modules.get(names[path])) for path in before.by_module if path in names}
     less = [
         f"{context.place(names[path])} does {does[key]:,} FLOPs, did {did[key]:,}"
         for path, key in keys.items()

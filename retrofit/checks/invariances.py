@@ -19,7 +19,7 @@ from torch import nn
 from retrofit.checks.cache import keeps_cache
 from retrofit.checks.divergence import Activations, Divergence, activations_of, at_positions, first_divergence, judge_comparison
 from retrofit.checks.report import Finding, Raised, attempt, failed, merge, passed, skipped
-from retrofit.checks.subject import Context, Padded, Subject, takes_padding
+from retrofit.checks.subject import Context, Padded, Subject, has_rows, takes_padding
 from retrofit.inputs.packed_weights import is_packed_tensor
 from retrofit.inputs.probes import (
     ids_name,
@@ -64,7 +64,7 @@ class CausalityMeasurement:
 
     @property
     def reads_ahead(self) -> bool:
-        """Return whether later tokens of any input change earlier outputs."""
+        """Whether later tokens of every input change earlier outputs."""
         return bool(self.leaks) and not self.causal
 
 
@@ -212,8 +212,7 @@ def batches(rows: int, size: int) -> list[list[int]]:
 def rows_of(inputs: dict[str, Any], name: str, rows: list[int]) -> dict[str, Any]:
     """Return some rows of a batch, as a batch."""
     batch = len(inputs[name])
-    per_row = {key for key, value in inputs.items() if isinstance(value, torch.Tensor) and value.dim() and len(value) == batch}
-    return {key: value[rows] if key in per_row else value for key, value in inputs.items()}
+    return {key: value[rows] if has_rows(value, batch) else value for key, value in inputs.items()}
 
 
 def leak_between(
@@ -317,23 +316,23 @@ def judge_padding(now: PaddingMeasurement, before: PaddingMeasurement | None, co
 
 
 def judge_side(side: str, now: PaddingMeasurement, before: PaddingMeasurement | None, context: Context) -> Finding:
-    ours, dense = now.sides.get(side), before.sides.get(side) if before is not None else None
-    if ours is None:
+    own, dense = now.sides.get(side), before.sides.get(side) if before is not None else None
+    if own is None:
         return skipped("the dense model does not run when padded")
-    if isinstance(ours, Raised):
-        return failed("", ours.error)
+    if isinstance(own, Raised):
+        return failed("", own.error)
     model = context.subject.model
-    if not ours.agrees and before is None and side == "left" and not is_numbered(context.subject):
-        return skipped("it takes no positions, so padding on the left may shift them", ours.measured)
+    if not own.agrees and before is None and side == "left" and not is_numbered(context.subject):
+        return skipped("it takes no positions, so padding on the left may shift them", own.measured)
     if not context.exact and isinstance(now.contents, Comparison) and side == "left":
         reads = before.contents if before is not None and isinstance(before.contents, Comparison) else None
         found = judge_comparison(
             now.contents, reads, context, lambda limit: locate_contents(model, context.subject.padded(side), limit)
         )
-        shifted = f"it takes no positions: padding shifts them, and changes the approximation ({ours.measured})"
+        shifted = f"it takes no positions: padding shifts them, and changes the approximation ({own.measured})"
         return dataclasses.replace(found, why=found.why or shifted)
     dense = dense if isinstance(dense, Comparison) else None
-    return judge_comparison(ours, dense, context, lambda limit: locate_padding(model, context.subject.padded(side), limit))
+    return judge_comparison(own, dense, context, lambda limit: locate_padding(model, context.subject.padded(side), limit))
 
 
 def is_numbered(subject: Subject) -> bool:
@@ -354,7 +353,7 @@ def compare_padded(subject: Subject, side: str) -> Comparison:
 
 
 def compare_contents(subject: Subject) -> Comparison:
-    """Compare a sequence padded on the left with the same with other tokens in the padding."""
+    """Compare a sequence padded on the left with the same sequence and other tokens in the padding."""
     arithmetic, padded = subject.arithmetic, subject.padded("left")
 
     def ways() -> tuple[torch.Tensor, torch.Tensor]:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ PROBES = 24  # random rows to try its projections on
 ROWS = 2  # kept rows of each dense module's input and output
 ADAPTED = "its adapters are not part of the formula; merge them (retrofit.merge_adapters), then verify"
 NO_REFERENCE = "no MethodReference for its modules"
+Item = TypeVar("Item")
 Groups = Mapping[str, list[tuple[Way, list[RecordedCall]]]]  # site → its calls in each way
 FEATURES, SMALL = 4, 64  # input features for which rows of a dense matrix are kept; all of a matrix with so few
 
@@ -78,15 +79,14 @@ def measure_method(
     if context is None:
         calls = subject.seen("method", functools.partial(watch_method, subject))
         return DenseMeasurement(dense_modules(subject.model, calls), dense_ways(subject), earlier_sites(subject))
-    return SiteComparison(subject, before, context).run()
+    return SiteComparison(context, before).run()
 
 
 def watch_method(subject: Subject, context: Context | None = None) -> contextlib.AbstractContextManager[Any]:
     """Record a forward on the inputs: the calls of a dense model's modules, or of the sites of a rewritten one."""
     if context is None:
         return dense_calls(subject.model)
-    sites = SiteComparison(subject, None, context).sites
-    recorder = recorder_of(subject.model, references_of(sites))
+    recorder = recorder_of(subject.model, references_of(SiteComparison(context).sites))
     recorder.inputs = subject.inputs
     return recorder.recording()
 
@@ -98,7 +98,7 @@ def judge_method(now: MethodMeasurement, before: Any, context: Context) -> Findi
         more = len(now.problems) - len(named)
         return failed(describe(now), "\n".join([*named, *([f"and {more} more"] if more else []), *missing]))
     if not now.compared or not now.calls:
-        gone = bool(passes_of(context.subject.model, context)) and not now.sites
+        gone = bool(passes_of(context)) and not now.sites
         none = "the model's modules do not match its passes" if gone else "no pass has rewritten the model"
         return skipped("\n".join(missing) or none)
     return passed(describe(now), "\n".join(missing))
@@ -158,15 +158,15 @@ def dense_modules(model: nn.Module, calls: Mapping[str, tuple[Tensor, Tensor]]) 
             continue
         width = x.shape[-1]
         rows = torch.randn(PROBES, width, generator=torch.Generator().manual_seed(2)).to(x)
-        features = list(range(width)) if width <= SMALL else [index * (width - 1) // (FEATURES - 1) for index in range(FEATURES)]
+        features = evenly_spaced(list(range(width)), width if width <= SMALL else FEATURES)
         ones = nn.functional.one_hot(torch.tensor(features), width)
         with contextlib.suppress(Exception):  # a module may need more arguments
             parts = (rows, 2 * rows, x, ones.to(x))
             made = module(torch.cat([*parts, 0 * rows[:1]]))  # in one call: each reads the matrix
             if isinstance(made, Tensor) and made.shape == (sum(map(len, parts)) + 1, y.shape[-1]):
-                once, twice, product, column = (made[:-1] - made[-1:]).detach().split([*map(len, parts)])
-                if torch.allclose(twice, 2 * once, 1e-3):
-                    probes[path], products[path] = (rows, once.clone()), (x, product.clone())
+                single, double, product, column = (made[:-1] - made[-1:]).detach().split([*map(len, parts)])
+                if torch.allclose(double, 2 * single, 1e-3):
+                    probes[path], products[path] = (rows, single.clone()), (x, product.clone())
                     matrix_rows[path] = features, column.clone()
     return DenseModules(calls, probes, products, matrix_rows)
 
@@ -180,7 +180,7 @@ def dense_ways(subject: Subject) -> frozenset[str]:
 
 def earlier_sites(subject: Subject) -> frozenset[tuple[str, str]]:
     """Return the sites of the passes that had rewritten the model before."""
-    sites = SiteComparison(subject, None, Context(subject, has_reference=False)).sites
+    sites = SiteComparison(Context(subject, has_reference=False)).sites
     return frozenset((applied.name, dense_path(subject.model, site.path)) for site in sites for applied in site.options)
 
 
@@ -212,10 +212,10 @@ class InstalledSite:
 class SiteComparison:
     """Comparison of a rewritten model with the references of its passes."""
 
-    def __init__(self, subject: Subject, before: DenseMeasurement | None, context: Context) -> None:
-        self.subject, self.model, self.context = subject, subject.model, context
+    def __init__(self, context: Context, before: DenseMeasurement | None = None) -> None:
+        self.context, self.subject, self.model = context, context.subject, context.subject.model
         self.before = before or DenseMeasurement()
-        self.passes = passes_of(self.model, context)
+        self.passes = passes_of(context)
         self.with_reference = {applied.name: applied for applied in self.passes if applied.reference is not None}
         self.sites = self.find_sites()
         self.thorough = self.sites  # compared in every way and mode
@@ -228,11 +228,11 @@ class SiteComparison:
         unknown = tuple(dict.fromkeys(applied.name for applied in self.passes if applied.reference is None))
         if not self.with_reference:
             return MethodMeasurement(unknown=unknown)
-        whole = self.subject.seen("method", functools.partial(watch_method, self.subject, self.context))
+        recorded = self.subject.seen("method", functools.partial(watch_method, self.subject, self.context))
         chosen = self.chosen_sites()
         self.thorough = [site for same in by_class(chosen) for site in evenly_spaced(same, THOROUGH)]
         plain = Way("", dict, trains=True)
-        groups = {path: [(plain, calls[:1])] for path, calls in whole.items() if calls}
+        groups = {path: [(plain, calls[:1])] for path, calls in recorded.items() if calls}
         is_large, logits = bool(self.subject.is_large), self.subject.run().logits
         around = [outer for outer in chosen if any(site.path.startswith(f"{outer.path}.") for site in self.thorough)]
         others = SiteWays(self.model, references_of([*self.thorough, *around]), self.subject.inputs, logits, is_large=is_large)
@@ -248,7 +248,7 @@ class SiteComparison:
             if len(self.problems) <= NAMED:
                 self.compare(site, [(way, self.calls_inside(site, way, groups)) for way, _ in groups.get(site.path, [])])
         for applied in self.with_reference.values():
-            self.check_model(applied, whole)
+            self.check_model(applied, recorded)
         return MethodMeasurement(
             len(chosen), len(self.sites), self.calls, self.gap, tuple(self.problems), unknown, tuple(self.missing)
         )
@@ -331,14 +331,14 @@ class SiteComparison:
 
     # The model as a whole.
 
-    def check_model(self, applied: Any, whole: Mapping[str, list[RecordedCall]]) -> None:
+    def check_model(self, applied: Any, recorded: Mapping[str, list[RecordedCall]]) -> None:
         """Compare the model as a whole with its pass's reference, and its start where it has just been rewritten."""
         sites = [
-            ObservedSite(site.path, dense_path(self.model, site.path), site.module, whole.get(site.path, []))
+            ObservedSite(site.path, dense_path(self.model, site.path), site.module, recorded.get(site.path, []))
             for site in self.sites
             if applied in site.options
         ]
-        sites.sort(key=lambda site: site.calls[0].number if site.calls else len(whole))
+        sites.sort(key=lambda site: site.calls[0].number if site.calls else len(recorded))
         observed = Observed(
             model=self.model,
             options=applied,
@@ -413,11 +413,11 @@ def by_class(sites: Sequence[InstalledSite]) -> list[list[InstalledSite]]:
     return list(groups.values())
 
 
-def evenly_spaced(sites: list[InstalledSite], count: int) -> list[InstalledSite]:
-    """Return at most `count` of the sites, including the first and the last."""
-    if len(sites) <= count:
-        return sites
-    return [sites[index * (len(sites) - 1) // (count - 1)] for index in range(count)]
+def evenly_spaced(items: list[Item], count: int) -> list[Item]:
+    """Return at most `count` of the items, including the first and the last."""
+    if len(items) <= count:
+        return items
+    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
 
 
 def references_of(sites: Sequence[InstalledSite]) -> dict[str, ModuleReference]:
@@ -434,8 +434,9 @@ def dense_path(model: nn.Module, path: str) -> str:
     return ".".join(steps)
 
 
-def passes_of(model: nn.Module, context: Context) -> tuple[Any, ...]:
+def passes_of(context: Context) -> tuple[Any, ...]:
     """Return the passes that rewrote the model, in order."""
+    model = context.subject.model
     accounts = rewrites(model) or context.rewrites
     if accounts is not None:
         return tuple(parse_spec(account.spec) for account in accounts)

@@ -101,8 +101,8 @@ def what_is_wrong(name: str, now: Fingerprint | None, before: Fingerprint, conte
         what = "what it was" if fate.scale == 1.0 else f"{fate.scale:g} times what it was"
         return "" if before.matches(now) else f"its part of {fate.name} is not {what}{site}"
     if fate.layout is not None:
-        whole = now.dtype == before.dtype and (now.shape == before.shape if fitted else before.matches(now))
-        return "" if whole else f"{fate.name} does not hold it where it should{site}"
+        matches = now.dtype == before.dtype and (now.shape == before.shape if fitted else before.matches(now))
+        return "" if matches else f"{fate.name} does not hold it where it should{site}"
     if (now.shape, now.dtype) != (before.shape, before.dtype):
         return f"{fate.name} is {format_layout(now.shape, now.dtype)}, was {format_layout(before.shape, before.dtype)}"
     return "" if before.matches(now) else f"{fate.name} does not hold the values it held{site}"
@@ -118,8 +118,8 @@ def untied(now: ParametersMeasurement, before: ParametersMeasurement) -> list[li
 
 
 def formulas(context: Context) -> str:
-    said = "; ".join(rewrite.formula for rewrite in context.rewrites or () if rewrite.formula)
-    return f" ({said})" if said else ""
+    text = "; ".join(rewrite.formula for rewrite in context.rewrites or () if rewrite.formula)
+    return f" ({text})" if text else ""
 
 
 def unannounced(context: Context) -> str:
@@ -144,7 +144,6 @@ class Fingerprint:
     dtype: torch.dtype
     checksum: int | None  # of the values divided by the scale; None if that would round them
     sample: torch.Tensor  # some elements, at fixed places, in float64
-    trainable: bool
     storage: int  # the same for all names of one tensor
     scale: float = 1.0
     finite: bool = True  # no element is NaN or infinite, if all were read
@@ -153,7 +152,7 @@ class Fingerprint:
     def of(value: torch.Tensor, storage: int = 0, scale: float = 1.0) -> Fingerprint:
         """Return the fingerprint of `value`, which is `scale` times a parameter."""
         crc, finite = read(value, scale) if abs(math.frexp(scale)[0]) == 0.5 else (None, True)  # a power of two
-        return Fingerprint(tuple(value.shape), value.dtype, crc, sample(value), value.requires_grad, storage, scale, finite)
+        return Fingerprint(tuple(value.shape), value.dtype, crc, sample(value), storage, scale, finite)
 
     @property
     def elements(self) -> int:
@@ -177,13 +176,13 @@ def chunks(value: torch.Tensor) -> Iterator[torch.Tensor]:
         yield rows[start : start + step].cpu().contiguous().reshape(-1)
 
 
-def checksum(value: torch.Tensor, scale: float = 1.0) -> int:
-    """Return a checksum of the bytes of `value / scale` in their order, read in chunks.
+def checksum(value: torch.Tensor) -> int:
+    """Return a checksum of the bytes of `value` in their order, read in chunks.
 
     It is the CRC-32 of sums: the sums of each row and column, modulo 2⁶⁴, of the bytes as 8-byte words in rows of a fixed width. A
     change that preserves all of these affects at least two rows and two columns. Sums run at memory speed; a CRC does not.
     """
-    return read(value, scale)[0]
+    return read(value)[0]
 
 
 def read(value: torch.Tensor, scale: float = 1.0) -> tuple[int, bool]:
@@ -192,9 +191,9 @@ def read(value: torch.Tensor, scale: float = 1.0) -> tuple[int, bool]:
     for chunk in chunks(value):
         finite = finite and is_finite(chunk)
         content = (chunk if scale == 1.0 else chunk / scale).view(torch.uint8)
-        whole = len(content) // ROW_BYTES * ROW_BYTES
-        table = aligned(content[:whole]).view(torch.int64).view(-1, ROW_BYTES // 8)  # (rows, words)
-        for part in (table.sum(0), table.sum(1), content[whole:]) if whole else (content,):
+        end = len(content) // ROW_BYTES * ROW_BYTES
+        table = aligned(content[:end]).view(torch.int64).view(-1, ROW_BYTES // 8)  # (rows, words)
+        for part in (table.sum(0), table.sum(1), content[end:]) if end else (content,):
             total = zlib.crc32(part.numpy().data, total)
     return total, finite
 
@@ -340,9 +339,8 @@ def require_finite(model: nn.Module, measured: ParametersMeasurement | None = No
         wrong = [name for name, fingerprint in measured.prints.items() if not fingerprint.finite]
     else:
         wrong = [name for name, value in model.named_parameters() if not (value.is_meta or all(map(is_finite, chunks(value))))]
-    if not wrong:
-        return
-    raise not_finite(wrong[0], model.get_parameter(wrong[0]), len(wrong) - 1)
+    if wrong:
+        raise not_finite(wrong[0], model.get_parameter(wrong[0]), len(wrong) - 1)
 
 
 def require_finite_weight(name: str, weight: Tensor) -> None:

@@ -31,8 +31,8 @@ def recorder_of(model: nn.Module, references: Mapping[str, ModuleReference], mos
 
 def same_calls(*both: Sequence[RecordedCall]) -> bool:
     """Return whether inputs and outputs of two lists of calls are bitwise equal."""
-    ours, theirs = (tensors_in([(call.args, call.kwargs, call.output) for call in calls]) for calls in both)
-    return len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+    first, second = (tensors_in([(call.args, call.kwargs, call.output) for call in calls]) for calls in both)
+    return len(first) == len(second) and all(map(same_bits, first, second))
 
 
 # ── Ways to run the model ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -142,11 +142,11 @@ class SiteWays:
 
     def on_cache(self, words: str, kind: str, lengths: tuple[int, ...]) -> Calls:
         """Return the calls of a batch whose last tokens are decoded so many at a time; none if the model keeps no cache."""
-        whole = step_batch(self.model, self.inputs, kind).whole
-        name = output_ids_name(whole, self.logits)
+        batch = step_batch(self.model, self.inputs, kind).inputs
+        name = output_ids_name(batch, self.logits)
         if name is None:
             return {}
-        total = whole[name].shape[1]
+        total = batch[name].shape[1]
         if total <= sum(lengths) + 1:
             self.missing.append((f"no module was compared {words}", f"the inputs are {total} tokens long"))
             return {}
@@ -154,7 +154,7 @@ class SiteWays:
         recorder, cache, count = recorder_of(self.model, cached, len(lengths) + 2), None, len(lengths) + 1
         with recorder.recording() as calls:
             for start, stop in itertools.pairwise((0, *itertools.accumulate((total - sum(lengths), *lengths)))):
-                recorder.inputs = chunk = {**section(whole, name, start, stop), "use_cache": True}
+                recorder.inputs = chunk = {**section(batch, name, start, stop), "use_cache": True}
                 output = run(self.model, chunk, past_key_values=cache) if cache is not None else run(self.model, chunk)
                 cache = getattr(output, "past_key_values", None)
                 if cache is None:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
+from retrofit.checks.gradients import EMBEDDING
 from retrofit.inputs.model_memory import zeros_for
 from retrofit.inputs.module_calls import CacheMark, RecordedCall, map_tensors, tensors_in
 from retrofit.numerics.distances import distance
@@ -45,7 +46,6 @@ SPREAD, LEAST = 0.5, 0.1  # perturbation: relative to a parameter's spread; for 
 NEGLIGIBLE = 1e-6  # of the largest gradient, by which smaller ones are measured
 LARGE = 1 << 22  # elements of a table from which on only the rows in use are copied
 TALL = 4096  # rows of such a table
-EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq")  # its first arguments
 BLOCK = 65521  # random numbers drawn for a tensor; a prime, so that no two rows of a matrix are equal
 
 
@@ -173,11 +173,11 @@ class RowsInUse:
             return None if place is None else int(place)
         return None
 
-    def gradient(self, whole: Tensor | None, looked_up: Tensor | None) -> Tensor | None:
+    def gradient(self, table: Tensor | None, looked_up: Tensor | None) -> Tensor | None:
         """Return the gradient of the rows in use from the dense or sparse gradients of the table and of the looked-up rows."""
-        if whole is None:
+        if table is None:
             return looked_up
-        part = (whole.coalesce() if whole.is_sparse else whole).index_select(0, self.rows).to_dense()
+        part = (table.coalesce() if table.is_sparse else table).index_select(0, self.rows).to_dense()
         return part if looked_up is None else part + looked_up
 
 
@@ -190,7 +190,7 @@ class LookUps(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.embedding:
-            given = dict(zip(EMBEDDING, args, strict=False)) | (kwargs or {})
+            given = EMBEDDING.bind(*args, **(kwargs or {})).arguments
             plain = given.get("padding_idx") is None and given.get("max_norm") is None and not given.get("scale_grad_by_freq")
             index, table = given["input"] if plain else None, given["weight"]
         elif function is Tensor.__getitem__:
@@ -311,15 +311,15 @@ def first_difference(value: Any, other: Any) -> str:
     return next((problem for pair in pairs if (problem := difference(*pair))), "")
 
 
-def difference(ours: Any, other: Any) -> str:
+def difference(value: Any, other: Any) -> str:
     """Return how two tensors differ by more than rounding, "" if they do not."""
-    if not isinstance(ours, Tensor) or not isinstance(other, Tensor):
-        return "" if ours is other else f"it is {type(ours).__name__}"
-    if ours.dim() == other.dim() and all(size in (1, own) for own, size in zip(ours.shape, other.shape, strict=True)):
-        other = other.expand_as(ours)  # one row for the whole batch
-    if ours.shape != other.shape:
-        return f"it is {tuple(ours.shape)}, and not {tuple(other.shape)}"
-    gap = distance(ours, other)
+    if not isinstance(value, Tensor) or not isinstance(other, Tensor):
+        return "" if value is other else f"it is {type(value).__name__}"
+    if value.dim() == other.dim() and all(size in (1, own) for own, size in zip(value.shape, other.shape, strict=True)):
+        other = other.expand_as(value)  # one row for the whole batch
+    if value.shape != other.shape:
+        return f"it is {tuple(value.shape)}, and not {tuple(other.shape)}"
+    gap = distance(value, other)
     return f"{gap:.1e} of its scale apart" if gap > LIMIT else ""
 
 
@@ -494,9 +494,11 @@ class Replay:
             return ReplayResult(gap, f"its output is {gap:.1e} of its scale from the method's{self.first_place(value, expected)}")
         if len(losses) != len(self.site.losses):
             return ReplayResult(float("inf"), f"it records {len(losses)} auxiliary losses, and the method {len(self.site.losses)}")
-        for ours, other in zip(losses, self.site.losses, strict=True):
-            if (loss_gap := distance(ours, other)) > LIMIT:
-                return ReplayResult(loss_gap, f"its auxiliary loss is {float(ours):.6g}, and the method's {float(other):.6g}")
+        for loss, expected_loss in zip(losses, self.site.losses, strict=True):
+            if (loss_gap := distance(loss, expected_loss)) > LIMIT:
+                return ReplayResult(
+                    loss_gap, f"its auxiliary loss is {float(loss):.6g}, and the method's {float(expected_loss):.6g}"
+                )
         return ReplayResult(gap)
 
     @staticmethod
@@ -522,13 +524,13 @@ class Replay:
         names += [f"argument {number}" for number in range(len(self.inputs))]
         names += [f"what {name} returns" for name, made in self.site.expected.items() for _ in made]
         others = [*self.inputs, *(call.leaf for made in self.site.expected.values() for call in made)]
-        ours = self.parameters.gradients((value * cotangent).sum() + sum(losses), others)
-        theirs = self.parameters.gradients((expected * cotangent).sum() + sum(self.site.losses), others)
-        largest = (float(values.abs().max()) for values in theirs if values is not None and values.numel())
+        gradients = self.parameters.gradients((value * cotangent).sum() + sum(losses), others)
+        expected_gradients = self.parameters.gradients((expected * cotangent).sum() + sum(self.site.losses), others)
+        largest = (float(values.abs().max()) for values in expected_gradients if values is not None and values.numel())
         floor = NEGLIGIBLE * max(largest, default=0.0)
         worst = ReplayResult()
         leaves = [*self.parameters.trainable.values(), *others]
-        for name, leaf, *both in zip(names, leaves, ours, theirs, strict=True):
+        for name, leaf, *both in zip(names, leaves, gradients, expected_gradients, strict=True):
             left, right = (None if grad is None else self.zero_at_padding(grad, leaf) for grad in both)
             if left is None or right is None:
                 present = right if left is None else left

@@ -147,10 +147,10 @@ def save_and_load(context: Context, path: Path, before: RoundTripMeasurement | N
         return Trip(medium, lost=tuple(lost))
     restored: tuple[str, ...] = ()
     for inputs, run_once in runs_to_repeat(subject):
-        ours, theirs = run_once.logits, logits_loaded(subject, loaded, inputs)
-        if not same_bits(ours, theirs):
-            gap, culprit, buffers = distance(theirs, ours), find_culprit(context, loaded), restore_buffers(subject, loaded, before)
-            if not same_bits(ours, logits_loaded(subject, loaded, inputs)):
+        saved, read = run_once.logits, logits_loaded(subject, loaded, inputs)
+        if not same_bits(saved, read):
+            gap, culprit, buffers = distance(read, saved), find_culprit(context, loaded), restore_buffers(subject, loaded, before)
+            if not same_bits(saved, logits_loaded(subject, loaded, inputs)):
                 return Trip(medium, gap, culprit=culprit)
             restored = tuple(buffers)
     return Trip(medium, restored=restored)
@@ -237,16 +237,16 @@ def find_culprit(context: Context, loaded: nn.Module) -> str:
     changed = [name for name, value in loaded.state_dict().items() if name not in own or not same_bits(own[name], value)]
     if changed:
         return f"not what was saved: {first_few(map(context.place, changed))}"
-    theirs = dict(loaded.named_modules())
+    reloaded = dict(loaded.named_modules())
     modules = [(path, module) for path, module in model.named_modules() if not is_transformers(module)]
-    settings = [f"{path}.{key}" for path, module in modules for key in differing_values(module, theirs.get(path))]
+    settings = [f"{path}.{key}" for path, module in modules for key in differing_values(module, reloaded.get(path))]
     return f"all saved tensors match; not saved: {first_few(map(context.place, settings)) or 'a value that it computes with'}"
 
 
 def differing_values(module: nn.Module, other: nn.Module | None) -> list[str]:
     """Return the numbers, strings, tensors and buffers of a module that another lacks or has with other values."""
-    ours, theirs = plain_values(module), plain_values(other) if other is not None else {}
-    return [key for key, value in ours.items() if key not in theirs or not is_same(value, theirs[key])]
+    others = plain_values(other) if other is not None else {}
+    return [key for key, value in plain_values(module).items() if key not in others or not is_same(value, others[key])]
 
 
 def plain_values(module: nn.Module) -> dict[str, object]:
@@ -254,10 +254,10 @@ def plain_values(module: nn.Module) -> dict[str, object]:
     return {key: value for key, value in [*vars(module).items(), *module._buffers.items()] if isinstance(value, kinds)}
 
 
-def is_same(ours: object, theirs: object) -> bool:
-    if isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor):
-        return same_bits(ours, theirs)
-    return isinstance(theirs, type(ours)) and bool(ours == theirs)
+def is_same(value: object, other: object) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return same_bits(value, other)
+    return isinstance(other, type(value)) and bool(value == other)
 
 
 # ── Through the weights alone ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -274,11 +274,10 @@ def save_weights(subject: Subject, path: Path) -> Trip:
     with torch.no_grad():
         # the state has every name of a tied weight
         output = torch.func.functional_call(subject.model, state, (), dict(subject.inputs), tie_weights=False)
-        theirs = logits_of(output)
-    ours = logits_of(run(subject.model, subject.inputs))
-    if same_bits(ours, theirs):
+    saved, read = logits_of(run(subject.model, subject.inputs)), logits_of(output)
+    if same_bits(saved, read):
         return Trip(STATE_DICT)
-    return Trip(STATE_DICT, distance(theirs, ours), culprit="the reloaded weights compute something else")
+    return Trip(STATE_DICT, distance(read, saved), culprit="the reloaded weights compute something else")
 
 
 def unique_names(model: nn.Module, names: Iterable[str]) -> list[str]:

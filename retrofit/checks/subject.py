@@ -184,6 +184,11 @@ class Padded:
     stepped: tuple[int, ...] = ()  # in a shared batch: this row and one without padding
 
 
+def has_rows(value: Any, rows: int) -> bool:
+    """Return whether an input has an entry for each row of the batch."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
+
+
 def takes_padding(model: nn.Module, inputs: Inputs) -> bool:
     """Return whether the model takes token ids to pad and an attention mask."""
     name = ids_name(inputs)
@@ -217,9 +222,7 @@ def pad_inputs(model: nn.Module, inputs: Inputs, side: str) -> Padded:
     mask[0] = 0
     mask[0, kept] = 1
     long = with_padding(model, with_room(long, name, mask), name, mask, numbered=side == "left")
-    alone = {
-        key: value[:1] if isinstance(value, torch.Tensor) and value.shape[:1] == (2,) else value for key, value in long.items()
-    }
+    alone = {key: value[:1] if has_rows(value, 2) else value for key, value in long.items()}
     for key, value in alone.items():
         if is_per_token(value) and not is_decoder_side(key) and value.shape[1] == width:
             alone[key] = value[:, kept]
@@ -253,7 +256,7 @@ def share_padding(model: nn.Module, inputs: Inputs, alone: Inputs, side: str) ->
         return None
     batch = dict(inputs)
     for key, value in inputs.items():
-        if not isinstance(value, torch.Tensor) or value.dim() == 0 or len(value) != len(inputs[name]):
+        if not has_rows(value, len(inputs[name])):
             continue
         first, second = alone[key][0], alone[key][1]
         if is_per_token(value) and value.shape[1] == width:
