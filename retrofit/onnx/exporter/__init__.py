@@ -24,9 +24,7 @@ from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.probes import accepts, can_generate, has_two_sides, ids_name, logits_of
 from retrofit.inputs.usable_models import require_module, require_values, transformer_inside
 from retrofit.numerics.agreement import Arithmetic, Comparison
-from retrofit.onnx.exporter.cache_states import (
-    states_of,
-)
+from retrofit.onnx.exporter.cache_states import states_of
 from retrofit.onnx.exporter.export_parts import (
     LENGTH,
     PAST_KEY_VALUES,
@@ -44,6 +42,7 @@ from retrofit.onnx.exporter.optimization import (
     branch_file,
     count_nodes,
     fuse_operators,
+    not_fused,
     optimize,
     remove_unused_inputs,
     separate_padding_from_pooling,
@@ -95,36 +94,34 @@ def plan_export(model: nn.Module, inputs: Mapping[str, Any], cache: CacheMode) -
 
     Raises `CaptureError` for `past` if there is no such cache.
     """
-    two_sided = has_two_sides(inputs) and accepts(model, "encoder_outputs") and callable(getattr(model, "get_encoder", None))
+    is_encoder_decoder = (
+        has_two_sides(inputs) and accepts(model, "encoder_outputs") and callable(getattr(model, "get_encoder", None))
+    )
+    has_ids = ids_name(inputs) is not None
+    if cache == "past" and not has_ids:
+        raise no_cache(model, "it has no input of token ids")
+    parts: tuple[ExportPart, ...]
     why = ""
-    if cache == "past" and ids_name(inputs) is None:
-        raise CaptureError(
-            f"{type(model).__name__} cannot be exported with its cache",
-            why="it has no input of token ids",
-            remedy="export it with cache=none",
-            option="cache",
-            code="no-cache",
-        )
-    if cache != "none" and ids_name(inputs) is not None and (two_sided or can_generate(model, inputs) or cache == "past"):
+    if cache != "none" and has_ids and (is_encoder_decoder or can_generate(model, inputs) or cache == "past"):
         try:
-            return ExportPlan(
-                require_exact_states(
-                    encoder_decoder_parts(model, inputs, returns_states=True) if two_sided else (Decoder(model, inputs),),
-                    Arithmetic(model, {**inputs, "use_cache": False}),
-                )
-            )
+            parts = encoder_decoder_parts(model, inputs, returns_states=True) if is_encoder_decoder else (Decoder(model, inputs),)
+            require_exact_states(parts, Arithmetic(model, {**inputs, "use_cache": False}))
+            return ExportPlan(parts)
         except Exception as error:  # of any type, from the model's own code
             why = str(error) if isinstance(error, RetrofitError) else first_line(error)
             if cache == "past":
-                raise CaptureError(
-                    f"{type(model).__name__} cannot be exported with its cache",
-                    why=why,
-                    remedy="export it with cache=none",
-                    option="cache",
-                    code="no-cache",
-                ) from error
-    return ExportPlan(
-        encoder_decoder_parts(model, inputs, returns_states=False) if two_sided else (WholeModel(model, inputs),), why
+                raise no_cache(model, why) from error
+    parts = encoder_decoder_parts(model, inputs, returns_states=False) if is_encoder_decoder else (WholeModel(model, inputs),)
+    return ExportPlan(parts, why)
+
+
+def no_cache(model: nn.Module, why: str) -> CaptureError:
+    return CaptureError(
+        f"{type(model).__name__} cannot be exported with its cache",
+        why=why,
+        remedy="export it with cache=none",
+        option="cache",
+        code="no-cache",
     )
 
 
@@ -134,8 +131,8 @@ def encoder_decoder_parts(model: nn.Module, inputs: Mapping[str, Any], returns_s
     return (encoder, first, NextStep(model, encoder)) if returns_states else (encoder, first)
 
 
-def require_exact_states(parts: tuple[ExportPart, ...], arithmetic: Arithmetic) -> tuple[ExportPart, ...]:
-    """Return the parts. Raises `CaptureError` unless each one with states reproduces the outputs for the whole sequence."""
+def require_exact_states(parts: tuple[ExportPart, ...], arithmetic: Arithmetic) -> None:
+    """Raises `CaptureError` unless each part with states as inputs reproduces the outputs for the whole sequence."""
     for part in parts:
         if isinstance(part, Decoder):
             comparison = compare_decoder(part, arithmetic)
@@ -149,7 +146,6 @@ def require_exact_states(parts: tuple[ExportPart, ...], arithmetic: Arithmetic) 
                 why=f"rebuilt from them, it is {comparison.measured} from the full forward",
                 code="cache-state",
             )
-    return parts
 
 
 def compare_decoder(part: Decoder, arithmetic: Arithmetic) -> Comparison:
@@ -192,15 +188,15 @@ def logits_in_steps(part: Decoder, tokens: Tensor) -> Tensor:
 
 
 def compare_next_step(part: NextStep, arithmetic: Arithmetic) -> Comparison:
-    """Return the comparison of a step on the states with one forward of all tokens."""
-    cut = 2
+    """Return the comparison of a step on the states after two tokens with one forward of all tokens."""
 
     def ways() -> tuple[Tensor, Tensor]:
         start = part.start(part.sizes, 1)
-        whole = logits_of(part.output(start))
-        shorter = {**start, "input_ids": start["input_ids"][:, :cut]}
-        states = {PAST_KEY_VALUES + name: value for name, value in states_of(part.first_output(shorter).past_key_values).items()}
-        return part({**start, "input_ids": start["input_ids"][:, cut:]} | states)[0], whole[:, cut:]
+        expected = logits_of(part.output(start))[:, 2:]
+        first_tokens = {**start, "input_ids": start["input_ids"][:, :2]}
+        states = states_of(part.first_output(first_tokens).past_key_values)
+        past = {PAST_KEY_VALUES + name: value for name, value in states.items()}
+        return part({**start, "input_ids": start["input_ids"][:, 2:], **past})[0], expected
 
     return arithmetic.compare(ways)
 
@@ -333,11 +329,7 @@ def export_onnx(
                 export_part(part, draft / name, model, fuse, progress, weights)
                 for part, name in zip(plan.parts, names, strict=True)
             ]
-    return export_result(plan, files, path.parent)
-
-
-def export_result(plan: ExportPlan, files: list[ExportedFile], folder: Path) -> ExportResult:
-    placed = tuple(dataclasses.replace(file, path=folder / file.path.name) for file in files)
+    placed = tuple(dataclasses.replace(file, path=path.parent / file.path.name) for file in files)
     return ExportResult(placed, plan.cached, plan.why_no_cache)
 
 
@@ -361,12 +353,11 @@ def export_part(
     incomparable = why_incomparable(part)
     comparable = not (incomparable or missing_packages("onnxruntime"))
     if fuse and incomparable:
-        steps = [RewriteStep("fusions", count_nodes(graph), count_nodes(graph), False, incomparable)]
+        steps = [not_fused(graph, incomparable)]
     elif fuse:
         examples = [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part)[:2], start=1)]
-        graph, steps = fuse_operators(
-            graph, examples, functools.cache(lambda: max(torch_rounding(part, inputs) for inputs in examples))
-        )
+        rounding = functools.cache(lambda: max(torch_rounding(part, inputs) for inputs in examples))
+        graph, steps = fuse_operators(graph, examples, rounding)
     graph.producer_name = "retrofit"
     graph.metadata_props["retrofit.part"] = part.name
     graph.metadata_props["retrofit.recipe"] = "\n".join(provenance_of(model).recipe)

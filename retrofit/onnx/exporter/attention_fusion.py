@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, TypeAlias
 
-from retrofit.onnx.importer.model_file import only_user
+from retrofit.onnx.importer.model_file import only_user, producers
 from retrofit.onnx.importer.operators import MICROSOFT
 
 if TYPE_CHECKING:
@@ -48,12 +48,12 @@ def rotate_by_token(model: onnx_ir.Model) -> int:
         x, cos, sin = node.inputs
         if x is None or cos is None or sin is None or x.shape is None or not all(has_equal_halves(angles) for angles in (cos, sin)):
             continue
+        if not isinstance(heads := x.shape[HEADS], int):
+            continue
         tape = onnx_ir.tape.Tape()
         key = (cos, sin, str(x.shape[0]))  # layers share their angles
         if key not in known:
             known[key] = [token_numbers(tape, x, cos), *(angle_table(tape, angles) for angles in (cos, sin))]
-        if not isinstance(heads := x.shape[HEADS], int):
-            continue
         replace(node, tape, tape.op("RotaryEmbedding", [x, *known[key]], {"interleaved": 0, "num_heads": heads}, domain=MICROSOFT))
         count += 1
     clean(model)
@@ -67,16 +67,12 @@ def has_equal_halves(value: Value) -> bool:
     while (node := value.producer()) is not None:
         if node.op_type == "Concat":
             return node.attributes["axis"].as_int() in (-1, len(value.shape or ()) - 1) and node.inputs[0] is node.inputs[1]
-        along = node.inputs[0]
-        if takes_whole_rows(node):
-            assert along is not None
-            value = along
-            continue
-        other = node.inputs[1] if node.op_type == "Mul" else None
-        scaled = other is not None and other.shape is not None and not len(other.shape)
-        if (node.op_type not in ("Cos", "Sin", "Cast", "Unsqueeze") and not scaled) or along is None:
+        source = node.inputs[0]
+        factor = node.inputs[1] if node.op_type == "Mul" else None
+        is_scaled = factor is not None and factor.shape is not None and not len(factor.shape)
+        if source is None or not (node.op_type in ("Cos", "Sin", "Cast", "Unsqueeze") or is_scaled or takes_whole_rows(node)):
             return False
-        value = along
+        value = source
     return False
 
 
@@ -107,8 +103,8 @@ def token_numbers(tape: Tape, x: Value, angles: Value) -> Value:
     numbers = tape.op("Reshape", [rows, tape.op("Concat", [batch, tokens], {"axis": 0})])
     if x.shape is not None and angles.shape is not None and x.shape[0] == angles.shape[0]:
         return numbers
-    every = tape.op("Concat", [tape.op("Shape", [x], {"start": 0, "end": 1}), tokens], {"axis": 0})
-    return tape.op("Expand", [numbers, every])
+    shape = tape.op("Concat", [tape.op("Shape", [x], {"start": 0, "end": 1}), tokens], {"axis": 0})
+    return tape.op("Expand", [numbers, shape])
 
 
 # Keys and values of a cache.
@@ -118,7 +114,7 @@ def token_numbers(tape: Tape, x: Value, angles: Value) -> Value:
 class Cached:
     """Keys or values of all tokens (batch, heads, tokens, width): those of a cache, followed by these tokens' own, if any."""
 
-    every: Value
+    all: Value
     earlier: Value
     own: Value | None
 
@@ -148,9 +144,9 @@ def attend_on_cache(model: onnx_ir.Model) -> int:
             attributes["scale"] = scale.as_float()
         outputs = 1 if keys.own is None else 3
         found, *present = tape.op_multi_out("MultiHeadAttention", inputs, attributes, num_outputs=outputs, domain=MICROSOFT)
-        for kv, now in zip(both, present, strict=False):
-            now.shape, now.type = kv.every.shape, kv.every.type
-            return_instead(model.graph, kv.every, now)
+        for kv, output in zip(both, present, strict=False):
+            output.shape, output.type = kv.all.shape, kv.all.type
+            return_instead(model.graph, kv.all, output)
         place_result(node, tape, heads.as_tokens(tape, found), heads)
         count += 1
     clean(model)
@@ -174,18 +170,18 @@ class Heads:
         """Return (batch, tokens, queries · width) as (batch, sharing · tokens, keys · width)."""
         if self.sharing == 1:
             return query
-        apart = tape.op("Reshape", [query, constant(tape, [0, 0, self.keys, self.sharing, self.width])])
+        split = tape.op("Reshape", [query, constant(tape, [0, 0, self.keys, self.sharing, self.width])])
         return tape.op(
-            "Reshape", [tape.op("Transpose", [apart], {"perm": [0, 3, 1, 2, 4]}), constant(tape, [0, -1, self.keys * self.width])]
+            "Reshape", [tape.op("Transpose", [split], {"perm": [0, 3, 1, 2, 4]}), constant(tape, [0, -1, self.keys * self.width])]
         )
 
     def as_tokens(self, tape: Tape, rows: Value) -> Value:
         """Return rows as tokens again."""
         if self.sharing == 1:
             return rows
-        apart = tape.op("Reshape", [rows, constant(tape, [0, self.sharing, -1, self.keys, self.width])])
+        split = tape.op("Reshape", [rows, constant(tape, [0, self.sharing, -1, self.keys, self.width])])
         return tape.op(
-            "Reshape", [tape.op("Transpose", [apart], {"perm": [0, 2, 3, 1, 4]}), constant(tape, [0, 0, self.queries * self.width])]
+            "Reshape", [tape.op("Transpose", [split], {"perm": [0, 2, 3, 1, 4]}), constant(tape, [0, 0, self.queries * self.width])]
         )
 
     def mask_rows(self, tape: Tape, mask: Value, query: Value) -> Value:
@@ -224,21 +220,17 @@ def cached(value: Value | None) -> Cached | None:
 
 def is_filled_in(value: Value) -> bool:
     """Return whether the value is an input of the graph with room at its end that is filled by others: a strided layer's cache."""
-    kinds: list[str] = []
-    filled: Value | None = value
-    while filled is not None and (node := filled.producer()) is not None and len(kinds) < len(FILLED):
-        kinds.append(node.op_type)
-        filled = node.inputs[0]
-    return tuple(kinds) == FILLED and filled is not None and filled.is_graph_input()
+    nodes = producers(value, *FILLED)
+    cache = None if nodes is None else nodes[-1].inputs[0]
+    return cache is not None and cache.is_graph_input()
 
 
 def unrepeated(value: Value) -> Value:
     """Return the value before the repetition of each of its heads, (batch, heads, 1 → times, tokens, width); itself without any."""
-    reshape = value.producer()
-    expand = None if reshape is None or reshape.op_type != "Reshape" or reshape.inputs[0] is None else reshape.inputs[0].producer()
-    unsqueeze = None if expand is None or expand.op_type != "Expand" or expand.inputs[0] is None else expand.inputs[0].producer()
-    if unsqueeze is None or unsqueeze.op_type != "Unsqueeze" or expand is None:
+    nodes = producers(value, "Reshape", "Expand", "Unsqueeze")
+    if nodes is None:
         return value
+    _, expand, unsqueeze = nodes
     before, between, repeated = unsqueeze.inputs[0], unsqueeze.outputs[0].shape, expand.outputs[0].shape
     if before is None or before.shape is None or value.shape is None or between is None or repeated is None:
         return value
@@ -252,7 +244,7 @@ def unrepeated(value: Value) -> Value:
 def heads_of(query: Value, keys: Cached, values: Cached) -> Heads | None:
     """Return the heads of an attention, (batch, heads, tokens, width) each; None if unknown, or of different widths."""
     found = []
-    for value in (query, keys.every, values.every):
+    for value in (query, keys.all, values.all):
         if value.shape is None or len(value.shape) != 4:
             return None
         found.append((value.shape[HEADS], value.shape[WIDTH]))
@@ -287,28 +279,18 @@ def place_result(node: Node, tape: Tape, found: Value, heads: Heads) -> None:
 
     Usually the axes are swapped back after it. In between, rows of queries that see nothing may be set to zero.
     """
-    at, choice = node, None
-    user = only_user(at)
-    if (
-        user is not None
-        and user.op_type == "Where"
-        and user.inputs[2] is at.outputs[0]
-        and is_by_row(user.inputs[0], user.inputs[1])
-    ):
-        at, choice = user, user
-        user = only_user(at)
-    if user is not None and user.op_type == "Reshape" and same_shape(user.outputs[0], at.outputs[0]):
-        at = user
-        user = only_user(at)
+    result, choice = node.outputs[0], None
+    user = only_user(node)
+    if user is not None and user.op_type == "Where" and user.inputs[2] is result and is_by_row(user.inputs[0], user.inputs[1]):
+        result, choice = user.outputs[0], user
+        user = only_user(user)
+    if user is not None and user.op_type == "Reshape" and same_shape(user.outputs[0], result):
+        user = only_user(user)
     flat = only_user(user) if user is not None and is_swap(user) else None
-    if (
-        flat is None
-        or flat.op_type != "Reshape"
-        or (shape := flat.outputs[0].shape) is None
-        or list(shape)[2:] != [heads.queries * heads.width]
-    ):
-        apart = tape.op("Reshape", [found, constant(tape, [0, 0, heads.queries, heads.width])])
-        replace(node, tape, tape.op("Transpose", [apart], {"perm": SWAPPED}))
+    shape = None if flat is None or flat.op_type != "Reshape" else flat.outputs[0].shape
+    if flat is None or shape is None or list(shape)[2:] != [heads.queries * heads.width]:
+        split = tape.op("Reshape", [found, constant(tape, [0, 0, heads.queries, heads.width])])
+        replace(node, tape, tape.op("Transpose", [split], {"perm": SWAPPED}))
         return
     if choice is not None:
         rows = tape.op("Squeeze", [choice.inputs[0], constant(tape, [1])])

@@ -25,7 +25,6 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 from retrofit.errors import CaptureError
 from retrofit.surgery.cache_memory import SLACK, CacheWithHistories, TokenHistory, histories_of
 
-WITHOUT_CACHE = "export it without its cache: cache='none'"
 KEY_AND_VALUE = {"keys": "key", "values": "value"}  # a cache layer's attributes → their names in the file
 HYBRID = getattr(cache_utils, "LinearAttentionAndFullAttentionLayer", None)  # keys and values, and states of a fixed size
 GROWING = ("key", "value", "real")  # last words of the names of states that are empty before any token
@@ -57,12 +56,7 @@ def states_of(cache: Any) -> States:
         named = [(with_side(name, side), value) for side, states in sides.items() for name, value in states.items()]
         return dict(sorted(named, key=lambda item: layer_number(item[0]))) | memory_states(cache)
     if not isinstance(cache, Cache):
-        raise CaptureError(
-            "the model keeps no cache of keys and values",
-            why=f"it returned {type(cache).__name__}",
-            remedy=WITHOUT_CACHE,
-            code="no-cache",
-        )
+        raise unsupported_cache("the model keeps no cache of keys and values", f"it returned {type(cache).__name__}", "no-cache")
     found: States = {}
     common: frozenset[str] = frozenset()
     for index, layer in enumerate(cache.layers):
@@ -71,11 +65,15 @@ def states_of(cache: Any) -> States:
             common |= layer.common
             continue
         for name, word in KEY_AND_VALUE.items():
-            if is_state(held := getattr(layer, name, None)):
-                found[f"{index}.{word}"] = held
-        found |= {f"{index}.{slot.word}": slot.held(layer) for slot in state_slots(layer)}
-    found |= {f"{index}.{slot.word}": slot.held(cache) for index, slot in cache_slots(cache)}
+            if is_state(value := getattr(layer, name, None)):
+                found[f"{index}.{word}"] = value
+        found |= {f"{index}.{slot.word}": slot.get(layer) for slot in state_slots(layer)}
+    found |= {f"{index}.{slot.word}": slot.get(cache) for index, slot in cache_slots(cache)}
     return dict(sorted(found.items(), key=lambda item: layer_number(item[0]))) | memory_states(cache)
+
+
+def unsupported_cache(what: str, why: str, code: str = "cache-state") -> CaptureError:
+    return CaptureError(what, why=why, remedy="export it without its cache: cache='none'", code=code)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +82,7 @@ class StateSlot:
 
     attribute: str
     entry: Any = None
-    alone: bool = True  # in its attribute
+    alone: bool = True  # whether it is the only state in its attribute
 
     @property
     def word(self) -> str:
@@ -92,19 +90,17 @@ class StateSlot:
         name = self.attribute.removesuffix("_states")
         return name if self.alone else f"{name}.{self.entry}"
 
-    def held(self, layer: Any) -> Tensor:
+    def get(self, layer: Any) -> Tensor:
         value = getattr(layer, self.attribute)
-        found: Tensor = value if self.entry is None else value[self.entry]
-        return found
+        return cast(Tensor, value if self.entry is None else value[self.entry])
 
     def put(self, layer: Any, state: Tensor) -> None:
         """Store the state in the layer's slot; its container is copied."""
-        if self.entry is None:
-            setattr(layer, self.attribute, state)
-        else:
-            container = copy.copy(getattr(layer, self.attribute))
-            container[self.entry] = state
-            setattr(layer, self.attribute, container)
+        value: Any = state
+        if self.entry is not None:
+            value = copy.copy(getattr(layer, self.attribute))
+            value[self.entry] = state
+        setattr(layer, self.attribute, value)
 
 
 def state_slots(layer: Any) -> list[StateSlot]:
@@ -140,23 +136,22 @@ def extra_states(cache: Any) -> list[str]:
 def token_strides(cache: Any) -> dict[str, int]:
     """Return by name the number of tokens per entry of keys and values, if more than one."""
     if isinstance(cache, EncoderDecoderCache):
-        return {with_side(name, "decoder"): every for name, every in token_strides(cache.self_attention_cache).items()}
+        return {with_side(name, "decoder"): stride for name, stride in token_strides(cache.self_attention_cache).items()}
     carriers = ((index, layer) for index, layer in enumerate(cache.layers) if isinstance(layer, Carrier))
     return {f"{index}.{word}": layer.k for index, layer in carriers for word in KEY_AND_VALUE.values() if layer.k > 1}
 
 
 def memory_states(cache: Cache) -> States:
     """Return the histories that modules store in the cache, except those that they can recompute from its keys."""
-    stored = cache.histories if isinstance(cache, CacheWithHistories) else {}
-    held = {name: memory for name, memory in stored.items() if not getattr(memory, "follows_from_keys", False)}
-    if others := [name for name, memory in held.items() if not isinstance(memory, TokenHistory)]:
-        raise CaptureError(
-            f"{others[0]} keeps something other than tensors in the cache",
-            why="its layer has no keys and values",
-            remedy=WITHOUT_CACHE,
-            code="cache-state",
-        )
-    return {f"{MEMORY}{name}": memory.last() for name, memory in held.items()}
+    states = {}
+    for name, memory in cache.histories.items() if isinstance(cache, CacheWithHistories) else ():
+        if getattr(memory, "follows_from_keys", False):
+            continue
+        if not isinstance(memory, TokenHistory):
+            what = f"{name} keeps something other than tensors in the cache"
+            raise unsupported_cache(what, "its layer has no keys and values")
+        states[f"{MEMORY}{name}"] = memory.last()
+    return states
 
 
 def is_state(value: Any) -> TypeGuard[Tensor]:
@@ -194,20 +189,18 @@ def growth_axes(after: Mapping[int, States]) -> dict[str, int]:
     (first, states), *others = after.items()
     found = {}
     for name, state in states.items():
-        axes = {
+        growth = {  # axes, with the entries that each gains per token
             (axis, (other[name].shape[axis] - extent) / (count - first))
             for count, other in others
             for axis, extent in enumerate(state.shape)
             if other[name].shape[axis] != extent
         }
-        if len(axes) == 1 and (axis := next(iter(axes)))[1] == 1:
-            found[name] = axis[0]
-        elif axes and name.rpartition(".")[2] not in GROWING:
-            raise CaptureError(
+        if len(growth) == 1 and (axis_and_gain := next(iter(growth)))[1] == 1:
+            found[name] = axis_and_gain[0]
+        elif growth and name.rpartition(".")[2] not in GROWING:
+            raise unsupported_cache(
                 "the model's cache holds more than states of a fixed size and states that grow with each token",
-                why=f"the size of {name} depends on the number of tokens in another way",
-                remedy=WITHOUT_CACHE,
-                code="cache-state",
+                f"the size of {name} depends on the number of tokens in another way",
             )
     return found
 
@@ -219,11 +212,11 @@ def layer_number(name: str) -> float:
 
 def build_cache(template: Cache, states: Mapping[str, Tensor]) -> Cache:
     """Return a cache like the template with these states; sliding layers store all tokens, and masks apply the window."""
-    own = cache_slots(template)
-    if own and not states:
+    slots = cache_slots(template)
+    if slots and not states:
         return cast(Cache, new_like(template))
     made = copy.copy(template)
-    for index, slot in own:
+    for index, slot in slots:
         slot.put(made, states[f"{index}.{slot.word}"].clone())
     if isinstance(made, EncoderDecoderCache):
         for side, part in (("decoder", "self_attention_cache"), ("encoder", "cross_attention_cache")):
@@ -243,7 +236,8 @@ def build_cache(template: Cache, states: Mapping[str, Tensor]) -> Cache:
 
 def build_layers(templates: Sequence[Any], states: Mapping[str, Tensor]) -> list[Any]:
     """Return the cache's layers like these templates, with their states."""
-    made, common = [], States()
+    made: list[Any] = []
+    common: States = {}
     for index, template in enumerate(templates):
         own = {name.partition(".")[2]: value for name, value in states.items() if layer_number(name) == index}
         if isinstance(template, Carrier):
@@ -277,14 +271,10 @@ def new_like(template: Any) -> Any:
         kind = HYBRID
     parameters = inspect.signature(kind).parameters
     known = {name: getattr(template, name) for name in parameters if hasattr(template, name)}
-    needed = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in VARIABLE]
-    if lacking := [name for name in needed if name not in known]:
-        raise CaptureError(
-            f"a {kind.__name__} of the model's cache cannot be rebuilt",
-            why=f"it does not keep its {lacking[0]}",
-            remedy=WITHOUT_CACHE,
-            code="cache-state",
-        )
+    required = [name for name, p in parameters.items() if p.default is p.empty and p.kind not in VARIABLE]
+    if missing := [name for name in required if name not in known]:
+        what = f"a {kind.__name__} of the model's cache cannot be rebuilt"
+        raise unsupported_cache(what, f"it does not keep its {missing[0]}")
     return kind(**known)
 
 

@@ -29,12 +29,11 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_outputs import BaseModelOutput
 
-from retrofit.errors import CaptureError, RetrofitError, first_line
+from retrofit.errors import RetrofitError, first_line
 from retrofit.inputs.example_inputs import device_of, forward_parameters, token_ids
 from retrofit.inputs.probes import accepts, extent_of, ids_name, is_decoder_side, logits_of, named_outputs, resized
 from retrofit.numerics.agreement import Arithmetic
 from retrofit.onnx.exporter.cache_states import (
-    WITHOUT_CACHE,
     build_cache,
     extra_states,
     growth_axes,
@@ -42,6 +41,7 @@ from retrofit.onnx.exporter.cache_states import (
     state_before_tokens,
     states_of,
     token_strides,
+    unsupported_cache,
 )
 from retrofit.program.tracing import disable_cache
 
@@ -52,13 +52,8 @@ if TYPE_CHECKING:
 Sizes: TypeAlias = Mapping[str, int]
 Tensors: TypeAlias = dict[str, Tensor]
 
-BATCH, LENGTH, PAST, TOTAL, SOURCE = (
-    "batch_size",
-    "sequence_length",
-    "past_sequence_length",
-    "total_sequence_length",
-    "encoder_sequence_length",
-)
+BATCH, LENGTH, SOURCE = "batch_size", "sequence_length", "encoder_sequence_length"
+PAST, TOTAL = "past_sequence_length", "total_sequence_length"
 PAST_KEY_VALUES, PRESENT = "past_key_values.", "present."
 PER = "_per_"  # in the name of an extent that is a fraction of another, rounded up
 CACHE = "past_key_values"  # the name in most models
@@ -118,8 +113,8 @@ class ExportPart(nn.Module):
         """Return the name of the extent of the input `name` that grows with `size`: `{size}_per_4` for a fourth, rounded up."""
         if size == PAST and not name.startswith(PAST_KEY_VALUES):
             return TOTAL  # the existing tokens and the new one
-        every = token_strides(self.template).get(name.removeprefix(PAST_KEY_VALUES), 1) if size == PAST else 1
-        return f"{size}{PER}{every}" if every > 1 else size
+        stride = token_strides(self.template).get(name.removeprefix(PAST_KEY_VALUES), 1) if size == PAST else 1
+        return f"{size}{PER}{stride}" if stride > 1 else size
 
 
 class WholeModel(ExportPart):
@@ -163,29 +158,26 @@ def split_states(inputs: Tensors) -> tuple[Tensors, Tensors]:
 
 def optional_inputs(model: nn.Module, inputs: Mapping[str, Any], names: tuple[str, ...]) -> Tensors:
     """Return the further inputs that an ONNX model of this kind has: those whose default value changes nothing."""
-    ids = ids_name(inputs)
-    if ids is None:
+    name = ids_name(inputs)
+    if name is None:
         return {}
-    numbers = torch.arange(inputs[ids].shape[1], device=inputs[ids].device).expand_as(inputs[ids]).contiguous()
-    plain = {
-        "attention_mask": torch.ones_like(inputs[ids]),
-        "position_ids": numbers,
-        "token_type_ids": torch.zeros_like(inputs[ids]),
+    ids = inputs[name]
+    defaults = {
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(ids.shape[1], device=ids.device).expand_as(ids).contiguous(),
+        "token_type_ids": torch.zeros_like(ids),
     }
     arithmetic = Arithmetic(model, inputs)
+    possible = {name: defaults[name] for name in names if name not in inputs and accepts(model, name)}
     with torch.no_grad(), disable_cache(model):
-        return {
-            name: plain[name]
-            for name in names
-            if name not in inputs and accepts(model, name) and is_neutral(arithmetic, {name: plain[name]})
-        }
+        return {name: value for name, value in possible.items() if is_neutral(arithmetic, {name: value})}
 
 
-def is_neutral(arithmetic: Arithmetic, more: Mapping[str, Any]) -> bool:
+def is_neutral(arithmetic: Arithmetic, extra: Mapping[str, Any]) -> bool:
     """Return whether the model computes the same with the further inputs as without."""
     model, inputs = arithmetic.model, arithmetic.inputs
     try:
-        return arithmetic.compare(lambda: (logits_of(model(**{**inputs, **more})), logits_of(model(**inputs)))).agrees
+        return arithmetic.compare(lambda: (logits_of(model(**{**inputs, **extra})), logits_of(model(**inputs)))).agrees
     except Exception:  # the model has an argument of this name with another meaning
         return False
 
@@ -204,12 +196,7 @@ class Decoder(ExportPart):
         super().__init__(model)
         ids, cache = ids_name(inputs), cache_name(model, inputs)
         if ids is None or cache is None:
-            raise CaptureError(
-                "the model keeps no cache",
-                why="its forward takes none of those that it returns",
-                remedy=WITHOUT_CACHE,
-                code="no-cache",
-            )
+            raise unsupported_cache("the model keeps no cache", "its forward takes none of those that it returns", "no-cache")
         self.ids, self.cache = ids, cache
         tokens = self.tokens(2, max(STATE_LENGTHS), 0)
         alone = {ids: tokens[:, :6], "use_cache": False}
@@ -217,9 +204,7 @@ class Decoder(ExportPart):
         self.template = getattr(model(**{ids: tokens[:, :6], "use_cache": True}), cache)
         self.states = list(states_of(self.template))
         if not self.states:
-            raise CaptureError(
-                "the model keeps no cache", why="what it returned as its cache is empty", remedy=WITHOUT_CACHE, code="no-cache"
-            )
+            raise unsupported_cache("the model keeps no cache", "what it returned as its cache is empty", "no-cache")
         self.growing = growth_axes({length: self.states_after(tokens[:, :length]) for length in STATE_LENGTHS})
         self.fixed = [name for name in extra_states(self.template) if name not in self.growing]
         dynamic = (BATCH, PAST) if self.fixed else (BATCH, LENGTH, PAST)
@@ -241,15 +226,17 @@ class Decoder(ExportPart):
     def step(self, tokens: Tensor, past: int) -> Tensors:
         """Return the inputs for the tokens after the first `past` ones, without the states."""
         batch, total = tokens.shape
-        numbers = torch.arange(past, total, device=tokens.device).expand(batch, -1).contiguous()
-        every = {"attention_mask": torch.ones_like(tokens), "position_ids": numbers}
-        return {"input_ids": tokens[:, past:].contiguous(), **{name: every[name] for name in self.extras}}
+        positions = torch.arange(past, total, device=tokens.device).expand(batch, -1).contiguous()
+        extras = {"attention_mask": torch.ones_like(tokens), "position_ids": positions}
+        return {"input_ids": tokens[:, past:].contiguous(), **{name: extras[name] for name in self.extras}}
 
     def past(self, tokens: Tensor) -> Tensors:
         """Return the states after these tokens, possibly none, as inputs."""
-        states = self.states_after(tokens if tokens.shape[1] else self.tokens(len(tokens), 1, 0))
-        if not tokens.shape[1]:
-            states = {name: state_before_tokens(name, value, self.growing) for name, value in states.items()}
+        if tokens.shape[1]:
+            states = self.states_after(tokens)
+        else:
+            states_of_token = self.states_after(self.tokens(len(tokens), 1, 0))
+            states = {name: state_before_tokens(name, value, self.growing) for name, value in states_of_token.items()}
         return {PAST_KEY_VALUES + name: value.contiguous() for name, value in states.items()}
 
     def states_after(self, tokens: Tensor) -> Tensors:
@@ -398,10 +385,10 @@ class NextStep(FirstStep):
 
 def other_sizes(part: ExportPart) -> list[dict[str, int]]:
     """Return sizes for which the part was not traced: larger and smaller ones, the least that it runs at, and no earlier tokens."""
-    nothing = {size: 0 if size.startswith("past") else extent + 3 for size, extent in part.sizes.items()}
-    larger = {size: extent + 1 + place for place, (size, extent) in enumerate(part.sizes.items())}
+    larger = {size: extent + 1 + index for index, (size, extent) in enumerate(part.sizes.items())}
+    without_past = {size: 0 if size == PAST else extent + 3 for size, extent in part.sizes.items()}
     least = {size: part.least if size == LENGTH else 1 for size in part.sizes}
-    return [larger, nothing, least] if any(size.startswith("past") for size in part.sizes) else [larger, least]
+    return [larger, without_past, least] if PAST in part.sizes else [larger, least]
 
 
 # ── Run by ONNX Runtime ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -479,9 +466,9 @@ class OnnxSession:
 
     def __call__(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the outputs; inputs that the model does not have are ignored. Raises `RetrofitError` if it does not run."""
-        if lacking := [name for name in self.inputs if name not in inputs]:
+        if missing := [name for name in self.inputs if name not in inputs]:
             raise RetrofitError(
-                f"the model also takes {', '.join(lacking)}",
+                f"the model also takes {', '.join(missing)}",
                 remedy="pass every input that its file declares",
                 code="other-arguments",
             )

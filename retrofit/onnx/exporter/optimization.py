@@ -87,10 +87,10 @@ def separate_padding_from_pooling(model: onnx_ir.Model) -> None:
         if padding is None or padding.op_type != "Pad" or value is None or value.dtype is None or node.graph is None:
             continue
         lowest = onnx_ir.node("Constant", [], {"value": onnx_ir.tensor(-math.inf, dtype=value.dtype)})
-        same = onnx_ir.node("Max", [value, lowest.outputs[0]])
-        same.outputs[0].shape, same.outputs[0].type = value.shape, value.type
-        node.graph.insert_before(node, (lowest, same))
-        node.replace_input_with(0, same.outputs[0])
+        maximum = onnx_ir.node("Max", [value, lowest.outputs[0]])
+        maximum.outputs[0].shape, maximum.outputs[0].type = value.shape, value.type
+        node.graph.insert_before(node, (lowest, maximum))
+        node.replace_input_with(0, maximum.outputs[0])
 
 
 def fusions() -> dict[str, Callable[[onnx_ir.Model], int]]:
@@ -124,11 +124,9 @@ def fuse_operators(
     `rounding` measures how far the model's own rounding moves its outputs; it is called if a fusion moves them.
     """
     if missing_packages("onnxruntime"):
-        return model, [RewriteStep("fusions", count_nodes(model), count_nodes(model), False, "ONNX Runtime is not installed")]
+        return model, [not_fused(model, "ONNX Runtime is not installed")]
     if weight_bytes(model) > LARGEST:
-        return model, [
-            RewriteStep("fusions", count_nodes(model), count_nodes(model), False, f"more than {LARGEST / 2**30:.0f} GiB of weights")
-        ]
+        return model, [not_fused(model, f"more than {LARGEST / 2**30:.0f} GiB of weights")]
     trial = SameChoices(model, examples)
     account = []
     for name, fuse in fusions().items():
@@ -148,6 +146,10 @@ def fuse_operators(
     return model, account
 
 
+def not_fused(model: onnx_ir.Model, why: str) -> RewriteStep:
+    return RewriteStep("fusions", count_nodes(model), count_nodes(model), False, why)
+
+
 class SameChoices:
     """A model's outputs, and those of other models with the same choices.
 
@@ -164,13 +166,13 @@ class SameChoices:
         session = session_of(clone)
         self.examples = examples
         self.expected = [session(example) for example in examples]
-        self.made = [{f"{name}{GIVEN}": outputs.pop(name) for name in chosen} for outputs in self.expected]
+        self.choices = [{f"{name}{GIVEN}": outputs.pop(name) for name in chosen} for outputs in self.expected]
 
     def gap(self, other: onnx_ir.Model) -> float:
         """Return how far another model's outputs lie from this one's, with the same choices."""
         session = self.session(other)
-        results = [session({**example, **made}) for example, made in zip(self.examples, self.made, strict=True)]
-        return max(largest_gap(found, outputs) for found, outputs in zip(results, self.expected, strict=True))
+        results = [session({**example, **chosen}) for example, chosen in zip(self.examples, self.choices, strict=True)]
+        return max(map(largest_gap, results, self.expected))
 
     def session(self, other: onnx_ir.Model) -> OnnxSession:
         """Return a session of another model, which gets the choices as inputs."""
@@ -296,7 +298,7 @@ def gap_between(path: Path, other: Path, part: ExportPart) -> float:
         sizes += [{**dict.fromkeys(part.sizes, 1), LENGTH: part.least, PAST: past} for past in STEPS]
     inputs = [part.example(extents, seed) for seed, extents in enumerate(sizes, start=7)]
     expected, found = ([session(given) for given in inputs] for session in map(OnnxSession, (path, other)))  # one after the other
-    return max(largest_gap(result, other_result) for result, other_result in zip(found, expected, strict=True))
+    return max(map(largest_gap, found, expected))
 
 
 def make_branches(model: onnx_ir.Model) -> int:
@@ -355,17 +357,11 @@ def make_branch(graph: onnx_ir.Graph, condition: onnx_ir.Value, group: list[onnx
     if not any(part.op_type in PRODUCTS for side in sides for node in side for part in (node, *nodes_inside(node))):
         return 0
     names = [str(node.outputs[0].name) for node in group]
-    branches = [
-        branch_graph(graph, side, [node.inputs[place] for node in group], f"{names[0]}_{word}")
+    branches = {
+        f"{word}_branch": branch_graph(graph, side, [node.inputs[place] for node in group], f"{names[0]}_{word}")
         for side, place, word in zip(sides, (THEN, ELSE), ("then", "else"), strict=True)
-    ]
-    made = onnx_ir.node(
-        "If",
-        [condition],
-        dict(zip(("then_branch", "else_branch"), branches, strict=True)),
-        num_outputs=len(group),
-        name=f"{names[0]}_chosen",
-    )
+    }
+    made = onnx_ir.node("If", [condition], branches, num_outputs=len(group), name=f"{names[0]}_chosen")
     made.metadata_props[CHOICE] = "Where"
     graph.insert_before(group[0], made)
     for node, value, name in zip(group, made.outputs, names, strict=True):
@@ -384,8 +380,8 @@ def needed_only_by(graph: onnx_ir.Graph, group: list[onnx_ir.Node], place: int) 
     chosen, needed = set(group), set()
     for node in reversed(graph):
         uses = [use for value in node.outputs for use in value.uses()]
-        apart = uses and not any(value.is_graph_output() for value in node.outputs)
-        if apart and all((user in chosen and at == place) or around.get(user, user) in needed for user, at in uses):
+        is_internal = uses and not any(value.is_graph_output() for value in node.outputs)
+        if is_internal and all((user in chosen and at == place) or around.get(user, user) in needed for user, at in uses):
             needed.add(node)
     return [node for node in graph if node in needed]
 
@@ -399,9 +395,10 @@ def branch_graph(graph: onnx_ir.Graph, nodes: list[onnx_ir.Node], results: list[
     for place, value in enumerate(results):
         assert value is not None
         if value.producer() not in nodes or value in outputs:
-            same = onnx_ir.node("Identity", [value], name=f"{name}_{place}")
-            same.outputs[0].shape, same.outputs[0].type, same.outputs[0].name = value.shape, value.type, f"{name}_{place}"
-            own.append(same)
-            value = same.outputs[0]
+            identity = onnx_ir.node("Identity", [value], name=f"{name}_{place}")
+            (copy,) = identity.outputs
+            copy.shape, copy.type, copy.name = value.shape, value.type, f"{name}_{place}"
+            own.append(identity)
+            value = copy
         outputs.append(value)
     return onnx_ir.Graph([], outputs, nodes=own, name=name)

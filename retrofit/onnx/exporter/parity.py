@@ -81,12 +81,16 @@ def compare_with_torch(path: Path, part: ExportPart, *, optimize: bool = True) -
 
     Without `optimize` ONNX Runtime runs the file node by node, as it is.
     """
-    running, found = OnnxSession(path, optimize=optimize), []
-    for seed, sizes in enumerate(other_sizes(part), start=7):
-        inputs = part.example(sizes, seed)
-        parity = compare_outputs(running(inputs), part, inputs)
+    session, found = OnnxSession(path, optimize=optimize), []
+    for inputs in trial_inputs(part):
+        parity = compare_outputs(session(inputs), part, inputs)
         found.append(parity if parity.agrees else compare_choosing_alike(path, part, inputs, parity, optimize=optimize))
     return max(found, key=lambda parity: (not parity.agrees, bool(parity.note), parity.wide is not None, parity.gap))
+
+
+def trial_inputs(part: ExportPart) -> Iterator[Tensors]:
+    """Yield inputs of the sizes at which a file is compared."""
+    return (part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part), start=7))
 
 
 def compare_outputs(outputs: Tensors, part: ExportPart, inputs: Tensors, choosing: Context = contextlib.nullcontext) -> Parity:
@@ -110,22 +114,21 @@ def compare_outputs(outputs: Tensors, part: ExportPart, inputs: Tensors, choosin
         own = rounding_of_same_choices(part, inputs, wide, own)
     far = {name: distance(outputs[name], value) for name, value in wide.items()}
 
-    def judged() -> Parity:
+    def worst_output() -> Parity:
         limits = {name: max(ROUNDING[dtype], FARTHER * rounding) for name, rounding in own.items()}
         worst = max(far, key=lambda name: far[name] / limits[name])
         return Parity(gap, far[worst] <= limits[worst], limits[worst], far[worst], own[worst])
 
-    found = judged()
+    found = worst_output()
     if not found.agrees:
         for name, rounding in rounding_of_weights(part, inputs, wide, choosing).items():
             own[name] = max(own[name], rounding)
-        found = judged()
+        found = worst_output()
     return found
 
 
 def rounding_of_weights(part: ExportPart, inputs: Tensors, wide: Tensors, choosing: Context) -> dict[str, float]:
-    """Return the distance of the outputs from `wide`, those in float64, when some weights move by a step; the largest of a few
-    draws.
+    """Return how far the outputs move from `wide`, those in float64, when some weights move by a step: the most in a few draws.
 
     Choices are made as with the original weights; 0 if the code does not permit that.
     """
@@ -150,8 +153,8 @@ def moved_weights(part: ExportPart, seed: int) -> Iterator[None]:
         for parameter, data in own:
             if data.is_floating_point():
                 drawn = torch.rand(data.shape, generator=generator).to(data.device)
-                way = (drawn < MOVED / 2).double() - (drawn > 1 - MOVED / 2).double()
-                parameter.data = (data.double() * (1 + way * torch.finfo(data.dtype).eps)).to(data.dtype)
+                direction = (drawn < MOVED / 2).double() - (drawn > 1 - MOVED / 2).double()
+                parameter.data = (data.double() * (1 + direction * torch.finfo(data.dtype).eps)).to(data.dtype)
         yield
     finally:
         for parameter, data in own:
@@ -184,10 +187,10 @@ def rounding_of_same_choices(part: ExportPart, inputs: Tensors, wide: Tensors, o
         with Widened(torch.float64), Choices() as recorded:
             part(inputs)
         with Choices(recorded.made):
-            choosing_so = outputs_of(part, inputs, wide)
+            same_choices = outputs_of(part, inputs, wide)
     except OtherChoicesError:
         return own
-    return {name: min(gap, distance(choosing_so[name], wide[name])) for name, gap in own.items()}
+    return {name: min(gap, distance(same_choices[name], wide[name])) for name, gap in own.items()}
 
 
 def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found: Parity, *, optimize: bool = True) -> Parity:
@@ -207,8 +210,9 @@ def compare_choosing_alike(path: Path, part: ExportPart, inputs: Tensors, found:
     changed = max(attempt.changed for attempt in made)
     if not changed or choices.margin > TIE[dtype_of(part)] or len(choices.made) != len(chosen):
         return found
-    fell = f"{changed} choice{'s' if changed > 1 else ''} within {choices.margin:.1e} of a tie fell otherwise"
-    return dataclasses.replace(parity, note=", ".join(filter(None, (f"{fell} (without the same: {found.gap:.1e})", parity.note))))
+    differing = f"{changed} choice{'s' if changed > 1 else ''} within {choices.margin:.1e} of a tie fell otherwise"
+    note = f"{differing} (without the same: {found.gap:.1e})"
+    return dataclasses.replace(parity, note=f"{note}, {parity.note}" if parity.note else note)
 
 
 def run_with_choices(path: Path, inputs: Tensors, *, optimize: bool = True) -> tuple[dict[str, Tensor], list[Tensor]]:
@@ -222,13 +226,22 @@ def run_with_choices(path: Path, inputs: Tensors, *, optimize: bool = True) -> t
     for name in names:
         if name not in own:
             model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None))
-    beside = path.with_name(f".{uuid.uuid4().hex}.onnx")  # where its weights are found
-    try:
-        onnx.save(model, beside)
-        outputs = OnnxSession(beside, optimize=optimize)(inputs)
-    finally:
-        beside.unlink(missing_ok=True)
+    with saved_next_to(path, model) as variant:
+        outputs = OnnxSession(variant, optimize=optimize)(inputs)
     return {name: value for name, value in outputs.items() if name in own}, [outputs[name] for name in names]
+
+
+@contextlib.contextmanager
+def saved_next_to(path: Path, model: onnx.ModelProto) -> Iterator[Path]:
+    """Save a variant of the model in the file at `path`, within this context, where its external weights are found."""
+    import onnx
+
+    variant = path.with_name(f".{uuid.uuid4().hex}.onnx")
+    try:
+        onnx.save(model, variant)
+        yield variant
+    finally:
+        variant.unlink(missing_ok=True)
 
 
 # ── Packed weights ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -283,14 +296,18 @@ def matching(matrix: Tensor, parameters: dict[int, list[nn.Parameter]]) -> list[
 def representing(weights: Sequence[QuantizedWeight], model: nn.Module) -> Iterator[None]:
     """Within this context the model's weights have the values that the packed ones represent."""
     parameters = parameters_by_value(model)
-    places = [(parameter, turned, weight.after) for weight in weights for parameter, turned in matching(weight.before, parameters)]
-    own = [parameter.data for parameter, _, _ in places]
+    replaced = [
+        (parameter, weight.after.t() if transposed else weight.after)
+        for weight in weights
+        for parameter, transposed in matching(weight.before, parameters)
+    ]
+    own = [parameter.data for parameter, _ in replaced]
     try:
-        for parameter, turned, numbers in places:
-            parameter.data = (numbers.t() if turned else numbers).contiguous().to(parameter.dtype)
+        for parameter, value in replaced:
+            parameter.data = value.contiguous().to(parameter.dtype)
         yield
     finally:
-        for (parameter, _, _), data in zip(places, own, strict=True):
+        for (parameter, _), data in zip(replaced, own, strict=True):
             parameter.data = data
 
 
@@ -301,16 +318,11 @@ def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedW
 
     graph = onnx.load(path, load_external_data=False)
     compute_in_float(graph.graph)
-    beside = path.with_name(f".{uuid.uuid4().hex}.onnx")
-    try:
-        onnx.save(graph, beside)
-        before = [
-            outputs_of(part, part.example(sizes, seed), part.outputs) for seed, sizes in enumerate(other_sizes(part), start=7)
-        ]
+    before = [outputs_of(part, inputs, part.outputs) for inputs in trial_inputs(part)]
+    with saved_next_to(path, graph) as in_float:
         with representing(weights, part.model):
-            exact = compare_with_torch(beside, part, optimize=False)
-            inputs = [part.example(sizes, seed) for seed, sizes in enumerate(other_sizes(part), start=7)]
-            moved = max(largest_gap(outputs_of(part, given, part.outputs), old) for given, old in zip(inputs, before, strict=True))
+            exact = compare_with_torch(in_float, part, optimize=False)
+            after = [outputs_of(part, inputs, part.outputs) for inputs in trial_inputs(part)]
         if not exact.agrees:
             raise CaptureError(
                 f"{path.name} does not compute the same as {type(part.model).__name__} with the dequantized weights",
@@ -318,11 +330,10 @@ def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedW
                 remedy="report it; fuse=False exports a plainer graph, and weights=None leaves the weights as they are",
                 code="differs",
             )
-        rounded, fell = compare_files(path, beside, part)
-    finally:
-        beside.unlink(missing_ok=True)
+        rounded, choices = compare_files(path, in_float, part)
+    moved = max(map(largest_gap, after, before))
     limit = max(LEAST_LIMIT, FARTHER_QUANTIZED * moved)
-    if not fell and not rounded <= limit:
+    if not choices and not rounded <= limit:
         raise CaptureError(
             f"{path.name} differs too much from {type(part.model).__name__}",
             why=f"quantizing the inputs of the packed matrices moves the outputs by {rounded:.1e}, more than {limit:.1e}",
@@ -330,7 +341,7 @@ def compare_quantized(path: Path, part: ExportPart, weights: Sequence[QuantizedW
             code="too-far",
             option="weights",
         )
-    return QuantizedParity(exact, moved, rounded, fell)
+    return QuantizedParity(exact, moved, rounded, choices)
 
 
 def compute_in_float(graph: onnx.GraphProto) -> None:
@@ -347,14 +358,14 @@ def compare_files(path: Path, other: Path, part: ExportPart) -> tuple[float, int
     """Return the largest distance between the outputs of two files at several sizes, and the number of differing choices."""
     import onnx
 
-    gaps, fell = [], 0
+    gaps, differing = [], 0
     chooses = any(node.op_type in CHOOSES for node in onnx.load(path, load_external_data=False).graph.node)
-    for seed, sizes in enumerate(other_sizes(part), start=7):
-        inputs = part.example(sizes, seed)
+    for inputs in trial_inputs(part):
         if chooses:
-            (found, chosen), (expected_, expected) = run_with_choices(path, inputs), run_with_choices(other, inputs, optimize=False)
-            fell += sum(int((a != b).sum()) for a, b in zip(chosen, expected, strict=True))
+            outputs, choices = run_with_choices(path, inputs)
+            expected, expected_choices = run_with_choices(other, inputs, optimize=False)
+            differing += sum(int((a != b).sum()) for a, b in zip(choices, expected_choices, strict=True))
         else:
-            found, expected_ = OnnxSession(path)(inputs), OnnxSession(other, optimize=False)(inputs)
-        gaps.append(largest_gap(found, expected_))
-    return max(gaps), fell
+            outputs, expected = OnnxSession(path)(inputs), OnnxSession(other, optimize=False)(inputs)
+        gaps.append(largest_gap(outputs, expected))
+    return max(gaps), differing

@@ -29,6 +29,7 @@ from retrofit.inputs.module_calls import watched
 from retrofit.inputs.packed_weights import refuse_packed_layers
 from retrofit.numerics.distances import distance, tolerance_of
 from retrofit.onnx.exporter.export_parts import LENGTH, PAST, PER, TOTAL, ExportPart, Sizes
+from retrofit.onnx.importer.model_file import root_cause
 from retrofit.program.tracing import both_kept, disable_stack_traces, silence_tracer
 
 if TYPE_CHECKING:
@@ -87,39 +88,39 @@ def guard_boundaries(
     exported: torch.export.ExportedProgram, traced: Sizes, example: Mapping[str, Tensor], axes: Axes
 ) -> list[tuple[str, int]]:
     """Return the limits of the guards: a dynamic size with the first extent above or below the traced one at which one fails."""
-    now = {name: list(value.shape) for name, value in example.items()}
-    guards = [guard for guard in map(compile_guard, getattr(exported, "_guards_code", None) or []) if guard(now)]
+    shapes = {name: list(value.shape) for name, value in example.items()}
+    guards = [guard for guard in map(compile_guard, getattr(exported, "_guards_code", None) or []) if guard(shapes)]
     found = set()
     for size, extent in traced.items():
-        at = functools.cache(lambda other, size=size: shapes_at(now, axes, traced, {size: other}))  # type: ignore[misc]
+        shapes_for = functools.cache(lambda other, size=size: shapes_at(shapes, axes, traced, {size: other}))  # type: ignore[misc]
         above = [extent + 2**step for step in range(LARGEST.bit_length())]
         below = [max(0 if size == PAST else 1, extent - 2**step) for step in range(extent.bit_length() + 1)]
         for guard, tried in itertools.product(guards, (above, below)):
-            broken = next((place for place, other in enumerate(tried) if not guard(at(other))), None)
-            if broken is not None:
-                kept, lost = tried[broken - 1] if broken else extent, tried[broken]
-                while abs(lost - kept) > 1:
-                    middle = (kept + lost) // 2
-                    kept, lost = (middle, lost) if guard(at(middle)) else (kept, middle)
-                found.add((size, lost))
+            first = next((index for index, other in enumerate(tried) if not guard(shapes_for(other))), None)
+            if first is not None:
+                holds, fails = tried[first - 1] if first else extent, tried[first]
+                while abs(fails - holds) > 1:
+                    middle = (holds + fails) // 2
+                    holds, fails = (middle, fails) if guard(shapes_for(middle)) else (holds, middle)
+                found.add((size, fails))
     return sorted(found)
 
 
-def shapes_at(now: Shapes, axes: Axes, traced: Sizes, other: Sizes) -> Shapes:
+def shapes_at(shapes: Shapes, axes: Axes, traced: Sizes, other: Sizes) -> Shapes:
     """Return the shapes of the inputs at other sizes; `now` are those at the traced sizes."""
     sizes = {**traced, **other}
 
-    def more(size: str) -> int:
+    def growth(size: str) -> int:
         if size == TOTAL:
-            return more(LENGTH) + more(PAST)
-        whole, _, every = size.partition(PER)
-        step = int(every or 1)
-        return -(-sizes[whole] // step) + traced[whole] // -step if whole in sizes else 0
+            return growth(LENGTH) + growth(PAST)
+        size, _, stride = size.partition(PER)
+        step = int(stride or 1)
+        return -(-sizes[size] // step) + traced[size] // -step if size in sizes else 0
 
-    found = {name: list(shape) for name, shape in now.items()}
+    found = {name: list(shape) for name, shape in shapes.items()}
     for name, dynamic in axes.items():
         for axis, size in dynamic.items():
-            found[name][axis] += more(size)
+            found[name][axis] += growth(size)
     return found
 
 
@@ -182,25 +183,22 @@ def trace_part(part: ExportPart) -> onnx_ir.Model:
 
 def failure_reason(error: Exception) -> str:
     """Return why the model's code cannot be traced or translated to ONNX, and at which line."""
-    while error.__cause__ is not None and isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if not re.search(OTHER_CODE, frame.filename)]
-    line = f", at {Path(ours[-1].filename).name}, line {ours[-1].lineno}: {ours[-1].line}" if ours else ""
+    error = root_cause(error)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not re.search(OTHER_CODE, frame.filename)]
+    line = f", at {Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line}" if frames else ""
     if isinstance(error, GuardOnDataDependentSymNode):
         return f"its code branches on the values of tensors{line}"
     return first_line(error) + line
 
 
-def export_program(
-    part: ExportPart, example: Mapping[str, Any], axes: Mapping[str, Mapping[int, str]]
-) -> torch.export.ExportedProgram:
+def export_program(part: ExportPart, example: Mapping[str, Any], axes: Axes) -> torch.export.ExportedProgram:
     shapes = {name: dict.fromkeys(axes[name], torch.export.Dim.AUTO) for name in example}
     bounded = watched({"": part}, before=lambda path, module, given, named: constrain_sizes(given[0], axes))
     with bounded, torch.fx.experimental._config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined] # 0 and 1 are sizes
         return torch.export.export(part, (dict(example),), dynamic_shapes=(shapes,), strict=False)
 
 
-def constrain_sizes(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]) -> None:
+def constrain_sizes(inputs: Mapping[str, Tensor], axes: Axes) -> None:
     """Let the tracer assume that each dynamic size is at least 1, except the number of earlier tokens."""
     from torch.fx.experimental.symbolic_shapes import constrain_range
 
@@ -210,9 +208,7 @@ def constrain_sizes(inputs: Mapping[str, torch.Tensor], axes: Mapping[str, Mappi
                 constrain_range(value.shape[axis], min=1)  # type: ignore[arg-type] # sizes are symbols here
 
 
-def size_names(
-    exported: torch.export.ExportedProgram, example: Mapping[str, torch.Tensor], axes: Mapping[str, Mapping[int, str]]
-) -> dict[str, str]:
+def size_names(exported: torch.export.ExportedProgram, example: Mapping[str, Tensor], axes: Axes) -> dict[str, str]:
     """Return the name of every dynamic size by its torch symbol. Raises `CaptureError` if torch has fixed one."""
     values = {node.name: node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"}
     placed = [values[name] for name in exported.graph_signature.user_inputs if isinstance(name, str)]
@@ -255,9 +251,9 @@ def make_topk_extents_dynamic(model: onnx_ir.Model) -> None:
     import onnx_ir
 
     for node in [node for node in model.graph.all_nodes() if node.op_type == "TopK"]:
-        few, shape = node.inputs[1], node.outputs[0].shape
+        k, shape = node.inputs[1], node.outputs[0].shape
         extent = None if shape is None else shape[node.attributes["axis"].as_int()]
-        if few is None or onnx_ir.convenience.get_const_tensor(few) is not None or not isinstance(extent, int):
+        if k is None or onnx_ir.convenience.get_const_tensor(k) is not None or not isinstance(extent, int):
             continue
         reached, seen = list(node.outputs), set(node.outputs)
         for value in reached:
@@ -372,20 +368,20 @@ def custom_translations() -> dict[Any, Callable[..., Any]]:
 
         return translate
 
-    def largest_few(self: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
-        there = None if self.shape is None else self.shape[dim]
-        if isinstance(there, int) or not isinstance(k, int):
+    def top_k(self: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+        extent = None if self.shape is None else self.shape[dim]
+        if isinstance(extent, int) or not isinstance(k, int):
             return op.TopK(self, [k], axis=dim, largest=largest, sorted=sorted)
-        extent = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
-        few = op.Min(op.Constant(value_ints=[k]), extent)
-        return op.TopK(self, few, axis=dim, largest=largest, sorted=sorted)
+        dynamic_extent = op.Gather(op.Shape(self), op.Constant(value_ints=[dim]))
+        least = op.Min(op.Constant(value_ints=[k]), dynamic_extent)
+        return op.TopK(self, least, axis=dim, largest=largest, sorted=sorted)
 
     def stride(self: Any, dim: int) -> Any:  # every tensor in ONNX is contiguous
         return op.ReduceProd(op.Shape(self, start=dim + 1), keepdims=False) if dim != -1 else op.Constant(value_int=1)
 
     aten = torch.ops.aten
     reductions = {aten.amax.default: reduced(op.ReduceMax), aten.amin.default: reduced(op.ReduceMin)}
-    return {**reductions, aten.topk.default: largest_few, aten.sym_stride.int: stride}
+    return {**reductions, aten.topk.default: top_k, aten.sym_stride.int: stride}
 
 
 def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], symbols: Mapping[str, str]) -> None:
@@ -395,10 +391,11 @@ def assign_names(model: onnx_ir.Model, inputs: list[str], outputs: list[str], sy
     graph = model.graph
     for index, value in enumerate(graph.outputs):  # an input that is also an output keeps its own name
         if value.is_graph_input() or value in list(graph.outputs)[:index]:
-            copy = onnx_ir.node("Identity", [value])
-            copy.outputs[0].shape, copy.outputs[0].type = value.shape, value.type
-            graph.append(copy)
-            graph.outputs[index] = copy.outputs[0]
+            identity = onnx_ir.node("Identity", [value])
+            (copy,) = identity.outputs
+            copy.shape, copy.type = value.shape, value.type
+            graph.append(identity)
+            graph.outputs[index] = copy
     for value in list(graph.initializers.values()):
         value.name = str(value.name).removeprefix(f"{WRAPPED}.")  # the model's own name of a weight
     for node in graph.all_nodes():
@@ -422,19 +419,14 @@ def ask_sizes_once(model: onnx_ir.Model) -> None:
             if isinstance(extent, onnx_ir.SymbolicDim) and extent.value is not None:
                 first.setdefault(extent.value, (value, axis))
     for node in [node for node in model.graph.all_nodes() if node.op_type == "Shape" and {"start", "end"} <= set(node.attributes)]:
-        measured, axis = node.inputs[0], node.attributes["start"].as_int()
-        if (
-            measured is None
-            or not measured.is_graph_input()
-            or measured.shape is None
-            or node.attributes["end"].as_int() != axis + 1
-        ):
+        measured, start, end = node.inputs[0], node.attributes["start"].as_int(), node.attributes["end"].as_int()
+        if measured is None or not measured.is_graph_input() or measured.shape is None or end != start + 1:
             continue
-        extent = measured.shape[axis]
+        extent = measured.shape[start]
         if isinstance(extent, onnx_ir.SymbolicDim) and extent.value in first:
-            source, place = first[extent.value]
+            source, axis = first[extent.value]
             node.replace_input_with(0, source)
-            for name, number in (("start", place), ("end", place + 1)):
+            for name, number in (("start", axis), ("end", axis + 1)):
                 node.attributes[name] = onnx_ir.AttrInt64(name, number)
 
 
@@ -452,14 +444,14 @@ def transformers_patches() -> Iterator[None]:
     import transformers.exporters.exporter_onnx  # noqa: F401 # registers them
     from transformers.exporters import utils
 
-    def owner_of(place: Any) -> Any:  # given by its path, or in earlier versions itself
-        return utils.import_dotted_path(place, missing_ok=True) if isinstance(place, str) else place
+    def patched(path: Any) -> Any:  # in earlier versions the object itself
+        return utils.import_dotted_path(path, missing_ok=True) if isinstance(path, str) else path
 
-    def in_torch(place: Any) -> bool:
-        owner = place if isinstance(place, str) else getattr(place, "__module__", None) or place.__name__
-        return str(owner).startswith("torch")
+    def is_in_torch(path: Any) -> bool:
+        name = path if isinstance(path, str) else getattr(path, "__module__", None) or path.__name__
+        return str(name).startswith("torch")
 
-    owners = [(owner_of(place), name) for place, name, _ in utils._PATCHES["onnx"] if in_torch(place)]
+    owners = [(patched(path), name) for path, name, _ in utils._PATCHES["onnx"] if is_in_torch(path)]
     originals = [(owner, name, getattr(owner, name)) for owner, name in owners if owner is not None]
     with utils.apply_patches("onnx"), both_kept(originals):
         yield

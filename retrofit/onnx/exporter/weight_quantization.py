@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from retrofit.errors import RetrofitError
+from retrofit.onnx.exporter.export_parts import import_onnxruntime
 from retrofit.onnx.exporter.optimization import CHOOSES
 from retrofit.onnx.importer.operators import MICROSOFT
 from retrofit.onnx.importer.weights import dequantize_blocks
@@ -45,11 +46,9 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
-    """A packed matrix: its name in the graph, the method (`blocks`, `rows`), the number of bits, and values before and after."""
+    """A packed matrix: its name in the graph, its values before and after."""
 
     name: str
-    form: str
-    bits: int
     before: Tensor  # as it was in the graph
     after: Tensor  # the values that it represents now, in the same layout
 
@@ -81,9 +80,10 @@ def quantize_weights(model: onnx_ir.Model, bits: int, wanted: Callable[[Tensor],
         if not wanted(numbers_of(value)):
             continue
         products, gathers = readers
-        everywhere = any(product.node.graph is model.graph for product in products)
-        pack = pack_blocks if not gathers or everywhere else pack_rows
-        done.append(pack(model, value, products, gathers, bits))
+        if not gathers or any(product.node.graph is model.graph for product in products):  # a product in every step
+            done.append(pack_blocks(model, value, products, gathers, bits))
+        else:
+            done.append(pack_rows(model, value, gathers))
     if not done:
         raise RetrofitError(
             f"no matrix of the model can be packed in {bits} bits",
@@ -120,18 +120,17 @@ def share_copies(model: onnx_ir.Model) -> None:
         matrix = numbers_of(value)
         same = kept.setdefault(int(matrix.view(torch.int32).sum(dtype=torch.int64)), [])
         original = next((w for w, other in same if torch.equal(other, matrix)), None)
-        turned = next((w for w, other in same if torch.equal(other.t(), matrix)), None)
-        if original is None and turned is None:
+        transposed = next((w for w, other in same if torch.equal(other.t(), matrix)), None)
+        if original is None and transposed is None:
             same.append((value, matrix))
             continue
         if original is None:
-            transpose = onnx_ir.node("Transpose", [turned], {"perm": [1, 0]}, name=f"{value.name}_Transpose")
-            transpose.outputs[0].name = f"{value.name}_Transpose"
-            transpose.outputs[0].shape, transpose.outputs[0].type = value.shape, value.type
+            transpose = onnx_ir.node("Transpose", [transposed], {"perm": [1, 0]}, name=f"{value.name}_Transpose")
+            (original,) = transpose.outputs
+            original.name, original.shape, original.type = f"{value.name}_Transpose", value.shape, value.type
             model.graph.insert_before(model.graph[0], transpose)
-            original = transpose.outputs[0]
-        for node, place in list(value.uses()):
-            node.replace_input_with(place, original)
+        for node, index in list(value.uses()):
+            node.replace_input_with(index, original)
         model.graph.initializers.pop(str(value.name))
 
 
@@ -157,16 +156,15 @@ def is_row_gather(node: onnx_ir.Node) -> bool:
 
 def multiplies_by(node: onnx_ir.Node, place: int) -> bool | None:
     """Return True for a product with the matrix's transpose, False for one with the matrix; None if the node is neither."""
-    given = {name: attribute.value for name, attribute in node.attributes.items()}
     if place != 1:
         return None
     if (node.domain, node.op_type) == ("", "MatMul"):
         return False
-    fused = (node.domain, node.op_type) == (MICROSOFT, "FusedMatMul")
-    if fused or (node.domain, node.op_type) == ("", "Gemm"):
-        plain = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transBatchA": 0, "transBatchB": 0}
-        if all(given.get(name, usual) == usual for name, usual in plain.items()):
-            return bool(given.get("transB", 0))
+    if (node.domain, node.op_type) in ((MICROSOFT, "FusedMatMul"), ("", "Gemm")):
+        attributes = {name: attribute.value for name, attribute in node.attributes.items()}
+        defaults = {"alpha": 1.0, "beta": 1.0, "transA": 0, "transBatchA": 0, "transBatchB": 0}
+        if all(attributes.get(name, default) == default for name, default in defaults.items()):
+            return bool(attributes.get("transB", 0))
     return None
 
 
@@ -187,11 +185,9 @@ def pack_blocks(model: Any, value: Any, products: list[Product], gathers: list[A
 
     before = numbers_of(value)
     transposed = products[0].transposed
-    if any(product.transposed != transposed for product in products):
-        return pack_rows(model, value, products, gathers, bits)
+    if any(product.transposed != transposed for product in products) or (gathers and not transposed):
+        return pack_rows(model, value, gathers)
     weight = before if transposed else before.t().contiguous()  # (out, in)
-    if gathers and not transposed:
-        return pack_rows(model, value, products, gathers, bits)
     rows, columns = weight.shape
     packed, scales = block_packed(weight, bits)
     q = constant(model, f"{value.name}_q{bits}", packed)
@@ -206,25 +202,22 @@ def pack_blocks(model: Any, value: Any, products: list[Product], gathers: list[A
     flat = packed.reshape(rows, -1)
     if gathers and flat.shape[1] * 8 // bits == columns:
         shape = constant(model, f"{value.name}_shape", np.array(flat.shape, np.int64))
+        layout = {"gather_axis": 0, "quantize_axis": 1, "block_size": BLOCK, "bits": bits}
         for gather in gathers:
             view = onnx_ir.node("Reshape", [q, shape])
-            how = {"gather_axis": 0, "quantize_axis": 1, "block_size": BLOCK, "bits": bits}
-            replace(
-                gather, [view, onnx_ir.node("GatherBlockQuantized", [view.outputs[0], gather.inputs[1], s], how, domain=MICROSOFT)]
-            )
+            inputs = [view.outputs[0], gather.inputs[1], s]
+            replace(gather, [view, onnx_ir.node("GatherBlockQuantized", inputs, layout, domain=MICROSOFT)])
     elif gathers:
         q8, scales8, _ = row_packed(model, value, weight, torch.ones(columns))
         for gather in gathers:
             replace(gather, gathered_rows(q8, column_of(model, value, scales8), gather.inputs[1]))
     after = dequantize_blocks(sizes, torch.from_numpy(packed), torch.from_numpy(scales))
     drop(model, value)
-    return QuantizedWeight(str(value.name), "blocks", bits, before, after if transposed else after.t().contiguous())
+    return QuantizedWeight(str(value.name), before, after if transposed else after.t().contiguous())
 
 
 def block_packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     """Return ONNX Runtime's packing of an (out, in) matrix: (out, blocks, bytes), and the scales (out, blocks)."""
-    from retrofit.onnx.exporter.export_parts import import_onnxruntime
-
     import_onnxruntime()
     from onnxruntime.quantization.matmul_nbits_quantizer import DefaultWeightOnlyQuantConfig, DefaultWeightOnlyQuantizer
 
@@ -236,8 +229,8 @@ def block_packed(weight: Tensor, bits: int) -> tuple[np.ndarray[Any, Any], np.nd
 # By rows.
 
 
-def pack_rows(model: Any, value: Any, products: list[Product], gathers: list[Any], bits: int) -> QuantizedWeight:
-    """Replace gathers of rows by reads of integers, and unpack the whole matrix for products with the whole."""
+def pack_rows(model: Any, value: Any, gathers: list[Any]) -> QuantizedWeight:
+    """Replace gathers of rows by reads of 8-bit integers, and unpack the whole matrix for other readers."""
     import onnx_ir
 
     before, name = numbers_of(value), str(value.name)
@@ -253,26 +246,26 @@ def pack_rows(model: Any, value: Any, products: list[Product], gathers: list[Any
         else:
             scale_product(model, product, scales, of_columns, gather.inputs[1])
             replace(gather, gathered_numbers(q, gather.inputs[1]))
-    for node, place in list(value.uses()):
-        whole = [onnx_ir.node("DequantizeLinear", [q, scales], {"axis": 0})]
-        whole += [onnx_ir.node("Mul", [whole[0].outputs[0], of_columns])] if of_columns is not None else []
-        for made in whole:
+    for node, index in list(value.uses()):
+        unpacking = [onnx_ir.node("DequantizeLinear", [q, scales], {"axis": 0})]
+        unpacking += [onnx_ir.node("Mul", [unpacking[0].outputs[0], of_columns])] if of_columns is not None else []
+        for made in unpacking:
             made.name = made.outputs[0].name = f"{node.outputs[0].name}_{made.op_type}"
             node.graph.insert_before(node, made)
-        node.replace_input_with(place, whole[-1].outputs[0])
+        node.replace_input_with(index, unpacking[-1].outputs[0])
     if not scales.uses():
         model.graph.initializers.pop(scales.name)
     drop(model, value)
-    return QuantizedWeight(name, "rows", 8, before, after)
+    return QuantizedWeight(name, before, after)
 
 
 def row_packed(model: Any, value: Any, weight: Tensor, columns: Tensor) -> tuple[Any, Tensor, Tensor]:
     """Return the matrix in int8, the scales of its rows given those of its `columns`, and the values that these represent."""
-    even = weight / columns
-    scales = even.abs().amax(1).clamp_min(TINY) / LARGEST_INT8
-    whole = (even / scales.unsqueeze(1)).round().clamp(-LARGEST_INT8, LARGEST_INT8)
-    after = whole * scales.unsqueeze(1) * columns
-    return constant(model, f"{value.name}_rows", whole.to(torch.int8).numpy()), scales, after
+    normalized = weight / columns
+    scales = normalized.abs().amax(1).clamp_min(TINY) / LARGEST_INT8
+    q = (normalized / scales.unsqueeze(1)).round().clamp(-LARGEST_INT8, LARGEST_INT8)
+    after = q * scales.unsqueeze(1) * columns
+    return constant(model, f"{value.name}_rows", q.to(torch.int8).numpy()), scales, after
 
 
 def column_of(model: Any, value: Any, scales: Tensor) -> Any:
@@ -318,15 +311,15 @@ def scale_product(model: Any, product: Product, scales: Any, columns: Any, indic
 
     node = product.node
     axis = constant(model, "last_axis_but_one", np.array([-2], np.int64))
-    wide = onnx_ir.node("Unsqueeze", [indices, axis])
-    of_rows = onnx_ir.node("Gather", [scales, wide.outputs[0]], {"axis": 0})
+    unsqueeze = onnx_ir.node("Unsqueeze", [indices, axis])
+    of_rows = onnx_ir.node("Gather", [scales, unsqueeze.outputs[0]], {"axis": 0})
     x, rows = node.inputs
     before = [] if product.transposed else [onnx_ir.node("Mul", [x, of_rows.outputs[0]])]
     x = before[0].outputs[0] if before else x
-    again = onnx_ir.Node(node.domain, node.op_type, [x, rows], list(node.attributes.values()), num_outputs=1)
+    multiplication = onnx_ir.Node(node.domain, node.op_type, [x, rows], list(node.attributes.values()), num_outputs=1)
     factor = of_rows.outputs[0] if product.transposed else columns
-    after = [] if factor is None else [onnx_ir.node("Mul", [again.outputs[0], factor])]
-    replace(node, [wide, of_rows, *before, again, *after])
+    after = [] if factor is None else [onnx_ir.node("Mul", [multiplication.outputs[0], factor])]
+    replace(node, [unsqueeze, of_rows, *before, multiplication, *after])
 
 
 # The graph.

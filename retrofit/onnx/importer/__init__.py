@@ -8,10 +8,12 @@ and number of nodes in the file; weights that are equal bit for bit are tied.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
+import operator
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -26,6 +28,7 @@ from retrofit.onnx.importer.model_file import (
     attribute_values,
     load_model,
     node_label,
+    only_user,
     operator_label,
     read_rows_as_heads,
     release_tensors,
@@ -109,25 +112,26 @@ class SizeConditional(nn.Module):
     def select_general(self) -> None:
         """Set `general` to the branch that ran in every trial, if the branches agreed in every trial in which both ran."""
         trials, self.trials = self.trials or [], None
-        left = [way for way in (OTHERWISE, THEN) if all(way in trial.ran for trial in trials)]
+        general = [branch for branch in (OTHERWISE, THEN) if all(branch in trial.ran for trial in trials)]
         compared = [trial.agreed for trial in trials if len(trial.ran) == 2]
-        self.general = left[0] if left and compared and all(compared) else ""
+        self.general = general[0] if general and compared and all(compared) else ""
 
 
+@dataclasses.dataclass(frozen=True)
 class BranchTrial:
     """A trial of a conditional: the branches that ran on some operands, and whether they agreed if both ran."""
 
-    def __init__(self, ran: frozenset[str], agreed: bool) -> None:
-        self.ran, self.agreed = ran, agreed
+    ran: frozenset[str]
+    agreed: bool
 
-    @staticmethod
-    def of(conditional: SizeConditional, operands: Sequence[Any]) -> BranchTrial:
+    @classmethod
+    def of(cls, conditional: SizeConditional, operands: Sequence[Any]) -> BranchTrial:
         results: dict[str, Any] = {}
-        for way in (THEN, OTHERWISE):
+        for branch in (THEN, OTHERWISE):
             with contextlib.suppress(Exception):  # a branch need not run at the other's sizes
-                results[way] = getattr(conditional, way)(*operands)
+                results[branch] = getattr(conditional, branch)(*operands)
         agreed = len(results) == 2 and all(agree(a, b) for a, b in zip(results[THEN], results[OTHERWISE], strict=True))
-        return BranchTrial(frozenset(results), agreed)
+        return cls(frozenset(results), agreed)
 
 
 def agree(a: Any, b: Any) -> bool:
@@ -141,22 +145,14 @@ def select_general_branches(module: fx.GraphModule, examples: Iterable[Mapping[s
     conditionals = [part for part in module.modules() if isinstance(part, SizeConditional)]
     if not conditionals:
         return
-    with record_trials(conditionals), torch.no_grad():
+    for conditional in conditionals:
+        conditional.trials = []
+    with torch.no_grad():
         for example in examples:
             with contextlib.suppress(RuntimeError, IndexError):  # a model need not run at every size
                 module(**example)
-
-
-@contextlib.contextmanager
-def record_trials(conditionals: Sequence[SizeConditional]) -> Iterator[None]:
-    """Within this context the conditionals record what their branches compute; after it they select the general one."""
     for conditional in conditionals:
-        conditional.trials = []
-    try:
-        yield
-    finally:
-        for conditional in conditionals:
-            conditional.select_general()
+        conditional.select_general()
 
 
 # ── The file as a graph module ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -210,8 +206,8 @@ class GraphBuilder:
         for node in self.weights.order:
             inputs = node.inputs
             if node.op_type == DEQUANTIZE and self.are_constant(inputs):
-                how = {name: value for name, value in attribute_values(node).items() if name in ("axis", "block_size")}
-                self.weights.add(node.outputs[0], str(inputs[0].name), dequantize(*self.tensors(inputs), **how))  # type: ignore[union-attr]
+                layout = {name: value for name, value in attribute_values(node).items() if name in ("axis", "block_size")}
+                self.weights.add(node.outputs[0], str(inputs[0].name), dequantize(*self.tensors(inputs), **layout))  # type: ignore[union-attr]
             elif is_block_product(node) and self.are_constant(inputs[1:4]) and not any(inputs[4:5]):
                 blocks = dequantize_blocks(attribute_values(node), *self.tensors(inputs[1:4]))
                 self.weights.add(inputs[1], str(inputs[1].name), blocks)  # type: ignore[arg-type, union-attr]
@@ -234,9 +230,10 @@ class GraphBuilder:
         if not unknown:
             return
         quantized = next((node for node in unknown if node.op_type in (*QUANTIZED_OPERATORS, DEQUANTIZE)), None)
-        why = f"the first is the node {node_label(unknown[0])}"
-        remedy = "export the model without it"
-        if quantized is not None:
+        if quantized is None:
+            why = f"the first is the node {node_label(unknown[0])}"
+            remedy = "export the model without it"
+        else:
             why = f"the node {node_label(quantized)} computes on values that are quantized at run time"
             remedy = "use the model before quantization, or one with quantized weights only (DequantizeLinear, MatMulNBits)"
         raise CaptureError(
@@ -351,9 +348,13 @@ class GraphBuilder:
             attributes["device"] = self.scope.localize(self.device)
         call = self.scope.graph.call_function(function, tuple(arguments), attributes)
         if function in TUPLE_OPERATORS:
-            return [self.scope.graph.call_function(item, (call, at)) for at in range(len(node.outputs))]
+            return self.unpacked(call, len(node.outputs))
         self.refuse_further_outputs(node)
         return [self.in_own_type(node, arguments, call)]
+
+    def unpacked(self, call: fx.Node, count: int) -> list[fx.Node]:
+        """Return the first items of the tuple that a call returns."""
+        return [self.scope.graph.call_function(operator.getitem, (call, index)) for index in range(count)]
 
     def in_own_type(self, node: onnx_ir.Node, arguments: Sequence[Any], call: fx.Node) -> fx.Node:
         """Return the result of a node in the file's dtype, if it was computed from numbers, which have none."""
@@ -370,12 +371,7 @@ class GraphBuilder:
         """Raises `CaptureError` if something reads an output of the node other than the first."""
         for value in node.outputs[1:]:
             if value.consumers() or value.is_graph_output():
-                raise CaptureError(
-                    f"{self.path}: the node {node_label(node)}, {operator_label(node)}, is not read",
-                    why=f"its output {value.name} is used, and retrofit does not compute it",
-                    remedy="export the model without it",
-                    code="operator",
-                )
+                raise self.unsupported(node, f"its output {value.name} is used, and retrofit does not compute it")
 
     def refuse_unsupported(
         self, node: onnx_ir.Node, function: Operator, arguments: Sequence[Any], attributes: Mapping[str, Any]
@@ -389,12 +385,15 @@ class GraphBuilder:
         except TypeError as error:
             why = why or str(error)
         if why:
-            raise CaptureError(
-                f"{self.path}: the node {node_label(node)}, {operator_label(node)}, is not read",
-                why=why,
-                remedy="export the model without it",
-                code="operator",
-            )
+            raise self.unsupported(node, why)
+
+    def unsupported(self, node: onnx_ir.Node, why: str) -> CaptureError:
+        return CaptureError(
+            f"{self.path}: the node {node_label(node)}, {operator_label(node)}, is not read",
+            why=why,
+            remedy="export the model without it",
+            code="operator",
+        )
 
     def value(self, value: onnx_ir.Value | None) -> Any:
         """Return the value in the graph under construction: computed, or a weight or constant of the file."""
@@ -405,33 +404,34 @@ class GraphBuilder:
             self.constants[value] = self.weights.value(value)
         return self.scope.localize(self.constants[value])
 
-    def transposed(self, value: onnx_ir.Value) -> fx.Node:
-        node: fx.Node = self.scope.localize(self.weights.transposed(value))
-        return node
+    def transposed(self, value: onnx_ir.Value) -> Any:
+        """Return the weight matrix as (out, in) in the graph under construction."""
+        return self.scope.localize(self.weights.transposed(value))
 
     def constant(self, node: onnx_ir.Node) -> Any:
         (held,) = attribute_values(node).values()
-        if isinstance(held, Tensor) and only_numbers(node.outputs[0]):
+        if not isinstance(held, Tensor):
+            return held
+        if only_numbers(node.outputs[0]):
             return numbers(held)
-        if isinstance(held, Tensor):
-            return self.scope.localize(self.weights.constant(held, str(node.outputs[0].name)))
-        return held
+        return self.scope.localize(self.weights.constant(held, str(node.outputs[0].name)))
 
     def as_linear(self, node: onnx_ir.Node) -> fx.Node | None:
         """Return a product with a weight as a linear layer, with the bias that its only reader adds, if it does; else None."""
-        found = self.product(node)
-        if found is None:
+        product = self.product(node)
+        if product is None:
             return None
-        x, weight, bias = found
-        output = node.outputs[0]
-        if bias is None and (sum_ := only_reader(output)) is not None and sum_.op_type == "Add":
-            other = next((value for value in sum_.inputs if value is not output), None)
-            if self.weights.is_bias(other):
-                layer = self.scope.graph.call_function(neural_networks.linear, (self.value(x), weight, self.value(other)))
-                self.values[sum_.outputs[0]] = layer
-                return layer
+        x, weight, bias = product
+        addition = None
+        if bias is None and (user := only_user(node)) is not None and user.op_type == "Add":
+            addend = next((value for value in user.inputs if value is not node.outputs[0]), None)
+            if self.weights.is_bias(addend):
+                addition, bias = user, addend
         arguments = (self.value(x), weight) if bias is None else (self.value(x), weight, self.value(bias))
-        return self.scope.graph.call_function(neural_networks.linear, arguments)
+        layer = self.scope.graph.call_function(neural_networks.linear, arguments)
+        if addition is not None:
+            self.values[addition.outputs[0]] = layer
+        return layer
 
     def product(self, node: onnx_ir.Node) -> tuple[onnx_ir.Value | None, fx.Node, onnx_ir.Value | None] | None:
         """Return the operand, the weight (out, in) and the bias of a node that is a product with a weight."""
@@ -439,13 +439,15 @@ class GraphBuilder:
             return node.inputs[0], self.value(node.inputs[1]), next(iter(node.inputs[5:6]), None)
         if node.domain or node.op_type not in ("MatMul", "Gemm"):
             return None
-        how = attribute_values(node)
+        attributes = attribute_values(node)
         x, weight, bias = (*node.inputs, None)[:3]
-        plain = not how.get("transA") and how.get("alpha", 1.0) == 1.0 and (bias is None or how.get("beta", 1.0) == 1.0)
-        if not plain or not self.weights.is_matrix(weight) or (bias is not None and not self.weights.is_bias(bias)):
+        scaled = attributes.get("alpha", 1.0) != 1.0 or (bias is not None and attributes.get("beta", 1.0) != 1.0)
+        if attributes.get("transA") or scaled or not self.weights.is_matrix(weight):
+            return None
+        if bias is not None and not self.weights.is_bias(bias):
             return None
         assert weight is not None
-        return x, self.value(weight) if how.get("transB") else self.transposed(weight), bias
+        return x, self.value(weight) if attributes.get("transB") else self.transposed(weight), bias
 
     # ── Branches ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -472,8 +474,8 @@ class GraphBuilder:
         modules = [branch_module(scope, operands) for scope in (then, otherwise)]
         name = f"choice_{identifier(node_label(node))}"
         self.scope.root.add_module(name, SizeConditional(node_label(node), *modules))
-        call = self.scope.graph.call_module(name, (condition, *(self.scope.localize(result) for result in operands)))
-        return [self.scope.graph.call_function(item, (call, at)) for at in range(len(node.outputs))]
+        call = self.scope.graph.call_module(name, (condition, *(self.scope.localize(operand) for operand in operands)))
+        return self.unpacked(call, len(node.outputs))
 
     def branch(self, graph: onnx_ir.Graph) -> SubgraphScope:
         """Return the branch as a graph of its own that returns a tuple."""
@@ -510,27 +512,13 @@ class GraphBuilder:
 signature = functools.cache(inspect.signature)
 
 
-def only_reader(value: onnx_ir.Value) -> onnx_ir.Node | None:
-    """Return the node that reads the value, if it is the only one."""
-    readers = value.consumers()
-    return readers[0] if len(readers) == 1 and not value.is_graph_output() else None
-
-
 def branch_module(scope: SubgraphScope, operands: Sequence[fx.Node]) -> fx.GraphModule:
     """Return the scope as a module that takes the operands, including those that it reads."""
-    for operand in operands:
-        scope.localize(operand)
-    order = [scope.lifted[operand] for operand in operands]
-    for placeholder in reversed(order):
+    for placeholder in reversed([scope.localize(operand) for operand in operands]):
         next(iter(scope.graph.nodes)).prepend(placeholder)
     module = fx.GraphModule(scope.root, scope.graph, "Branch")
     module.graph.lint()
     return module
-
-
-def item(values: Any, index: int) -> Any:
-    """Return `values[index]`."""
-    return values[index]
 
 
 def in_type(x: Any, dtype: torch.dtype) -> Any:

@@ -13,7 +13,6 @@ node, rows would be taken for tokens (`retrofit/onnx/exporter/attention_fusion.p
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,7 +63,8 @@ def convert_to_oldest(model: onnx_ir.Model, opset: int, path: Path) -> onnx_ir.M
     proto = onnx_ir.to_proto(model)
     for name, weight in weights.items():
         if name not in inputs:
-            declared = onnx_ir.Value(name=name, type=weight.type, shape=onnx_ir.Shape(weight.shape))
+            shape = onnx_ir.Shape(weight.shape.numpy())
+            declared = onnx_ir.Value(name=name, type=onnx_ir.TensorType(weight.dtype), shape=shape)
             proto.graph.input.append(onnx_ir.to_proto(declared))
     converted = onnx_ir.from_proto(convert(proto, opset, path))
     converted.metadata_props.update(model.metadata_props)
@@ -74,16 +74,7 @@ def convert_to_oldest(model: onnx_ir.Model, opset: int, path: Path) -> onnx_ir.M
     return converted
 
 
-@dataclasses.dataclass(frozen=True)
-class Weight:
-    """A weight in the form that the converter needs, and its values."""
-
-    type: onnx_ir.TypeProtocol
-    shape: tuple[int, ...]
-    tensor: onnx_ir.TensorProtocol
-
-
-def take_weights(graph: onnx_ir.Graph) -> dict[str, Weight]:
+def take_weights(graph: onnx_ir.Graph) -> dict[str, onnx_ir.TensorProtocol]:
     """Remove the large initializers from the graph and return them by name; the others are in memory."""
     import onnx_ir
 
@@ -95,18 +86,17 @@ def take_weights(graph: onnx_ir.Graph) -> dict[str, Weight]:
         if tensor.size < LARGE:
             value.const_value = onnx_ir.Tensor(tensor.numpy().copy(), tensor.dtype, name=name) if tensor.size else tensor
         else:
-            extents = tuple(int(extent) for extent in tensor.shape)  # type: ignore[arg-type]
-            taken[name] = Weight(onnx_ir.TensorType(tensor.dtype), extents, tensor)
+            taken[name] = tensor
             del graph.initializers[name]
     return taken
 
 
-def put_weights(graph: onnx_ir.Graph, weights: dict[str, Weight]) -> None:
+def put_weights(graph: onnx_ir.Graph, weights: dict[str, onnx_ir.TensorProtocol]) -> None:
     """Turn the inputs that replaced the weights into initializers again."""
     for value in list(graph.inputs):
         if value.name in weights:
             graph.inputs.remove(value)
-            value.const_value = weights[value.name].tensor
+            value.const_value = weights[value.name]
             graph.register_initializer(value)
 
 
@@ -157,16 +147,14 @@ def keep_old_coordinates(graph: onnx_ir.Graph) -> None:
     for part in (graph, *graph.subgraphs()):
         for node in part:
             if node.op_type == "Resize" and not node.domain:
-                node.attributes["coordinate_transformation_mode"] = onnx_ir.AttrString(
-                    "coordinate_transformation_mode", "asymmetric"
-                )
-                node.attributes["nearest_mode"] = onnx_ir.AttrString("nearest_mode", "floor")
+                for name, mode in (("coordinate_transformation_mode", "asymmetric"), ("nearest_mode", "floor")):
+                    node.attributes[name] = onnx_ir.AttrString(name, mode)
 
 
-TO_ROWS, TO_TOKENS = (0, 3, 1, 2, 4), (0, 2, 3, 1, 4)
 # ── Rows of heads ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+TO_ROWS, TO_TOKENS = (0, 3, 1, 2, 4), (0, 2, 3, 1, 4)  # permutations of axes
 REPEATS = ("Tile", "Reshape")  # operators that create the rows' mask: from one for all heads, from one for each
 
 
@@ -175,12 +163,12 @@ def read_rows_as_heads(model: onnx_ir.Model) -> None:
     import onnx_ir
 
     for node in [node for node in model.graph if (node.domain, node.op_type) == (MICROSOFT, "MultiHeadAttention")]:
-        apart = turned(node.inputs[0], TO_ROWS)
+        rows = turned(node.inputs[0], TO_ROWS)
         end = only_user(only_user(only_user(node)))
-        if apart is None or end is None or (back := turned(end.outputs[0], TO_TOKENS)) is None:
+        if rows is None or end is None or (tokens := turned(end.outputs[0], TO_TOKENS)) is None:
             continue
-        query, (_, _, keys, sharing, _) = apart
-        if back[0] is not node.outputs[0] or node.attributes["num_heads"].as_int() != keys:
+        query, (_, _, keys, sharing, _) = rows
+        if tokens[0] is not node.outputs[0] or node.attributes["num_heads"].as_int() != keys:
             continue
         mask = node.inputs[5] if len(node.inputs) > 5 else None
         repeat = None if mask is None else mask.producer()
@@ -200,15 +188,24 @@ def turned(value: Value | None, axes: tuple[int, ...]) -> tuple[Value, list[int]
     """Return the operand of `Reshape(Transpose(Reshape(·)))` with these axes, and the sizes of the first; None for other values."""
     import onnx_ir
 
-    last = None if value is None else value.producer()
-    swap = None if last is None or last.op_type != "Reshape" or last.inputs[0] is None else last.inputs[0].producer()
-    if swap is None or swap.op_type != "Transpose" or tuple(swap.attributes["perm"].as_ints()) != axes or swap.inputs[0] is None:
+    nodes = producers(value, "Reshape", "Transpose", "Reshape")
+    if nodes is None or tuple(nodes[1].attributes["perm"].as_ints()) != axes:
         return None
-    first = swap.inputs[0].producer()
-    if first is None or first.op_type != "Reshape" or first.inputs[0] is None or first.inputs[1] is None:
-        return None
-    sizes = onnx_ir.convenience.get_const_tensor(first.inputs[1])
-    return None if sizes is None else (first.inputs[0], sizes.numpy().tolist())
+    operand, shape = nodes[2].inputs
+    sizes = None if shape is None else onnx_ir.convenience.get_const_tensor(shape)
+    return None if operand is None or sizes is None else (operand, sizes.numpy().tolist())
+
+
+def producers(value: Value | None, *operators: str) -> list[Node] | None:
+    """Return the nodes of these operators, last first, that compute the value, each from its first input; None if others do."""
+    found = []
+    for operator in operators:
+        node = None if value is None else value.producer()
+        if node is None or node.op_type != operator:
+            return None
+        found.append(node)
+        value = node.inputs[0]
+    return found
 
 
 def only_user(node: Node | None) -> Node | None:

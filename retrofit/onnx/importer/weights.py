@@ -99,10 +99,12 @@ def dequantize(q: Tensor, scale: Tensor, zero: Tensor | None = None, axis: int =
         shape[axis] = -1
         scale, zero = scale.reshape(shape), None if zero is None else zero.reshape(shape)
     elif block_size:
-        scale, zero = (None if factors is None else factors.repeat_interleave(block_size, axis) for factors in (scale, zero))  # type: ignore[assignment]
-        scale, zero = (None if factors is None else factors.narrow(axis, 0, q.shape[axis]) for factors in (scale, zero))  # type: ignore[assignment]
-    centred = q.to(torch.float32) if zero is None else q.to(torch.float32) - zero.to(torch.float32)
-    return (centred * scale.to(torch.float32)).to(scale.dtype)
+        scale, zero = (  # type: ignore[assignment]
+            None if factors is None else factors.repeat_interleave(block_size, axis).narrow(axis, 0, q.shape[axis])
+            for factors in (scale, zero)
+        )
+    centred = q.float() if zero is None else q.float() - zero.float()
+    return (centred * scale.float()).to(scale.dtype)
 
 
 def unpack_bits(packed: Tensor, bits: int) -> Tensor:
@@ -117,12 +119,12 @@ def dequantize_blocks(attributes: dict[str, Any], packed: Tensor, scales: Tensor
     blocks = -(-columns // block)
     q = unpack_bits(packed.reshape(rows, blocks, -1), bits)  # (rows, blocks, block)
     if zeros is None:
-        centre: Tensor | int = 2 ** (bits - 1)
+        zero_point: Tensor | int = 2 ** (bits - 1)
     elif zeros.is_floating_point():
-        centre = zeros.reshape(rows, blocks, 1)
+        zero_point = zeros.reshape(rows, blocks, 1)
     else:
-        centre = unpack_bits(zeros.reshape(rows, -1), bits)[:, :blocks, None]
-    return ((q - centre) * scales.reshape(rows, blocks, 1)).reshape(rows, -1)[:, :columns].to(scales.dtype).contiguous()
+        zero_point = unpack_bits(zeros.reshape(rows, -1), bits)[:, :blocks, None]
+    return ((q - zero_point) * scales.reshape(rows, blocks, 1)).reshape(rows, -1)[:, :columns].to(scales.dtype).contiguous()
 
 
 def dequantize_table(attributes: dict[str, Any], packed: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
@@ -240,8 +242,7 @@ class Weights:
         """Return the weight as a parameter; one that is equal to another is the same parameter."""
         key = value, transposed
         if key not in self.nodes:
-            tensor = self.tensor(value)
-            tensor = tensor.t().contiguous() if transposed else tensor
+            tensor = self.tensor(value).t().contiguous() if transposed else self.tensor(value)
             if self.only_makes_angles(value) or only_statistics(value) or not bool(tensor.isfinite().all()):
                 self.nodes[key] = self.constant(tensor, str(value.name))
             else:
@@ -386,21 +387,24 @@ def example_shapes(inputs: Sequence[onnx_ir.Value], batch: int, length: int) -> 
     """Return the shape of an example of each input; if there are states, masks cover these and the tokens after them."""
     shapes: dict[onnx_ir.Value, tuple[int, ...]] = {}
     symbols: dict[str, int] = {}
-    states = any(map(is_state_input, inputs))
+    has_states = any(map(is_state_input, inputs))
     for value in sorted(inputs, key=lambda value: (MASK_WORD in str(value.name), is_state_input(value))):
-        extent = min(TARGET_LENGTH, length) if str(value.name).startswith("decoder_") else length
-        if states and (is_state_input(value) or MASK_WORD in str(value.name)):
-            extent = TARGET_LENGTH if is_state_input(value) else TARGET_LENGTH + length
-        shape = list(value.shape or ())
-        dynamic = [axis for axis, dim in enumerate(shape) if not isinstance(dim, int) or dim < 1]
-        if len(shape) == IMAGE_RANK and DTYPES[value.dtype].is_floating_point and not is_state_input(value):  # type: ignore[index]
+        is_state, shape = is_state_input(value), list(value.shape or ())
+        if is_state:
+            extent = TARGET_LENGTH
+        elif len(shape) == IMAGE_RANK and DTYPES[value.dtype].is_floating_point:  # type: ignore[index]
             extent = -(-length * PIXELS // STRIDE) * STRIDE
-        for at, axis in enumerate(dynamic):
+        elif has_states and MASK_WORD in str(value.name):
+            extent = TARGET_LENGTH + length
+        else:
+            extent = min(TARGET_LENGTH, length) if str(value.name).startswith("decoder_") else length
+        dynamic = [axis for axis, dim in enumerate(shape) if not isinstance(dim, int) or dim < 1]
+        for index, axis in enumerate(dynamic):
             symbol = str(getattr(shape[axis], "value", None) or "")
-            shape[axis] = extent if at else batch
-            if at and states:
-                part = re.search(r"_per_(\d+)$", symbol)  # a part of another extent, rounded up
-                own = -(-extent // int(part[1])) if part else extent
+            shape[axis] = extent if index else batch
+            if index and has_states:
+                divisor = re.search(r"_per_(\d+)$", symbol)  # a part of another extent, rounded up
+                own = -(-extent // int(divisor[1])) if divisor else extent
                 shape[axis] = symbols.setdefault(symbol, own) if symbol else own
         shapes[value] = tuple(map(int, shape))  # type: ignore[arg-type]
     return shapes

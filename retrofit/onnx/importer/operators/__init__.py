@@ -22,21 +22,14 @@ from torch import Tensor
 MICROSOFT = "com.microsoft"  # the domain of ONNX Runtime's own operators
 CHOICE = "retrofit.choice"  # in the metadata of an `If` that an export made of the named operator: both branches may be computed
 Operator = Callable[..., Any]
-
-
+Refusal = Callable[[dict[str, Any]], str]  # returns the unsupported part of a node's attributes, "" if there is none
 OPERATORS: dict[tuple[str, str], Operator] = {}  # by domain and name
-
-
-REFUSALS: dict[
-    tuple[str, str], Callable[[dict[str, Any]], str]
-] = {}  # returns the unsupported part of a node's attributes, "" if there is none
-
-
+REFUSALS: dict[tuple[str, str], Refusal] = {}  # likewise
 FACTORIES: set[Operator] = set()  # functions that create a tensor from numbers and need its device
 
 
 def operator(
-    *names: str, domain: str = "", creates: bool = False, refuses: Callable[[dict[str, Any]], str] | None = None
+    *names: str, domain: str = "", creates: bool = False, refuses: Refusal | None = None
 ) -> Callable[[Operator], Operator]:
     """Register the decorated function for nodes of these names; one that `creates` a tensor from numbers gets its device.
 
@@ -99,7 +92,7 @@ def tensor(value: Value, like: Tensor | None = None, dtype: torch.dtype | None =
 
 def dtype_of(value: Number) -> torch.dtype:
     """Return the dtype of the number, or of the first of several, as a tensor."""
-    first = (value or (0,))[0] if isinstance(value, tuple) else value
+    first = next(iter(value), 0) if isinstance(value, tuple) else value
     if isinstance(first, (bool, torch.SymBool)):
         return torch.bool
     return torch.float32 if isinstance(first, (float, torch.SymFloat)) else torch.int64
@@ -124,10 +117,9 @@ def map_numbers(function: Callable[..., Any], *values: Number) -> Number:
     if not lengths:
         return function(*values)
     length = next(iter(lengths - {1}), 1)
-    rows = (
-        (value if len(value) == length else value * length) if isinstance(value, tuple) else (value,) * length for value in values
-    )
-    return tuple(function(*row) for row in zip(*rows, strict=True))
+    columns = (value if isinstance(value, tuple) else (value,) for value in values)
+    rows = zip(*(column if len(column) == length else column * length for column in columns), strict=True)
+    return tuple(function(*row) for row in rows)
 
 
 def cast_number(value: Number, dtype: torch.dtype) -> Number:
@@ -149,8 +141,8 @@ def divide_numbers(a: Number, b: Number) -> Number:
     """Return ONNX's quotient: for integers the integer part."""
     if isinstance(a, (float, torch.SymFloat)) or isinstance(b, (float, torch.SymFloat)):
         return a / b
-    below = [isinstance(each, int) and each < 0 for each in (a, b)]
-    return -(-a // b) if below[0] != below[1] else a // b
+    a_is_negative, b_is_negative = (isinstance(value, int) and value < 0 for value in (a, b))
+    return -(-a // b) if a_is_negative != b_is_negative else a // b
 
 
 def remainder_of_numbers(a: Number, b: Number) -> Number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -52,13 +53,7 @@ def as_tensor_like(value: Value, like: Tensor) -> Tensor:
 
 def fold_operands(function: Operator) -> Operator:
     """Return a function of two operands as one of any number."""
-
-    def of_many(first: Any, *others: Any) -> Any:
-        for other in others:
-            first = function(first, other)
-        return first
-
-    return of_many
+    return lambda *operands: functools.reduce(function, operands)
 
 
 def divide(a: Tensor, b: Value) -> Tensor:
@@ -225,9 +220,7 @@ def reduction(name: str, of_tensor: Operator, of_numbers: Operator | None = None
     ) -> Value:
         axes = of_old.get("axes_attribute", axes)
         if is_number(x) and of_numbers is not None:
-            result = x
-            for position, item in enumerate(numbers(x)):
-                result = item if position == 0 else of_numbers(result, item)
+            result = functools.reduce(of_numbers, numbers(x)) if numbers(x) else x
             return (result,) if keepdims and isinstance(x, tuple) else result
         x = tensor(x)
         along = () if axes is None else numbers(axes)
@@ -247,27 +240,11 @@ def reduce_product(x: Tensor, along: tuple[int, ...], keep: bool) -> Tensor:
 
 
 reduce_mean = reduction("ReduceMean", torch.mean)
-
-
 reduce_sum = reduction("ReduceSum", torch.sum, lambda a, b: a + b)
-
-
 reduce_max = reduction("ReduceMax", torch.amax, torch.sym_max)
-
-
 reduce_min = reduction("ReduceMin", torch.amin, torch.sym_min)
-
-
 reduce_prod = reduction("ReduceProd", reduce_product, lambda a, b: a * b)
-
-
 reduce_l1 = reduction("ReduceL1", lambda x, along, keep: x.abs().sum(along, keep))
-
-
 reduce_l2 = reduction("ReduceL2", lambda x, along, keep: torch.linalg.vector_norm(x, 2, along, keep))
-
-
 reduce_sum_square = reduction("ReduceSumSquare", lambda x, along, keep: x.square().sum(along, keep))
-
-
 reduce_log_sum_exp = reduction("ReduceLogSumExp", torch.logsumexp)

@@ -7,6 +7,8 @@ Source: the specification of Resize, operator sets 13 to 19.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import torch
@@ -91,8 +93,8 @@ def instance_normalization(x: Tensor, scale: Tensor, bias: Tensor, epsilon: floa
 def group_normalization(
     x: Tensor, scale: Tensor, bias: Tensor, num_groups: int, epsilon: float = 1e-5, stash_type: int = 1
 ) -> Tensor:
-    each = 1 if scale.shape[0] == x.shape[1] else x.shape[1] // num_groups  # a scale per group before operator set 21
-    return F.group_norm(x, num_groups, scale.repeat_interleave(each), bias.repeat_interleave(each), epsilon)
+    repeats = 1 if scale.shape[0] == x.shape[1] else x.shape[1] // num_groups  # a scale per group before operator set 21
+    return F.group_norm(x, num_groups, scale.repeat_interleave(repeats), bias.repeat_interleave(repeats), epsilon)
 
 
 def statistics_of_batch(attributes: dict[str, Any]) -> str:
@@ -127,12 +129,19 @@ def conv(
 ) -> Tensor:
     rank = x.dim() - 2
     steps, spread = strides or (1,) * rank, dilations or (1,) * rank
-    before, after = padding(x, weight.shape[2:], auto_pad, pads, steps, spread)
-    if before != after:
-        x = F.pad(x, [width for at in reversed(range(rank)) for width in (before[at], after[at])])
-        before = (0,) * rank
+    x, both_sides = pad_asymmetric(x, *padding(x, weight.shape[2:], auto_pad, pads, steps, spread))
     function: Any = (F.conv1d, F.conv2d, F.conv3d)[rank - 1]
-    return function(x, weight, bias, steps, before, spread, group)
+    return function(x, weight, bias, steps, both_sides, spread, group)
+
+
+def pad_asymmetric(
+    x: Tensor, before: tuple[int, ...], after: tuple[int, ...], value: float = 0.0
+) -> tuple[Tensor, tuple[int, ...]]:
+    """Return x, padded if the padding before and after its axes differs, and the padding of both sides that is left for torch."""
+    if before == after:
+        return x, before
+    widths = [width for pair in reversed(list(zip(before, after, strict=True))) for width in pair]
+    return F.pad(x, widths, value=value), (0,) * len(before)
 
 
 def padding(
@@ -145,8 +154,12 @@ def padding(
         return tuple(given[:rank]), tuple(given[rank:])
     reach = [(extent - 1) * width + 1 for extent, width in zip(kernel, spread, strict=True)]
     lack = [-(-length // step) * step - step + wide - length for length, step, wide in zip(x.shape[2:], steps, reach, strict=True)]
-    small = tuple(width // 2 for width in lack)
-    large = tuple(width - half for width, half in zip(lack, small, strict=True))
+    return halves(lack, auto_pad)
+
+
+def halves(widths: list[int], auto_pad: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the parts of these widths before and after each axis; of an odd width, the larger part is after for SAME_UPPER."""
+    small, large = tuple(width // 2 for width in widths), tuple(width - width // 2 for width in widths)
     return (small, large) if auto_pad == "SAME_UPPER" else (large, small)
 
 
@@ -169,17 +182,16 @@ def conv_transpose(
 ) -> Tensor:
     """Compute the whole result, then cut off the padding before and after each axis."""
     rank = x.dim() - 2
-    steps, spread, more = strides or (1,) * rank, dilations or (1,) * rank, output_padding or (0,) * rank
+    steps, spread, extra = strides or (1,) * rank, dilations or (1,) * rank, output_padding or (0,) * rank
     function: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
-    whole: Tensor = function(x, weight, None, steps, 0, more, group, spread)
+    result: Tensor = function(x, weight, None, steps, 0, extra, group, spread)
     cut = pads if auto_pad == "NOTSET" and pads else (0,) * (2 * rank)
     if auto_pad.startswith("SAME"):  # each extent is multiplied by its stride
-        lack = [length - old * step for length, old, step in zip(whole.shape[2:], x.shape[2:], steps, strict=True)]
-        small, large = tuple(width // 2 for width in lack), tuple(width - width // 2 for width in lack)
-        cut = (*small, *large) if auto_pad == "SAME_UPPER" else (*large, *small)
-    for at in range(rank):
-        whole = whole.narrow(2 + at, cut[at], whole.shape[2 + at] - cut[at] - cut[at + rank])
-    return whole if bias is None else whole + bias.reshape(-1, *(1,) * rank)
+        surplus = [length - old * step for length, old, step in zip(result.shape[2:], x.shape[2:], steps, strict=True)]
+        cut = tuple(itertools.chain(*halves(surplus, auto_pad)))
+    for axis in range(rank):
+        result = result.narrow(2 + axis, cut[axis], result.shape[2 + axis] - cut[axis] - cut[axis + rank])
+    return result if bias is None else result + bias.reshape(-1, *(1,) * rank)
 
 
 @operator("MaxPool")
@@ -195,12 +207,9 @@ def max_pool(
 ) -> Tensor:
     rank = x.dim() - 2
     steps, spread = strides or (1,) * rank, dilations or (1,) * rank
-    before, after = padding(x, kernel_shape, auto_pad, pads, steps, spread)
-    if before != after:
-        x = F.pad(x, [width for at in reversed(range(rank)) for width in (before[at], after[at])], value=float("-inf"))
-        before = (0,) * rank
+    x, both_sides = pad_asymmetric(x, *padding(x, kernel_shape, auto_pad, pads, steps, spread), value=float("-inf"))
     function: Any = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[rank - 1]
-    return function(x, kernel_shape, steps, before, spread, bool(ceil_mode))
+    return function(x, kernel_shape, steps, both_sides, spread, bool(ceil_mode))
 
 
 def asymmetric_padding(attributes: dict[str, Any]) -> str:
@@ -261,15 +270,15 @@ def depth_to_space(x: Tensor, blocksize: int, mode: str = "DCR") -> Tensor:
     if mode == "CRD":
         return F.pixel_shuffle(x, blocksize)
     batch, channels, height, width = x.shape
-    apart = x.reshape(batch, blocksize, blocksize, channels // blocksize**2, height, width).permute(0, 3, 4, 1, 5, 2)
-    return apart.reshape(batch, channels // blocksize**2, height * blocksize, width * blocksize)
+    blocks = x.reshape(batch, blocksize, blocksize, channels // blocksize**2, height, width).permute(0, 3, 4, 1, 5, 2)
+    return blocks.reshape(batch, channels // blocksize**2, height * blocksize, width * blocksize)
 
 
 @operator("SpaceToDepth")
 def space_to_depth(x: Tensor, blocksize: int) -> Tensor:
     batch, channels, height, width = x.shape
-    apart = x.reshape(batch, channels, height // blocksize, blocksize, width // blocksize, blocksize).permute(0, 3, 5, 1, 2, 4)
-    return apart.reshape(batch, channels * blocksize**2, height // blocksize, width // blocksize)
+    blocks = x.reshape(batch, channels, height // blocksize, blocksize, width // blocksize, blocksize).permute(0, 3, 5, 1, 2, 4)
+    return blocks.reshape(batch, channels * blocksize**2, height // blocksize, width // blocksize)
 
 
 # ── Resizing ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -326,10 +335,10 @@ def scaled(x: Tensor, along: tuple[int, ...], scales: Value, sizes: Value, polic
     if scales is not None and len(given := numbers(scales)):
         return [(scale, extent(length, scale)) for scale, length in zip(given, extents, strict=True)]
     wanted = numbers(sizes)
-    each = [size / length for size, length in zip(wanted, extents, strict=True)]
+    ratios = [size / length for size, length in zip(wanted, extents, strict=True)]
     if policy == "stretch":
-        return [(1.0 if size is length else scale, size) for scale, size, length in zip(each, wanted, extents, strict=True)]
-    factor = min(each) if policy == "not_larger" else max(each)
+        return [(1.0 if size is length else scale, size) for scale, size, length in zip(ratios, wanted, extents, strict=True)]
+    factor = min(ratios) if policy == "not_larger" else max(ratios)
     return [(factor, int(factor * length + 0.5)) for length in extents]
 
 
@@ -365,11 +374,8 @@ def interpolate(x: Tensor, axis: int, place: Tensor, cubic: float | None, exclud
         shares = shares * ((at >= 0) & (at < length))
         shares = shares / shares.sum(0)
     shape = [-1 if other == axis else 1 for other in range(x.dim())]
-    total: Any = 0.0
-    for weight, row in zip(shares.to(x.dtype), at.long().clamp(0, length - 1), strict=True):
-        total = total + x.index_select(axis, row) * weight.reshape(shape)
-    result: Tensor = total
-    return result
+    rows = zip(shares.to(x.dtype), at.long().clamp(0, length - 1), strict=True)
+    return functools.reduce(torch.add, (x.index_select(axis, row) * weight.reshape(shape) for weight, row in rows))
 
 
 def share(distance: Tensor, cubic: float | None) -> Tensor:

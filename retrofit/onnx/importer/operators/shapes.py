@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +24,6 @@ from retrofit.onnx.importer.operators import (
 )
 
 END = 2**31 - 1  # "to the end" in a slice is this or more
-
-
 FEW = 16  # up to this number, a constant of one value is a tuple of numbers rather than a tensor
 
 
@@ -86,11 +86,7 @@ def squeeze(x: Value, axes: Value = None) -> Value:
 
 @operator("Flatten")
 def flatten(x: Tensor, axis: int = 1) -> Tensor:
-    axis %= x.dim() + 1
-    rows = 1
-    for extent in x.shape[:axis]:
-        rows = rows * extent
-    return x.reshape(rows, -1)
+    return x.reshape(math.prod(x.shape[: axis % (x.dim() + 1)]), -1)
 
 
 @operator("Concat")
@@ -112,15 +108,16 @@ def is_empty_along(x: Tensor, axis: int) -> bool:
 def split(x: Value, sizes: Value = None, axis: int = 0, num_outputs: int | None = None, *, outputs: int = 1) -> tuple[Value, ...]:
     if is_number(x):
         given = numbers(sizes) if sizes is not None else equal_parts(len(x), num_outputs or outputs)
-        ends = [sum(given[: at + 1]) for at in range(len(given))]
+        ends = itertools.accumulate(given)
         return tuple(x[end - length : end] for end, length in zip(ends, given, strict=True))
     given = numbers(sizes) if sizes is not None else equal_parts(x.shape[axis], num_outputs or outputs)
     return torch.split(x, list(given), axis)
 
 
 def equal_parts(length: int, count: int) -> tuple[int, ...]:
-    each = -(-length // count)
-    return (*(each for _ in range(count - 1)), length - each * (count - 1))
+    """Return `count` lengths that sum to `length`, equal except for the last."""
+    part = -(-length // count)
+    return (*(part,) * (count - 1), length - part * (count - 1))
 
 
 @operator("Slice")
@@ -153,13 +150,9 @@ def slice_bound(place: Any) -> Any:
 def expand(x: Value, shape: Value) -> Tensor:
     """Broadcast against the shape: an extent of 1 in it keeps the tensor's."""
     x, extents = tensor(x), numbers(shape)
-    lead = x.dim() - len(extents)
-    extents = (*(-1 for _ in range(lead)), *extents)
-    return x.expand(
-        tuple(
-            -1 if isinstance(size, int) and size == 1 and at >= len(extents) - x.dim() else size for at, size in enumerate(extents)
-        )
-    )
+    extents = (-1,) * (x.dim() - len(extents)) + extents
+    new = len(extents) - x.dim()  # axes that x does not have
+    return x.expand(extents[:new] + tuple(-1 if isinstance(size, int) and size == 1 else size for size in extents[new:]))
 
 
 @operator("Tile")
@@ -173,7 +166,7 @@ def pad(x: Tensor, pads: Value, value: Value = None, axes: Value = None, mode: s
     count = len(given) // 2
     along = numbers(axes) if axes is not None else tuple(range(count))
     widths = {axis % x.dim(): (given[at], given[at + count]) for at, axis in enumerate(along)}
-    first = x.dim() if not widths else next((axis for axis in range(x.dim()) if widths.get(axis, (0, 0)) != (0, 0)), x.dim())
+    first = next((axis for axis in range(x.dim()) if widths.get(axis, (0, 0)) != (0, 0)), x.dim())
     flat = [width for axis in reversed(range(first, x.dim())) for width in widths.get(axis, (0, 0))]
     names = {"constant": "constant", "reflect": "reflect", "edge": "replicate", "wrap": "circular"}
     if mode == "constant":
