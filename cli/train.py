@@ -55,11 +55,11 @@ def add_setting(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) 
     """Add the option of one field of the settings to the parser; without the option the field keeps its default."""
     text, default = field.metadata["doc"], field.default
     if default is False:
-        parser.add_argument(flag(field), action="store_true", default=argparse.SUPPRESS, help=text)
+        parser.add_argument(flag(field.name), action="store_true", default=argparse.SUPPRESS, help=text)
         return
     kind = {"int": int, "float": float, "str": str}[str(field.type).removesuffix(" | None")]
     parser.add_argument(
-        flag(field),
+        flag(field.name),
         type=kind,
         metavar=None if kind is str else "N" if kind is int else "X",
         choices=field.metadata.get("choices") or None,

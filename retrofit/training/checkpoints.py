@@ -65,7 +65,7 @@ def whole_checkpoint(folder: Path) -> Iterator[None]:
 
 def reason_of(error: Exception, folder: Path) -> str:
     """Return why a file could not be written, which torch seldom says."""
-    known = error if isinstance(error, OSError) else next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
+    known = next((cause for cause in causes(error) if isinstance(cause, OSError)), None)
     if known is not None and known.errno is not None:
         return os.strerror(known.errno).lower()
     with contextlib.suppress(OSError):
@@ -75,12 +75,11 @@ def reason_of(error: Exception, folder: Path) -> str:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield what an exception was raised from, or while handling."""
+    """Yield an exception, the one that it was raised from, or while handling, and so on."""
     cause: BaseException | None = error
     while cause is not None:
+        yield cause
         cause = cause.__cause__ or cause.__context__
-        if cause is not None:
-            yield cause
 
 
 DIAL = "dial.json"  # in a checkpoint: how far the sites have turned
@@ -174,15 +173,13 @@ BYTES_A_SECOND = 2e8  # assumed speed of writing, until a checkpoint has been ti
 
 
 class Pace:
-    """Durations of a run's steps, evaluations and checkpoints; decides when the next evaluation or checkpoint is due without an
-    interval.
-    """
+    """Durations of a run's steps, evaluations and checkpoints; where there is no interval, it decides when the next one is due."""
 
     def __init__(self, *, evaluations: bool, checkpoints: bool, checkpoint_bytes: int = 0) -> None:
-        self.evaluations, self.checkpoints = evaluations, checkpoints  # have no interval
+        self.evaluations, self.checkpoints = evaluations, checkpoints  # whether they have no interval
         self.steps = self.evaluating = self.saving = 0.0  # seconds
         self.evaluation = 0.0  # seconds of the last evaluation
-        self.checkpoint = checkpoint_bytes / BYTES_A_SECOND
+        self.checkpoint = checkpoint_bytes / BYTES_A_SECOND  # seconds of the last checkpoint; at first an estimate
         self.began = time.perf_counter()
         self.received: list[int] = []  # signals
         self.stopped: KeyboardInterrupt | None = None  # raised between two steps
@@ -193,7 +190,7 @@ class Pace:
         count = batch * math.ceil(SAMPLE * steps)
         if not self.evaluations or count >= windows:
             return None
-        return [round(place * (windows - 1) / (count - 1)) for place in range(count)] if count > 1 else [windows // 2]
+        return [round(index * (windows - 1) / (count - 1)) for index in range(count)] if count > 1 else [windows // 2]
 
     @property
     def evaluation_due(self) -> bool:
@@ -273,7 +270,7 @@ class StepMonitor(TrainerCallback):
         self.pace = Pace(evaluations=False, checkpoints=False)
         self.seconds: list[float] = []
         self.began = 0.0
-        self.loss = self.held_out = ""
+        self.losses = {"loss": "", "eval_loss": ""}  # the last ones, as text
         self.idle: list[nn.Parameter] | None = None  # parameters without any gradient so far; None before the first step
 
     def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
@@ -285,10 +282,11 @@ class StepMonitor(TrainerCallback):
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: Any, control: Any, model: nn.Module | None = None, optimizer: Any = None, **rest: Any
     ) -> None:
-        known = ([] if model is None else list(model.parameters())) if self.idle is None else self.idle
+        if self.idle is None:
+            self.idle = [] if model is None else list(model.parameters())
         plain = getattr(optimizer, "optimizer", optimizer)
         received = plain.received if isinstance(plain, TableAdamW) else lambda parameter: parameter.grad is not None
-        self.idle = [parameter for parameter in known if parameter.requires_grad and not received(parameter)]
+        self.idle = [parameter for parameter in self.idle if parameter.requires_grad and not received(parameter)]
 
     def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **rest: Any) -> None:
         if args.device.type == "cuda":
@@ -299,7 +297,7 @@ class StepMonitor(TrainerCallback):
             left = round(self.seconds_per_step * (state.max_steps - state.global_step))
             step = f"{self.stage}step {state.global_step}/{state.max_steps}"
             try:
-                self.progress(f"{step}{self.loss}{self.held_out}  {left // 60}:{left % 60:02d} left")
+                self.progress(f"{step}{''.join(self.losses.values())}  {left // 60}:{left % 60:02d} left")
             except KeyboardInterrupt as interruption:
                 if not self.pace.ends_after_a_step:
                     raise
@@ -334,10 +332,9 @@ class StepMonitor(TrainerCallback):
                     remedy="lower --lr, or raise --warmup",
                     code="diverged",
                 )
-            setattr(self, "loss" if key == "loss" else "held_out", f"  {text} {value:.4f}")
+            self.losses[key] = f"  {text} {value:.4f}"
             if key == "eval_loss" and self.progress is not None:
-                at = f"{self.stage}step {state.global_step}/{state.max_steps}"
-                self.progress(Milestone(f"{at}: held-out loss {value:.4f}"))
+                self.progress(Milestone(f"{self.stage}step {state.global_step}/{state.max_steps}: held-out loss {value:.4f}"))
 
     @property
     def seconds_per_step(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -85,46 +86,31 @@ def continue_pretraining(
     processes.connect(cpu)
     processes.shared_batch(settings.batch_size)
     if target is not None:
-        place = target
-        processes.in_first(lambda: refuse_to_overwrite(place, resume=resume, force=force))
+        processes.in_first(functools.partial(refuse_to_overwrite, target, resume=resume, force=force))
         refuse_unsavable(model, target)
-    pipeline = embeds_sentences(model)
-    tokenizer = model.tokenizer if pipeline and tokenizer is None else tokenizer
-    part = transformer_inside(model) if pipeline else model
+    embeds = embeds_sentences(model)
+    tokenizer = model.tokenizer if embeds and tokenizer is None else tokenizer
+    part = transformer_inside(model) if embeds else model
     require_trainable(part)
     codec = text_codec(part, tokenizer)
     windows = windows_of(texts, codec, settings.length)
-    apart = is_held_out(windows, settings.eval_fraction)
+    is_apart = is_held_out(windows, settings.eval_fraction)
     if beyond := beyond_positions(part, settings.length):
         warnings.warn(beyond, RetrofitWarning, stacklevel=2)
-    train, held_out = windows[~apart], windows[apart]
-    learner: nn.Module = WithContrastiveLoss(model) if pipeline else add_loss(model)
-    objective: Objective = same_text(tokenizer, settings) if pipeline else objective_for(learner, codec, train[0].long())
-    if pipeline and isinstance(teacher, (str, Path)):
-        raise TrainingError(
-            "a sentence-transformers model cannot learn from cached predictions",
-            why="they are token probabilities; it returns one vector per text",
-            remedy="use the dense sentence-transformers model",
-            option="teacher",
-            code="no-logits",
-        )
-    if settings.fsdp and pipeline:
-        raise TrainingError(
-            "--fsdp does not support sentence-transformers models",
-            why="only models that predict tokens are sharded",
-            remedy="drop --fsdp",
-            option="fsdp",
-            code="combination",
-        )
+    train, held_out = windows[~is_apart], windows[is_apart]
+    learner: nn.Module = WithContrastiveLoss(model) if embeds else add_loss(model)
+    objective: Objective = same_text(tokenizer, settings) if embeds else objective_for(learner, codec, train[0].long())
+    if embeds:
+        refuse_for_embeddings(settings, teacher)
     guide: Teacher | KeptTeacher | None = None
     numbering = None
     if isinstance(teacher, (str, Path)):
         seed = KeptPredictions.in_folder(teacher).facts.seed
         needed = facts_of(model, codec, tokenizer, objective, windows, seed=seed, temperature=settings.temperature)
         guide = KeptTeacher.of(teacher, model, needed)
-        numbering = Numbering((~apart).nonzero().flatten(), apart.nonzero().flatten(), seed)
-        known = guide.kept.facts
-        identity = f"{known.weights}, the {known.top} most probable tokens, --seed {known.seed}{', --bf16' if known.bf16 else ''}"
+        numbering = Numbering((~is_apart).nonzero().flatten(), is_apart.nonzero().flatten(), seed)
+        stored = guide.kept.facts
+        identity = f"{stored.weights}, the {stored.top} most probable tokens, --seed {seed}{', --bf16' if stored.bf16 else ''}"
     else:
         guide = None if teacher is None else Teacher.of(teacher, model)
         identity = hash_weights(teacher)
@@ -152,18 +138,8 @@ def continue_pretraining(
             if isinstance(guide, Teacher):
                 guide = guide.with_model(sharded_copy(guide.model, device_of(trained), settings.bf16))
         trainer: PretrainingTrainer
-        setup = TrainerSetup(
-            learner,
-            Collator(objective),
-            train,
-            held_out,
-            settings,
-            folder,
-            cpu,
-            saving=target is not None,
-            new=new,
-            numbering=numbering,
-        )
+        collator, saving = Collator(objective), target is not None
+        setup = TrainerSetup(learner, collator, train, held_out, settings, folder, cpu, saving=saving, new=new, numbering=numbering)
         if guide is not None:
             trainer, findings = recover(setup, guide, stages, checkpoint, watch, progress)
         else:
@@ -193,15 +169,35 @@ def continue_pretraining(
         **findings,
     )
     if target is not None:
-        place = target
-
-        def finish() -> None:  # last, because it needs the memory: a saved model means a finished run
-            draw_run(run)
-            save(model, place, force=force, tokenizer=None if pipeline else tokenizer)
-            finish_folder(run)
-
-        processes.in_first(finish)
+        processes.in_first(functools.partial(finish, run, model, target, force=force, tokenizer=None if embeds else tokenizer))
     return run
+
+
+def finish(run: TrainingRun, model: nn.Module, target: Path, *, force: bool, tokenizer: Any) -> None:
+    """Draw the run, save the model, and record last that the run is finished: a recorded end means a saved model."""
+    draw_run(run)
+    save(model, target, force=force, tokenizer=tokenizer)
+    finish_folder(run)
+
+
+def refuse_for_embeddings(settings: Settings, teacher: nn.Module | str | Path | None) -> None:
+    """Raises `TrainingError` for settings that a sentence-transformers model cannot be trained with."""
+    if isinstance(teacher, (str, Path)):
+        raise TrainingError(
+            "a sentence-transformers model cannot learn from cached predictions",
+            why="they are token probabilities; it returns one vector per text",
+            remedy="use the dense sentence-transformers model",
+            option="teacher",
+            code="no-logits",
+        )
+    if settings.fsdp:
+        raise TrainingError(
+            "--fsdp does not support sentence-transformers models",
+            why="only models that predict tokens are sharded",
+            remedy="drop --fsdp",
+            option="fsdp",
+            code="combination",
+        )
 
 
 @contextlib.contextmanager

@@ -20,10 +20,9 @@ of the model runs without it, and the logits of some tokens are computed when th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect as python_inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +33,7 @@ from retrofit.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import RetrofitError
 from retrofit.inputs.model_state import evaluation_mode
+from retrofit.inputs.module_calls import forward_replaced
 from retrofit.program.aten_ops import DROPOUT, POINTWISE, is_float, op, shape
 from retrofit.program.program import Call
 from retrofit.training.objectives import IGNORED, Example, list_of, token_logits, without_labels
@@ -105,40 +105,37 @@ class SumOverChunks(torch.autograd.Function):
         ctx: Any, function: Callable[[Tensor, slice], Tensor], size: int, learns: bool, x: Tensor, *parameters: nn.Parameter
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=x.device)
-        wanted = [(place, tensor) for place, tensor in enumerate((x, *parameters)) if learns and tensor.requires_grad]
-        gradients: list[Tensor | None] = [None] * (1 + len(parameters))
-        for place, tensor in wanted:
-            exact = torch.promote_types(tensor.dtype, torch.float32)
-            gradients[place] = torch.zeros_like(tensor, dtype=exact) if place else torch.empty_like(tensor)
+        differentiated = [(index, tensor) for index, tensor in enumerate((x, *parameters)) if learns and tensor.requires_grad]
+        gradients: dict[int, Tensor] = {}
+        for index, tensor in differentiated:  # each row of x, at index 0, is in one chunk; parameters are in all
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            gradients[index] = torch.zeros_like(tensor, dtype=wide) if index else torch.empty_like(tensor)
         for start in range(0, len(x), size):
             rows = slice(start, min(start + size, len(x)))
-            with torch.set_grad_enabled(bool(wanted)):
-                leaf = x[rows].detach().requires_grad_(gradients[0] is not None)
+            with torch.set_grad_enabled(bool(differentiated)):
+                leaf = x[rows].detach().requires_grad_(0 in gradients)
                 value = function(leaf, rows)
             total += value.detach()
-            if not wanted:
+            if not differentiated:
                 continue
-            found = torch.autograd.grad(value, [tensor if place else leaf for place, tensor in wanted], allow_unused=True)
-            for (place, _), gradient in zip(wanted, found, strict=True):
-                held = gradients[place]
-                assert held is not None
-                if place:
-                    held.add_(0.0 if gradient is None else gradient)
+            found = torch.autograd.grad(value, [tensor if index else leaf for index, tensor in differentiated], allow_unused=True)
+            for (index, _), gradient in zip(differentiated, found, strict=True):
+                if index:
+                    gradients[index].add_(0.0 if gradient is None else gradient)
                 else:
-                    held[rows] = torch.zeros_like(leaf) if gradient is None else gradient
-        ctx.gradients, ctx.dtypes = gradients, [tensor.dtype for tensor in (x, *parameters)]
+                    gradients[0][rows] = torch.zeros_like(leaf) if gradient is None else gradient
+        ctx.gradients = [gradients.get(index) for index in range(1 + len(parameters))]
+        ctx.dtypes = [tensor.dtype for tensor in (x, *parameters)]
         return total
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, ()
-        scaled = (None if gradient is None else gradient.mul_(outer.to(gradient.dtype)) for gradient in gradients)
-        return (
-            None,
-            None,
-            None,
-            *(None if gradient is None else gradient.to(like) for gradient, like in zip(scaled, ctx.dtypes, strict=True)),
-        )
+        scaled = [
+            None if gradient is None else gradient.mul_(outer.to(gradient.dtype)).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ]
+        return None, None, None, *scaled
 
 
 def sum_over_chunks(
@@ -151,8 +148,8 @@ def sum_over_chunks(
 
 def total_divergence(student: Tensor, predictions: Predictions, temperature: float) -> Tensor:
     """Return Σ_t of the formula above over all tokens of `student`: (…, vocabulary)."""
-    rows = student.flatten(0, -2)
-    return sum_over_chunks(lambda some, which: predictions.divergence(some, which, temperature), rows, rows.shape[-1])
+    logits = student.flatten(0, -2)
+    return sum_over_chunks(lambda chunk, rows: predictions.divergence(chunk, rows, temperature), logits, logits.shape[-1])
 
 
 def divergence_from_teacher(
@@ -163,9 +160,9 @@ def divergence_from_teacher(
     `teacher` returns its logits one window at a time, (1, …, vocabulary).
     """
     total = student.new_zeros((), dtype=torch.float32)
-    for row, ours in enumerate(student.split(1)):
-        theirs = teacher({name: value[row : row + 1] for name, value in batch.items()})
-        total = total + total_divergence(ours, WholePredictions(theirs.flatten(0, -2)), temperature)
+    for row, logits in enumerate(student.split(1)):
+        teacher_logits = teacher({name: value[row : row + 1] for name, value in batch.items()})
+        total = total + total_divergence(logits, WholePredictions(teacher_logits.flatten(0, -2)), temperature)
     return total / student[..., 0].numel()
 
 
@@ -189,42 +186,22 @@ class LogitHead:
     def logits(self, h: Tensor) -> Tensor:
         """Return the logits of some tokens: (tokens, d) to (tokens, vocabulary)."""
         value: Tensor = self.module(h[None])[0]
-        if not self.after:
-            return value
-        known: dict[fx.Node, Tensor] = {}
+        for node in self.after:  # each one's only node operand is the one before
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda operand: value)  # noqa: B023 # called at once
+            value = node.target(*args, **kwargs)  # type: ignore[operator]
+        return value
 
-        def operand(node: fx.Node) -> Tensor:
-            return known.get(node, value)
-
-        for node in self.after:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), operand)
-            known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-        return known[self.after[-1]]
-
-    @contextlib.contextmanager
-    def left_out(self) -> Iterator[list[Tensor]]:
-        """Let the module return one zero a token within this context; its inputs are appended to the list."""
+    def hidden(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the head's input, (batch, seq, d), in a forward of `model` in which the head returns one zero a token."""
         received: list[Tensor] = []
         name = next(iter(python_inspect.signature(self.module.forward).parameters), "")
-        own = vars(self.module).get("forward")
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             h: Tensor = args[0] if args else kwargs[name]
             received.append(h)
             return h.new_zeros(*h.shape[:-1], 1)
 
-        self.module.forward = forward
-        try:
-            yield received
-        finally:
-            if own is None:
-                del self.module.forward
-            else:
-                self.module.forward = own
-
-    def hidden(self, model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-        """Return the input of the head in a forward of `model`: (batch, seq, d)."""
-        with self.left_out() as received:
+        with forward_replaced(self.module, forward):
             model(**inputs)
         (h,) = received
         return h
@@ -242,8 +219,7 @@ def find_logit_head(model: nn.Module) -> LogitHead | None:
     for call in anatomy.flow.call_of(product).chain:
         if not call.path or holds_layer(call, anatomy):
             return None
-        head = head_of(call, anatomy)
-        if head is not None:
+        if (head := head_of(call, anatomy)) is not None:
             return head
     return None
 

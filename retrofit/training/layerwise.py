@@ -46,13 +46,8 @@ class DenseSite:
     dense: nn.Module
     dial: Dial | None = None
 
-    @torch.no_grad()
     def dense_output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the output of the dense module for the arguments of a call of the site."""
-        return self.dense(*args, **known_keywords(self.dense, kwargs))
-
-    def with_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the output of the dense module with a gradient to the arguments."""
         return self.dense(*args, **known_keywords(self.dense, kwargs))
 
 
@@ -87,7 +82,8 @@ class DenseSites:
         errors: list[Tensor] = []
 
         def align(site: DenseSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            expected = site.dense_output(args, kwargs)
+            with torch.no_grad():
+                expected = site.dense_output(args, kwargs)
             errors.append(squared_error(output, expected, float_tensors((args, kwargs))))
             return expected
 
@@ -107,7 +103,7 @@ class DenseSites:
         """
 
         def mix(site: DenseSite, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            return mixture(site.with_gradient(args, kwargs), output, share)
+            return mixture(site.dense_output(args, kwargs), output, share)
 
         turned = [(site.module, self.dialled[site.name]) for site in self.sites if site.name in self.dialled]
         mixed = {site: site.module for site in self.sites if site.name not in self.dialled}
@@ -143,18 +139,17 @@ def known_keywords(module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def squared_error(found: Any, expected: Any, inputs: Sequence[Tensor]) -> Tensor:
-    """Return the squared error of the first tensor of an output, relative to the expected one; long tokens count no more than
-    others.
+    """Return the squared error of the first tensor of an output, relative to the expected one; no long token dominates.
 
         Σ_t w_t ‖found_t − y_t‖² / Σ_t w_t ‖r_t‖²        w as in `numerics.distances`, of r
 
     r is y or, if the module adds to one of its inputs x, the addend: y − x.
     """
-    one, y = (rows_of(float_tensors(value)[0]) for value in (found, expected))
+    output, y = (rows_of(float_tensors(value)[0]) for value in (found, expected))
     streams = [rows_of(value) for value in inputs if value.dim() > 1]
-    added = [y] + [y - x for x in streams if x.shape == y.shape]
-    r = min(added, key=lambda each: float(token_weights(each) @ each.detach().square().sum(-1)))
-    return squared_weighted_error(one, y, r)
+    references = [y, *(y - x for x in streams if x.shape == y.shape)]
+    r = min(references, key=lambda reference: float(token_weights(reference) @ reference.detach().square().sum(-1)))
+    return squared_weighted_error(output, y, r)
 
 
 def rows_of(value: Tensor) -> Tensor:
@@ -163,13 +158,13 @@ def rows_of(value: Tensor) -> Tensor:
 
 def mixture(dense: Any, new: Any, share: float) -> Any:
     """Return the mixture of the floating-point tensors of two outputs of one structure; everything else is the new output's."""
-    theirs, spec = pytree.tree_flatten(dense)
-    ours, same = pytree.tree_flatten(new)
-    if spec != same:
-        return pytree.tree_unflatten([torch.lerp(float_tensors(dense)[0], float_tensors(new)[0], share), *ours[1:]], same)
+    dense_leaves, dense_spec = pytree.tree_flatten(dense)
+    leaves, spec = pytree.tree_flatten(new)
+    if dense_spec != spec:
+        return pytree.tree_unflatten([torch.lerp(float_tensors(dense)[0], float_tensors(new)[0], share), *leaves[1:]], spec)
     mixed = [
-        torch.lerp(one, other, share) if isinstance(one, Tensor) and one.is_floating_point() else other
-        for one, other in zip(theirs, ours, strict=True)
+        torch.lerp(dense_leaf, leaf, share) if isinstance(dense_leaf, Tensor) and dense_leaf.is_floating_point() else leaf
+        for dense_leaf, leaf in zip(dense_leaves, leaves, strict=True)
     ]
     return pytree.tree_unflatten(mixed, spec)
 
@@ -204,17 +199,12 @@ class HiddenStates:
         for layer in inspect(dense).layers:
             if layer.name and not isinstance(layer.stream_out, NoStream):
                 paths = dict.fromkeys((layer.name, places.get(layer.name, layer.name)))
-                now = tuple(modules[path] for path in paths if path in modules)
-                found[layer.name] = LayerPair(layer.name, dense.get_submodule(layer.name), now, layer.stream_out)
+                rewritten = tuple(modules[path] for path in paths if path in modules)
+                found[layer.name] = LayerPair(layer.name, dense.get_submodule(layer.name), rewritten, layer.stream_out)
         pairs = tuple(pair for pair in found.values() if pair.rewritten)
         if not pairs:
-            raise TrainingError(
-                "--distil-hidden: no layer of the model corresponds to one of the teacher",
-                why="no module of the dense model takes its residual stream and returns it, or none is left",
-                remedy="drop --distil-hidden",
-                option="distil_hidden",
-                code="no-stream",
-            )
+            why = "no module of the dense model takes its residual stream and returns it, or none is left"
+            raise refusal("no layer of the model corresponds to one of the teacher", why)
         return HiddenStates(dense, pairs)
 
     @contextlib.contextmanager
@@ -222,8 +212,7 @@ class HiddenStates:
         """Record the streams of both models within this context: the dense one's when it is called as a whole."""
         record = RecordedStreams(self)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(watched({True: self.dense}, before=record.teach))
-            stack.enter_context(watched({False: self.dense}, after=record.teach))
+            stack.enter_context(watched({"": self.dense}, before=record.begin_teacher, after=record.end_teacher))
             for pair in self.layers:
                 stack.enter_context(watched({pair: pair.dense}, after=functools.partial(record.record, True)))
                 for layer in pair.rewritten:
@@ -237,12 +226,15 @@ class RecordedStreams:
     def __init__(self, states: HiddenStates) -> None:
         self.states = states
         self.found: dict[int, list[Tensor]] = {}  # by the module
-        self.teaching = False
+        self.teaching = False  # whether the teacher is running
         self.forwards = 0  # of the teacher
 
-    def teach(self, begins: bool, *call: Any) -> None:
-        self.teaching = begins
-        self.forwards += begins
+    def begin_teacher(self, *call: Any) -> None:
+        self.teaching = True
+        self.forwards += 1
+
+    def end_teacher(self, *call: Any) -> None:
+        self.teaching = False
 
     def record(self, of_teacher: bool, pair: LayerPair, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         stream = pair.stream_of(output)
@@ -254,13 +246,8 @@ class RecordedStreams:
         errors = [self.error_of(pair) for pair in self.states.layers]
         comparable = [error for error in errors if error is not None]
         if not comparable:
-            raise TrainingError(
-                "--distil-hidden: no layer returns a stream of the shape that the teacher's has",
-                why="the streams have another width or length, and no dense layer is left inside",
-                remedy="drop --distil-hidden",
-                option="distil_hidden",
-                code="no-stream",
-            )
+            why = "the streams have another width or length, and no dense layer is left inside"
+            raise refusal("no layer returns a stream of the shape that the teacher's has", why)
         return torch.stack(comparable).mean()
 
     def error_of(self, pair: LayerPair) -> Tensor | None:
@@ -273,9 +260,9 @@ class RecordedStreams:
             streams = self.found.get(id(layer), [])
             if streams and [stream.shape for stream in streams] == [tensor.shape for tensor in expected]:
                 if len(around) == len(streams):
-                    streams = [with_gradient(*both) for both in zip(streams, around, strict=True)]
-                both = zip(streams, expected, strict=True)
-                return torch.stack([squared_error(one, other.to(one.device), ()) for one, other in both]).mean()
+                    streams = list(map(with_gradient, streams, around))
+                errors = [squared_error(stream, y.to(stream.device), ()) for stream, y in zip(streams, expected, strict=True)]
+                return torch.stack(errors).mean()
             around = streams
         return None
 
@@ -290,11 +277,11 @@ def with_gradient(stream: Tensor, around: Tensor) -> Tensor:
     parts = around.split(stream.shape[-1], -1)
     found = next((part for part in parts if part.shape == stream.shape and torch.equal(part, stream)), None)
     if found is None:
-        raise TrainingError(
-            "--distil-hidden: the stream after a layer has no gradient",
-            why="the layer is recomputed in the backward pass, and its wrapper returns another stream",
-            remedy="drop --distil-hidden",
-            option="distil_hidden",
-            code="no-gradient",
-        )
+        why = "the layer is recomputed in the backward pass, and its wrapper returns another stream"
+        raise refusal("the stream after a layer has no gradient", why, code="no-gradient")
     return found
+
+
+def refusal(problem: str, why: str, code: str = "no-stream") -> TrainingError:
+    """Return the error for hidden states that cannot be distilled."""
+    return TrainingError(f"--distil-hidden: {problem}", why=why, remedy="drop --distil-hidden", option="distil_hidden", code=code)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import math
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import TrainingError, first_line, kind_of
-from retrofit.files.atomic_writes import whole_file
 from retrofit.inputs.example_inputs import device_of
 from retrofit.inputs.model_memory import own_bytes, peak_bytes
 from retrofit.inputs.model_state import evaluation_mode
@@ -37,7 +37,7 @@ from retrofit.training.objectives import (
     token_logits,
     without_labels,
 )
-from retrofit.training.runs import COLOURS, DPI, SIZE
+from retrofit.training.runs import COLOURS, DPI, SIZE, add_grid, write_png
 from retrofit.training.settings import check_values
 from retrofit.training.windows import ordered_windows, require_windows
 
@@ -139,15 +139,15 @@ def predictions(models: Mapping[str, nn.Module], batches: Mapping[str, Sequence[
         for (name, model), own in zip(models.items(), batch, strict=True):
             loss, logits = loss_and_logits(model, own)
             first = logits if first is None else first
-            for ours, theirs in zip(logits, first, strict=True):  # by window: vocabularies are large
-                log_q, log_p = ours.float().log_softmax(-1), theirs.float().log_softmax(-1)
-                apart = (log_p.exp() * (log_p - log_q)).sum()
-                same = (ours.argmax(-1) == theirs.argmax(-1)).sum()
-                sums[name] += torch.tensor([loss, float(apart), float(same)], dtype=torch.float64)
+            for q, p in zip(logits, first, strict=True):  # by window: vocabularies are large
+                log_q, log_p = q.float().log_softmax(-1), p.float().log_softmax(-1)
+                divergence = (log_p.exp() * (log_p - log_q)).sum()
+                agreement = (q.argmax(-1) == p.argmax(-1)).sum()
+                sums[name] += torch.tensor([loss, float(divergence), float(agreement)], dtype=torch.float64)
         rows, tokens = rows + len(logits), tokens + logits[..., 0].numel()
     return {  # rounding may make a divergence negative
-        name: (float(loss) / rows, max(0.0, float(apart)) / tokens, float(same) / tokens)
-        for name, (loss, apart, same) in sums.items()
+        name: (float(loss) / rows, max(0.0, float(divergence)) / tokens, float(agreement) / tokens)
+        for name, (loss, divergence, agreement) in sums.items()
     }
 
 
@@ -225,15 +225,14 @@ def timed(models: Mapping[str, nn.Module], batch: Example) -> dict[str, tuple[fl
         for name, model in models.items():
             inputs = {key: value.to(device_of(model)) for key, value in window.items()}
             with evaluation_mode(model):
-                learner = add_loss(model)
-                taken = seconds(lambda network=learner, given=inputs: network(**given))  # type: ignore[misc]
+                forward = duration_of(functools.partial(add_loss(model), **inputs))
                 if turn:  # the first call warms up
-                    prefill[name].append(taken)
+                    prefill[name].append(forward)
                 if decodes:
-                    taken = seconds(lambda network=model, given=inputs: generated(network, given, DECODED + 1))  # type: ignore[misc]
-                    taken -= seconds(lambda network=model, given=inputs: generated(network, given, 1))  # type: ignore[misc]
+                    decoding = duration_of(functools.partial(generated, model, inputs, DECODED + 1))
+                    decoding -= duration_of(functools.partial(generated, model, inputs, 1))
                     if turn:
-                        decode[name].append(taken / DECODED)
+                        decode[name].append(decoding / DECODED)
     return {name: (statistics.median(prefill[name]), statistics.median(decode[name]) if decodes else None) for name in models}
 
 
@@ -245,7 +244,8 @@ def generated(model: Any, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
     return model.generate(**given, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)  # type: ignore[no-any-return]
 
 
-def seconds(action: Callable[[], Any]) -> float:
+def duration_of(action: Callable[[], Any]) -> float:
+    """Return the seconds that the action takes, on the GPU too."""
     synchronize()
     began = time.perf_counter()
     action()
@@ -258,12 +258,14 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+# ── Picture and tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def draw_comparison(path: Path, figures: Sequence[Figures], *, force: bool = False) -> Path:
     """Write a PNG with a point for each model: its held-out loss over its speed, relative to the first model's.
 
     The speed is that of decoding if all models decode; a second panel has that of a window's forward.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     dense = figures[0]
@@ -280,13 +282,10 @@ def draw_comparison(path: Path, figures: Sequence[Figures], *, force: bool = Fal
         axes.margins(0.2)
         axes.set_xlabel(f"speed of {what} (times {dense.name}'s)")
         axes.set_ylabel("held-out loss (nats a token)")
-        axes.grid(True, color="#dddddd", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        add_grid(axes)
         if panel == len(speeds):
             axes.legend(frameon=False)
-    with whole_file(path, force=force) as file:
-        FigureCanvasAgg(figure).print_png(file)
-    return path
+    return write_png(path, figure, force=force)
 
 
 PACKAGE = "lm_eval"
@@ -310,8 +309,13 @@ def task_scores(
     require_package()
     for name, model in models.items():
         if not is_transformers(model):
-            why = f"{name} is {kind_of(model)}, and the harness runs transformers models"
-            raise TrainingError("no task can be run", why=why, remedy="drop --lm-eval", option="lm_eval", code="no-logits")
+            raise TrainingError(
+                "no task can be run",
+                why=f"{name} is {kind_of(model)}, and the harness runs transformers models",
+                remedy="drop --lm-eval",
+                option="lm_eval",
+                code="no-logits",
+            )
     if tokenizer is None:
         raise TrainingError(
             "no task can be run",
@@ -328,11 +332,10 @@ def task_scores(
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
         where = f"in {folder} or " if folder is not None else ""
-        remedy = "`lm_eval ls tasks` lists those of the package; --lm-eval-tasks DIR names a directory with others"
         raise TrainingError(
             f"unknown task {unknown[0]!r}",
             why=f"none of that name is {where}in the package lm-eval",
-            remedy=remedy,
+            remedy="`lm_eval ls tasks` lists those of the package; --lm-eval-tasks DIR names a directory with others",
             code="missing",
             option="lm_eval",
         )
@@ -346,15 +349,14 @@ def task_scores(
                     model=runner, tasks=list(tasks), limit=most, task_manager=manager, bootstrap_iters=0, log_samples=False
                 )
             except Exception as error:  # a task's own code and data may raise anything
-                remedy = "tasks run on data of this machine: name local files in the task, or keep its data set in the cache"
                 raise TrainingError(
                     f"the tasks {', '.join(tasks)} cannot be run",
                     why=first_line(error),
-                    remedy=remedy,
+                    remedy="tasks run on data of this machine: name local files in the task, or keep its data set in the cache",
                     code="does-not-run",
                     option="lm_eval",
                 ) from error
-        scores[name] = dict(numbers(found["results"]))
+        scores[name] = metrics_of(found["results"])
     return scores
 
 
@@ -369,12 +371,12 @@ def require_package() -> None:
         )
 
 
-def numbers(results: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Return the metrics of each task, without their errors: ("task metric", value)."""
-    found = []
+def metrics_of(results: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of each task by "task metric", without their errors."""
+    found = {}
     for task, metrics in results.items():
         for metric, value in metrics.items():
             name, _, kind = metric.partition(",")
             if isinstance(value, (int, float)) and kind and not name.endswith("_stderr"):
-                found.append((f"{task} {name}" + (f" ({kind})" if kind != "none" else ""), float(value)))
+                found[f"{task} {name}" + (f" ({kind})" if kind != "none" else "")] = float(value)
     return found

@@ -26,6 +26,9 @@ from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.settings import Settings
 from retrofit.training.windows import WINDOW
 
+NEEDS_HEAD = "train a model with a language-modelling head"
+REMEDY = "train a Hugging Face model with a language-modelling head, or one that takes input_ids and returns logits"
+
 
 def without_labels(model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a forward that computes no loss and keeps no cache."""
@@ -43,13 +46,12 @@ def token_logits(outputs: Any) -> Tensor:
     """Return the logits among a model's outputs, found by `find_logits`; raises `TrainingError` if there are none."""
     found = find_logits(outputs)
     if found is None:
-        raise TrainingError(
-            "the model returns no logits for each token",
-            why="none of its outputs is (batch, seq, vocabulary)",
-            remedy="train a model with a language-modelling head",
-            code="no-logits",
-        )
+        raise no_logits("the model returns no logits for each token")
     return found
+
+
+def no_logits(what: str, why: str = "none of its outputs is (batch, seq, vocabulary)", remedy: str = NEEDS_HEAD) -> TrainingError:
+    return TrainingError(what, why=why, remedy=remedy, code="no-logits")
 
 
 def list_of(outputs: Any) -> list[Any]:
@@ -57,9 +59,6 @@ def list_of(outputs: Any) -> list[Any]:
     if isinstance(outputs, Tensor):
         return [outputs]
     return list(outputs.values()) if isinstance(outputs, Mapping) else list(outputs)
-
-
-REMEDY = "train a Hugging Face model with a language-modelling head, or one that takes input_ids and returns logits"
 
 
 def accepts_labels(model: nn.Module) -> bool:
@@ -93,8 +92,7 @@ def class_of(model: nn.Module) -> str:
 
 
 class WithLabelLoss(nn.Module):
-    """Wrapper of a model from ids to logits that computes the loss of given labels: the mean cross-entropy of logits and label at
-    p.
+    """Wrapper of a model from ids to logits that adds a loss: the mean cross-entropy of the logits at p and the label at p.
 
     Losses that its modules record, such as those that balance experts, are added.
     """
@@ -109,12 +107,7 @@ class WithLabelLoss(nn.Module):
         with recording as others:
             logits = find_logits(named_outputs(self.model(**self.inputs(input_ids))))
         if logits is None:
-            raise TrainingError(
-                f"{type(self.model).__name__} gives no logits",
-                why="none of its outputs is (batch, seq, vocabulary)",
-                remedy=REMEDY,
-                code="no-logits",
-            )
+            raise no_logits(f"{type(self.model).__name__} gives no logits", remedy=REMEDY)
         if labels is None:
             return (logits,)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
@@ -145,8 +138,8 @@ class SameText:
     name: str = "contrastive loss (SimCSE)"
 
     def example(self, ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
-        whole = torch.cat([ids.new_tensor(self.before), ids, ids.new_tensor(self.after)])
-        return {"input_ids": whole, "labels": whole}  # the label of a text is the text itself
+        text = torch.cat([ids.new_tensor(self.before), ids, ids.new_tensor(self.after)])
+        return {"input_ids": text, "labels": text}  # the label of a text is the text itself
 
 
 class WithContrastiveLoss(nn.Module):
@@ -171,9 +164,7 @@ class WithContrastiveLoss(nn.Module):
 
 
 def embedding_distance(found: Tensor, expected: Tensor) -> Tensor:
-    """Return Σ ‖found − expected‖² / Σ ‖expected‖² over a batch of embeddings, (batch, width); for unit vectors mean 2 (1 −
-    cosine).
-    """
+    """Return Σ ‖found − expected‖² / Σ ‖expected‖² of embeddings, (batch, width): the mean of 2 (1 − cosine) for unit vectors."""
     if found.shape != expected.shape:
         raise TrainingError(
             f"the teacher's embeddings have {expected.shape[-1]} numbers, the model's {found.shape[-1]}",
@@ -198,9 +189,9 @@ def same_text(tokenizer: Any, settings: Settings) -> SameText:
             option="batch_size",
             code="range",
         )
-    plain, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
-    start = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-    return SameText(tuple(whole[:start]), tuple(whole[start + len(plain) :]))
+    plain, full = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
+    start = next((start for start in range(len(full)) if full[start : start + len(plain)] == plain), 0)
+    return SameText(tuple(full[:start]), tuple(full[start + len(plain) :]))
 
 
 # ── Objectives ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -324,12 +315,11 @@ def corrupt_spans(
         )
     inputs: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
-    rest = ids
-    for sentinel, kept, lost in zip(sentinels, shown, hidden, strict=False):
+    spans = ids.split([length for pair in zip(shown, hidden, strict=True) for length in pair])
+    for sentinel, shown_span, hidden_span in zip(sentinels, spans[::2], spans[1::2], strict=False):
         mark = ids.new_tensor([sentinel])
-        inputs += [rest[:kept], mark]
-        targets += [mark, rest[kept : kept + lost]]
-        rest = rest[kept + lost :]
+        inputs += [shown_span, mark]
+        targets += [mark, hidden_span]
     close = [] if end is None else [ids.new_tensor([end])]
     return torch.cat(inputs + close), torch.cat(targets + close)
 
@@ -361,13 +351,13 @@ def detect_objective(model: nn.Module, codec: Codec, window: torch.Tensor) -> Ob
     """Return the objective of a model in evaluation mode."""
     seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     candidate: Objective = SpanCorruption(codec, first_decoder_id(model), 0) if seq2seq else NextToken(0)
-    whole, short = (candidate.example(ids, torch.Generator().manual_seed(0)) for ids in (window, window[:PROBE]))
-    compute_logits(model, whole)
-    compute_loss(model, whole)
+    full, short = (candidate.example(ids, torch.Generator().manual_seed(0)) for ids in (window, window[:PROBE]))
+    compute_logits(model, full)
+    compute_loss(model, full)
     try:
         run(model, short)
     except TrainingError:  # models may accept windows of certain lengths only
-        short = whole
+        short = full
     shift = detect_label_shift(model, short)
     if seq2seq:
         return SpanCorruption(codec, first_decoder_id(model), shift)
@@ -392,10 +382,11 @@ def reads_no_later_token(model: nn.Module, window: torch.Tensor, plain: range) -
     places = torch.tensor(sorted({1, len(window) // 2, len(window) - 1}))
     other = plain.start + (window - plain.start + len(plain) // 2) % len(plain)
     changed = torch.where(torch.arange(len(window)) >= places[:, None], other, window)  # (places, seq)
-    logits = compute_logits(model, {"input_ids": torch.cat([window[None], changed]), "labels": torch.cat([window[None], changed])})
-    before = logits[0, places - 1], logits[torch.arange(1, len(logits)), places - 1]  # (places, vocab) both
+    ids = torch.cat([window[None], changed])
+    logits = compute_logits(model, {"input_ids": ids, "labels": ids})
+    difference = logits[0, places - 1] - logits[torch.arange(1, len(logits)), places - 1]  # (places, vocab)
     noise = 8 * torch.finfo(torch.float32).eps * logits.abs().max()
-    return bool((((before[0] - before[1]).abs() > noise).float().mean(1) < MOVED).all())
+    return bool(((difference.abs() > noise).float().mean(1) < MOVED).all())
 
 
 def detect_label_shift(model: nn.Module, example: Example) -> int:
@@ -407,16 +398,16 @@ def detect_label_shift(model: nn.Module, example: Example) -> int:
     place = len(labels) // 2
     logits = compute_logits(model, example)[0]
     contrast = logits[place] - logits[place - 1]
-    one, other = int(contrast.argmax()), int(contrast.argmin())
+    high, low = int(contrast.argmax()), int(contrast.argmin())
 
     def loss(label: int) -> float:
-        only = torch.full_like(labels, IGNORED)
-        only[place] = label
-        return compute_loss(model, {**example, "labels": only})
+        single = torch.full_like(labels, IGNORED)
+        single[place] = label
+        return compute_loss(model, {**example, "labels": single})
 
-    difference = loss(one) - loss(other)
-    here, before = (float(logits[at, other] - logits[at, one]) for at in (place, place - 1))
-    return int(abs(difference - before) < abs(difference - here))
+    difference = loss(high) - loss(low)
+    unshifted, shifted = (float(logits[p, low] - logits[p, high]) for p in (place, place - 1))
+    return int(abs(difference - shifted) < abs(difference - unshifted))
 
 
 def for_loss_of(model: nn.Module, objective: Objective, window: torch.Tensor) -> Objective:
@@ -431,12 +422,7 @@ def compute_logits(model: nn.Module, example: Example) -> torch.Tensor:
     length = example["labels"].shape[-1]
     logits = find_logits(run(model, {key: value for key, value in example.items() if key != "labels"}))
     if logits is None or logits.shape[1] != length:
-        raise TrainingError(
-            f"{class_of(model)} gives no logits for each of its {length} tokens",
-            why="its outputs are of another shape",
-            remedy="train a model with a language-modelling head",
-            code="no-logits",
-        )
+        raise no_logits(f"{class_of(model)} gives no logits for each of its {length} tokens", "its outputs are of another shape")
     return logits.float().cpu()
 
 
@@ -447,7 +433,7 @@ def compute_loss(model: nn.Module, example: Example) -> float:
         raise TrainingError(
             f"{class_of(model)} returned no loss although it received labels",
             why="its first output is not a single number",
-            remedy="train a model with a language-modelling head",
+            remedy=NEEDS_HEAD,
             code="no-loss",
         )
     return float(outputs[0])
@@ -463,6 +449,6 @@ def run(model: nn.Module, inputs: Example) -> Any:
         raise TrainingError(
             f"{class_of(model)} cannot {'compute a loss for' if labelled else 'read'} {inputs['input_ids'].shape[-1]} tokens",
             why=first_line(error),
-            remedy="train a model with a language-modelling head" if labelled else "use a shorter --length",
+            remedy=NEEDS_HEAD if labelled else "use a shorter --length",
             code="no-loss" if labelled else "too-long",
         ) from error

@@ -61,18 +61,13 @@ class NewRates:
         tables, named = tables_of(part), dict(part.named_parameters(remove_duplicate=False))
         groups = []
         for method, account in zip(methods, accounts, strict=True):
-            new = list(dict.fromkeys(named[name] for name in account.added if name in named))
-            proposal = method.recovery
-            looked_up = [parameter for parameter in new if parameter in tables]
-            others = [parameter for parameter in new if parameter not in tables]
-            groups += [
-                NewRate(what, times * lr, tuple(parameters))
-                for what, times, parameters in (
-                    (method.name, proposal.rate, others),
-                    (f"tables of {method.name}", proposal.table_rate, looked_up),
-                )
-                if parameters and times != 1
-            ]
+            new = dict.fromkeys(named[name] for name in account.added if name in named)
+            others = tuple(parameter for parameter in new if parameter not in tables)
+            looked_up = tuple(parameter for parameter in new if parameter in tables)
+            if others and method.recovery.rate != 1:
+                groups.append(NewRate(method.name, method.recovery.rate * lr, others))
+            if looked_up and method.recovery.table_rate != 1:
+                groups.append(NewRate(f"tables of {method.name}", method.recovery.table_rate * lr, looked_up))
         return NewRates(tuple(groups))
 
     def by_parameter(self) -> dict[nn.Parameter, float]:
@@ -85,23 +80,22 @@ class NewRates:
 
 def rates_text(lr: float, new: Iterable[tuple[str, float]]) -> str:
     """Return the rates of a run as text."""
-    parts = [f"{lr:g}", *(f"{rate:g} for {what}{times(rate, lr)}" for what, rate in new)]
-    return ", ".join(parts)
+    return ", ".join([f"{lr:g}", *(f"{rate:g} for {what}{multiple_text(rate, lr)}" for what, rate in new)])
 
 
-def times(rate: float, lr: float) -> str:
+def multiple_text(rate: float, lr: float) -> str:
     """Return the ratio of two rates as text, if it is a round number."""
-    many = rate / lr if lr else 0.0
-    return f" ({round(many)}×)" if many >= 2 and math.isclose(many, round(many), rel_tol=1e-6) else ""
+    ratio = rate / lr if lr else 0.0
+    return f" ({round(ratio)}×)" if ratio >= 2 and math.isclose(ratio, round(ratio), rel_tol=1e-6) else ""
 
 
 def require_new(model: nn.Module, rate: float) -> list[nn.Parameter]:
     """Return the parameters that the passes added to `model`; raise `TrainingError` if there are none."""
     found = added_parameters(model)
     if not found:
-        known = "no pass has rewritten it, or its file does not say what is new" if found is None else "its passes added none"
+        why = "no pass has rewritten it, or its file does not say what is new" if found is None else "its passes added none"
         raise TrainingError(
-            f"--lr-new {rate:g}: the model has no new parameter", why=known, remedy="drop it", option="lr_new", code="no-effect"
+            f"--lr-new {rate:g}: the model has no new parameter", why=why, remedy="drop it", option="lr_new", code="no-effect"
         )
     return found
 
@@ -155,9 +149,8 @@ class TableAdamW(torch.optim.AdamW):
 
     def __init__(self, params: Iterable[Any], *, tables_in: nn.Module, **options: Any) -> None:
         super().__init__(params, **options)
-        mine = {parameter for group in self.param_groups for parameter in group["params"]}
-        self.names = {table: name for table, name in tables_of(tables_in).items() if table in mine}
-        self.collected: Collected = {table: [] for table in self.names}
+        own = {parameter for group in self.param_groups for parameter in group["params"]}
+        self.collected: Collected = {table: [] for table in tables_of(tables_in) if table in own}
         self.close = weakref.finalize(self, restore, prepare(tables_in, self.collected))
         self.close.atexit = False
         self.register_step_pre_hook(refuse_scaled)
@@ -200,9 +193,9 @@ class TableAdamW(torch.optim.AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state; what torch has then rounded to the dtype of a table is as precise as it was saved."""
         super().load_state_dict(state_dict)
-        saved = [number for group in state_dict["param_groups"] for number in group["params"]]
-        mine = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, table in zip(saved, mine, strict=True):
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, table in zip(numbers, parameters, strict=True):
             squares = state_dict["state"].get(number, {}).get(SQUARES)
             if squares is not None:
                 self.state[table][SQUARES] = squares.clone().to(table.device)
@@ -231,9 +224,7 @@ def mean_rows(table: Any, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def rows_in(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices and values of a gradient's rows, unordered and possibly repeated; of a dense gradient those other than
-    zero.
-    """
+    """Return the indices and values of a gradient's rows, unordered and possibly repeated; of a dense gradient the nonzero ones."""
     if gradient.is_sparse:
         return gradient._indices()[0], gradient._values()
     i = gradient.flatten(1).any(1).nonzero().flatten()
@@ -265,9 +256,7 @@ def refuse_scaled(optimizer: torch.optim.Optimizer, *call: Any) -> None:
 
 
 def prepare(model: nn.Module, collected: Collected) -> list[Callable[[], Any]]:
-    """Make the gradients of the tables sparse, collect them, and hide them from DistributedDataParallel; return functions that undo
-    it.
-    """
+    """Make the gradients of the tables sparse, collect them, and hide them from DistributedDataParallel; return what undoes it."""
     undo: list[Callable[[], Any]] = []
     for module in model.modules():
         if isinstance(module, RowTables) and any(module.get_parameter(name) in collected for name in module.tables()):
@@ -286,13 +275,8 @@ def prepare(model: nn.Module, collected: Collected) -> list[Callable[[], Any]]:
     if names:
         ignored = vars(model).get(IGNORED)
         setattr(model, IGNORED, [*(ignored or ()), *names])
-
-        def ignore_no_more() -> None:
-            vars(model).pop(IGNORED, None)
-            if ignored is not None:
-                setattr(model, IGNORED, ignored)
-
-        undo.append(ignore_no_more)
+        remove = functools.partial(vars(model).pop, IGNORED, None)
+        undo.append(remove if ignored is None else functools.partial(setattr, model, IGNORED, ignored))
     return undo
 
 

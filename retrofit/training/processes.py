@@ -5,6 +5,7 @@ The first process decides and writes; the others receive its decisions.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from retrofit.errors import FirstProcessError, TrainingError
+from retrofit.inputs.module_calls import forward_replaced
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -125,19 +127,11 @@ def in_forward(wrapped: nn.Module, model: nn.Module, compute: Callable[[], Resul
     """
     if wrapped is model:
         return compute()
-    own = vars(model).get("forward")
+    with contextlib.ExitStack() as replaced:
 
-    def restore() -> None:
-        vars(model).pop("forward", None)
-        if own is not None:
-            model.forward = own
+        def forward() -> Result:
+            replaced.close()
+            return compute()
 
-    def forward() -> Result:
-        restore()
-        return compute()
-
-    model.forward = forward
-    try:
+        replaced.enter_context(forward_replaced(model, forward))
         return cast(Result, wrapped())
-    finally:
-        restore()

@@ -78,27 +78,9 @@ class Stages:
 
     @staticmethod
     def of(settings: Settings, model: nn.Module, teacher: Teacher | KeptTeacher | None) -> Stages:
-        """Return the stages in the settings, else the proposals of the model's passes; no stage without a dense model or rewritten
-        sites.
-        """
+        """Return the stages in the settings, else those that the model's passes propose; none without a dense model and sites."""
         if not isinstance(teacher, Teacher) or settings.fsdp:
-            needing = [
-                field for field in dataclasses.fields(settings) if field.name in NEED_MODEL and getattr(settings, field.name)
-            ]
-            if needing:
-                name = flag(needing[0])
-                needs, remedy = "a teacher", "name the dense model with --teacher"
-                if isinstance(teacher, Teacher):
-                    needs, remedy = "the dense modules whole, in every process", f"drop {name} or --fsdp"
-                elif teacher is not None:
-                    needs, remedy = "the dense model, not its predictions alone", f"{remedy}, or drop {name}"
-                raise TrainingError(
-                    f"{name} {getattr(settings, needing[0].name)} needs {needs}",
-                    why="rewritten sites learn from the dense modules",
-                    remedy=remedy,
-                    option=needing[0].name,
-                    code="combination",
-                )
+            refuse_without_model(settings, teacher)
             return Stages()
         if not teacher.sites.sites:
             return Stages()
@@ -123,18 +105,37 @@ class Stages:
         return found
 
 
+def refuse_without_model(settings: Settings, teacher: Teacher | KeptTeacher | None) -> None:
+    """Raises `TrainingError` for settings that need whole dense modules in every process."""
+    option = next((name for name in NEED_MODEL if getattr(settings, name)), None)
+    if option is None:
+        return
+    needs, remedy = "a teacher", "name the dense model with --teacher"
+    if isinstance(teacher, Teacher):
+        needs, remedy = "the dense modules whole, in every process", f"drop {flag(option)} or --fsdp"
+    elif teacher is not None:
+        needs, remedy = "the dense model, not its predictions alone", f"{remedy}, or drop {flag(option)}"
+    raise TrainingError(
+        f"{flag(option)} {getattr(settings, option)} needs {needs}",
+        why="rewritten sites learn from the dense modules",
+        remedy=remedy,
+        option=option,
+        code="combination",
+    )
+
+
 def require_one_dtype(teacher: Teacher) -> None:
     """Raises `TrainingError` if dense modules and the sites that replaced them have different dtypes."""
-    theirs, ours = (
+    dense, rewritten = (
         next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), None)
         for model in (teacher.part, teacher.sites.model)
     )
-    if theirs != ours and not is_quantized(teacher.part):
-        names = [str(dtype).removeprefix("torch.") for dtype in (theirs, ours)]
+    if dense != rewritten and not is_quantized(teacher.part):
+        dense_name, name = (str(dtype).removeprefix("torch.") for dtype in (dense, rewritten))
         raise TrainingError(
-            f"the teacher is in {names[0]}, the model in {names[1]}",
+            f"the teacher is in {dense_name}, the model in {name}",
             why="aligned and annealed sites run dense and rewritten modules on the same activations",
-            remedy=f"load the teacher in {names[1]} (--float32: both in float32), or use --align 0 --anneal 0",
+            remedy=f"load the teacher in {name} (--float32: both in float32), or use --align 0 --anneal 0",
             code="dtypes",
             option="teacher",
         )
@@ -153,10 +154,7 @@ def recover(
         setup.learner.to(setup.device)
         findings = processes.in_first(lambda: read_findings(setup.folder))
         if not findings and len(setup.held_out):
-            findings = {
-                "dense_loss": dense_loss(teacher, setup),
-                "start_loss": held_out_loss(setup.learner, setup),
-            }
+            findings = {"dense_loss": dense_loss(teacher, setup), "start_loss": held_out_loss(setup.learner, setup)}
             write_findings(setup.folder, findings)
         if stages.align and checkpoint is None and isinstance(teacher, Teacher):
             findings = {**findings, "alignment": align(setup, teacher, stages.align, progress)}
@@ -170,10 +168,12 @@ def recover(
                 findings = {**findings, "dials": names}
                 write_findings(setup.folder, findings)
             use_dials(teacher, findings["dials"])
-        hidden = None
+        hidden = chunked = None
         if isinstance(teacher, Teacher) and setup.settings.distil_hidden:
             hidden = HiddenStates.of(teacher.sites.model, teacher.part, teacher.parts.places)
-        whole = not processes.sharded(setup.settings.fsdp)
+        if not processes.sharded(setup.settings.fsdp):  # a head alone is not gathered
+            shift, batch_size = setup.collator.objective.shift, setup.settings.batch_size
+            chunked = ChunkedLoss.of(setup.learner, teacher, setup.one_window(), shift, batch_size)
         trainer = setup.trainer(
             ShardedDistillingTrainer if setup.settings.fsdp else DistillingTrainer,
             watch,
@@ -184,11 +184,7 @@ def recover(
             distillation=setup.settings,
             anneal=stages.anneal,
             hidden=hidden,
-            chunked=ChunkedLoss.of(
-                setup.learner, teacher, setup.one_window(), setup.collator.objective.shift, setup.settings.batch_size
-            )
-            if whole
-            else None,  # a head alone is not gathered
+            chunked=chunked,
         )
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     return trainer, {**findings, "stages": dataclasses.asdict(stages)}

@@ -55,12 +55,11 @@ def draw_curves(
     levels: Mapping[str, float] | None = None,
     marks: Mapping[str, int] | None = None,
 ) -> Path:
-    """Write a PNG of the held-out loss of each run, labelled with its last value; behind a single run, its training loss, raw and
-    smoothed. The axis ends at the last step.
+    """Write a PNG of the held-out loss of each run, labelled with its last value; the axis ends at the last step.
 
-    `levels` are losses drawn as horizontal lines, `marks` steps drawn as vertical lines.
+    Behind a single run is its training loss, raw and smoothed. `levels` are losses drawn as horizontal lines, `marks` steps drawn
+    as vertical lines.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -93,11 +92,23 @@ def draw_curves(
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a token)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    add_grid(axes)
     if runs:
         axes.legend(frameon=False)
-    with whole_file(path, force=True) as file:
+    return write_png(path, figure, force=True)
+
+
+def add_grid(axes: Any) -> None:
+    """Draw a light grid, and no frame at the top and on the right."""
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def write_png(path: Path, figure: Any, *, force: bool) -> Path:
+    """Write the figure to the file at `path`, and return the path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    with whole_file(path, force=force) as file:
         FigureCanvasAgg(figure).print_png(file)
     return path
 
@@ -151,13 +162,13 @@ class TrainingRun:
             raise TrainingError(f"{folder} holds no finished run", remedy="train the model first", code="missing")
         values: dict[str, Any] = {field.name: record.get(field.name) for field in dataclasses.fields(TrainingRun)}
         for name in ("losses", "eval_losses", "rates", "alignment"):
-            values[name] = tuple((step, value) for step, value in record.get(name) or ())
+            values[name] = tuple((step, value) for step, value in values[name] or ())
+        for name in ("dials", "untrained"):
+            values[name] = tuple(values[name] or ())
         for name in ("stages", "new_rates", "tables"):
-            values[name] = record.get(name) or {}
-        values["dials"] = tuple(record.get("dials") or ())
-        values["sampled"] = record.get("sampled") or 0
-        values["untrained"] = tuple(record.get("untrained") or ())
-        return TrainingRun(**{**values, "settings": Settings(**record["settings"]), "output": Path(output), "folder": folder})
+            values[name] = values[name] or {}
+        values |= {"sampled": values["sampled"] or 0, "settings": Settings(**record["settings"])}
+        return TrainingRun(**{**values, "output": Path(output), "folder": folder})
 
     @property
     def tokens(self) -> int:
@@ -221,8 +232,8 @@ class TrainingRun:
             size = f"{plural(len(self.tables), 'table')} of {sum(self.tables.values()):,} numbers"
             rows.append(("optimizer", f"AdamW; row-wise Adagrad for the rows that were looked up in {size}"))
         if self.untrained:
-            some = first_few(self.untrained, 3)
-            rows.append(("not trained", f"{some}: no gradient reached {'it' if len(self.untrained) == 1 else 'them'}"))
+            names = first_few(self.untrained, 3)
+            rows.append(("not trained", f"{names}: no gradient reached {'it' if len(self.untrained) == 1 else 'them'}"))
         if self.losses:
             rows.append(("training loss", f"{self.losses[0][1]:.4f} → {self.losses[-1][1]:.4f}"))
         if self.eval_losses:
@@ -246,11 +257,11 @@ def folder_of(output: Path) -> Path:
 def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
     """Raises `TrainingError` if a run that writes `output` would overwrite something, or has nothing to resume."""
     folder = folder_of(output)
-    ours = is_run(folder)
+    has_run, finished = is_run(folder), is_finished(read_record(folder))
     refuse_held(folder)
-    if folder.exists() and not ours:
+    if folder.exists() and not has_run:
         raise TrainingError(f"{folder} exists already", why="it is not a training run", remedy="choose another -o", code="occupied")
-    if resume and not has_checkpoint(folder) and is_finished(read_record(folder)):
+    if resume and not has_checkpoint(folder) and finished:
         raise TrainingError(
             f"the run to resume in {folder} is finished and kept no checkpoint",
             why="without --save-every or --eval-every, none is written in the first minute",
@@ -266,11 +277,11 @@ def refuse_to_overwrite(output: Path, *, resume: bool, force: bool) -> None:
             option="resume",
         )
     if output.exists() and not force:
-        if resume and is_finished(read_record(folder)):
+        if resume and finished:
             raise already_done(folder, f"{output} is its result")
         remedy = "overwrite it with --force" if resume else "name another with -o, or overwrite it with --force"
         raise TrainingError(f"{output} exists", remedy=remedy, code="exists")
-    if ours and not (resume or force or came_to_nothing(folder)):
+    if has_run and not (resume or force or came_to_nothing(folder)):
         raise TrainingError(
             f"{folder} holds an earlier run",
             remedy="continue it with --resume, or start over with --force",
@@ -310,8 +321,8 @@ def is_run(folder: Path) -> bool:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """Return the latest whole checkpoint: the trainer writes its state last."""
-    whole = (state.parent for state in folder.glob(f"checkpoint-*/{STATE}"))
-    return max(filter(is_checkpoint, whole), key=steps_done, default=None)
+    complete = (state.parent for state in folder.glob(f"checkpoint-*/{STATE}"))
+    return max(filter(is_checkpoint, complete), key=steps_done, default=None)
 
 
 def is_checkpoint(folder: Path) -> bool:
@@ -441,7 +452,7 @@ def resume_folder(output: Path, facts: Mapping[str, Any], settings: Settings) ->
         before, now = record["settings"].get(field.name, field.default), getattr(settings, field.name)
         if before != now and field.name not in CHANGEABLE_ON_RESUME:
             raise TrainingError(
-                f"{flag(field)} was {before} in the run to resume, now it is {now}",
+                f"{flag(field.name)} was {before} in the run to resume, now it is {now}",
                 remedy="use the same value",
                 code="other-run",
                 option=field.name,

@@ -31,20 +31,14 @@ class Settings:
     weight_decay: float = option(0.0, "AdamW's weight decay", minimum=0)
     eval_fraction: float = option(0.05, "fraction of the text held out for evaluation, at most 512 windows; 0: none", minimum=0)
     eval_every: int | None = option(
-        None,
-        "steps between evaluations (default: --steps / 10, on a sample, within 1/20 of the time)",
-        minimum=1,
+        None, "steps between evaluations (default: --steps / 10, on a sample, within 1/20 of the time)", minimum=1
     )
     save_every: int | None = option(
-        None,
-        "steps between checkpoints (default: --eval-every, else within 1/20 of the time)",
-        minimum=1,
+        None, "steps between checkpoints (default: --eval-every, else within 1/20 of the time)", minimum=1
     )
     seed: int = option(0, "random seed of the order of windows and of masked tokens", minimum=0)
     align: int | None = option(
-        None,
-        "warm-up steps of layer-wise distillation (default with a teacher: chosen by the passes)",
-        minimum=0,
+        None, "warm-up steps of layer-wise distillation (default with a teacher: chosen by the passes)", minimum=0
     )
     align_lr: float = option(1e-3, "peak learning rate of --align", minimum=0)
     anneal: int | None = option(
@@ -70,44 +64,21 @@ class Settings:
             value, minimum, choices = as_number(field, self), field.metadata.get("minimum"), field.metadata.get("choices")
             object.__setattr__(self, field.name, value)
             if isinstance(value, (int, float)) and not math.isfinite(value):
-                raise TrainingError(
-                    f"{flag(field)} {value} is not a finite number",
-                    remedy=f"use a number: {field.metadata['doc']}",
-                    option=field.name,
-                    code="range",
-                )
+                raise refusal(field.name, f"{value} is not a finite number", f"use a number: {field.metadata['doc']}")
             if value is not None and minimum is not None and value < minimum:
-                raise TrainingError(
-                    f"{flag(field)} {value} is below {minimum}", remedy=f"use at least {minimum}", option=field.name, code="range"
-                )
+                raise refusal(field.name, f"{value} is below {minimum}", f"use at least {minimum}")
             if isinstance(value, int):
                 check_most(field.name, value)
             if choices and value not in choices:
-                raise TrainingError(
-                    f"{flag(field)} {value} is unknown",
-                    remedy=f"choose one of {', '.join(choices)}",
-                    option=field.name,
-                    code="choice",
-                )
+                raise refusal(field.name, f"{value} is unknown", f"choose one of {', '.join(choices)}", code="choice")
         if self.distil > 1:
-            raise TrainingError(
-                f"--distil {self.distil:g} is above 1", remedy="it weights must be between 0 and 1", option="distil", code="range"
-            )
+            raise refusal("distil", f"{self.distil:g} is above 1", "use a weight between 0 and 1")
         if self.anneal is not None and self.anneal > self.steps:
-            raise TrainingError(
-                f"--anneal {self.anneal} is more than all steps, {self.steps}",
-                why="the model would still be partly dense at the end",
-                remedy=f"use at most {self.steps}",
-                option="anneal",
-                code="range",
-            )
+            why = "the model would still be partly dense at the end"
+            raise refusal("anneal", f"{self.anneal} is more than all steps, {self.steps}", f"use at most {self.steps}", why=why)
         if self.eval_fraction >= 1:
-            raise TrainingError(
-                f"--eval-fraction {self.eval_fraction} leaves no training text",
-                remedy="use a fraction below 1, such as 0.05",
-                option="eval_fraction",
-                code="range",
-            )
+            remedy = "use a fraction below 1, such as 0.05"
+            raise refusal("eval_fraction", f"{self.eval_fraction} leaves no training text", remedy)
 
     @property
     def warmup_steps(self) -> int:
@@ -146,9 +117,7 @@ def as_number(field: dataclasses.Field[Any], settings: Settings) -> Any:
         return operator.index(value) if kind == "int" else float(value + 0)
     except (TypeError, RuntimeError) as error:  # torch raises RuntimeError for a tensor of several numbers
         number = "integer" if kind == "int" else "number"
-        raise TrainingError(
-            f"{flag(field)} {value!r} is not a valid {number}", remedy=field.metadata["doc"], option=field.name, code="type"
-        ) from error
+        raise refusal(field.name, f"{value!r} is not a valid {number}", field.metadata["doc"], code="type") from error
 
 
 def check_values(**values: float) -> None:
@@ -156,20 +125,20 @@ def check_values(**values: float) -> None:
     for name, value in values.items():
         least = LEAST.get(name, 1e-3)
         if not least <= value < math.inf:
-            raise TrainingError(
-                f"--{name.replace('_', '-')} {value} is below {least}", remedy=f"use at least {least}", option=name, code="range"
-            )
+            raise refusal(name, f"{value} is below {least}", f"use at least {least}")
         check_most(name, value)
 
 
 def check_most(name: str, value: float) -> None:
     most = MOST_SEED if name == "seed" else MOST
     if value > most:
-        raise TrainingError(
-            f"--{name.replace('_', '-')} {value} is above {most}", remedy=f"use at most {most}", option=name, code="range"
-        )
+        raise refusal(name, f"{value} is above {most}", f"use at most {most}")
 
 
-def flag(field: dataclasses.Field[Any]) -> str:
-    """Return the command-line option of a field."""
-    return f"--{field.name.replace('_', '-')}"
+def refusal(name: str, problem: str, remedy: str, *, why: str = "", code: str = "range") -> TrainingError:
+    return TrainingError(f"{flag(name)} {problem}", why=why, remedy=remedy, option=name, code=code)
+
+
+def flag(name: str) -> str:
+    """Return the command-line option for the setting of this name."""
+    return f"--{name.replace('_', '-')}"

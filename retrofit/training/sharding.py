@@ -4,10 +4,9 @@ Every process holds some of the rows of each parameter. Groups of modules are ga
 groups follow from the anatomy: modules that several layers call, the layers, and the rest of the model. A parameter that is used
 outside its group belongs to the enclosing one.
 
-The state is written as one file a process and read by any number of processes, each reading its own rows.
-
-A file contains tensors by name; of a divided tensor, the rows of its process, their offset, and the size of the whole. Reading maps
-the file, so that a process reads only its part, and runs no code.
+The state is written as one file a process and read by any number of processes, each reading its own rows. A file contains tensors
+by name; of a divided tensor, the rows of its process, their offset, and the size of the whole. Reading maps the file, so that a
+process reads only its part, and runs no code.
 """
 
 from __future__ import annotations
@@ -19,14 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from retrofit.anatomy.inspection import inspect
-from retrofit.errors import RetrofitError, TrainingError, first_line
+from retrofit.errors import RetrofitError, TrainingError
 from retrofit.inputs.model_memory import without_weights
 from retrofit.surgery.row_tables import tables_of
 from retrofit.training import processes
-from retrofit.training.checkpoints import not_whole
+from retrofit.training.checkpoints import not_whole, read_entry
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -74,31 +72,29 @@ def fill(sharded: nn.Module, model: nn.Module, device: torch.device, mesh: Devic
     values = {name: placed[id(full)] for name, full in model.named_parameters(remove_duplicate=False)}
     sharded.load_state_dict(values, strict=False, assign=True)
     moved: dict[int, Tensor] = {}
-    for copied, own in zip(sharded.modules(), model.modules(), strict=True):
-        for table, theirs in ((copied._buffers, own._buffers), (vars(copied), vars(own))):
-            for name, value in list(theirs.items()):
+    for copied, original in zip(sharded.modules(), model.modules(), strict=True):
+        for target, source in ((copied._buffers, original._buffers), (vars(copied), vars(original))):
+            for name, value in list(source.items()):
                 if isinstance(value, Tensor):
-                    table[name] = moved.setdefault(id(value), value.detach().to(device, copy=True))
+                    target[name] = moved.setdefault(id(value), value.detach().to(device, copy=True))
 
 
-def own_rows(whole: Tensor) -> slice:
+def own_rows(value: Tensor) -> slice:
     """Return this process's rows of a tensor: as many as the first one has, as long as rows are left."""
-    each = -(-whole.shape[0] // processes.count())
-    start = min(each * processes.number(), whole.shape[0])
-    return slice(start, min(start + each, whole.shape[0]))
+    count = -(-value.shape[0] // processes.count())
+    start = min(count * processes.number(), value.shape[0])
+    return slice(start, min(start + count, value.shape[0]))
 
 
 @torch.no_grad()
 def collect(sharded: nn.Module, model: nn.Module) -> None:
     """Copy the values of a sharded copy into `model`, in the first process only."""
-    theirs = (*sharded.named_parameters(), *sharded.named_buffers())
-    mine = dict((*model.named_parameters(), *model.named_buffers()))
-    for name, value in theirs:
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # all processes send, parameter by parameter
+    targets = dict((*model.named_parameters(), *model.named_buffers()))
+    for name, value in (*sharded.named_parameters(), *sharded.named_buffers()):
+        full = value.full_tensor() if hasattr(value, "full_tensor") else value  # all processes send, parameter by parameter
         if processes.number() == 0:
-            mine[name].copy_(whole)
-    if dist.is_initialized():
-        dist.barrier()
+            targets[name].copy_(full)
+    processes.wait()
 
 
 # Which modules are gathered together.
@@ -146,11 +142,11 @@ def require_one_dtype_a_group(model: nn.Module) -> None:
     for group in (*shard_groups(model), model):
         own = [parameter for parameter in group.parameters() if parameter not in taken]
         taken |= set(own)
-        firsts = {parameter.dtype: names[parameter] for parameter in reversed(own) if parameter.requires_grad}
-        if len(firsts) > 1:
+        first_names = {parameter.dtype: names[parameter] for parameter in reversed(own) if parameter.requires_grad}
+        if len(first_names) > 1:
             raise TrainingError(
                 "--fsdp: parameters of one shard group have several dtypes",
-                why=", ".join(f"{name} is in {str(dtype).removeprefix('torch.')}" for dtype, name in firsts.items()),
+                why=", ".join(f"{name} is in {str(dtype).removeprefix('torch.')}" for dtype, name in first_names.items()),
                 remedy=f"cast all weights to float32 (--float32, model.float()), or {WHOLE}",
                 code="dtypes",
                 option="fsdp",
@@ -158,10 +154,7 @@ def require_one_dtype_a_group(model: nn.Module) -> None:
 
 
 def layer_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that hold one layer of a stack each, including wrappers around it.
-
-    None if the model's anatomy is not found.
-    """
+    """Return the modules that hold one layer of a stack each, including wrappers around it; none if there is no anatomy."""
     try:
         stacks = inspect(model).stacks
     except RetrofitError:
@@ -232,33 +225,27 @@ def read_parts(folder: Path, kind: str) -> list[Mapping[str, Any]]:
     count = {int(match.group(2)) for file in files if (match := NAME.search(file.name))}
     if len(count) != 1 or len(files) != count.pop():
         raise not_whole(folder, f"some of the files {kind}-….pt are missing")
-    found = []
-    for file in files:
-        try:
-            found.append(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
-        except Exception as error:
-            raise not_whole(folder, f"{file.name} cannot be read ({first_line(error)})") from error
-    return found
+    return [read_entry(file) for file in files]
 
 
 @torch.no_grad()
 def fill_from_parts(value: Tensor, name: str, parts: list[Mapping[str, Any]], folder: Path) -> None:
     """Copy this process's rows of `value` from the files; raises `TrainingError` if rows are missing."""
-    mine, start = local_rows(value), first_row(value)
+    local, start = local_rows(value), first_row(value)
     for part in parts:
         require_entry(part.get(name), name, value, folder)
     if not value.dim():
-        mine.copy_(parts[0][name][PART])
+        local.copy_(parts[0][name][PART])
         return
-    end, filled = start + len(mine), 0
+    end, filled = start + len(local), 0
     for part in parts:
         entry = part[name]
         first, rows = entry[START], entry[PART]
         low, high = max(start, first), min(end, first + len(rows))
         if low <= start + filled < high:
-            mine[low - start : high - start] = rows[low - first : high - first].to(mine.device)
+            local[low - start : high - start] = rows[low - first : high - first].to(local.device)
             filled = high - start
-    if filled < len(mine):
+    if filled < len(local):
         raise not_whole(folder, f"rows of {name} are missing")
 
 

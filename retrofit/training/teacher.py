@@ -85,9 +85,9 @@ class PredictionsOfWindows:
                 window_batch = {name: value[window : window + 1] for name, value in self.batch.items()}
                 self.window, self.logits = window, self.teacher.logits(window_batch)[0]
             first, last = max(rows.start, window * tokens), min(rows.stop, (window + 1) * tokens)
-            ours = student[first - rows.start : last - rows.start]
-            theirs = slice(first - window * tokens, last - window * tokens)
-            total = total + WholePredictions(self.logits).divergence(ours, theirs, temperature)
+            logits = student[first - rows.start : last - rows.start]
+            window_rows = slice(first - window * tokens, last - window * tokens)
+            total = total + WholePredictions(self.logits).divergence(logits, window_rows, temperature)
         return total
 
 
@@ -118,11 +118,11 @@ class Teacher:
             dense = as_dense_graph_of(student, dense, named_inputs(student))
         part = transformer_inside(dense) if embeds_sentences(dense) else dense
         rewritten = rewritten_part(student) if embeds_sentences(student) else student
-        theirs, ours = (vocabulary_of(network) or vocabulary_size(network) for network in (part, rewritten))
-        if theirs != ours:
+        dense_size, size = (vocabulary_of(network) or vocabulary_size(network) for network in (part, rewritten))
+        if dense_size != size:
             raise TrainingError(
                 "the teacher has another vocabulary",
-                why=f"it has {theirs:,} tokens, the model {ours:,}",
+                why=f"it has {dense_size:,} tokens, the model {size:,}",
                 remedy="name the dense model that was rewritten",
                 code="other-vocabulary",
                 option="teacher",
@@ -158,8 +158,8 @@ class Teacher:
         """
         if embeds_sentences(self.model):
             with torch.no_grad():
-                theirs = self.learner(batch["input_ids"])[0]
-            return embedding_distance(list_of(outputs)[1], theirs)
+                expected = self.learner(batch["input_ids"])[0]
+            return embedding_distance(list_of(outputs)[1], expected)
         return divergence_from_teacher(token_logits(outputs), batch, self.logits, temperature)
 
     @torch.no_grad()
@@ -195,27 +195,32 @@ def placed_on(device: torch.device, model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def sharing_weights(student: nn.Module, dense: nn.Module, apart: Iterator[nn.Parameter]) -> Iterator[None]:
+def sharing_weights(student: nn.Module, dense: nn.Module, excluded: Iterator[nn.Parameter]) -> Iterator[None]:
     """Let the student share the dense parameters that equal its own of the same names within this context, to save memory.
 
     Parameters in `apart` and dense parameters on disk are not shared. On exit every parameter is the student's own again.
     """
-    own = {id(parameter) for parameter in apart}
-    theirs = dict(dense.named_parameters())
+    excluded_ids = {id(parameter) for parameter in excluded}
+    dense_parameters = dict(dense.named_parameters())
     shared: list[nn.Parameter] = []
     for name, parameter in student.named_parameters():
-        other = theirs.get(name)
-        if other is None or other.is_meta or id(parameter) in own or other.dtype != parameter.dtype:
+        other = dense_parameters.get(name)
+        if other is None or other.is_meta or id(parameter) in excluded_ids or other.dtype != parameter.dtype:
             continue
-        if not torch.equal(other, parameter):
-            continue
-        parameter.data = other.data
-        shared.append(parameter)
+        if torch.equal(other, parameter):
+            parameter.data = other.data
+            shared.append(parameter)
     try:
         yield
     finally:
         for parameter in shared:
             parameter.data = parameter.data.clone()
+
+
+def separable_head(model: nn.Module, learner: nn.Module, example: Example, shift: int | None) -> LogitHead | None:
+    """Return the head of `model` if it reproduces the logits of `learner`, the model with a loss; None if there is none."""
+    head = find_logit_head(model)
+    return head if head is not None and comes_apart(head, learner, example, shift) else None
 
 
 @torch.no_grad()
@@ -240,19 +245,16 @@ class ChunkedLoss:
         That is the case if a batch has few logits, if the model returns embeddings, if its head is not separable, or if its own
         loss has other terms.
         """
-        model = teacher.sites.model
         if isinstance(learner, WithContrastiveLoss):
             return None
         vocabulary = vocabulary_of_logits(learner, example)
         if batch_size * example["labels"].numel() * vocabulary <= distillation.CHUNK:
             return None
-        head = find_logit_head(model)
-        if head is None or not comes_apart(head, learner, example, shift):
+        head = separable_head(teacher.sites.model, learner, example, shift)
+        if head is None:
             return None
-        theirs = find_logit_head(teacher.model) if isinstance(teacher, Teacher) else None
-        if theirs is not None and isinstance(teacher, Teacher) and not comes_apart(theirs, teacher.learner, example, None):
-            theirs = None
-        return ChunkedLoss(head, theirs, vocabulary, shift)
+        teachers_head = separable_head(teacher.model, teacher.learner, example, None) if isinstance(teacher, Teacher) else None
+        return ChunkedLoss(head, teachers_head, vocabulary, shift)
 
     def loss(
         self, model: nn.Module, inputs: Mapping[str, Any], teacher: Teacher | KeptTeacher, weight: float, temperature: float
@@ -264,8 +266,8 @@ class ChunkedLoss:
         labelled = max(1, int((targets != IGNORED).sum()))
         predictions = teacher.predictions(inputs, self.teachers_head) if weight else None
 
-        def part(some: Tensor, rows: slice) -> Tensor:
-            logits = self.head.logits(some)
+        def part(chunk: Tensor, rows: slice) -> Tensor:
+            logits = self.head.logits(chunk)
             total = logits.new_zeros((), dtype=torch.float32)
             if weight < 1:
                 own = F.cross_entropy(logits.float(), targets[rows], ignore_index=IGNORED, reduction="sum")

@@ -9,8 +9,6 @@ A folder with `teacher.json`, the facts that they depend on, and shards of a fix
 
 A window is found by its number in the text, so training may draw windows in any order. The hidden tokens of a window, if the
 objective hides tokens, depend only on its number and the seed in `teacher.json`.
-
-A teacher without a model: its predictions on disk, for the windows of one text.
 """
 
 from __future__ import annotations
@@ -136,11 +134,8 @@ class KeptPredictions:
 
     def rows(self, name: str, windows: Sequence[int]) -> Tensor:
         """Return one of the tensors above for these windows: (windows, …)."""
-        found = []
-        for window in windows:
-            number, row = divmod(window, self.facts.shard)
-            found.append(self.shard(number).get_slice(name)[row : row + 1])
-        return torch.cat(found)
+        places = (divmod(window, self.facts.shard) for window in windows)
+        return torch.cat([self.shard(number).get_slice(name)[row : row + 1] for number, row in places])
 
     def predictions(self, windows: Sequence[int]) -> LargestPredictions:
         """Return the teacher's predictions for the tokens of these windows, in order."""
@@ -240,17 +235,14 @@ class KeptTeacher:
 
     @staticmethod
     def of(folder: str | Path, student: nn.Module, facts: Facts) -> KeptTeacher:
-        """Return the teacher whose predictions are in `folder`. Raises `TrainingError` if they depend on other facts.
-
-        Raises `TrainingError` where they are of something else than `facts`.
-        """
+        """Return the teacher whose predictions are in `folder`. Raises `TrainingError` if they depend on other facts."""
         kept = KeptPredictions.in_folder(folder)
-        apart = difference(kept.facts, facts)
-        if apart is not None:
+        found = difference(kept.facts, facts)
+        if found is not None:
             raise TrainingError(
-                f"the predictions in {folder} are of {apart.what}",
-                why=apart.why,
-                remedy=apart.remedy,
+                f"the predictions in {folder} are of {found.what}",
+                why=found.why,
+                remedy=found.remedy,
                 code="other-run",
                 option="teacher",
             )

@@ -36,7 +36,7 @@ from retrofit.training.objectives import (
 )
 from retrofit.training.settings import check_values
 from retrofit.training.teacher import placed_on
-from retrofit.training.teacher_cache import RECORD, SHARDS, Facts, KeptPredictions, difference, read_facts, write_facts
+from retrofit.training.teacher_cache import RECORD, SHARDS, TENSORS, Facts, KeptPredictions, difference, read_facts, write_facts
 from retrofit.training.trainers import trains_on_cpu
 from retrofit.training.windows import beyond_positions, numbered_windows, require_windows, window_seed
 
@@ -57,7 +57,7 @@ def hash_example(example: Mapping[str, torch.Tensor]) -> str:
 def hash_tokenizer(codec: Codec, tokenizer: Any = None) -> str:
     """Return a hash of the tokenizer's words and ids, or of the conversion of bytes to ids without a tokenizer."""
     words = [codec.name] if tokenizer is None else sorted(f"{word} {index}" for word, index in tokenizer.get_vocab().items())
-    return short_hash(chr(10).join(words).encode(errors="surrogatepass"))
+    return hash_lines(words)
 
 
 def hash_weights(model: nn.Module | None) -> str:
@@ -74,13 +74,13 @@ def hash_weights(model: nn.Module | None) -> str:
 def hash_architecture(model: nn.Module) -> str:
     """Return the class of a model and a hash of its parameters' names and shapes."""
     shapes = [f"{name} {tuple(parameter.shape)}" for name, parameter in model.named_parameters()]
-    return f"{type(model).__name__} {short_hash(chr(10).join(shapes).encode())}"
+    return f"{type(model).__name__} {hash_lines(shapes)}"
 
 
 def hash_trained(model: nn.Module) -> str:
     """Return the number of trainable parameters and a hash of their names."""
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return f"{len(names)} {short_hash(chr(10).join(names).encode())}"
+    return f"{len(names)} {hash_lines(names)}"
 
 
 def hash_settings(model: nn.Module) -> str:
@@ -90,7 +90,11 @@ def hash_settings(model: nn.Module) -> str:
     kept = {name: value for name, value in given.items() if name[0] != "_" and name not in UNRELATED}
     kernel = getattr(config, "_attn_implementation", None)
     dtypes = sorted({str(parameter.dtype) for parameter in model.parameters()})
-    return short_hash(f"{dtypes} {kernel} {sorted(kept.items(), key=lambda item: item[0])}".encode(errors="surrogatepass"))
+    return hash_lines([f"{dtypes} {kernel} {sorted(kept.items(), key=lambda item: item[0])}"])
+
+
+def hash_lines(lines: Sequence[str]) -> str:
+    return short_hash("\n".join(lines).encode(errors="surrogatepass"))
 
 
 def short_hash(data: bytes) -> str:
@@ -159,21 +163,17 @@ def teach(
     target = torch.device("cpu" if trains_on_cpu(device) else torch.accelerator.current_accelerator() or "cpu")
     missing = kept.missing()
     began = time.monotonic()
-    with (
-        held(folder),
-        evaluation_mode(dense),
-        torch.no_grad(),
-        placed_on(target, dense),
-    ):
+    with held(folder), evaluation_mode(dense), torch.no_grad(), placed_on(target, dense):
         for done, number in enumerate(missing):
             numbers = range(number * shard, min((number + 1) * shard, len(windows)))
             parts = []
             for start in range(numbers.start, numbers.stop, batch_size):
-                some = range(start, min(start + batch_size, numbers.stop))
-                batch = {key: value.to(target) for key, value in collator([data[index] for index in some]).items()}
+                end = min(start + batch_size, numbers.stop)
+                examples = collator([data[index] for index in range(start, end)])
+                batch = {key: value.to(target) for key, value in examples.items()}
                 parts.append(predicted(learner, batch, objective.shift, facts))
-                left = remaining(began, done + (some.stop - numbers.start) / len(numbers), len(missing))
-                progress(f"window {some.stop:,}/{len(windows):,}{left}")
+                left = remaining(began, done + (end - numbers.start) / len(numbers), len(missing))
+                progress(f"window {end:,}/{len(windows):,}{left}")
             kept.write(number, {key: torch.cat([part[key] for part in parts]) for key in parts[0]})
     return kept
 
@@ -228,14 +228,13 @@ def prepare_folder(kept: KeptPredictions, *, force: bool) -> None:
         )
     if before is not None and before != dataclasses.replace(facts, teacher=before.teacher):
         if not force:
-            apart = difference(before, facts)
-            names = [field.name for field in dataclasses.fields(Facts) if getattr(before, field.name) != getattr(facts, field.name)]
-            shown = [name for name in names if name in ("top", "seed", "bf16", "weights")]
-            why = (
-                f"they are of {apart.what}: {apart.why}"
-                if apart is not None
-                else "; ".join(f"its {name} is {getattr(before, name)}, not {getattr(facts, name)}" for name in shown or names)
-            )
+            if (found := difference(before, facts)) is not None:
+                why = f"they are of {found.what}: {found.why}"
+            else:
+                fields = [field.name for field in dataclasses.fields(Facts)]
+                names = [name for name in fields if getattr(before, name) != getattr(facts, name)]
+                shown = [name for name in names if name in ("top", "seed", "bf16", "weights")] or names
+                why = "; ".join(f"its {name} is {getattr(before, name)}, not {getattr(facts, name)}" for name in shown)
             raise TrainingError(
                 f"{folder} holds other predictions", why=why, remedy="choose another -o, or start over with --force", code="exists"
             )
@@ -260,19 +259,15 @@ def predicted(learner: nn.Module, batch: dict[str, Tensor], shift: int, facts: F
             remedy="use the dense model as the teacher",
             code="other-vocabulary",
         )
-    parts: dict[str, list[Tensor]] = {}
+    stored: dict[str, list[Tensor]] = {name: [] for name in TENSORS}
     for row, labels in zip(logits, batch["labels"], strict=True):
         largest = LargestPredictions.of(row, facts.top, facts.temperature)
         targets = F.pad(labels[shift:], (0, shift), value=IGNORED)
-        kept = {
-            "ids": largest.ids.to(torch.uint16 if facts.vocabulary <= SMALL_IDS else torch.int32),
-            "log_probabilities": largest.log_p.half(),
-            "log_rest": largest.log_rest.half(),
-            "loss": F.cross_entropy(row.float(), targets),
-        }
-        for name, value in kept.items():
-            parts.setdefault(name, []).append(value.cpu())
-    stacked = {name: torch.stack(values) for name, values in parts.items()}
+        stored["ids"].append(largest.ids.to(torch.uint16 if facts.vocabulary <= SMALL_IDS else torch.int32).cpu())
+        stored["log_probabilities"].append(largest.log_p.half().cpu())
+        stored["log_rest"].append(largest.log_rest.half().cpu())
+        stored["loss"].append(F.cross_entropy(row.float(), targets).cpu())
+    stacked = {name: torch.stack(values) for name, values in stored.items()}
     stacked["loss"] += loss - stacked["loss"].mean()  # the model's own loss may have further terms
     return stacked
 

@@ -60,8 +60,8 @@ class PretrainingTrainer(Trainer):
         super().__init__(**rest)
         self.pace = pace
         data: Any = self.eval_dataset
-        batch = self.args.per_device_eval_batch_size
-        self.sample = None if data is None else pace.sample(len(data), self.args.max_steps, batch)
+        batch_size = self.args.per_device_eval_batch_size
+        self.sample = None if data is None else pace.sample(len(data), self.args.max_steps, batch_size)
         self.new = new
         self.step: contextlib.ExitStack | None = None  # contexts that last until a step's gradients are computed
 
@@ -87,10 +87,10 @@ class PretrainingTrainer(Trainer):
                 learner._is_accelerate_prepared = True  # makes accelerate skip DistributedDataParallel
         optimizer = super().create_optimizer(*args)
         for group, new in itertools.product(list(optimizer.param_groups), self.new.groups):
-            mine = set(new.parameters)
-            parameters = [parameter for parameter in group["params"] if parameter in mine]
+            new_parameters = set(new.parameters)
+            parameters = [parameter for parameter in group["params"] if parameter in new_parameters]
             if parameters:
-                group["params"] = [parameter for parameter in group["params"] if parameter not in mine]
+                group["params"] = [parameter for parameter in group["params"] if parameter not in new_parameters]
                 optimizer.add_param_group({**group, "params": parameters, "lr": new.rate})
         return optimizer
 
@@ -103,15 +103,13 @@ class PretrainingTrainer(Trainer):
             if processes.count() == 1 and self.sample is None:
                 return super().evaluate(*args, **named)
             data: Any = self.eval_dataset
-            if self.sample is None:
-                metrics = {"eval_loss": self.held_out_loss(range(len(data)))}
-            else:
-                metrics = {"eval_loss": self.held_out_loss(self.sample)}
-                if self.state.global_step >= self.state.max_steps:
-                    others = sorted(set(range(len(data))).difference(self.sample))
-                    metrics[ON_SAMPLE] = metrics["eval_loss"]
-                    ours, theirs = len(self.sample) * metrics["eval_loss"], len(others) * self.held_out_loss(others)
-                    metrics["eval_loss"] = (ours + theirs) / len(data)
+            sample = range(len(data)) if self.sample is None else self.sample
+            loss = self.held_out_loss(sample)
+            metrics = {"eval_loss": loss}
+            if self.sample is not None and self.state.global_step >= self.state.max_steps:
+                others = sorted(set(range(len(data))).difference(sample))
+                metrics[ON_SAMPLE] = loss
+                metrics["eval_loss"] = (len(sample) * loss + len(others) * self.held_out_loss(others)) / len(data)
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -242,8 +240,8 @@ class DistillingTrainer(PretrainingTrainer):
         given = {**without_labels(model, inputs), "labels": inputs["labels"]}
         loss, outputs = super().compute_loss(model, given, return_outputs=True, num_items_in_batch=num_items_in_batch)
         if model.training and weight:
-            apart = self.teacher.divergence(outputs, inputs, self.distillation.temperature)
-            loss = (1 - weight) * loss + weight * apart
+            divergence = self.teacher.divergence(outputs, inputs, self.distillation.temperature)
+            loss = (1 - weight) * loss + weight * divergence
         return loss, outputs
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -376,12 +374,10 @@ class TrainerSetup:
         self, kind: type[SomeTrainer], watch: StepMonitor, *, folder: Path, settings: Settings, fresh: bool, **more: Any
     ) -> SomeTrainer:
         """Return a trainer of this kind for the steps of `settings`, with its checkpoints in `folder`."""
-        trained = sum(
-            parameter.numel() * parameter.element_size() for parameter in self.learner.parameters() if parameter.requires_grad
-        )
-        held = sum(parameter.numel() * parameter.element_size() for parameter in self.learner.parameters())
+        weights = sum(parameter.nbytes for parameter in self.learner.parameters())
+        moments = 2 * sum(parameter.nbytes for parameter in self.learner.parameters() if parameter.requires_grad)
         watch.pace = Pace(
-            evaluations=settings.eval_every is None, checkpoints=settings.paces_checkpoints, checkpoint_bytes=held + 2 * trained
+            evaluations=settings.eval_every is None, checkpoints=settings.paces_checkpoints, checkpoint_bytes=weights + moments
         )
         trainer = kind(
             pace=watch.pace,
@@ -398,10 +394,7 @@ class TrainerSetup:
         return trainer
 
     def arguments(self, folder: Path, settings: Settings, *, fresh: bool) -> TrainingArguments:
-        """Return the trainer's arguments.
-
-        Windows in the order of the data set, no reports to other services, one device a process.
-        """
+        """Return the trainer's arguments: windows in the data set's order, no reports to other services, one device a process."""
         evaluate = len(self.held_out) > 0
         result = TrainingArguments(
             output_dir=str(folder),
@@ -448,25 +441,24 @@ class TrainerSetup:
 
     def held_out_data(self) -> WindowDataset:
         """Return every held-out window once."""
-        numbering = self.numbering
-        return (
-            ordered_windows(self.held_out, self.settings.seed)
-            if numbering is None
-            else numbered_windows(self.held_out, numbering.held_out, numbering.seed)
-        )
+        if self.numbering is None:
+            return ordered_windows(self.held_out, self.settings.seed)
+        return numbered_windows(self.held_out, self.numbering.held_out, self.numbering.seed)
 
     def one_window(self) -> Example:
         """Return the first training window, as a batch."""
-        batch = self.collator([self.training_data(self.settings)[0]])
-        return {name: value.to(self.device) for name, value in batch.items() if name != WINDOW}
+        return self.batch_of(self.training_data(self.settings), range(1))
 
     def held_out_batches(self) -> Iterator[Example]:
         """Yield the held-out windows in the batches of the trainers' evaluations."""
         data = self.held_out_data()
         for start in range(0, len(data), self.settings.batch_size):
-            rows = range(start, min(start + self.settings.batch_size, len(data)))
-            batch = self.collator([data[row] for row in rows])
-            yield {name: value.to(self.device) for name, value in batch.items() if name != WINDOW}
+            yield self.batch_of(data, range(start, min(start + self.settings.batch_size, len(data))))
+
+    def batch_of(self, data: WindowDataset, rows: range) -> Example:
+        """Return these windows as a batch on the device, without their numbers."""
+        batch = self.collator([data[row] for row in rows])
+        return {name: value.to(self.device) for name, value in batch.items() if name != WINDOW}
 
 
 def trains_on_cpu(device: str) -> bool:

@@ -179,7 +179,7 @@ def test_a_table_in_several_places_is_one_table() -> None:
     second.b = first.b
     other = copy.deepcopy(model)
     mine, theirs = retrofit.optimizer(model, 1e-2, lr_new=1e-2, weight_decay=0.1), plain_optimizers(other, 1e-2)
-    assert len(mine.names) == 1
+    assert len(mine.collected) == 1
     for ids in batches(3):
         backward(model, ids), backward(other, ids)
         for one in (mine, *theirs):
@@ -193,7 +193,7 @@ def test_a_dense_gradient_of_a_table_counts_where_it_is_not_zero() -> None:
     other = copy.deepcopy(model)
     for one, weight in ((model, True), (other, False)):
         optimizer = retrofit.optimizer(one, 1e-2)
-        table = next(iter(optimizer.names))
+        table = next(iter(optimizer.collected))
         penalty = table[5].square().sum() if weight else torch.nn.functional.embedding(torch.tensor(5), table).square().sum()
         penalty.backward()
         optimizer.step()

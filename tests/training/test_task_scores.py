@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import retrofit
 from retrofit.cli import main
 from retrofit.errors import TrainingError
-from retrofit.training.model_comparison import PACKAGE, numbers, require_package, task_scores
+from retrofit.training.model_comparison import PACKAGE, metrics_of, require_package, task_scores
 
 WORDS = "[UNK] </s> the cat dog sat ran up down".split()
 QUESTIONS = [("the cat", 0), ("the dog", 1), ("up the", 1), ("down", 0), ("cat cat", 1), ("dog ran", 0)]
@@ -101,4 +101,4 @@ def test_a_missing_package_is_named_before_any_work(monkeypatch: pytest.MonkeyPa
 
 def test_metrics_are_named_by_task_and_filter_and_errors_are_left_out() -> None:
     results = {"one": {"alias": "one", "acc,none": 0.5, "acc_stderr,none": 0.1}, "two": {"exact_match,strict": 1, "sample_len": 6}}
-    assert numbers(results) == [("one acc", 0.5), ("two exact_match (strict)", 1.0)]
+    assert metrics_of(results) == {"one acc": 0.5, "two exact_match (strict)": 1.0}
