@@ -28,6 +28,7 @@ STARTS = 6  # at random
 SLACK = 1e-9
 TIME, BRIEF = 2.0, 0.3  # seconds for a linear problem: for the first, and for each that may improve on it
 GAP = 1e-6
+TRIED = 200  # pairs of moves, from the best on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,10 @@ class Problem:
     def cost(self, name: str, chosen: Collection[int]) -> float:
         return float(self.costs[name][list(chosen)].sum())
 
+    def shares(self, chosen: Collection[int]) -> dict[str, float]:
+        """Return each cost of a choice as a share of the dense model's."""
+        return {name: 1.0 + self.cost(name, chosen) for name in self.costs}
+
     def loss(self, chosen: Collection[int]) -> float:
         index = sorted(chosen)
         return float(self.matrix[numpy.ix_(index, index)].sum())
@@ -57,13 +62,16 @@ class Problem:
 
 def cliques_of(paths: Sequence[Sequence[str]]) -> tuple[tuple[int, ...], ...]:
     """Return, for each innermost replaced module, the replacements of it or of a module around it."""
-    every = {path for some in paths for path in some}
-    innermost = [path for path in every if not any(other != path and inside(other, path) for other in every)]
-    found = {tuple(index for index, some in enumerate(paths) if any(inside(path, outer) for outer in some)) for path in innermost}
+    modules = set(itertools.chain.from_iterable(paths))
+    innermost = [path for path in modules if not any(other != path and is_inside(other, path) for other in modules)]
+    found = {
+        tuple(index for index, outers in enumerate(paths) if any(is_inside(path, outer) for outer in outers)) for path in innermost
+    }
     return tuple(sorted(clique for clique in found if len(clique) > 1))
 
 
-def inside(path: str, outer: str) -> bool:
+def is_inside(path: str, outer: str) -> bool:
+    """Return whether the module at `path` is the one at `outer` or lies in it."""
     return path == outer or not outer or path.startswith(f"{outer}.")
 
 
@@ -100,8 +108,8 @@ def follow(problem: Problem, start: frozenset[int], limits: Mapping[str, float],
             break
         x = numpy.zeros(problem.count)
         x[list(current)] = 1.0
-        beside = problem.matrix @ x - problem.matrix.diagonal() * x
-        following = linear_choice(problem, problem.matrix.diagonal() + 2 * beside, limits, BRIEF)
+        interaction = problem.matrix @ x - problem.matrix.diagonal() * x
+        following = linear_choice(problem, problem.matrix.diagonal() + 2 * interaction, limits, BRIEF)
         if following is None or following == current:
             break
         current = following
@@ -120,10 +128,10 @@ def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float],
         row[list(clique)] = 1.0
         rows.append(row)
         most.append(1.0)
-    scaled = [
-        (row / (numpy.abs(row).max() or 1.0), limit / (numpy.abs(row).max() or 1.0)) for row, limit in zip(rows, most, strict=True)
+    scales = [numpy.abs(row).max() or 1.0 for row in rows]
+    constraints = [
+        LinearConstraint(row[None] / scale, -numpy.inf, limit / scale) for row, limit, scale in zip(rows, most, scales, strict=True)
     ]
-    constraints = [LinearConstraint(row[None], -numpy.inf, limit) for row, limit in scaled]
     size = float(numpy.abs(weights).max()) or 1.0
     with c_output_suppressed():
         solved = milp(
@@ -141,8 +149,8 @@ def linear_choice(problem: Problem, weights: Array, limits: Mapping[str, float],
 
 def trimmed(problem: Problem, chosen: frozenset[int], limits: Mapping[str, float]) -> frozenset[int] | None:
     """Return `chosen`, which misses a limit by a rounding error, with one more replacement that cures it; None if none does."""
-    more = (chosen | {index} for index in range(problem.count) if index not in chosen)
-    allowed = [choice for choice in more if problem.is_allowed(choice, limits)]
+    larger = (chosen | {index} for index in range(problem.count) if index not in chosen)
+    allowed = [choice for choice in larger if problem.is_allowed(choice, limits)]
     return min(allowed, key=problem.loss, default=None)
 
 
@@ -179,8 +187,8 @@ def single_moves(problem: Problem, chosen: frozenset[int], rivals: Sequence[set[
 
 
 def moved(chosen: frozenset[int], *moves: Move) -> frozenset[int]:
-    gone = frozenset().union(*(move[0] for move in moves))
-    return (chosen - gone) | {move[1] for move in moves if move[1] is not None}
+    removed = frozenset().union(*(move[0] for move in moves))
+    return (chosen - removed) | {move[1] for move in moves if move[1] is not None}
 
 
 def best_of(problem: Problem, chosen: frozenset[int], moves: Sequence[Move], limits: Mapping[str, float]) -> frozenset[int] | None:
@@ -202,10 +210,10 @@ def best_pair(
     if not moves:
         return None
     steps = numpy.zeros((len(moves), problem.count))
-    for row, (gone, entering) in enumerate(moves):
-        steps[row, list(gone)] = -1.0
-        if entering is not None:
-            steps[row, entering] = 1.0
+    for row, (removed, added) in enumerate(moves):
+        steps[row, list(removed)] = -1.0
+        if added is not None:
+            steps[row, added] = 1.0
     x = numpy.zeros(problem.count)
     x[list(chosen)] = 1.0
     products = steps @ problem.matrix
@@ -223,9 +231,6 @@ def best_pair(
         if problem.is_allowed(after, limits) and problem.loss(after) < problem.loss(chosen) + least:
             return after
     return None
-
-
-TRIED = 200  # pairs of moves, from the best on
 
 
 def least_cost(problem: Problem, name: str, limits: Mapping[str, float]) -> frozenset[int] | None:

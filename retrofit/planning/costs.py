@@ -27,7 +27,7 @@ from retrofit.inputs.model_state import evaluation_mode, preserve_modes, preserv
 from retrofit.inputs.probes import can_generate, ids_name, logits_of
 from retrofit.passbase.tokenization import positions_named
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
-from retrofit.training.model_comparison import generated, synchronize
+from retrofit.training.model_comparison import duration_of, generated
 
 LEAST, MOST = 5, 25  # rounds
 SECONDS = 6.0  # no further round begins after this, if the error is small enough
@@ -62,9 +62,6 @@ class Deadline:
     def left(self, share: float = REPORT) -> float:
         """Return the seconds until that share of the time is over; 0 if it is."""
         return max(0.0, self.began + share * self.seconds - monotonic())
-
-    def over(self, share: float = REPORT) -> bool:
-        return self.left(share) == 0.0
 
     def limit(self, seconds: float) -> AbstractContextManager[object]:
         """Raise `OutOfTime` from computations in this context once the seconds are over."""
@@ -124,10 +121,13 @@ def seconds_of_token(model: nn.Module, window: Inputs, tokens: int = TOKENS) -> 
     """Return the mean time from one token to the next when `generate` decodes them, without the first."""
     began: list[float] = []
     count = decoded_tokens(model, tokens)
-    kept = (ids_name(window), ids_name(window, decoder=True))  # arguments with one row per window
+    kept = (ids_name(window), ids_name(window, decoder=True))  # of the arguments with a value per token
     length = min(PROMPT, positions_of(model) - count)
-    prompt = {key: value[:1, :length] if isinstance(value, Tensor) and value.dim() == 2 else value for key, value in window.items()}
-    prompt = {key: value for key, value in prompt.items() if key in kept or not isinstance(value, Tensor) or value.dim() != 2}
+    prompt = {}
+    for name, value in window.items():
+        by_token = isinstance(value, Tensor) and value.dim() == 2
+        if name in kept or not by_token:
+            prompt[name] = value[:1, :length] if by_token else value
     with evaluation_mode(model):
         handle = model.register_forward_pre_hook(lambda module, args: began.append(time.perf_counter()))
         try:
@@ -140,7 +140,7 @@ def seconds_of_token(model: nn.Module, window: Inputs, tokens: int = TOKENS) -> 
 @torch.no_grad()
 def seconds_of_forward(model: nn.Module, window: Inputs) -> float:
     with evaluation_mode(model):
-        return timed(lambda: model(**window))
+        return duration_of(lambda: model(**window))
 
 
 def seconds_of_step(model: nn.Module, window: Inputs) -> float:
@@ -157,15 +157,7 @@ def seconds_of_step(model: nn.Module, window: Inputs) -> float:
             loss = F.cross_entropy(flat, torch.arange(len(flat), device=flat.device) % flat.shape[-1])
             torch.autograd.grad(loss + sum(part.to(loss) for part in losses), parameters, allow_unused=True)
 
-        return timed(step)
-
-
-def timed(action: Callable[[], Any]) -> float:
-    synchronize()
-    began = time.perf_counter()
-    action()
-    synchronize()
-    return time.perf_counter() - began
+        return duration_of(step)
 
 
 def beside(
@@ -188,12 +180,12 @@ def beside(
                 taken = seconds_of(quantity, model, window, tokens)
             if rounds:  # the first round is a warm-up
                 seconds[index].append(taken)
-        ratios = [[own / reference for own, reference in zip(each, seconds[0], strict=True)] for each in seconds[1:]]
+        ratios = [[own / reference for own, reference in zip(times, seconds[0], strict=True)] for times in seconds[1:]]
         rounds += 1
     if hurried:
-        shortest = [min(each) for each in seconds]
+        shortest = [min(times) for times in seconds]
         return shortest[0], [own / shortest[0] for own in shortest[1:]]
-    return statistics.median(seconds[0]), [statistics.median(each) for each in ratios]
+    return statistics.median(seconds[0]), [statistics.median(times) for times in ratios]
 
 
 def goes_on(taken: float, given: float, ratios: Sequence[Sequence[float]]) -> bool:

@@ -74,10 +74,11 @@ class MeasurementStore:
             self.values = values
             return
         if not force:
-            apart = [NAMES.get(name, name) for name in self.facts if facts.get(name) != self.facts[name]] if known else ["format"]
+            names = [name for name in self.facts if facts.get(name) != self.facts[name]] if known else ["format"]
+            differing = [NAMES.get(name, name) for name in names]
             raise PlanningError(
                 f"{folder} holds the measurements of another plan",
-                why=f"it differs in {' and '.join(apart)}",
+                why=f"it differs in {' and '.join(differing)}",
                 remedy="choose another -o, or start over with --force",
                 code="exists",
             )

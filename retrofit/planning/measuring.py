@@ -79,7 +79,7 @@ class Measurements:
         self.sites: list[Site] = []
         self.left_out: dict[str, str] = {}
         progress("measuring the dense model")
-        paths = list(dict.fromkeys(path for some in layers.values() for path in some))
+        paths = list(dict.fromkeys(path for layer_paths in layers.values() for path in layer_paths))
         self.windows = MeasuredWindows.of(dense, data.measured, paths, data.shift)
         self.held_out = MeasuredWindows.of(dense, data.held_out, (), data.shift)
         self.bytes = own_bytes(dense)
@@ -93,7 +93,7 @@ class Measurements:
 
     # Candidates, one after the other.
 
-    def measure_candidates(self, wanted: Collection[str] = (), limits: Sequence[Mapping[str, float]] = ()) -> None:
+    def measure_candidates(self, wanted: Collection[str], limits: Sequence[Mapping[str, float]]) -> None:
         """Measure the sites of every candidate that fits and reduces one of the `wanted` costs, as far as the time allows.
 
         Costs come first, because they do not depend on values: a candidate that saves nothing need not be fitted. Then the first
@@ -206,8 +206,8 @@ class Measurements:
         sites = record.sites
         chosen = [sites[index]["depths"] for index in spread(len(sites))[:SAMPLE]]
         fitted_late = record.candidate.calibrates and not record.candidate.only_masks
-        apart = self.deadline.is_set and fitted_late and len(sites) > SAMPLE and all(chosen)
-        return [depth for depths in chosen for depth in depths] if apart else []
+        only_some = self.deadline.is_set and fitted_late and len(sites) > SAMPLE and all(chosen)
+        return [depth for depths in chosen for depth in depths] if only_some else []
 
     def measure_sample(self, record: CandidateRecord) -> None:
         """Measure the effect on the outputs of a few sites of one candidate, each by itself and together."""
@@ -216,7 +216,7 @@ class Measurements:
         began = monotonic()
         few = limited_to(record.candidate, self.sample_of(record))
         self.progress(f"fitting {short_spec(few)}")
-        variant = build_variant(self.dense, few, self.data.fitted, self.layers, self.seed, self.example_inputs, self.program)
+        variant = self.built(few)
         self.fit_seconds[record.number] = (monotonic() - began) / len(variant)
         index_of = {tuple(site["depths"]): index for index, site in enumerate(record.sites)}
         if any(replacement.depths not in index_of for replacement in variant):  # a fit may find more to change
@@ -227,11 +227,8 @@ class Measurements:
             measure = functools.partial(self.alone, replacement, sampled_name(record.candidate, index))
             self.store.measure(record.key("sampled", index), measure)
 
-        def together() -> dict[str, Any]:
-            found = self.quality(variant, self.windows)
-            return {"distance": found.distance, "loss": found.loss, "sites": numbers}
-
-        self.store.measure(record.key("sampled together"), together)
+        together = record.key("sampled together")
+        self.store.measure(together, lambda: {**self.quality(variant, self.windows).figures, "sites": numbers})
 
     def seconds_of_all(self, record: CandidateRecord) -> float:
         """Return an estimate of the time to fit one candidate in all its layers, from that of a few."""
@@ -355,7 +352,7 @@ class Measurements:
         found = self.quality([replacement], self.windows, sketch=True)
         assert found.sketch is not None
         self.store.keep_sketch(sketch, found.sketch)
-        return {"distance": found.distance, "loss": found.loss}
+        return found.figures
 
     def quality(self, replacements: Sequence[Replacement], windows: MeasuredWindows, *, sketch: bool = False) -> Quality:
         paths = [path for replacement in replacements for path in replacement.paths]
@@ -368,8 +365,7 @@ class Measurements:
 
             def uniform(windows: MeasuredWindows = windows) -> dict[str, Any]:
                 self.progress(f"{record.name}: in all layers")
-                found = self.quality(list(self.variant(record)), windows)
-                return {"distance": found.distance, "loss": found.loss}
+                return self.quality(self.variant(record), windows).figures
 
             self.store.measure(record.key("uniform", name), uniform)
 
@@ -380,8 +376,7 @@ class Measurements:
 
         def measured() -> dict[str, Any]:
             self.progress(f"measuring {len(chosen)} sites together")
-            found = self.quality(self.replacements(chosen), self.windows)
-            return {"distance": found.distance, "loss": found.loss}
+            return self.quality(self.replacements(chosen), self.windows).figures
 
         found: dict[str, Any] = self.store.measure(f"together {self.label(chosen)}", measured)
         return found

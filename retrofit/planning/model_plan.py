@@ -14,7 +14,7 @@ from retrofit.errors import PlanningError
 from retrofit.files.atomic_writes import whole_file
 from retrofit.passbase.protocol import Recipe, parse_recipe
 from retrofit.planning.targets import QUANTITIES, Target
-from retrofit.training.runs import COLOURS, DPI, SIZE
+from retrofit.training.runs import COLOURS, DPI, SIZE, add_grid, write_png
 
 VERSION = 1  # of recipe files
 DISTANCES = {True: "KL from the dense predictions, nats a token", False: "relative error of the outputs"}
@@ -28,8 +28,14 @@ class Worth:
     distance: float  # KL, or the relative error if the outputs are not logits
     added_loss: float | None
 
-    def speed(self, quantity: str) -> float:
-        return 1.0 / self.costs[quantity]
+    def ratio(self, quantity: str) -> float:
+        """Return a cost as it is shown: a speed for decode and prefill, else a share, both in times the dense model's."""
+        return 1 / self.costs[quantity] if QUANTITIES[quantity].kind == "speed" else self.costs[quantity]
+
+    @property
+    def lost(self) -> float:
+        """Return the added loss, or the distance if there is no loss."""
+        return self.distance if self.added_loss is None else self.added_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +149,7 @@ def rows_of(plan: ModelPlan, planned: PlannedRecipe) -> Iterator[tuple[str, str]
         alone = f"{min(part.alone):.2g}" + (f"–{max(part.alone):.2g}" if len(part.alone) > 1 else "")
         yield "" if number else "chosen", f"{where}: {part.spec}; by itself each {alone}"
     for name in planned.predicted.costs:
-        speed = QUANTITIES[name].kind == "speed"
-        figures = [f"{(1 / worth.costs[name] if speed else worth.costs[name]):.2f}×" for worth in worths(planned)]
-        yield name, figures_text(figures)
+        yield name, figures_text([f"{worth.ratio(name):.2f}×" for worth in worths(planned)])
     if planned.predicted.added_loss is not None:
         yield "loss added", figures_text([f"{worth.added_loss:+.4f}" for worth in worths(planned) if worth.added_loss is not None])
     yield ("KL" if plan.are_logits else "error"), figures_text([f"{worth.distance:.4f}" for worth in worths(planned)])
@@ -155,12 +159,11 @@ def candidate_rows(uniform: Sequence[UniformSetting], main: str) -> list[tuple[s
     """Return each candidate in all layers, by increasing cost `main`, with its costs and loss."""
     found = []
     for candidate in sorted(uniform, key=lambda setting: setting.worth.costs[main]):
-        speed = QUANTITIES[main].kind == "speed"
-        share = 1 / candidate.worth.costs[main] if speed else candidate.worth.costs[main]
-        lost = "" if candidate.shown.added_loss is None else f", loss {candidate.shown.added_loss:+.3f}"
+        cost = f"{main} {candidate.worth.ratio(main):.2f}×"
+        loss = "" if candidate.shown.added_loss is None else f", loss {candidate.shown.added_loss:+.3f}"
         known, count = candidate.sampled
-        how = "" if candidate.held_out else f", predicted from {known} of its {count} sites"
-        found.append((candidate.spec, f"{main} {share:.2f}×{lost}, distance {candidate.shown.distance:.3f}{how}"))
+        predicted = "" if candidate.held_out else f", predicted from {known} of its {count} sites"
+        found.append((candidate.spec, f"{cost}{loss}, distance {candidate.shown.distance:.3f}{predicted}"))
     return found
 
 
@@ -175,41 +178,29 @@ def figures_text(figures: list[str]) -> str:
 
 def draw_front(path: Path, plan: ModelPlan, *, force: bool = False) -> Path:
     """Write a PNG: the predicted front as a line, a point for each uniform setting, and one for each plan as measured."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    quantity = QUANTITIES[plan.main]
-
-    def across(worth: Worth) -> float:
-        return 1 / worth.costs[plan.main] if quantity.kind == "speed" else worth.costs[plan.main]
 
     figure = Figure(figsize=(SIZE[0] * 1.25, SIZE[1]), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     axes.axvline(1.0, color="#555555", linewidth=1.0, linestyle="--")
-    front = sorted((across(planned), lost(planned)) for planned in plan.front)
+    front = sorted((worth.ratio(plan.main), worth.lost) for worth in plan.front)
     axes.plot([x for x, _ in front], [y for _, y in front], "-", color="#222222", linewidth=1.4, label="plans, predicted")
     for colour, setting in zip(itertools.cycle(COLOURS), plan.uniform, strict=False):
-        axes.plot([across(setting.worth)], [lost(setting.shown)], "o", color=colour, markersize=6, label=setting.spec)
+        axes.plot([setting.worth.ratio(plan.main)], [setting.shown.lost], "o", color=colour, markersize=6, label=setting.spec)
     for planned in plan.planned:
-        shown = planned.predicted if planned.measured is None else planned.measured
-        axes.plot([across(shown)], [lost(shown)], "*", color="#222222", markersize=13)
-        axes.annotate(str(planned.target), (across(shown), lost(shown)), xytext=(6, 6), textcoords="offset points", fontsize=8)
+        worth = planned.measured or planned.predicted
+        place = worth.ratio(plan.main), worth.lost
+        axes.plot(*place, "*", color="#222222", markersize=13)
+        axes.annotate(str(planned.target), place, xytext=(6, 6), textcoords="offset points", fontsize=8)
     axes.set_yscale("symlog", linthresh=smallest(plan))
-    axes.set_xlabel(f"{quantity.what} (times the dense model's)")
+    axes.set_xlabel(f"{QUANTITIES[plan.main].what} (times the dense model's)")
     axes.set_ylabel("loss added (nats a token)" if plan.dense_loss is not None else DISTANCES[plan.are_logits])
-    axes.grid(True, color="#dddddd", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    add_grid(axes)
     axes.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    with whole_file(path, force=force) as file:
-        FigureCanvasAgg(figure).print_png(file)
-    return path
-
-
-def lost(worth: Worth) -> float:
-    return worth.distance if worth.added_loss is None else worth.added_loss
+    return write_png(path, figure, force=force)
 
 
 def smallest(plan: ModelPlan) -> float:
     """Return about the least loss anywhere: below it the scale is linear."""
-    values = [lost(worth) for worth in (*plan.front, *(setting.shown for setting in plan.uniform)) if lost(worth) > 0]
+    values = [worth.lost for worth in (*plan.front, *(setting.shown for setting in plan.uniform)) if worth.lost > 0]
     return max(1e-4, min(values, default=1e-2))

@@ -35,7 +35,7 @@ from retrofit.planning.measuring import NOT_TRIED, Measurements, fair_share
 from retrofit.planning.model_plan import ModelPlan, PlannedLayers, PlannedRecipe, UniformSetting, Worth, candidate_rows
 from retrofit.planning.planning_data import TokenCounts, planning_data
 from retrofit.planning.prediction import SAME, Choice, Predictor
-from retrofit.planning.targets import Target, parse_targets
+from retrofit.planning.targets import QUANTITIES, Target, parse_targets
 from retrofit.planning.variants import candidates_of, layers_by_depth, rewritten_copy, short_spec
 from retrofit.preview import plan_of, prepare_model
 from retrofit.process import serialized
@@ -183,11 +183,10 @@ def require_quality(measurements: Measurements, targets: Sequence[Target]) -> No
     for target in targets:
         limit = target.quality
         if limit is not None and limit.quantity == "loss" and measurements.windows.dense_loss is None:
-            logits = measurements.windows.are_logits
-            why = measurements.data.no_loss if logits else "its outputs are not logits of a vocabulary"
-            remedy = "use text or token ids that the model has a loss for, or limit a cost"
-            if not logits:
-                remedy = 'limit the error of the outputs, as in "error +0.1"'
+            if measurements.windows.are_logits:
+                why, remedy = measurements.data.no_loss, "use text or token ids that the model has a loss for, or limit a cost"
+            else:
+                why, remedy = "its outputs are not logits of a vocabulary", 'limit the error of the outputs, as in "error +0.1"'
             raise PlanningError(f"the target {str(target)!r}: the model has no loss here", why=why, remedy=remedy, code="no-loss")
         if limit is not None and limit.quantity == "error" and measurements.windows.are_logits:
             raise PlanningError(
@@ -206,7 +205,7 @@ class Planner:
         if not measurements.sites:
             self.refuse_empty()
         self.predictor = Predictor(measurements)
-        self.apart: set[frozenset[str]] = set()  # names of passes that cannot be in one recipe
+        self.incompatible: set[frozenset[str]] = set()  # names of passes that cannot be in one recipe
 
     def refuse_empty(self) -> None:
         """Raises `PlanningError` because no candidate was measured."""
@@ -288,29 +287,21 @@ class Planner:
         """Raises `PlanningError`, naming what can be reached, if no choice keeps the target's limits on costs."""
         problem, limits = self.predictor.problem(), limits_of(target)
         for name, most in limits.items():
-            least = least_cost(problem, name, {})
-            reached = 1.0 + (problem.cost(name, least) if least is not None else 0.0)
+            reached = least_share(problem, name, {})
             if reached > 1.0 + most + SAME:
                 raise self.unreachable(target, name, reached)
         if len(limits) > 1 and self.chosen(problem, limits) is None:
             name = next(iter(limits))
-            least = least_cost(problem, name, limits)
-            reached = 1.0 + (problem.cost(name, least) if least is not None else 0.0)
-            raise self.unreachable(target, name, reached, " within the other limits")
+            raise self.unreachable(target, name, least_share(problem, name, limits), " within the other limits")
 
     def unreachable(self, target: Target, name: str, reached: float, within: str = "") -> PlanningError:
-        speed = name in ("decode", "prefill")
-        best = f"{1 / reached:.2f}x" if speed else f"{reached:.2f}x"
-        fits = reached < 1 - SAME
-        return PlanningError(
-            f"the target {str(target)!r} cannot be reached",
-            why=f"with these candidates {name} {best} is the most{within}"
-            if fits
-            else f"no candidate lowers what {name} costs{within}",
-            remedy=[*([f'ask for at most "{name} {best}"'] if fits else []), "name other passes or settings with --pass"],
-            code="out-of-reach",
-            option="targets",
-        )
+        """Return the refusal for a target whose cost `name` the candidates lower only to the share `reached`."""
+        remedy = ["name other passes or settings with --pass"]
+        if reached >= 1 - SAME:
+            return out_of_reach(target, f"no candidate lowers what {name} costs{within}", remedy)
+        best = f"{1 / reached if QUANTITIES[name].kind == 'speed' else reached:.2f}x"
+        why = f"with these candidates {name} {best} is the most{within}"
+        return out_of_reach(target, why, [f'ask for at most "{name} {best}"', *remedy])
 
     def chosen(self, problem: Problem, limits: Mapping[str, float], starts: Sequence[Choice] = ()) -> Choice | None:
         """Return the best choice within limits that is found in a share of the time."""
@@ -330,25 +321,19 @@ class Planner:
 
     def nothing_together(self, target: Target) -> PlanningError:
         """Return the refusal for limits that can each be kept, but not all at once."""
-        what, option = f"the target {str(target)!r} cannot be reached", "targets"
         least = self.chosen(self.predictor.problem(), limits_of(target))
         if target.quality is not None and least is not None:
             name = target.quality.quantity
             lost = f"{name} +{self.predictor.lost(name, least):.2g}"
-            why = f"meeting the other limits adds {lost}"
-            return PlanningError(
-                what, why=why, remedy=[f'allow "{lost}"', "choose other passes"], code="out-of-reach", option=option
-            )
-        pairs = "; ".join(" and ".join(sorted(pair)) for pair in self.apart)
+            return out_of_reach(target, f"meeting the other limits adds {lost}", [f'allow "{lost}"', "choose other passes"])
+        pairs = "; ".join(" and ".join(sorted(pair)) for pair in self.incompatible)
         why = f"the passes that reach it cannot be combined: {pairs}"
-        return PlanningError(
-            what, why=why, remedy=["relax the target", "add other passes or settings"], code="out-of-reach", option=option
-        )
+        return out_of_reach(target, why, ["relax the target", "add other passes or settings"])
 
     def best_without(self, target: Target, without: frozenset[str]) -> Choice | None:
         found = self.best(target, without)
         names = set(map(self.predictor.pass_name, found or ()))
-        clash = next((pair for pair in self.apart if pair <= names), None)
+        clash = next((pair for pair in self.incompatible if pair <= names), None)
         if found is None or clash is None:
             return found
         others = [other for name in sorted(clash) if (other := self.best_without(target, without | {name})) is not None]
@@ -441,14 +426,8 @@ class Planner:
     def require_finite(self, target: Target, chosen: Choice) -> None:
         """Raises `PlanningError` if the outputs of a choice contain NaN or Inf."""
         if not self.predictor.is_finite(chosen):
-            recipe = "; ".join(candidate.spec() for candidate in self.predictor.recipe(chosen))
-            raise PlanningError(
-                f"the target {str(target)!r} cannot be reached",
-                why=f"with {recipe} the outputs contain NaN or Inf",
-                remedy=["relax the target", "choose other passes with --pass", "plan in float32"],
-                code="out-of-reach",
-                option="targets",
-            )
+            why = f"with {specs_text(self.predictor.recipe(chosen))} the outputs contain NaN or Inf"
+            raise out_of_reach(target, why, ["relax the target", "choose other passes with --pass", "plan in float32"])
 
     def nothing_within(self, target: Target) -> PlanningError:
         """Return the refusal for a target that allows less than the least loss of any site."""
@@ -457,31 +436,25 @@ class Planner:
         useful = [index for index in range(problem.count) if problem.cost(main, {index}) < 0]
         if not useful:
             return self.unreachable(target, main, 1.0)
-        least = min(self.predictor.lost(name, {index}) for index in useful)
-        return PlanningError(
-            f"the target {str(target)!r} cannot be met by any site",
-            why=f"the cheapest site costs {name} +{least:.2g} by itself",
-            remedy=["allow more", "add milder settings with --pass"],
-            code="out-of-reach",
-            option="targets",
-        )
+        why = f"the cheapest site costs {name} +{min(self.predictor.lost(name, {index}) for index in useful):.2g} by itself"
+        return out_of_reach(target, why, ["allow more", "add milder settings with --pass"], "cannot be met by any site")
 
     # Which passes can be in one recipe.
 
     def clash(self, chosen: Choice) -> bool:
-        """Return whether two passes of the choice cannot be in one recipe, and record them in `apart`."""
+        """Return whether two passes of the choice cannot be in one recipe, and record them in `incompatible`."""
         recipe = self.predictor.recipe(chosen)
         names = [candidate.name for candidate in recipe]
         if len(set(names)) == 1:
             return False
-        key = f"fits {'; '.join(candidate.spec() for candidate in recipe)}"
+        key = f"fits {specs_text(recipe)}"
         refused = self.measurements.store.measure(key, lambda: self.first_refused(recipe))
         if refused is None:
             return False
         earlier = {name for name in names[:refused] if name != names[refused]} or {name for name in names if name != names[refused]}
-        before = len(self.apart)
-        self.apart |= {frozenset({name, names[refused]}) for name in earlier}
-        return len(self.apart) > before
+        before = len(self.incompatible)
+        self.incompatible |= {frozenset({name, names[refused]}) for name in earlier}
+        return len(self.incompatible) > before
 
     def first_refused(self, recipe: Sequence[AnyPass]) -> int | None:
         """Return the position of the first pass of a recipe that rewrites less after those before it; None if all fit."""
@@ -499,13 +472,14 @@ class Planner:
         measured = None
         with suppress(OutOfTime), self.deadline.limit(seconds):
             measured = self.rewritten_worth(recipe) if measure else None
-        layers = []
-        for number, candidate in enumerate(self.measurements.candidates):
-            sites = [self.predictor.sites[index] for index in sorted(chosen) if self.predictor.sites[index].candidate == number]
-            if sites:
-                depths = tuple(depth for site in sites for depth in site.depths)
-                alone = tuple(self.predictor.shown(site.alone) for site in sites)
-                layers.append(PlannedLayers(short_spec(candidate), depths, alone))
+        layers = [
+            PlannedLayers(
+                short_spec(candidate),
+                tuple(depth for site in sites for depth in site.depths),
+                tuple(self.predictor.shown(site.alone) for site in sites),
+            )
+            for candidate, sites in self.predictor.by_candidate(chosen)
+        ]
         specs = tuple(candidate.spec() for candidate in recipe)
         return PlannedRecipe(target, specs, tuple(layers), self.predictor.worth(chosen), measured)
 
@@ -533,10 +507,9 @@ class Planner:
             for name in measurements.quantities:
                 _, (costs[name],) = measurements.beside(lambda: nullcontext(model), name)
             memory = own_bytes(model) / measurements.bytes
-            return {"costs": {**costs, "memory": memory}, "distance": found.distance, "loss": found.loss}
+            return {"costs": {**costs, "memory": memory}, **found.figures}
 
-        key = f"rewritten {'; '.join(candidate.spec() for candidate in recipe)}"
-        found = measurements.store.measure(key, measured)
+        found = measurements.store.measure(f"rewritten {specs_text(recipe)}", measured)
         added = self.predictor.added(found["loss"], held_out=True)
         return Worth(found["costs"], self.predictor.shown(found["distance"]), added)
 
@@ -552,6 +525,20 @@ class Planner:
                 found.append(self.predictor.worth(chosen))
                 before = chosen
         return found
+
+
+def out_of_reach(target: Target, why: str, remedy: list[str], what: str = "cannot be reached") -> PlanningError:
+    return PlanningError(f"the target {str(target)!r} {what}", why=why, remedy=remedy, code="out-of-reach", option="targets")
+
+
+def least_share(problem: Problem, name: str, limits: Mapping[str, float]) -> float:
+    """Return the least of one cost within the limits on the others, as a share of the dense model's; 1 if there is no choice."""
+    chosen = least_cost(problem, name, limits)
+    return 1.0 if chosen is None else 1.0 + problem.cost(name, chosen)
+
+
+def specs_text(recipe: Sequence[AnyPass]) -> str:
+    return "; ".join(candidate.spec() for candidate in recipe)
 
 
 def limits_of(target: Target) -> dict[str, float]:

@@ -18,7 +18,7 @@ from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.probes import run
 from retrofit.passbase.calibration import calibration_from, calibration_windows, named_batch, require_token_ids, tokenize_texts
 from retrofit.passbase.tokenization import codec_for
-from retrofit.planning.costs import timed
+from retrofit.training.model_comparison import duration_of
 from retrofit.training.objectives import Collator, add_loss, objective_for
 from retrofit.training.teaching import short_hash
 from retrofit.training.windows import WINDOW, numbered_windows
@@ -82,8 +82,8 @@ def seconds_of_run(model: nn.Module, window: Batch) -> float:
     """Return the seconds of a forward."""
     window = moved(window, device_of(model))
     with evaluation_mode(model), torch.no_grad():
-        first = timed(lambda: run(model, window))
-        return min(first, timed(lambda: run(model, window))) if first < TWICE else first
+        first = duration_of(lambda: run(model, window))
+        return min(first, duration_of(lambda: run(model, window))) if first < TWICE else first
 
 
 def planning_data(
@@ -112,7 +112,7 @@ def planning_data(
         rows = split(len(given), counts.measured // length, counts.held_out // length, counts.fitted // length)
         calibration = calibration_from(model, given[rows[0]], inputs)
         example, shift, no_loss = examples_of(model, given, tokenizer, inputs)
-        parts = [[example(row) for row in some] for some in rows[1:]]
+        parts = [[example(row) for row in part_rows] for part_rows in rows[1:]]
         fingerprint = short_hash(given.contiguous().numpy().tobytes() + str(rows).encode())
     else:
         windows = [window for batch in calibration_from(model, given, inputs).batches for window in windows_of_batch(batch)]
@@ -120,7 +120,7 @@ def planning_data(
         counts = counts or TokenCounts.in_time(model, tokens, seconds, windows[0])
         rows = split(len(windows), counts.measured // length, counts.held_out // length, counts.fitted // length)
         calibration = Calibration(tuple(batched(windows[row] for row in rows[0])))
-        parts, shift, no_loss = [[windows[row] for row in some] for some in rows[1:]], None, "the text came as batches"
+        parts, shift, no_loss = [[windows[row] for row in part_rows] for part_rows in rows[1:]], None, "the text came as batches"
         values = [value for value in tree_leaves(windows) if isinstance(value, Tensor)]
         fingerprint = short_hash(b"".join(value.contiguous().cpu().numpy().tobytes() for value in values) + str(rows).encode())
     device = device_of(model)
@@ -163,9 +163,7 @@ def evenly(numbers: Sequence[int], most: int) -> list[int]:
 def examples_of(
     model: nn.Module, windows: Tensor, tokenizer: Any, inputs: Mapping[str, Any] | None
 ) -> tuple[Callable[[int], dict[str, Any]], int | None, str]:
-    """Return three: windows by number, in the model's form, with labels if it computes a loss; the shift of labels relative to
-    outputs; and why there is no loss.
-    """
+    """Return a function from a window's number to a batch, with labels if there is a loss; their shift; why there is no loss."""
     try:
         objective = objective_for(add_loss(model), codec_for(model, tokenizer), windows[0].long())
     except RetrofitError as error:

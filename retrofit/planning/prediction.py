@@ -114,12 +114,12 @@ class JointError:
             chosen = numpy.zeros((len(self.matrix), 1))
             chosen[list(hybrid.chosen)] = 1.0
             blocks = (member * chosen).T @ crossed @ (member * chosen)  # sums of cross terms, by pairs of candidates
-            more = hybrid.distance - float(self.matrix.diagonal() @ chosen[:, 0])
+            excess = hybrid.distance - float(self.matrix.diagonal() @ chosen[:, 0])
             present = numpy.flatnonzero((member * chosen).any(0))
             if len(present) == 1 and abs(blocks.sum()) > FLOOR:
-                own[present[0]] = min(1.0, max(0.0, more / blocks.sum()))
+                own[present[0]] = min(1.0, max(0.0, excess / blocks.sum()))
             rows.append((blocks + blocks.T - numpy.diag(blocks.diagonal()))[first, second] / max(hybrid.distance, FLOOR))
-            wanted.append(more / max(hybrid.distance, FLOOR))
+            wanted.append(excess / max(hybrid.distance, FLOOR))
         prior = numpy.sqrt(own[first] * own[second])
         g = prior
         if rows:
@@ -152,8 +152,8 @@ class JointError:
 
 def closeness(distance: float, other: float) -> float:
     """Return the weight of a measurement at one distance for another: 1 if they are equal, never 0."""
-    apart = math.log(max(distance, FLOOR)) - math.log(max(other, FLOOR))
-    return math.exp(-0.5 * (apart / NEAR) ** 2) + 1e-3
+    log_ratio = math.log(max(distance, FLOOR)) - math.log(max(other, FLOOR))
+    return math.exp(-0.5 * (log_ratio / NEAR) ** 2) + 1e-3
 
 
 def cosines_of(sketches: Sequence[Array]) -> Array:
@@ -181,8 +181,8 @@ def joint_cost(kinds: Sequence[str], alone: Sequence[float], timed: Timed) -> Ar
     rows = [numpy.bincount(column[sorted(chosen)], minlength=len(names)).astype(float) for chosen in timed]
     matrix = numpy.concatenate([numpy.diag(counts), numpy.stack(rows)])
     values = numpy.concatenate([with_its_like, list(timed.values())])
-    each: Array = numpy.linalg.lstsq(matrix, values, rcond=None)[0]
-    return each[column]
+    solution: Array = numpy.linalg.lstsq(matrix, values, rcond=None)[0]
+    return solution[column]
 
 
 # ── The sites of a plan ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,8 +260,7 @@ class Predictor:
 
     def worth(self, chosen: Collection[int]) -> Worth:
         """Return the predicted costs and loss of a choice; the loss is the measured one, if measured."""
-        problem = self.problem()
-        costs = {name: 1.0 + problem.cost(name, chosen) for name in problem.costs}
+        costs = self.problem().shares(chosen)
         measured = self.known.get(tuple(sorted(chosen)))
         if measured is not None:
             return Worth(costs, self.shown(measured.distance), measured.added_loss)
@@ -308,27 +307,30 @@ class Predictor:
             if not record.is_fitted:
                 found.append(UniformSetting(record.name, self.worth(chosen), None, record.sampled))
                 continue
-            costs = {name: 1.0 + problem.cost(name, chosen) for name in problem.costs}
-            worths = []
-            for part in ("measured", "held out"):
-                uniform = record.get("uniform", part)
-                worths.append(
-                    Worth(costs, self.shown(uniform["distance"]), self.added(uniform["loss"], held_out=part == "held out"))
-                )
-            found.append(UniformSetting(record.name, worths[0], worths[1]))
+            costs, measured, held_out = problem.shares(chosen), record.get("uniform measured"), record.get("uniform held out")
+            worth = Worth(costs, self.shown(measured["distance"]), self.added(measured["loss"]))
+            shown = Worth(costs, self.shown(held_out["distance"]), self.added(held_out["loss"], held_out=True))
+            found.append(UniformSetting(record.name, worth, shown))
         return found
+
+    def by_candidate(self, chosen: Collection[int]) -> list[tuple[AnyPass, list[Site]]]:
+        """Return the candidates of a choice, each with its chosen sites, in order."""
+        sites = [self.sites[index] for index in sorted(chosen)]
+        found = [
+            (candidate, [site for site in sites if site.candidate == number])
+            for number, candidate in enumerate(self.measurements.candidates)
+        ]
+        return [(candidate, own) for candidate, own in found if own]
 
     def recipe(self, chosen: Collection[int]) -> tuple[AnyPass, ...]:
         """Return the passes of a choice, each in its chosen layers: passes without depths late, those for whole layers last."""
-        layers = {path for some in self.measurements.layers.values() for path in some}
-        found: list[tuple[int, int, AnyPass]] = []
-        for number, candidate in enumerate(self.measurements.candidates):
-            sites = [self.sites[index] for index in sorted(chosen) if self.sites[index].candidate == number]
-            if sites:
-                depths = [depth for site in sites for depth in site.depths]
-                last = int(not depths) + 2 * any(path in layers for site in sites for path in site.paths)
-                found.append((last, number, limited_to(candidate, depths) if depths else candidate))
-        return tuple(candidate for _, _, candidate in sorted(found, key=lambda entry: entry[:2]))
+        layers = set(itertools.chain.from_iterable(self.measurements.layers.values()))
+        found: list[tuple[int, AnyPass]] = []
+        for candidate, sites in self.by_candidate(chosen):
+            depths = [depth for site in sites for depth in site.depths]
+            last = int(not depths) + 2 * any(path in layers for site in sites for path in site.paths)
+            found.append((last, limited_to(candidate, depths) if depths else candidate))
+        return tuple(candidate for _, candidate in sorted(found, key=lambda entry: entry[0]))
 
 
 def with_means(cosines: numpy.ndarray[Any, Any], candidates: Sequence[int], known: Sequence[int]) -> numpy.ndarray[Any, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from retrofit.errors import PlanningError, RetrofitError, TrainingError
 from retrofit.files.memory import in_temporary_file, page_out
 from retrofit.inputs.example_inputs import vocabulary_of
 from retrofit.inputs.model_state import evaluation_mode, same_bits
-from retrofit.inputs.module_calls import map_tensors, real_tokens, watched
+from retrofit.inputs.module_calls import forward_replaced, map_tensors, real_tokens, watched
 from retrofit.inputs.probes import logits_of, run
 from retrofit.numerics.distances import token_weights
 from retrofit.passbase.tokenization import vocabulary_size
@@ -61,6 +61,11 @@ class Quality:
     distance: float  # KL in nats per token, or the squared relative error
     loss: float | None  # nats a token
     sketch: Tensor | None = None  # of u: (tokens · SKETCH)
+
+    @property
+    def figures(self) -> dict[str, float | None]:
+        """Return distance and loss as plain data."""
+        return {"distance": self.distance, "loss": self.loss}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +132,8 @@ class MeasuredWindows:
                 distances, tokens = distances + float(far.sum()), tokens + len(far)
                 if sketch:
                     sketches.append((u @ projections(u.shape[-1], u.device)).flatten().cpu())
-        whole = torch.cat(sketches) / tokens**0.5 if sketch else None
-        return Quality(distances / max(1, tokens), losses / labelled if labelled else None, whole)
+        joined = torch.cat(sketches) / tokens**0.5 if sketch else None
+        return Quality(distances / max(1, tokens), losses / labelled if labelled else None, joined)
 
 
 def divergence(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,7 +229,7 @@ class PrefixCache:
                 outputs.setdefault(path, []).append(output)
         with contextlib.ExitStack() as stack:
             for path, values in outputs.items():
-                stack.enter_context(forward_replaced(self.model.get_submodule(path), values))
+                stack.enter_context(forward_replaced(self.model.get_submodule(path), replaying(values)))
             yield
 
 
@@ -236,19 +241,10 @@ def first_row(batch: Batch) -> dict[str, Any]:
     return {name: value[:1] if isinstance(value, Tensor) and value.dim() else value for name, value in batch.items()}
 
 
-@contextlib.contextmanager
-def forward_replaced(module: nn.Module, outputs: Sequence[Any]) -> Iterator[None]:
-    """Within this context each call of the module returns the next of the outputs."""
-    own, waiting = vars(module), iter(outputs)
-    before = own.get("forward")
-    own["forward"] = lambda *args, **kwargs: copied(next(waiting))
-    try:
-        yield
-    finally:
-        if before is None:
-            del own["forward"]
-        else:
-            own["forward"] = before
+def replaying(outputs: Sequence[Any]) -> Callable[..., Any]:
+    """Return a forward of which each call returns the next of the outputs."""
+    remaining = iter(outputs)
+    return lambda *args, **kwargs: copied(next(remaining))
 
 
 def copied(value: Any) -> Any:
@@ -327,38 +323,36 @@ class DenseOutputs:
         """Return the dense outputs for as many windows as fit in memory. Raises `RetrofitError` if there are none."""
         example, shift, _ = examples_of(model, ids.long(), tokenizer, None)
         device = next(model.parameters()).device
-        found: list[Any] = []
+        windows: MeasuredWindows | None = None
+        batches: list[MeasuredBatch] = []
         room = MOST_NUMBERS
         for row in range(len(ids)):
-            batch = moved(example(row), device)
-            measured = MeasuredWindows.of(model, [batch], (), shift)
-            room -= measured.batches[0].dense.numel()
-            if found and room < 0:
+            measured = MeasuredWindows.of(model, [moved(example(row), device)], (), shift)
+            (batch,) = measured.batches
+            room -= batch.dense.numel()
+            if batches and room < 0:
                 break
-            (window,) = measured.batches
-            kept = dataclasses.replace(window, dense=in_temporary_file(window.dense))  # passes run before they are read
-            found.append(dataclasses.replace(measured, batches=(kept,)))
-        if not found:
+            windows = windows or measured
+            batches.append(dataclasses.replace(batch, dense=in_temporary_file(batch.dense)))  # passes run before they are read
+        if windows is None:
             raise RetrofitError("the text is too short to hold out a window", remedy="use more text", code="too-short")
-        whole = dataclasses.replace(found[0], batches=tuple(windows.batches[0] for windows in found))
-        return cls(text, whole)
+        return cls(text, dataclasses.replace(windows, batches=tuple(batches)))
 
     def verdict(self, model: nn.Module) -> Verdict:
         """Return the effect of the rewrite on the same windows, for the rewritten `model`."""
-        before, found = [], []
+        distances, losses = [], []
         for batch in self.windows.batches:
-            part = dataclasses.replace(self.windows, batches=(batch,))
-            before.append(part.mean_loss([batch.dense]))
-            found.append(part.measure(model))
+            window = dataclasses.replace(self.windows, batches=(batch,))
+            before, quality = window.mean_loss([batch.dense]), window.measure(model)
+            distances.append(quality.distance)
+            if before is not None and quality.loss is not None:
+                losses.append((before, quality.loss))
             page_out([batch.dense])
-        distance = statistics.fmean(part.distance for part in found)
-        losses = [(was, part.loss) for was, part in zip(before, found, strict=True) if was is not None and part.loss is not None]
-        if len(losses) < len(found):
-            return Verdict(self.text, None, None, distance, standard_error([part.distance for part in found]))
-        added = standard_error([now - was for was, now in losses])
-        return Verdict(
-            self.text, statistics.fmean(was for was, _ in losses), statistics.fmean(now for _, now in losses), distance, added
-        )
+        distance = statistics.fmean(distances)
+        if len(losses) < len(distances):
+            return Verdict(self.text, None, None, distance, standard_error(distances))
+        before_all, after_all = (statistics.fmean(column) for column in zip(*losses, strict=True))
+        return Verdict(self.text, before_all, after_all, distance, standard_error([after - before for before, after in losses]))
 
 
 def standard_error(values: Sequence[float]) -> float | None:

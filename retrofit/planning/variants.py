@@ -29,6 +29,7 @@ from retrofit.inputs.probes import accepts, logits_of, run
 from retrofit.numerics.distances import distance, tolerance_of
 from retrofit.passbase.options import format_value
 from retrofit.passbase.protocol import AnyPass, Pass, load_pass, parse_spec, pass_names
+from retrofit.planning.choosing import is_inside
 from retrofit.planning.costs import uninterrupted
 from retrofit.program.program import Program
 from retrofit.rewriting import apply_reported
@@ -40,8 +41,7 @@ ALL_LAYERS = "layers"  # the option that limits a pass to some depths
 
 
 def candidates_of(given: AnyPass | str | Sequence[AnyPass | str] | None) -> tuple[AnyPass, ...]:
-    """Return the candidates: passes and specs as given, the proposed settings of passes given by name; those of all passes for
-    None.
+    """Return the candidates: passes and specs as given, the proposed settings of passes given by name, or for None of all passes.
 
     Raises `SpecError` if one cannot be parsed, `PlanningError` if there is none.
     """
@@ -186,10 +186,10 @@ def build_variant(
 
 def require_same_arguments(dense: nn.Module, rewritten: nn.Module, data: Calibration) -> None:
     """Raises `DoesNotFitError` unless the rewritten model accepts all arguments in the batches that the dense one accepts."""
-    gone = [name for name in data.batches[0] if accepts(dense, name) and not accepts(rewritten, name)]
-    if gone:
+    missing = [name for name in data.batches[0] if accepts(dense, name) and not accepts(rewritten, name)]
+    if missing:
         raise DoesNotFitError(
-            f"the rewritten model takes no {' and no '.join(gone)}, which the batches hold",
+            f"the rewritten model takes no {' and no '.join(missing)}, which the batches hold",
             why="it is a graph, captured with fixed values of them",
             remedy="remove them from the batches",
             code="other-arguments",
@@ -223,11 +223,6 @@ def by_depth(changed: Mapping[str, nn.Module], layers: LayerPaths) -> list[tuple
     return sorted(((tuple(sorted(depths)), modules) for depths, modules in groups), key=lambda group: group[0])
 
 
-def is_inside(path: str, outer: str) -> bool:
-    """Return whether the module at `path` is the one at `outer` or lies in it."""
-    return path == outer or not outer or path.startswith(f"{outer}.")
-
-
 @contextlib.contextmanager
 def hybrid(dense: nn.Module, replacements: Sequence[Replacement]) -> Iterator[nn.Module]:
     """Yield the model with these replacements: `dense` itself, which is restored afterwards, or another model.
@@ -235,9 +230,9 @@ def hybrid(dense: nn.Module, replacements: Sequence[Replacement]) -> Iterator[nn
     Weights that a replacement shares with the dense model have their evaluation layout, so that timings do not include preparing
     it.
     """
-    whole = next((replacement.model for replacement in replacements if replacement.model is not None), None)
-    if whole is not None:
-        yield whole
+    other = next((replacement.model for replacement in replacements if replacement.model is not None), None)
+    if other is not None:
+        yield other
         return
     edit = Edit(dense)
     try:
@@ -262,14 +257,12 @@ def added_bytes(dense: nn.Module, replacement: Replacement) -> int:
 
 def structure(replacement: Replacement) -> str:
     """Return a text that is equal for replacements of equal cost: classes and shapes of the modules, without layer numbers."""
-    modules = [replacement.model] if replacement.model is not None else list(replacement.modules.values())
-    parts = []
-    for module in modules:
-        parts += [
-            f"{type(part).__name__} {[tuple(tensor.shape) for tensor in part._parameters.values() if tensor is not None]}"
-            for part in module.modules()
-        ]
-    return "; ".join(parts)
+    modules = [replacement.model] if replacement.model is not None else replacement.modules.values()
+    return "; ".join(
+        f"{type(part).__name__} {[tuple(tensor.shape) for tensor in part._parameters.values() if tensor is not None]}"
+        for module in modules
+        for part in module.modules()
+    )
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -320,9 +313,9 @@ def is_same_shell(module: nn.Module, other: nn.Module) -> bool:
 
 
 def same_tensors(table: dict[str, Any], other: dict[str, Any]) -> bool:
-    if table.keys() != other.keys():
-        return False
-    return all((a is None and b is None) or is_same_tensor(a, b) for a, b in ((table[name], other[name]) for name in table))
+    return table.keys() == other.keys() and all(
+        (tensor is None and other[name] is None) or is_same_tensor(tensor, other[name]) for name, tensor in table.items()
+    )
 
 
 def is_same_tensor(tensor: Tensor | None, other: Tensor | None) -> bool:
