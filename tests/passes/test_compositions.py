@@ -61,7 +61,7 @@ REFUSED = {
     ("activation-sparsity", "activation-sparsity"): "its input is masked already",
     ("activation-sparsity", "sparse-ffn"): "do not all read the same tensor",
     ("activation-sparsity", "shared-moe"): "do not all read the same tensor",
-    ("activation-sparsity", "sparse-qkv"): "computes for itself",
+    ("activation-sparsity", "sparse-qkv"): "compute their own columns",
     ("altup", "altup"): "several blocks wide already",
     ("sequence-altup", "sequence-altup"): "strided already",
     ("sparse-ffn", "sparse-ffn"): "another pass has already replaced it",
