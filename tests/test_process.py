@@ -25,6 +25,7 @@ from retrofit.errors import CheckpointError
 from retrofit.files.atomic_writes import whole_directory, whole_file
 from retrofit.process import deferred_signals, quiet, unbroken
 from retrofit.program.tracing import silence_tracer
+from retrofit.provenance import record_provenance
 from retrofit.storage.exported_program import save_exported
 
 IDS = torch.arange(7)[None]
@@ -164,6 +165,13 @@ def test_what_goes_wrong_while_torch_writes_is_what_is_raised(at: int) -> None:
     assert torch.equal(torch.load(io.BytesIO(plain.getvalue()), weights_only=True)["a"], STATE["a"])
 
 
+def linear() -> nn.Linear:
+    """A module that knows an example of its inputs."""
+    model = nn.Linear(3, 3)
+    record_provenance(model, examples={"input": torch.ones(2, 3)})
+    return model
+
+
 @pytest.mark.parametrize("act", [interrupt, fill_up])
 def test_an_exported_program_too(act: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = os.fdopen
@@ -191,7 +199,7 @@ def test_an_exported_program_too(act: Callable[[], None], tmp_path: Path, monkey
     monkeypatch.setattr("os.fdopen", failing)
     expected = KeyboardInterrupt if act is interrupt else CheckpointError
     with pytest.raises(expected) as error:
-        save_exported(nn.Linear(3, 3), tmp_path / "a.pt2", example_inputs={"input": torch.ones(2, 3)})
+        save_exported(linear(), tmp_path / "a.pt2")
     assert act is interrupt or "No space left" in str(error.value)
     assert os.listdir(tmp_path) == []
 
@@ -199,7 +207,7 @@ def test_an_exported_program_too(act: Callable[[], None], tmp_path: Path, monkey
 def test_torch_warns_of_nothing_while_it_writes_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr("torch.export.pt2_archive._package.logger.warning", lambda text, *_: said.append(text))
-    save_exported(nn.Linear(3, 3), tmp_path / "a.pt2", example_inputs={"input": torch.ones(2, 3)})
+    save_exported(linear(), tmp_path / "a.pt2")
     assert said == []
 
 

@@ -42,8 +42,7 @@ from retrofit.storage.filling import (
     transformers_class,
     weight_files,
 )
-from retrofit.storage.load_guard import require_names
-from retrofit.storage.other_models import known_ancestor
+from retrofit.storage.load_guard import known_ancestor, require_names
 from retrofit.storage.recipe_quantizer import rewrite_skeleton
 from retrofit.surgery.dequantization import is_recipe, stored_quantization
 from retrofit.surgery.transformers_bookkeeping import is_transformers

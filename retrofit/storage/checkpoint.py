@@ -17,7 +17,7 @@ from torch import nn
 
 from retrofit.errors import CheckpointError
 from retrofit.files.atomic_writes import whole_directory, whole_file
-from retrofit.files.model_folders import EXPORTED, FILES, GGUF, ONNX, OTHER_FORMATS, as_path, require_writable_kind
+from retrofit.files.model_folders import DESCRIBED, EXPORTED, FILES, GGUF, ONNX, OTHER_FORMATS, as_path, require_writable_kind
 from retrofit.inputs.packed_weights import refuse_packed_layers
 from retrofit.onnx.exporter import export_onnx
 from retrofit.onnx.importer import from_onnx
@@ -40,9 +40,8 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
     Raises `CheckpointError` if `path` exists (unless `force`) or cannot be written, or if the model cannot be built again from a
     file.
     """
-    path = as_path(path)
+    path, model = as_path(path), uncompiled(model)
     require_savable(model, path)
-    model = uncompiled(model)
     if path.suffix == EXPORTED:
         return save_exported(model, path, force=force)
     if path.suffix == ONNX:
@@ -63,10 +62,11 @@ def save(model: nn.Module, path: str | Path, *, force: bool = False, tokenizer: 
 
 def require_savable(model: nn.Module, path: Path) -> None:
     """Raises `CheckpointError` if the name, or the model itself, already shows that it cannot be saved there."""
+    model = uncompiled(model)
     require_writable_kind(path)
-    refuse_packed_layers(uncompiled(model), CheckpointError, "saved", "which a file of tensors does not hold")
+    refuse_packed_layers(model, CheckpointError, "saved", "which a file of tensors does not hold")
     if path.suffix in FILES:
-        architecture_in_file(uncompiled(model))
+        architecture_in_file(model)
     elif path.suffix not in (EXPORTED, ONNX) and not hasattr(model, "save_pretrained"):
         raise CheckpointError(
             f"{type(model).__name__} cannot be saved as a directory",
@@ -104,22 +104,15 @@ def load(
             remedy="use a .pt checkpoint, a Hugging Face directory, a .gguf, .pt2 or .onnx file",
             code="missing",
         )
-    if path.is_dir():
-        require_no_description(path, "a directory", config, build)
+    kind = "a directory" if path.is_dir() else DESCRIBED.get(path.suffix)
+    if kind is not None:
+        require_no_description(path, kind, config, build)
+    if path.is_dir() or path.suffix == GGUF:
         with name_file_in_errors(path):
-            return load_directory(path, dtype)
-    if path.suffix == GGUF:
-        require_no_description(path, "a GGUF file", config, build)
-        with name_file_in_errors(path):
-            return load_gguf(path, dtype)
-    if path.suffix == EXPORTED:
-        require_no_description(path, "an exported program", config, build)
-        loaded = load_exported(path, allow_pickle=allow_pickle)
+            return load_directory(path, dtype) if path.is_dir() else load_gguf(path, dtype)
+    if path.suffix in (EXPORTED, ONNX):
+        loaded = load_exported(path, allow_pickle=allow_pickle) if path.suffix == EXPORTED else from_onnx(path)
         return loaded if dtype is None else loaded.to(dtype)
-    if path.suffix == ONNX:
-        require_no_description(path, "an ONNX file", config, build)
-        imported = from_onnx(path)
-        return imported if dtype is None else imported.to(dtype)
     if path.suffix in (*OTHER_FORMATS, ".json"):
         folder = f", {path.parent}" if (path.parent / "config.json").is_file() else ""
         raise CheckpointError(
@@ -132,7 +125,7 @@ def load(
         return rebuild_model(content, path, config=config, build=build, dtype=dtype, imports=allow_pickle)
 
 
-def require_no_description(path: Path, kind: str, config: object, build: object = None) -> None:
+def require_no_description(path: Path, kind: str, config: object, build: object) -> None:
     """Raises `CheckpointError` if a second description is given for a file or directory that already describes its model."""
     given = [name for name, value in (("config= (--config)", config), ("build=", build)) if value is not None]
     if given:

@@ -21,13 +21,13 @@ from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import as_pass
 from retrofit.passbase.replaying import rewritten_part
 from retrofit.passbase.tokenization import read_tokenizer
-from retrofit.storage.directories import MODULES, module_folders, transformer_folder
+from retrofit.storage.directories import is_pipeline, module_folders, transformer_folder
 from retrofit.storage.sampled_files import write_no_zeros
 
 BEGIN, END = OF_A_RECIPE, "<!-- retrofit: end -->"
 FRONT = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)  # the metadata at the beginning of a card on the Hugging Face hub
 METADATA = "---\nlibrary_name: transformers\ntags:\n- retrofit\n---\n"
-OURS = re.compile(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
+DESCRIPTION = re.compile(rf"{re.escape(BEGIN)}.*?{re.escape(END)}\n*", re.DOTALL)
 
 
 def write_card(model: nn.Module, folder: Path, replaced: Path | None = None) -> None:
@@ -53,7 +53,7 @@ def put_on_card(text: str, folder: Path) -> None:
     before = file.read_text(encoding="utf-8", errors="surrogateescape") if file.is_file() else ""
     found = FRONT.match(before)
     front = found[0] if found else "" if before else METADATA
-    rest = OURS.sub("", before[found.end() if found else 0 :]).lstrip("\n")
+    rest = DESCRIPTION.sub("", before[found.end() if found else 0 :]).lstrip("\n")
     of_dense = f"\n\nOf the dense model:\n{END}\n\n{rest}" if rest else f"\n{END}\n"
     file.write_text(f"{front}{BEGIN}\n{text}{of_dense}", encoding="utf-8", errors="surrogateescape")
 
@@ -64,7 +64,7 @@ def take_off_card(folder: Path) -> None:
     if not says_recipe(file):
         return
     before = file.read_text(encoding="utf-8", errors="surrogateescape")
-    left = OURS.sub("", before)
+    left = DESCRIPTION.sub("", before)
     if left == METADATA:
         file.unlink()
     else:
@@ -160,9 +160,9 @@ def companion_files(source: Path) -> list[Path]:
     Raises `CheckpointError` for such a link, and for one to another directory.
     """
     files = [*kept_files(source), *(kept_files(source / TEMPLATES) if (source / TEMPLATES).is_dir() else ())]
-    if (source / MODULES).is_file():
+    if is_pipeline(source):
         folder = transformer_folder(source)
-        others = {folder_ for folder_ in module_folders(source) if folder_ not in (source, folder)}
+        others = set(module_folders(source)) - {source, folder}
         for place, folders, names in os.walk(source):
             inner = Path(place)
             if not others.isdisjoint((inner, *inner.parents)):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from retrofit.errors import CheckpointError, RetrofitError, first_few, first_line
+from retrofit.files.model_folders import read_json
 from retrofit.inputs.usable_models import transformers_models
 from retrofit.passbase.recipe_storage import refuse_bundle
 from retrofit.passbase.tokenization import read_texts
@@ -45,7 +46,7 @@ def transformer_folder(path: Path) -> Path:
 
     Raises `CheckpointError` if the modules include no transformer, or several.
     """
-    if not (path / MODULES).is_file():
+    if not is_pipeline(path):
         return path
     folders = [folder for folder in module_folders(path) if names_transformer(folder / CONFIG)]
     if len(folders) == 1:
@@ -118,10 +119,7 @@ def module_folders(path: Path) -> list[Path]:
 
 def names_transformer(config: Path) -> bool:
     """Return whether the file is the config of a transformers model, not of another module."""
-    try:
-        content: Any = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
+    content = read_json(config)
     return isinstance(content, dict) and "model_type" in content
 
 
@@ -179,6 +177,8 @@ def encode(pipeline: Any, texts: list[str]) -> Tensor:
 # ── Models in directories ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+LEFT_OUT = "retrofit_left_out"  # an attribute of models
+UNCOUNTED = 100_000  # assumed number of tensors, for weights that are not in safetensors files
 OTHER_SHAPES = "ignore_mismatched_sizes"  # in transformers' error about weights that do not fit; it logs their names
 
 
@@ -203,10 +203,6 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
             ) from error
         remedy = "download it again, or correct its config.json" if path.is_dir() else "download it again"
         raise CheckpointError(f"{path} cannot be loaded", why=first_line(error), remedy=remedy, code="unreadable") from error
-
-
-LEFT_OUT = "retrofit_left_out"  # an attribute of models
-UNCOUNTED = 100_000  # assumed number of tensors, for weights that are not in safetensors files
 
 
 def fill_from_config(config: Path, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None, path: Path) -> nn.Module:
@@ -275,7 +271,7 @@ def left_out(model: nn.Module) -> tuple[str, ...]:
 
 def directory_class(path: Path) -> type[PreTrainedModel]:
     """Return the class that config.json names."""
-    file = path / "config.json"
+    file = path / CONFIG
     if not file.is_file():
         adapter = (path / "adapter_config.json").is_file()
         raise CheckpointError(

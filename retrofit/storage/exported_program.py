@@ -37,7 +37,6 @@ from retrofit.emitted import DenseGraph, dense_graph, from_exported
 from retrofit.errors import CaptureError, CheckpointError, RetrofitWarning, first_line
 from retrofit.files.atomic_writes import whole_file
 from retrofit.files.memory import require_memory, require_unpacked_fits
-from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import zeros_for
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.probes import is_numbering, is_per_token, is_token_ids
@@ -325,15 +324,11 @@ RECIPE = "retrofit.json"  # the extra file with the recipe
 MODEL, DENSE = "model", "dense"  # the program that torch loads, and the one that it was made from
 
 
-def save_exported(model: nn.Module, path: Path, *, force: bool = False, example_inputs: Any = None) -> Path:
+def save_exported(model: nn.Module, path: Path, *, force: bool = False) -> Path:
     """Write the model to `path` as an exported program for any batch size and length that its code allows, with its recipe."""
     require_values(model, "exported", "load its weights first")
-    inputs = (
-        replayed_inputs(model, recipe_storage.stored_inputs(model))
-        if example_inputs is None
-        else named_inputs(model, example_inputs)
-    )
-    inputs = {name: value.contiguous() for name, value in inputs.items() if isinstance(value, Tensor)}  # only such strides run
+    given = replayed_inputs(model, recipe_storage.stored_inputs(model))
+    inputs = {name: value.contiguous() for name, value in given.items() if isinstance(value, Tensor)}  # only such strides run
     try:
         programs = {MODEL: export_program(model, inputs)}
     except Exception as error:  # of any type, from the model's own code

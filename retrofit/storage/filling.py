@@ -113,21 +113,19 @@ def importable_name(kind: type, what: str) -> str:
 
 def takes_config(kind: type, config: Mapping[str, Any]) -> bool:
     """Return whether the class is built from one argument, or from the config's entries as keywords."""
-    return takes_one_argument(kind) or takes_keywords(kind, config)
+    if takes_one_argument(kind):
+        return True
+    try:
+        inspect.signature(kind).bind(**config)
+    except TypeError:
+        return False
+    return True
 
 
 def takes_one_argument(kind: type) -> bool:
     """Return whether the constructor has exactly one parameter."""
     named = [p for p in inspect.signature(kind).parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return len(named) == 1
-
-
-def takes_keywords(kind: type, config: Mapping[str, Any]) -> bool:
-    try:
-        inspect.signature(kind).bind(**config)
-    except TypeError:
-        return False
-    return True
 
 
 def find_class(architecture: str, *, imports: bool) -> tuple[type[nn.Module], type | None]:
@@ -208,15 +206,12 @@ def skip_initialisation() -> Iterator[None]:
             setattr(nn.init, name, fill)
 
 
-# ── Filled with weights ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Bounded construction ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 MORE = 50  # allowed number of parameters per tensor of the file: experts apart, layers rewritten
 ALWAYS = 2_000  # parameters
 SLACK = 4  # allowed multiple of the memory: a parameter is registered again when a recipe moves it
-
-
-# ── Bounded construction ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @contextlib.contextmanager
@@ -256,7 +251,11 @@ def too_large(why: str) -> CheckpointError:
     )
 
 
-ATTENTION = "attn_implementation"  # the endings of the keys by which a config chooses the attention implementation
+# ── Configs and weight files ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+ATTENTION = "attn_implementation"  # the ending of the keys by which a config chooses the attention implementation
+ONLY_DATA: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}  # nothing is downloaded, no code runs
 
 
 def read_config(file: Path) -> dict[str, Any]:
@@ -342,7 +341,7 @@ def weight_map(folder: Path) -> dict[str, str]:
 def extents_of(folder: Path) -> dict[str, Extent]:
     """Return the place of each tensor of the model in a directory, by its name in the files.
 
-    Raises `CheckpointError` if a file is damaged, or a name is in two files.
+    Raises `CheckpointError` if a file is damaged, or if a name is in two files.
     """
     found: dict[str, Extent] = {}
     for file in weight_files(folder):
@@ -364,12 +363,6 @@ def require_whole_weights(folder: Path, *, in_memory: bool) -> int:
     if in_memory:
         require_memory(sum(extent.size for extent in extents.values()), f"the model in {folder}", remedy=LARGER)
     return len(extents)
-
-
-ONLY_DATA: dict[str, Any] = {
-    "local_files_only": True,
-    "trust_remote_code": False,
-}  # nothing is downloaded, no code runs
 
 
 # ── Filling ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -395,11 +388,11 @@ def fill_model(
         replaying.replay(model, recipe, record)
         recipe_storage.store_recipe(model, recipe, record)
     own = model.state_dict()
-    different = {name: (tensor.shape, own[name].shape) for name, tensor in state.items() if name in own}
+    shapes = [(name, tensor.shape, own[name].shape) for name, tensor in state.items() if name in own]
     require_match(
-        missing=[name for name in own if name not in state],
-        unexpected=[name for name in state if name not in own],
-        mismatched=[(name, *shapes) for name, shapes in different.items() if shapes[0] != shapes[1]],
+        missing=own.keys() - state.keys(),
+        unexpected=state.keys() - own.keys(),
+        mismatched=[(name, saved, shape) for name, saved, shape in shapes if saved != shape],
     )
     groups = transformers_bookkeeping.shared_names(model.named_parameters(remove_duplicate=False))
     model.load_state_dict(state, strict=True, assign=True)
@@ -487,11 +480,11 @@ def require_match(missing: Iterable[str], unexpected: Iterable[str], mismatched:
 
 
 def require_all_used(model: PreTrainedModel, unexpected: Iterable[str]) -> None:
-    """Raises `CheckpointError` if a weight belongs to a further element of a list in the model, or to a missing parameter of a
-    module.
+    """Raises `CheckpointError` if an unexpected weight shows that config.json describes a smaller model.
 
-    In this case config.json describes a smaller model. Other weights are ignored, as in transformers: those of parts that the model
-    does not have, such as another task's head, and those that the architecture declares unnecessary.
+    It belongs to a further element of a list in the model, or to a missing parameter of a module. Other weights are ignored, as in
+    transformers: those of parts that the model does not have, such as another task's head, and those that the architecture declares
+    unnecessary.
     """
     prefix = f"{model.base_model_prefix}."
     dropped = sorted(name for name in unexpected if lacks(model, name) or lacks(model, name.removeprefix(prefix)))
@@ -507,12 +500,11 @@ def require_all_used(model: PreTrainedModel, unexpected: Iterable[str]) -> None:
 def lacks(model: nn.Module, name: str) -> bool:
     """Return whether the parameter belongs to a further element of a list in the model, or is one that a module lacks."""
     *path, leaf = name.split(".")
-    module: nn.Module | None = model
+    module: Any = model
     for part in path:
-        assert module is not None
         if part not in module._modules:
             return part.isdigit()
         module = module._modules[part]
         if module is None:
             return False
-    return module is not None and leaf in module._parameters and module._parameters[leaf] is None
+    return leaf in module._parameters and module._parameters[leaf] is None

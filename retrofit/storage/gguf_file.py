@@ -28,6 +28,8 @@ from retrofit.process import quiet
 from retrofit.storage.filling import ONLY_DATA, no_larger_than, require_all_used, require_match, transformers_class
 from retrofit.surgery.dequantization import forget_quantization, skeleton_of
 
+DIRECTORY = "use the Hugging Face directory that the file was made from"
+
 # ggml's key, after the architecture, and the config entries with the same meaning.
 SIZES = {  # an error is evident, because the weights do not fit
     "context_length": ("max_position_embeddings",),
@@ -71,22 +73,17 @@ def settings_of(header: GGUFHeader) -> Mapping[str, Any]:
 
 def take(config: Any, names: tuple[str, ...], value: float) -> bool:
     """Return whether an entry of these names in the config has the value; set it if the config has exactly one."""
-    there = [name for name in names if hasattr(config, name)]
-    held = [getattr(config, name) for name in there]
+    present = [name for name in names if hasattr(config, name)]
+    held = [getattr(config, name) for name in present]
     if any(isinstance(number, (int, float)) and math.isclose(number, value, rel_tol=1e-6) for number in held):
         return True
-    if len(there) == 1:
-        setattr(config, there[0], value)
-    return len(there) == 1
+    if len(present) == 1:
+        setattr(config, present[0], value)
+    return len(present) == 1
 
 
 def another_function(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"transformers reads {path} as a different model",
-        why=why,
-        remedy="use the Hugging Face directory that the file was made from",
-        code="other-model",
-    )
+    return CheckpointError(f"transformers reads {path} as a different model", why=why, remedy=DIRECTORY, code="other-model")
 
 
 DIVISORS = "rope_freqs.weight"  # the tensor with a divisor for each frequency
@@ -102,26 +99,22 @@ WITHOUT_EFFECT = ("type", "factor", "finetuned", "original_context_length")
 
 def stretch_positions(config: Any, path: Path, header: GGUFHeader) -> None:
     """Set the scaling of rotary positions in the config to the file's. Raises `CheckpointError` if that is not possible."""
-    every = getattr(config, "rope_parameters", None) or {}
-    rope = every.get("full_attention", every)  # if layers have a sliding window, the others are scaled
+    parameters = getattr(config, "rope_parameters", None) or {}
+    rope = parameters.get("full_attention", parameters)  # if layers have a sliding window, the others are scaled
     settings = settings_of(header)
     if rope and settings.get("rope.freq_base"):
         rope["rope_theta"] = settings["rope.freq_base"]
-    if rope is every and (rotated := settings.get("rope.dimension_count")):
-        width = head_width(config)
+    if rope is parameters and (rotated := settings.get("rope.dimension_count")):
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         if rotated != int(width * (rope.get("partial_rotary_factor") or 1.0)):
             rope["partial_rotary_factor"] = rotated / width
     if rope and rope.get("rope_type", "default") == "default":
-        rope.update(said_scaling(path, header))
+        rope.update(rope_scaling(path, header))
     if rope and any(tensor.name == DIVISORS for tensor in header.tensors):
         divisors = read_divisors(path)
         if rope.get("rope_type", "default") == "default" and bool((divisors != 1).any()):
             rope.update(LLAMA_3, factor=float(divisors.max()))
-        require_divided(config, {} if rope is every else {"layer_type": "full_attention"}, rope, divisors, path)
-
-
-def head_width(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+        require_divided(config, {} if rope is parameters else {"layer_type": "full_attention"}, rope, divisors, path)
 
 
 def require_rotated(model: PreTrainedModel, path: Path, header: GGUFHeader) -> None:
@@ -129,25 +122,24 @@ def require_rotated(model: PreTrainedModel, path: Path, header: GGUFHeader) -> N
     rotated = settings_of(header).get("rope.dimension_count")
     frequencies = [len(buffer) for name, buffer in model.named_buffers() if name.endswith("inv_freq")]
     if rotated and frequencies and rotated // 2 not in frequencies:
-        raise unknown(path, f"its metadata say {header.architecture}.rope.dimension_count = {rotated}")
+        raise unknown_scaling(path, f"its metadata say {header.architecture}.rope.dimension_count = {rotated}")
 
 
-def said_scaling(path: Path, header: GGUFHeader) -> dict[str, Any]:
-    """Return the scaling in the metadata, as entries of transformers' `rope_parameters`."""
+def rope_scaling(path: Path, header: GGUFHeader) -> dict[str, Any]:
+    """Return the scaling of rotary positions in the metadata, as entries of transformers' `rope_parameters`."""
     prefix = f"{header.architecture}.rope.scaling."
     scaling = {key.removeprefix(prefix): value for key, value in header.metadata.items() if key.startswith(prefix)}
     kind = scaling.get("type", "linear")  # llama.cpp's default
     factor = scaling.get("factor") or header.metadata.get(f"{header.architecture}.rope.scale_linear") or 1.0
     if not isinstance(factor, (int, float)) or not factor > 0:
-        raise unknown(path, f"its metadata say {prefix}factor = {factor}")
+        raise unknown_scaling(path, f"its metadata say {prefix}factor = {factor}")
     entries = {name: scaling.pop(key) for key, name in YARN.items() if key in scaling} if kind == "yarn" else {}
-    strange = [key for key, value in scaling.items() if key not in WITHOUT_EFFECT and NEUTRAL.get(key) != value]
-    if kind == "none" or (factor == 1.0 and kind in ("linear", "yarn") and not strange):
+    unknown = [key for key, value in scaling.items() if key not in WITHOUT_EFFECT and NEUTRAL.get(key) != value]
+    if kind == "none" or (factor == 1.0 and kind in ("linear", "yarn") and not unknown):
         return {}
-    if kind not in ("linear", "yarn") or strange:
-        raise unknown(
-            path, f"its metadata say {prefix}{strange[0] if strange else 'type'} = {scaling[strange[0]] if strange else kind}"
-        )
+    if kind not in ("linear", "yarn") or unknown:
+        key = unknown[0] if unknown else "type"
+        raise unknown_scaling(path, f"its metadata say {prefix}{key} = {scaling.get(key, kind)}")
     return {"rope_type": kind, "factor": float(factor), **entries}
 
 
@@ -165,19 +157,13 @@ def require_divided(config: Any, layer_type: dict[str, str], rope: dict[str, Any
     computed = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **layer_type)[0]
     wanted = rope["rope_theta"] ** -(torch.arange(len(divisors)) / len(divisors)) / divisors
     if computed.shape != wanted.shape or not torch.allclose(computed, wanted, rtol=1e-4, atol=1e-12):
-        raise unknown(path, f"{DIVISORS} divides its frequencies otherwise than Llama 3 does")
+        raise unknown_scaling(path, f"{DIVISORS} divides its frequencies otherwise than Llama 3 does")
 
 
-def unknown(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} uses an unknown rotary scaling",
-        why=why,
-        remedy="use the Hugging Face directory that the file was made from",
-        code="other-model",
-    )
+def unknown_scaling(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} uses an unknown rotary scaling", why=why, remedy=DIRECTORY, code="other-model")
 
 
-DIRECTORY = "use the Hugging Face directory that the file was made from"
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}  # ggml's types that are not packed, by name
 
 

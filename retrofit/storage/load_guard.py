@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from retrofit.errors import CheckpointError, first_few
@@ -16,11 +18,57 @@ from retrofit.provenance import provenance_of
 from retrofit.surgery.dequantization import is_packed, is_quantized
 
 
+def in_any(name: str, paths: Iterable[str]) -> bool:
+    """Return whether the name lies in one of the modules at `paths`, or is one of these."""
+    return any(f"{name}.".startswith(f"{path}.") for path in paths)
+
+
+def known_ancestor(path: str, modules: Collection[str]) -> str:
+    """Return the longest path in `modules` that equals or contains `path`."""
+    while path not in modules:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def names_in_files(files: Sequence[str] | None) -> set[str] | None:
+    """Return the names of the tensors in a model's files, without reading values; None if they cannot be determined."""
+    if not files:
+        return None
+    names: set[str] = set()
+    for file in map(Path, files):
+        try:
+            if file.suffix == ".safetensors":
+                with safe_open(file, "pt") as opened:
+                    names.update(opened.keys())
+            else:
+                names.update(torch.load(file, map_location="meta", weights_only=True))
+        except Exception as error:  # of any type: transformers reports the damage when it reads the file
+            logging.getLogger(__name__).debug("%s: %s", file, error)
+            return None
+    return names
+
+
+def changed_settings(before: Any, after: Any) -> list[str]:
+    """Return the differences between two configs, one text per setting."""
+    then, now = (dict(settings_in(config.to_dict())) for config in (before, after))
+    return [f"{key} is {now[key]}, and was {then[key]}" for key in then if key in now and now[key] != then[key]]
+
+
+def settings_in(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the settings of the model itself in a config and its sub-configs, by dotted name."""
+    for key, value in config.items():
+        if key.startswith("_") or key in ("quantization_config", "architectures", "dtype"):
+            continue
+        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+            yield from settings_in(value, f"{place}{key}.")
+        else:
+            yield f"{place}{key}", value
+
+
 def openings_of(model: Any, part: str) -> list[Any]:
     """Return transformers' renamings by which `model` finds the weights of `part` in a file of the whole model."""
-    from transformers.conversion_mapping import (
-        get_model_conversion_mapping,
-    )  # deferred: transformers is still importing itself when it imports this module
+    # deferred: transformers is still importing itself when it imports this module
+    from transformers.conversion_mapping import get_model_conversion_mapping
 
     renamings = (found for found in get_model_conversion_mapping(model) if not hasattr(found, "operations"))
     return [found for found in renamings if renamed(f"{part}.weight", [found]) == "weight"]
@@ -60,8 +108,6 @@ def require_names(model: Any, held: set[str], rewritten: set[str], new: Collecti
 
     The `new` tensors may be missing. `dense` are the names before the rewrite.
     """
-    from retrofit.storage.other_models import in_any  # deferred, as above
-
     prefix = f"{model.base_model_prefix}."
     known = held | {name.removeprefix(prefix) for name in held} | {prefix + name for name in held}
     own = model.state_dict()
@@ -97,7 +143,7 @@ def require_added(model: Any, weights: Mapping[str, Any] | None) -> None:
     held |= {name for pair in model.all_tied_weights_keys.items() if held.intersection(pair) for name in pair}
     present = {path for path, _ in model.named_modules(remove_duplicate=False)}
     for name in sorted(set(added) - held):
-        place = next(path for path in outer_paths(name) if path in present)
+        place = known_ancestor(name.rpartition(".")[0], present)
         missing = name.removeprefix(f"{place}.").partition(".")[0]
         if weights is None and missing.isdigit():
             continue
@@ -110,20 +156,12 @@ def require_added(model: Any, weights: Mapping[str, Any] | None) -> None:
         )
 
 
-def outer_paths(name: str) -> list[str]:
-    """Return the paths that contain the name, the innermost first: `a.b`, `a` and "" for `a.b.c`."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1)]
-
-
 def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
     """Raises `CheckpointError` if weights to be loaded belong to a rewritten module and have no place there.
 
     PEFT ignores them silently: those of an adapter that was trained on the dense model. `weights` are their names, with `prefix`
     before the names in the model.
     """
-    from retrofit.storage.other_models import in_any  # deferred, as above
-
     sites = recorded_sites(model)
     inside = [name for key in weights if key.startswith(prefix) and in_any(name := key.removeprefix(prefix), sites)]
     if not inside:
@@ -160,15 +198,13 @@ def require_shapes(model: Any, mismatched: Collection[tuple[Any, ...]]) -> None:
 
     The first item of each entry of `mismatched` is a name.
     """
-    from retrofit.storage.other_models import changed_settings, in_any  # deferred, as above
-
     sites = recorded_sites(model)
     names = sorted(name for name, *_ in mismatched if in_any(name, sites))
     if names:
         changes: list[str] = []
         with contextlib.suppress(Exception):  # of any type: the class may fail on a damaged record
             was = type(model.config).from_dict(dict(recipe_storage.stored_record(model)["config"]))
-            changes = changed_settings(was.to_dict(), model.config.to_dict())
+            changes = changed_settings(was, model.config)
         remedy = "load it with the config it was saved with" if changes else REMOVE_RECIPE
         raise wrong_weights(model, "; ".join([*changes, "of another shape in the files"]), names, remedy)
 
@@ -198,8 +234,6 @@ def require_filled(model: Any, rewritten: set[str], shapes: dict[str, torch.Size
 
     The `new` tensors need not be loaded.
     """
-    from retrofit.storage.other_models import in_any  # deferred: transformers is still importing itself when it imports this module
-
     state = {  # packed tensors are compared by the quantizer; its layers have further ones of their own
         name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name in shapes and not is_packed(tensor)
     }

@@ -11,13 +11,10 @@ import contextlib
 import copy
 import dataclasses
 import itertools
-import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import fx, nn
 
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError, first_few
@@ -27,12 +24,12 @@ from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.protocol import Rewrite
 from retrofit.passbase.recipe_storage import stored_inputs
 from retrofit.provenance import ATTRIBUTE, provenance_of, record_provenance
+from retrofit.storage.load_guard import changed_settings, in_any, known_ancestor
 from retrofit.surgery import Edit, Fate
 from retrofit.surgery.auxiliary_losses import ForwardWithAuxiliaryLosses
 from retrofit.surgery.transformers_bookkeeping import BOOKS, attention_of, shared_names
 from retrofit.surgery.wrappers import holds_guards
 
-SAFETENSORS = ".safetensors"
 PASSING = ("training", "name_or_path", ATTRIBUTE)  # attributes of a model that do not belong to its structure
 Structure = dict[str, tuple[type, dict[str, Any], dict[str, Any]]]  # by path: class, plain attributes, shapes of own tensors
 
@@ -69,14 +66,12 @@ def structure_of(model: nn.Module) -> Structure:
 
 def structure_of_module(module: nn.Module) -> tuple[type, dict[str, Any], dict[str, Any]]:
     """Return the class of a module (for a graph module, its code), its plain attributes and the shapes of its own tensors."""
-    attributes = {name: plain(value) for name, value in vars(module).items() if not name.startswith("_") and name not in PASSING}
+    tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors}
     if isinstance(module, fx.GraphModule):  # each has its own class
-        return fx.GraphModule, {"code": module.code}, {name: tuple(tensor.shape) for name, tensor in own_tensors(module)}
-    return type(module), attributes, {name: tuple(tensor.shape) for name, tensor in own_tensors(module)}
-
-
-def own_tensors(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        return fx.GraphModule, {"code": module.code}, shapes
+    attributes = {name: plain(value) for name, value in vars(module).items() if not name.startswith("_") and name not in PASSING}
+    return type(module), attributes, shapes
 
 
 def plain(value: Any) -> Any:
@@ -90,56 +85,56 @@ def plain(value: Any) -> Any:
     return type(value).__qualname__
 
 
-def require_equal_rewrite(model: Any, dense: Mapping[str, nn.Module], whole: Any, whole_dense: Mapping[str, nn.Module]) -> None:
-    """Raises `CheckpointError` unless the recipe has changed `model` in the same way as `whole`, in the modules that both have.
+def require_equal_rewrite(
+    model: Any, dense: Mapping[str, nn.Module], recorded: Any, recorded_dense: Mapping[str, nn.Module]
+) -> None:
+    """Raises `CheckpointError` unless the recipe has changed `model` as it changed `recorded`, in the modules that both have.
 
-    `dense` and `whole_dense` are the modules before the rewrite, by path.
+    `dense` and `recorded_dense` are the modules before the rewrite, by path.
     """
-    ours, theirs = structure_of(model), structure_of(whole)
-    new, recorded = (
+    here, there = structure_of(model), structure_of(recorded)
+    new, recorded_new = (
         {path for path, module in rewritten.named_modules(remove_duplicate=False) if module not in set(before.values())}
-        for rewritten, before in ((model, dense), (whole, whole_dense))
+        for rewritten, before in ((model, dense), (recorded, recorded_dense))
     )
-    lost = [path for path in recorded - new if known_ancestor(path, whole_dense) in dense]
-    other = [path for path in new & recorded if not same_module(ours[path], theirs[path], table_sizes(whole, model))]
-    ties = [tied for tied in ties_in(whole, theirs, ours) ^ ties_in(model, ours, theirs) if any(in_any(name, new) for name in tied)]
-    if new - recorded or lost or other or ties:
+    lost = [path for path in recorded_new - new if known_ancestor(path, recorded_dense) in dense]
+    tables = table_sizes(recorded, model)
+    other = [path for path in new & recorded_new if not same_module(here[path], there[path], tables)]
+    changed_ties = ties_in(recorded, there, here) ^ ties_in(model, here, there)
+    ties = [tied for tied in changed_ties if any(in_any(name, new) for name in tied)]
+    if new - recorded_new or lost or other or ties:
         problems = {
-            "rewritten here and not there": new - recorded,
+            "rewritten here and not there": new - recorded_new,
             "rewritten there and not here": lost,
             "rewritten otherwise": other,
             "tied in one of them": [" and ".join(sorted(names)) for names in ties],
         }
         raise CheckpointError(
             f"the recipe was applied to another {type(model).__name__} and rewrites this one differently",
-            why="; ".join([*config_differences(whole, model), *(f"{k}: {first_few(sorted(v))}" for k, v in problems.items() if v)]),
+            why="; ".join(
+                [
+                    *changed_settings(recorded.config, model.config),
+                    *(f"{what}: {first_few(sorted(found))}" for what, found in problems.items() if found),
+                ]
+            ),
             remedy="load it with the config it was saved with, and change the model afterwards",
             code="other-model",
         )
 
 
-def known_ancestor(path: str, modules: Mapping[str, Any]) -> str:
-    """Return the longest path in `modules` that equals or contains `path`."""
-    while path not in modules:
-        path = path.rpartition(".")[0]
-    return path
-
-
-def table_sizes(whole: Any, model: Any) -> tuple[int, int]:
+def table_sizes(recorded: Any, model: Any) -> tuple[int, int]:
     """Return the numbers of rows of both models' token tables, (0, 0) without tables: tokens may have been added since."""
-    sizes = []
-    for network in (whole, model):
-        with contextlib.suppress(NotImplementedError, AttributeError):
-            sizes.append(len(network.get_input_embeddings().weight))
-    return (sizes[0], sizes[1]) if len(sizes) == 2 else (0, 0)
+    with contextlib.suppress(NotImplementedError, AttributeError):
+        return len(recorded.get_input_embeddings().weight), len(model.get_input_embeddings().weight)
+    return 0, 0
 
 
-def same_module(ours: Any, theirs: Any, tables: tuple[int, int]) -> bool:
+def same_module(here: Any, there: Any, tables: tuple[int, int]) -> bool:
     """Return whether two modules differ at most in sizes that their tensors show, or in the size of the token tables."""
-    (kind, attributes, shapes), (other_kind, other_attributes, other_shapes) = ours, theirs
+    (kind, attributes, shapes), (other_kind, other_attributes, other_shapes) = here, there
     if kind is not other_kind or attributes.keys() != other_attributes.keys() or shapes.keys() != other_shapes.keys():
         return False
-    sizes = {(there, here) for name, shape in shapes.items() for there, here in zip(other_shapes[name], shape, strict=False)}
+    sizes = {pair for name, shape in shapes.items() for pair in zip(other_shapes[name], shape, strict=False)}
     return all(
         value == other_attributes[name] or (other_attributes[name], value) in sizes | {tables} for name, value in attributes.items()
     )
@@ -152,58 +147,13 @@ def ties_in(model: nn.Module, *structures: Structure) -> set[frozenset[str]]:
     return {group for group in groups if len(group) > 1}
 
 
-def config_differences(whole: Any, model: Any) -> list[str]:
-    """Return the differences between the configs of the two models, one text per setting."""
-    return changed_settings(whole.config.to_dict(), model.config.to_dict())
-
-
-def changed_settings(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Return the differences between two configs, given as dictionaries, one text per setting."""
-    then, now = dict(settings_in(before)), dict(settings_in(after))
-    return [f"{key} is {now[key]}, and was {then[key]}" for key in then if key in now and now[key] != then[key]]
-
-
-def settings_in(config: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the settings of the model itself in a config and its sub-configs, by dotted name."""
-    for key, value in config.items():
-        if key.startswith("_") or key in ("quantization_config", "architectures", "dtype"):
-            continue
-        if isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
-            yield from settings_in(value, f"{place}{key}.")
-        else:
-            yield f"{place}{key}", value
-
-
-def names_in_files(files: Sequence[str] | None) -> set[str] | None:
-    """Return the names of the tensors in a model's files, without reading values; None if they cannot be determined."""
-    if not files:
-        return None
-    names: set[str] = set()
-    for file in map(Path, files):
-        try:
-            if file.suffix == SAFETENSORS:
-                with safe_open(file, "pt") as opened:
-                    names.update(opened.keys())
-            else:
-                names.update(torch.load(file, map_location="meta", weights_only=True))
-        except Exception as error:  # of any type: transformers reports the damage when it reads the file
-            logging.getLogger(__name__).debug("%s: %s", file, error)
-            return None
-    return names
-
-
-def in_any(name: str, paths: Iterable[str]) -> bool:
-    """Return whether the name lies in one of the modules at `paths`, or is one of these."""
-    return any(f"{name}.".startswith(f"{path}.") for path in paths)
-
-
 # ── A recipe on another class ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 REGISTRIES = ("_modules", "_parameters", "_buffers")
 GONE = object()  # the value of a deleted attribute or entry
 
-Changes = Mapping[str, Mapping[Any, Any]]  # the table, "" for attributes → the name in it → the value
+Tables = Mapping[str, Mapping[Any, Any]]  # of a module: the table, "" for attributes → the name in it → the value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,8 +166,7 @@ class Step:
 
 
 def rewrite_by_steps(steps: Sequence[Step]) -> tuple[list[bool], frozenset[str]]:
-    """Rewrite the model of each step by its passes, after transferring to it the earlier changes of the parts it shares with the
-    last.
+    """Rewrite each step's model by its passes, after transferring the changes made so far to the parts it shares with the previous.
 
     Tied weights are tied in all of them. A part that a class lacks is dense in the next. Return for each step whether the last
     model depends on it, and the names of that model's tensors that its predecessor lacks. Raises `CheckpointError` if the shared
@@ -228,7 +177,7 @@ def rewrite_by_steps(steps: Sequence[Step]) -> tuple[list[bool], frozenset[str]]
     replaying.replay(steps[0].model, done, steps[0].record)
     for step, link in zip(steps[1:], links, strict=True):
         changed = link.carry_over(done)
-        last = link.common if step is steps[-1] else Common(steps[-1].model, link.common.whole)
+        last = link.common if step is steps[-1] else Common(steps[-1].model, link.common.source)
         needed.append(bool(step.recipe) or any(last.has(name) and not link.common.has(name) for name in changed))
         if step.recipe:
             earlier = replaying.rewrites(step.model)
@@ -239,19 +188,19 @@ def rewrite_by_steps(steps: Sequence[Step]) -> tuple[list[bool], frozenset[str]]
 
 
 class Link:
-    """Two classes that a model had successively: the skeletons of `whole`, the first, and of `model`, both dense so far."""
+    """Two classes that a model had successively: the skeletons of `source`, the first, and of `model`, both dense so far."""
 
-    def __init__(self, model: Any, whole: Any) -> None:
-        self.common = Common(model, whole)
-        self.inputs, self.interface = runnable_inputs(model), Interface.of(self.common)
-        self.before = {module: Contents.of(module) for module in self.common.whole_modules.values()}
+    def __init__(self, model: Any, source: Any) -> None:
+        self.common = Common(model, source)
+        self.inputs, self.interface = runnable_inputs(model), Interface(self.common)
+        self.before = {module: contents_of(module) for module in self.common.source_modules.values()}
 
     def carry_over(self, recipe: Sequence[str]) -> set[str]:
-        """Transfer to `model` what the recipe changed in its shared part of `whole`; return the names of the changed parts."""
-        common, model, whole = self.common, self.common.model, self.common.whole
+        """Transfer to `model` what the recipe changed in its shared part of `source`; return the names of the changed parts."""
+        common, model, source = self.common, self.common.model, self.common.source
         common.require_shared(recipe)
-        edit, losses = Edit(model), take_auxiliary_losses(whole)
-        changes = {module: contents.changes(Contents.of(module)) for module, contents in self.before.items()}
+        edit, losses = Edit(model), take_auxiliary_losses(source)
+        changes = {module: changes_between(before, contents_of(module)) for module, before in self.before.items()}
         changed = changed_parts(common, changes)
         why = self.interface.changed() or transfer(common, changes, changed, edit)
         if losses is not None:
@@ -280,52 +229,52 @@ def runnable_inputs(model: Any) -> dict[str, Any] | None:
 
 
 class Common:
-    """The modules and parameters that `model` shares with `whole`, a dense model, under the same names in a file."""
+    """The modules and parameters that `model` shares with `source`, a dense model, under the same names in a file."""
 
-    def __init__(self, model: Any, whole: Any) -> None:
-        self.model, self.whole = model, whole
-        self.base, self.whole_base = path_of(model.base_model, model), path_of(whole.base_model, whole)
-        self.modules, self.whole_modules = (dict(every.named_modules(remove_duplicate=False)) for every in (model, whole))
-        self.parameters, self.whole_parameters = (dict(every.named_parameters(remove_duplicate=False)) for every in (model, whole))
+    def __init__(self, model: Any, source: Any) -> None:
+        self.model, self.source = model, source
+        self.base, self.source_base = path_of(model.base_model, model), path_of(source.base_model, source)
+        self.modules, self.source_modules = (dict(network.named_modules(remove_duplicate=False)) for network in (model, source))
+        self.parameters, self.source_parameters = (
+            dict(network.named_parameters(remove_duplicate=False)) for network in (model, source)
+        )
         self.pairs = {
-            path: (theirs, self.modules[str(self.name(path))])
-            for path, theirs in self.whole_modules.items()
-            if self.has(path) and (path in ("", self.whole_base) or self.has_same_class(path))
+            path: (module, self.modules[str(self.name(path))])
+            for path, module in self.source_modules.items()
+            if self.has(path) and (path in ("", self.source_base) or self.has_same_class(path))
         }
 
-        named = {self.name(name) for name in (*self.whole_modules, *self.whole_parameters)}
+        named = {self.name(name) for name in (*self.source_modules, *self.source_parameters)}
         self.different = named ^ {*self.modules, *self.parameters}  # names in `model`
 
     def name(self, name: str) -> str | None:
-        """Return the name in `model` of a module or parameter of `whole`; None if it can have none."""
-        if is_inside(name, self.whole_base):
-            return ".".join(part for part in (self.base, name[len(self.whole_base) :].lstrip(".")) if part)
+        """Return the name in `model` of a module or parameter of `source`; None if it can have none."""
+        if is_inside(name, self.source_base):
+            return ".".join(part for part in (self.base, name[len(self.source_base) :].lstrip(".")) if part)
         return None if is_inside(name, self.base) else name
 
     def has(self, name: str) -> bool:
-        """Return whether `model` has the module or parameter called `name` in `whole`."""
-        ours = self.name(name)
-        return ours is not None and (ours in self.modules or ours in self.parameters)
+        """Return whether `model` has the module or parameter called `name` in `source`."""
+        own = self.name(name)
+        return own in self.modules or own in self.parameters
 
     def has_same_class(self, path: str) -> bool:
-        return type(self.modules[str(self.name(path))]) is type(self.whole_modules[path])
+        return type(self.modules[str(self.name(path))]) is type(self.source_modules[path])
 
     def require_shared(self, recipe: Sequence[str]) -> None:
         """Raises `CheckpointError` if the shared weights have other names in a file, or the shared stacks other depths."""
-        if self.base and self.whole_base and self.base != self.whole_base:
-            raise refusal(
-                self, recipe, f"transformers finds no weight of {self.base} in a file that has those of {self.whole_base}"
-            )
-        lists = ((theirs, ours) for theirs, ours in self.pairs.values() if isinstance(theirs, nn.ModuleList))
-        if any(theirs._modules.keys() != ours._modules.keys() for theirs, ours in lists):
-            raise refusal(
-                self, recipe, "; ".join(config_differences(self.whole, self.model)), "load it with the config it was saved with"
-            )
+        if self.base and self.source_base and self.base != self.source_base:
+            why = f"transformers finds no weight of {self.base} in a file that has those of {self.source_base}"
+            raise refusal(self, recipe, why)
+        lists = (pair for pair in self.pairs.values() if isinstance(pair[0], nn.ModuleList))
+        if any(before._modules.keys() != now._modules.keys() for before, now in lists):
+            why = "; ".join(changed_settings(self.source.config, self.model.config))
+            raise refusal(self, recipe, why, "load it with the config it was saved with")
 
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that only `model` has."""
-        theirs = {self.name(name) for name in self.whole_parameters}
-        return {name: parameter for name, parameter in self.parameters.items() if name not in theirs}
+        shared = {self.name(name) for name in self.source_parameters}
+        return {name: parameter for name, parameter in self.parameters.items() if name not in shared}
 
     def own_tensors(self) -> frozenset[str]:
         """Return the current names of the tensors in parts that only the dense `model` has."""
@@ -339,13 +288,13 @@ class Common:
         return frozenset(found)
 
     def correspondence(self) -> dict[int, Any]:
-        """Return for each shared object of `whole`, by identity, the one of `model`: a memo for copies."""
+        """Return for each shared object of `source`, by identity, the one of `model`: a memo for copies."""
         memo: dict[int, Any] = {}
-        for theirs, ours in self.pairs.values():
-            memo[id(theirs)] = ours
-            if hasattr(theirs, "config") and hasattr(ours, "config"):
-                memo[id(theirs.config)] = ours.config
-        for name, parameter in self.whole_parameters.items():
+        for before, now in self.pairs.values():
+            memo[id(before)] = now
+            if hasattr(before, "config") and hasattr(now, "config"):
+                memo[id(before.config)] = now.config
+        for name, parameter in self.source_parameters.items():
             same = self.parameters.get(self.name(name) or "")
             if same is not None and same.shape == parameter.shape:
                 memo.setdefault(id(parameter), same)
@@ -367,30 +316,28 @@ def is_inside(path: str, outer: str) -> bool:
 
 
 class Interface:
-    """The shapes returned by the outermost shared modules of `whole`, which parts that only `model` has may read."""
+    """The shapes returned by the outermost shared modules of `source`, which parts that only `model` has may read.
 
-    def __init__(self, common: Common, paths: list[str], inputs: Mapping[str, Any]) -> None:
-        self.common, self.paths, self.inputs = common, paths, inputs
+    None are compared if `model` has no parameters of its own.
+    """
+
+    def __init__(self, common: Common) -> None:
+        source = common.source.eval()
+        inputs = replaying.replayed_inputs(source, recipe_storage.stored_inputs(source))
+        self.common, self.inputs = common, {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+        self.paths = outermost_shared(common, source, "") if common.own_parameters() else []
         self.dense = self.shapes()
-
-    @classmethod
-    def of(cls, common: Common) -> Interface:
-        """Return the interface of the dense model; empty if `model` has no parameters of its own."""
-        whole = common.whole.eval()
-        inputs = replaying.replayed_inputs(whole, recipe_storage.stored_inputs(whole))
-        paths = outermost_shared(common, whole, "") if common.own_parameters() else []
-        return cls(common, paths, {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)})
 
     def shapes(self) -> dict[str, list[torch.Size]]:
         """Return the shapes by path; empty if the model does not run without values."""
         found: dict[str, list[torch.Size]] = {}
-        modules = {path: self.common.whole.get_submodule(path) for path in self.paths}
+        modules = {path: self.common.source.get_submodule(path) for path in self.paths}
 
         def note(path: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             found[path] = [tensor.shape for tensor in tensors_in(output)]
 
         with watched(modules, after=note):
-            runs = bool(modules) and accepts(self.common.whole, self.inputs)
+            runs = bool(modules) and accepts(self.common.source, self.inputs)
         return found if runs else {}
 
     def changed(self) -> str:
@@ -404,7 +351,7 @@ class Interface:
 
 
 def outermost_shared(common: Common, module: nn.Module, path: str) -> list[str]:
-    """Return the paths of the shared modules inside `module` that lie in no other; `whole` itself is not among them."""
+    """Return the paths of the shared modules inside `module` that lie in no other; `source` itself is not among them."""
     found: list[str] = []
     for name, child in module.named_children():
         inner = f"{path}.{name}".lstrip(".")
@@ -416,28 +363,22 @@ def outermost_shared(common: Common, module: nn.Module, path: str) -> list[str]:
 # ── The same changes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclasses.dataclass(frozen=True)
-class Contents:
-    """The contents of a module at one time: its attributes, and its tables of children, parameters, hooks and so on."""
+def contents_of(module: nn.Module) -> Tables:
+    """Return a module's attributes and tables (children, parameters, hooks …) without the records about whole models."""
+    held = {name: value for name, value in vars(module).items() if name not in BOOKS and not name.startswith("retrofit_")}
+    tables = {name: table_of(value) for name, value in held.items() if isinstance(value, (dict, set))}
+    return {"": {name: value for name, value in held.items() if name not in tables}, **tables}
 
-    tables: Changes
 
-    @classmethod
-    def of(cls, module: nn.Module) -> Contents:
-        """Return the module's current contents, without retrofit's and transformers' records about whole models."""
-        held = {name: value for name, value in vars(module).items() if name not in BOOKS and not name.startswith("retrofit_")}
-        tables = {name: table_of(value) for name, value in held.items() if isinstance(value, (dict, set))}
-        return cls({"": {name: value for name, value in held.items() if name not in tables}, **tables})
-
-    def changes(self, now: Contents) -> Changes:
-        """Return the differences in `now`: the new value, or `GONE`."""
-        found = {}
-        for table, new in now.tables.items():
-            old = self.tables.get(table, {})
-            names = [name for name in {**old, **new} if not is_same(old.get(name, GONE), new.get(name, GONE))]
-            if names:
-                found[table] = {name: new.get(name, GONE) for name in names}
-        return found
+def changes_between(before: Tables, now: Tables) -> Tables:
+    """Return the entries of a module's contents that differ `now`: the new value, or `GONE`."""
+    found = {}
+    for table, new in now.items():
+        old = before.get(table, {})
+        names = [name for name in {**old, **new} if not is_same(old.get(name, GONE), new.get(name, GONE))]
+        if names:
+            found[table] = {name: new.get(name, GONE) for name in names}
+    return found
 
 
 def table_of(held: Any) -> dict[Any, Any]:
@@ -454,42 +395,42 @@ def is_same(old: Any, new: Any) -> bool:
         return False
 
 
-def changed_parts(common: Common, changes: Mapping[nn.Module, Changes]) -> set[str]:
-    """Return the names of the dense modules and parameters of `whole` that were changed or replaced."""
-    dense = {*common.whole_modules, *common.whole_parameters}
+def changed_parts(common: Common, changes: Mapping[nn.Module, Tables]) -> set[str]:
+    """Return the names of the dense modules and parameters of `source` that were changed or replaced."""
+    dense = {*common.source_modules, *common.source_parameters}
     found: set[str] = set()
-    for path, module in common.whole_modules.items():
+    for path, module in common.source_modules.items():
         for table, values in changes[module].items():
             names = {f"{path}.{name}".lstrip(".") for name in values} if table in REGISTRIES else {path}
             found |= names & dense
     return found
 
 
-def transfer(common: Common, changes: Mapping[nn.Module, Changes], changed: Collection[str], edit: Edit) -> str:
-    """Apply the changes of `whole` to the modules of `model`; return the reason if that is impossible, else "".
+def transfer(common: Common, changes: Mapping[nn.Module, Tables], changed: Collection[str], edit: Edit) -> str:
+    """Apply the changes of `source` to the modules of `model`; return the reason if that is impossible, else "".
 
     Changes of parts that the model lacks are ignored.
     """
-    model, whole, memo = common.model, common.whole, common.correspondence()
-    kinds = type(whole).__name__, type(model).__name__
-    dense = {*common.whole_modules, *common.whole_parameters}
+    model, source, memo = common.model, common.source, common.correspondence()
+    kinds = type(source).__name__, type(model).__name__
+    dense = {*common.source_modules, *common.source_parameters}
     for path in changed:
-        if path in common.whole_modules and path not in common.pairs and common.has(path):
-            classes = type(common.whole_modules[path]).__name__, type(common.modules[str(common.name(path))]).__name__
+        if path in common.source_modules and path not in common.pairs and common.has(path):
+            classes = type(common.source_modules[path]).__name__, type(common.modules[str(common.name(path))]).__name__
             return f"{path} is {classes[0]} in {kinds[0]}, and {classes[1]} in {kinds[1]}"
-    for path, (theirs, ours) in common.pairs.items():
-        for table, values in changes[theirs].items():
-            if type(theirs) is not type(ours) and holds_guards(theirs, table, values):
+    for path, (before, now) in common.pairs.items():
+        for table, values in changes[before].items():
+            if type(before) is not type(now) and holds_guards(before, table, values):
                 continue
-            if type(theirs) is not type(ours) and table not in REGISTRIES:
-                return f"the recipe changes {type(theirs).__name__}, and {kinds[1]} has {type(ours).__name__} instead"
+            if type(before) is not type(now) and table not in REGISTRIES:
+                return f"the recipe changes {type(before).__name__}, and {kinds[1]} has {type(now).__name__} instead"
             if table in REGISTRIES:
                 names = {name: f"{path}.{name}".lstrip(".") for name in values}
                 values = {name: value for name, value in values.items() if names[name] not in dense or common.has(names[name])}
             copied = {name: value if value is GONE else copy.deepcopy(value, memo) for name, value in values.items()}
-            apply_changes(ours, table, copied, edit)
-    if id(whole) in memo and memo[id(whole)] not in common.modules.values():
-        return f"what the recipe makes of {common.whole_base} needs the whole {kinds[0]}"
+            apply_changes(now, table, copied, edit)
+    if id(source) in memo and memo[id(source)] not in common.modules.values():
+        return f"what the recipe makes of {common.source_base} needs the whole {kinds[0]}"
     return unfit_parameter(common)
 
 
@@ -509,26 +450,26 @@ def apply_changes(module: nn.Module, table: str, values: Mapping[Any, Any], edit
 
 def unfit_parameter(common: Common) -> str:
     """Return why a parameter of a part that only `model` has does not fit the rewritten part; "" if all do."""
-    model, whole = common.model, common.whole
-    present, kept = ({id(parameter) for parameter in network.parameters()} for network in (model, whole))
+    model, source = common.model, common.source
+    present, kept = ({id(parameter) for parameter in network.parameters()} for network in (model, source))
     for name, parameter in common.own_parameters().items():
         if id(parameter) not in present:
-            return f"{name}, which {type(whole).__name__} does not have, is inside what the recipe replaces"
-    for name, parameter in common.whole_parameters.items():
-        ours = common.parameters.get(common.name(name) or "")
-        if ours is not None and id(ours) in present and id(parameter) not in kept:
+            return f"{name}, which {type(source).__name__} does not have, is inside what the recipe replaces"
+    for name, parameter in common.source_parameters.items():
+        same = common.parameters.get(common.name(name) or "")
+        if same is not None and id(same) in present and id(parameter) not in kept:
             return f"the recipe replaces {name}, which is also the weight of a part that only {type(model).__name__} has"
     return ""
 
 
-def take_auxiliary_losses(whole: nn.Module) -> ForwardWithAuxiliaryLosses | None:
-    """Remove the addition of auxiliary losses from the forward of `whole`; return the forward that added them, or None."""
-    forward = vars(whole).get("forward")
+def take_auxiliary_losses(source: nn.Module) -> ForwardWithAuxiliaryLosses | None:
+    """Remove the addition of auxiliary losses from the forward of `source`; return the forward that added them, or None."""
+    forward = vars(source).get("forward")
     if not isinstance(forward, ForwardWithAuxiliaryLosses):
         return None
-    del vars(whole)["forward"]
+    del vars(source)["forward"]
     if forward.inner is not None:
-        vars(whole)["forward"] = forward.inner
+        vars(source)["forward"] = forward.inner
     return forward
 
 
@@ -536,16 +477,16 @@ def take_auxiliary_losses(whole: nn.Module) -> ForwardWithAuxiliaryLosses | None
 
 
 def carry_accounts(common: Common) -> None:
-    """Copy the accounts of `whole` to the model, with its names; those of the passes only if it has every site."""
-    model, whole = common.model, common.whole
-    names, paths = (dict(every(remove_duplicate=False)) for every in (model.named_parameters, model.named_modules))
-    theirs, accounts = provenance_of(whole), replaying.rewrites(whole) or ()
+    """Copy the accounts of `source` to the model, with its names; those of the passes only if it has every site."""
+    model, source = common.model, common.source
+    names, paths = (dict(named(remove_duplicate=False)) for named in (model.named_parameters, model.named_modules))
+    provenance, accounts = provenance_of(source), replaying.rewrites(source) or ()
     record_provenance(
         model,
-        added=frozenset(renamed(theirs.added or (), common, names)),
+        added=frozenset(renamed(provenance.added or (), common, names)),
         rearranged={
             str(common.name(name)): renamed_fate(fate, common)
-            for name, fate in theirs.rearranged.items()
+            for name, fate in provenance.rearranged.items()
             if common.name(fate.name) in names
         },
     )
@@ -571,26 +512,26 @@ def renamed_account(account: Rewrite, common: Common, names: Collection[str]) ->
     )
 
 
-def renamed(theirs: Iterable[str], common: Common, names: Collection[str]) -> tuple[str, ...]:
-    return tuple(name for name in map(str, map(common.name, theirs)) if name in names)
+def renamed(source_names: Iterable[str], common: Common, names: Collection[str]) -> tuple[str, ...]:
+    return tuple(name for name in map(str, map(common.name, source_names)) if name in names)
 
 
 def rewrite_by_itself(common: Common, recipe: Sequence[str], why: str) -> None:
     """Replay the recipe on the loaded class. Raises `CheckpointError` if that makes the shared part another model."""
-    model, whole = common.model, common.whole
+    model, source = common.model, common.source
     try:
         replaying.replay(model, recipe)
     except RetrofitError as error:
         raise refusal(common, recipe, f"{why}; and by itself: {error.what}" + (f" ({error.why})" if error.why else "")) from error
-    ours = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    theirs = {str(common.name(name)): tensor.shape for name, tensor in whole.state_dict().items() if common.name(name) is not None}
-    other = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name) and not common.is_of_one_class(name)]
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    shared = {str(common.name(name)): tensor.shape for name, tensor in source.state_dict().items() if common.name(name) is not None}
+    other = [name for name in {**shapes, **shared} if shapes.get(name) != shared.get(name) and not common.is_of_one_class(name)]
     if other:
         raise refusal(common, recipe, f"{why}; and rewritten by itself it has other parameters: {first_few(other)}")
 
 
 def refusal(common: Common, recipe: Sequence[str], why: str, remedy: str = "") -> CheckpointError:
-    saved, wanted = type(common.whole).__name__, type(common.model).__name__
+    saved, wanted = type(common.source).__name__, type(common.model).__name__
     return CheckpointError(
         f"{', '.join(recipe)} makes another model of {wanted} than of {saved}, which it was applied to",
         why=why,

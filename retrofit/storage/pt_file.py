@@ -23,7 +23,6 @@ from retrofit.passbase import recipe_storage
 from retrofit.storage.directories import fill_from_config
 from retrofit.storage.filling import describe_architecture, empty_model, fill_model, fill_transformers, find_class, no_larger_than
 
-SAVE_AGAIN = "save it again with retrofit.save"
 FORMAT = "retrofit/1"
 WRAPPERS = 2  # wrappers that may be around a model whose weights were saved
 
@@ -75,10 +74,9 @@ def compact_state(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
                 code="no-values",
                 site=name,
             )
-    used: dict[int, set[tuple[int, int]]] = {}
+    used: dict[int, set[tuple[int, int]]] = {}  # storage → address and bytes of the tensors in it
     for tensor in state.values():
-        storage = tensor.untyped_storage().data_ptr()
-        used.setdefault(storage, set()).add((tensor.data_ptr(), tensor.numel() * tensor.element_size()))
+        used.setdefault(tensor.untyped_storage().data_ptr(), set()).add((tensor.data_ptr(), tensor.nbytes))
 
     def fills(tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -171,20 +169,19 @@ def can_be_mapped(path: Path) -> bool:
 
 def require_held(content: Any, path: Path) -> Any:
     """Return `content`. Raises `CheckpointError` if its tensors expand few bytes of the file to more than the memory."""
-    tensors = list(tensors_in(content))
-    repeated = [tensor for tensor in tensors if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()]
-    require_memory(sum(tensor.numel() * tensor.element_size() for tensor in repeated), f"the expanded tensors of {path}")
+    expanded = [tensor for tensor in tensors_in(content) if tensor.nbytes > tensor.untyped_storage().nbytes()]
+    require_memory(sum(tensor.nbytes for tensor in expanded), f"the expanded tensors of {path}")
     return content
 
 
 def fills_records(content: Any, path: Path) -> bool:
     """Return whether each tensor's storage is as long as its record: for a shorter record, torch silently maps the next one too."""
-    held = [tensor.untyped_storage() for tensor in tensors_in(content)]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in held if storage.nbytes()}
+    storages = [tensor.untyped_storage() for tensor in tensors_in(content)]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
     with zipfile.ZipFile(path) as archive:
         records = [entry for entry in archive.infolist() if "/data/" in entry.filename and entry.file_size]
-    in_order = sorted(records, key=lambda entry: entry.header_offset)
-    return [size for _, size in sorted(storages.items())] == [entry.file_size for entry in in_order]
+    records.sort(key=lambda entry: entry.header_offset)
+    return [size for _, size in sorted(sizes.items())] == [entry.file_size for entry in records]
 
 
 def tensors_in(content: Any) -> Iterator[torch.Tensor]:
@@ -275,7 +272,7 @@ def is_checkpoint(content: Any) -> bool:
         raise CheckpointError(
             "the checkpoint is incomplete",
             why=f"malformed: {', '.join(wrong) or 'state_dict'}",
-            remedy=SAVE_AGAIN,
+            remedy="save it again with retrofit.save",
             code="incomplete",
         )
     return True

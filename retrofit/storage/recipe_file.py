@@ -69,10 +69,7 @@ def pass_of(spec: str | Mapping[str, Any]) -> AnyPass:
 def specs_in(file: Path) -> Iterator[tuple[str, str | Mapping[str, Any]]]:
     """Yield each pass as written in a file, with its place."""
     if file.is_dir():
-        from retrofit.storage.directories import (
-            CONFIG,
-            transformer_folder,
-        )  # imports torch
+        from retrofit.storage.directories import CONFIG, transformer_folder  # imports torch
 
         config = transformer_folder(file) / CONFIG
         if not config.is_file():

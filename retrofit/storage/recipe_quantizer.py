@@ -11,7 +11,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import json
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -24,10 +23,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from retrofit.errors import CheckpointError, first_few, kind_of
+from retrofit.files.model_folders import read_json
 from retrofit.passbase import recipe_storage
 from retrofit.provenance import record_provenance
 from retrofit.storage.load_guard import (
     after_hooks,
+    changed_settings,
+    in_any,
+    names_in_files,
     openings_of,
     renamed,
     require_added,
@@ -149,15 +152,11 @@ class RecipeReplay(HfQuantizer):
             self.dense, self.new = rewrite_as_part(model, entry, saved)
         self.shapes = shapes_of(model)
         self.frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
-        if entry.recipe:
-            from retrofit.storage.other_models import names_in_files  # deferred, as above
-
-            held = names_in_files(checkpoint_files)
-            if held is not None:
-                require_part(model, entry, held, self.openings)
-                held = {renamed(name, self.openings) for name in held}
-                tie_as_saved(model, held, declared)
-                require_names(model, held, self.rewritten(model), self.new, before)
+        if entry.recipe and (held := names_in_files(checkpoint_files)) is not None:
+            require_part(model, entry, held, self.openings)
+            held = {renamed(name, self.openings) for name in held}
+            tie_as_saved(model, held, declared)
+            require_names(model, held, self.rewritten(model), self.new, before)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Return no renaming but a part's: the file has the model's own names (`transformers_bookkeeping.keep_own_names`)."""
@@ -172,9 +171,7 @@ class RecipeReplay(HfQuantizer):
 
     def rewritten(self, model: Any) -> set[str]:
         """Return the paths of the modules that the recipe has put into the model, and the names of the tensors it has widened."""
-        return {path for path, module in model.named_modules(remove_duplicate=False) if module not in self.dense}.union(
-            self.widened
-        )
+        return {path for path, module in model.named_modules(remove_duplicate=False) if module not in self.dense} | self.widened
 
     def finish(self, model: Any) -> None:
         """Check the loaded tensors, compute the remaining buffers of new modules, and freeze what a pass froze."""
@@ -259,14 +256,12 @@ def load_weights(
 
 def require_recipe_of_files(model: Any, file: Path, missing: Collection[str], unread: Collection[str]) -> None:
     """Raises `CheckpointError` if weights of a module that the recipe beside `file` rewrites were missing or not read."""
-    entries = list(recipes_in(config_beside(file)))
+    entries = list(recipes_in(read_json(file.parent / "config.json")))
     passes = [applied for entry in entries for applied in recipe_storage.passes_of(entry.get("applied_to"))]
     base = f"{model.base_model_prefix}."
     ends = tuple({f".{site.removeprefix(base)}" for applied in passes for site in applied.sites})
     if not ends:
         return
-    from retrofit.storage.other_models import in_any  # deferred: transformers is still importing itself when it imports this module
-
     sites = {path for path, _ in model.named_modules(remove_duplicate=False) if f".{path}".endswith(ends)}
     lost = [
         name for name in (*missing, *unread) if any(in_any(path, sites) for path in (name, name.removeprefix(base), base + name))
@@ -279,14 +274,6 @@ def require_recipe_of_files(model: Any, file: Path, missing: Collection[str], un
             code="no-recipe",
             option="config",
         )
-
-
-def config_beside(file: Path) -> Any:
-    """Return the config in the directory of a weights file; None if there is none or it cannot be read."""
-    try:
-        return json.loads((file.parent / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
 
 
 def recipes_in(config: Any) -> Iterator[Mapping[str, Any]]:
@@ -356,10 +343,10 @@ def from_config(own: Callable[..., Any], kind: Any, config: Any, **kwargs: Any) 
 
 def forget_recipe(model: Any) -> None:
     """Give a dense model and the modules in it configs without a recipe: it would be saved as if it had been rewritten."""
-    told = [module for module in model.modules() if is_recipe(getattr(vars(module).get("config"), "quantization_config", None))]
-    if told:
+    holders = [module for module in model.modules() if is_recipe(getattr(vars(module).get("config"), "quantization_config", None))]
+    if holders:
         transformers_bookkeeping.own_configs(model, Edit(model))
-    for module in told:
+    for module in holders:
         vars(module.config).pop("quantization_config", None)  # several modules have one config
 
 
@@ -416,17 +403,17 @@ def rewrite_same_class(model: Any, entry: RecipeConfig) -> set[nn.Module]:
     """
     from retrofit.storage.other_models import recorded_skeleton, require_equal_rewrite, structure_of  # deferred, as above
 
-    whole = recorded_skeleton(type(model), entry.applied_to, model)
-    if whole is None:
+    recorded = recorded_skeleton(type(model), entry.applied_to, model)
+    if recorded is None:
         return rewrite_skeleton(model, entry.recipe, entry.applied_to)
-    if structure_of(whole) == structure_of(model):
+    if structure_of(recorded) == structure_of(model):
         program = recipe_storage.captured_program(entry.applied_to)
         return rewrite_skeleton(model, entry.recipe, entry.applied_to, program=program)
-    before, whole_before = (dict(network.named_modules(remove_duplicate=False)) for network in (model, whole))
-    unfreeze(whole)
+    before, recorded_before = (dict(network.named_modules(remove_duplicate=False)) for network in (model, recorded))
+    unfreeze(recorded)
     dense = rewrite_skeleton(model, entry.recipe, entry.applied_to, same=False)
-    rewrite_skeleton(whole, entry.recipe, entry.applied_to)
-    require_equal_rewrite(model, before, whole, whole_before)
+    rewrite_skeleton(recorded, entry.recipe, entry.applied_to)
+    require_equal_rewrite(model, before, recorded, recorded_before)
     return dense
 
 
@@ -437,31 +424,31 @@ def rewrite_inner_part(model: Any, entry: RecipeConfig) -> tuple[set[nn.Module],
     saved. Raises `CheckpointError` if it is not that part, as it was recorded.
     """
     from retrofit.storage.filling import transformers_class  # deferred, as above
-    from retrofit.storage.other_models import Link, config_differences, recorded_skeleton, structure_of
+    from retrofit.storage.other_models import Link, recorded_skeleton, structure_of
 
     kind = transformers_class(str(entry.architecture))
-    whole = None if kind is None else recorded_skeleton(kind, entry.applied_to, model)
-    places = dict(() if whole is None else whole.named_modules(remove_duplicate=False))
+    outer = None if kind is None else recorded_skeleton(kind, entry.applied_to, model)
+    places = dict(() if outer is None else outer.named_modules(remove_duplicate=False))
     found: Any = places.get(str(entry.part))
     base = getattr(found, "base_model", None)
     pairs = ((found, model), (base, model), (found, model.base_model), (base, model.base_model))
     part, target = next((pair for pair in pairs if type(pair[0]) is type(pair[1])), (None, model))
-    differences = config_differences(part, target) if part is not None else ()
-    if whole is None or part is None or differences:
+    differences = changed_settings(part.config, target.config) if part is not None else ()
+    if outer is None or part is None or differences:
         raise CheckpointError(
             f"{', '.join(entry.recipe)} was applied to {entry.architecture}, whose {entry.part} no {type(model).__name__} is",
             why="; ".join(differences) or f"that is {kind_of(found)}" if found is not None else f"there is no {entry.part} in it",
             remedy="load it with the class and config it was saved with, or save and load the whole model",
             code="mismatch",
         )
-    unfreeze(whole)
+    unfreeze(outer)
     own, config, new = set(model.modules()), target.config, frozenset[str]()
     if structure_of(part) == structure_of(target):
-        dense = rewrite_skeleton(whole, entry.recipe, entry.applied_to) | own
+        dense = rewrite_skeleton(outer, entry.recipe, entry.applied_to) | own
         vars(target).update(vars(part))
     else:
         link = Link(model, found)
-        dense = rewrite_skeleton(whole, entry.recipe, entry.applied_to) | own
+        dense = rewrite_skeleton(outer, entry.recipe, entry.applied_to) | own
         link.carry_over(entry.recipe)
         new = link.common.own_tensors()
     for module in target.modules():

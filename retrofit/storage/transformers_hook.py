@@ -10,9 +10,9 @@ model has no trace of a quantizer: `hf_quantizer`, `is_quantized` and `quantizat
 A skeleton is built on the meta device and then filled from the file. The modules of a pass therefore need to fulfil:
 
 - every buffer is persistent, so that it is loaded like a weight; for others, `rebuild_buffers()` of their module is called after
-loading and must compute the values from the module's own attributes on the buffers' current device; - a module registered at
-several places holds no persistent buffers (a frozen parameter does the same and can be tied); - parameters have the dtype and
-device of the weights that they are used with, or name a dtype of their own.
+  loading and must compute the values from the module's own attributes on the buffers' current device;
+- a module registered at several places holds no persistent buffers (a frozen parameter does the same and can be tied);
+- parameters have the dtype and device of the weights that they are used with, or name a dtype of their own.
 """
 
 from __future__ import annotations
