@@ -15,7 +15,7 @@ from torch import nn
 import retrofit
 from retrofit.errors import CheckpointError
 from retrofit.passbase import replaying
-from retrofit.storage.other_models import names_in_files
+from retrofit.storage.load_guard import names_in_files
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from tests.support.refusals import refused
 
