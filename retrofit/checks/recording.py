@@ -60,9 +60,9 @@ class SiteWays:
     """The ways in which the calls of some sites are recorded, besides the plain one."""
 
     def __init__(self, model: nn.Module, references: References, inputs: Inputs, logits: Tensor, *, is_large: bool = False) -> None:
-        """Prepare the ways; of a large model, whose every forward reads all its weights, without padding and chunks.
+        """Prepare the ways; a large model, whose every forward reads all its weights, skips chunks.
 
-        Nor are steps where no site keeps anything in the cache.
+        If no site keeps anything in the cache, it skips padded sequences and steps too.
         """
         self.is_large = is_large
         self.model, self.references, self.inputs, self.logits = model, references, inputs, logits
@@ -73,17 +73,17 @@ class SiteWays:
     def ways(self) -> Iterator[Way]:
         """Yield the ways that the inputs and the sites allow."""
         batch, length = extent_of(self.inputs)
+        idle = not any(reference.cached for reference in self.references.values())
         if length > 1:
             yield Way(" on one token", lambda: self.record(resized(self.model, self.inputs, 1, 1, seed=11)))
         if takes_padding(self.model, self.inputs):
-            yield Way(" where sequences are padded", self.padded, trains=True, spared=True)
+            yield Way(" where sequences are padded", self.padded, trains=True, spared=idle)
         if length > 1 and accepts(self.model, "use_cache"):
             plans = {"step by step on a cache": (PLAIN, (1,) * STEPS), "in chunks on a cache": (PLAIN, CHUNKS)}
             if PADDED in ways_to_step(self.model, self.inputs):
                 plans["in chunks on a cache of padded sequences"] = (PADDED, CHUNKS)
             for words, plan in plans.items():
                 calls = functools.partial(self.on_cache, words, *plan)
-                idle = not any(reference.cached for reference in self.references.values())
                 yield Way(f" {words}", calls, on_cache=True, spared=idle or plan[1] == CHUNKS, matters=not idle)
         most = max((reference.tokens for reference in self.references.values()), default=0)
         if length > 1 and most > batch * length:
