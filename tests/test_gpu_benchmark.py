@@ -100,6 +100,7 @@ def rehearsed(gpu: Any, only: list[str], folder: Path) -> tuple[dict[str, Any], 
     return json.loads(results.read_text()), page.read_text(encoding="utf-8"), code
 
 
+@pytest.mark.long
 def test_parts_of_every_kind_run_at_tiny_sizes(gpu: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results, page, code = rehearsed(gpu, list(ONE_OF_EACH), tmp_path)
     assert code == 0, capsys.readouterr().out

@@ -52,6 +52,7 @@ def losses(figures: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 def test_it_goes_on_where_it_was_stopped(
     pays: Any, rehearse: Callable[..., dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

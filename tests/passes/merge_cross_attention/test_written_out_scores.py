@@ -80,6 +80,7 @@ def logits(model: Any, **given: Any) -> Tensor:
 HOW = {"max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "options"), [("t5", {}), ("t5", {"attentions": 1, "weight": 0.5}), ("bart", {"weight": 0.5})], ids=str
 )

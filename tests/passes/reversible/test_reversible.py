@@ -283,6 +283,7 @@ def method(model: Any) -> Any:
     return next(check for check in retrofit.verify(model.eval()).checks if check.name == "method")
 
 
+@pytest.mark.long
 def test_the_check_method_finds_a_wrong_step_and_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     model = llama()
     for layer in model.model.layers:

@@ -142,6 +142,7 @@ def test_gradients_of_padded_rows_are_those_of_indexing() -> None:
         torch.testing.assert_close(gradient, other)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("static", [False, True], ids=["grows", "static"])
 @pytest.mark.parametrize("mask", ["none", "left"])
 @torch.no_grad()
@@ -197,6 +198,7 @@ def test_two_graphs_decode_unpadded_sequences(form: str) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_prompt_and_tokens_are_three_graphs_from_an_empty_cache() -> None:
     model, ids = strided(), tokens()
@@ -226,6 +228,7 @@ def test_padded_rows_decode_in_whole_graphs(side: str) -> None:
         torch.testing.assert_close(logits, whole[:, i : i + 1], rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_beams_take_their_anchors_with_them_in_compiled_code() -> None:
     model, ids = strided(), tokens(rows=3)
