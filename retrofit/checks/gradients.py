@@ -23,7 +23,7 @@ from retrofit.checks.report import Finding, failed, passed, skipped
 from retrofit.checks.subject import Context, Subject
 from retrofit.errors import first_few
 from retrofit.inputs.example_inputs import device_of
-from retrofit.inputs.model_state import forget_history, without_history
+from retrofit.inputs.model_state import evaluation_mode, forget_history, without_history
 from retrofit.inputs.probes import Inputs, accepts, extent_of, named_outputs, record_arguments, resized_like
 from retrofit.numerics.distances import TOLERANCE
 from retrofit.passbase.replaying import recipe
@@ -62,12 +62,14 @@ def measure_gradients(
     names = frozenset(subject.parameters)
     frozen = frozenset(name for name, parameter in subject.parameters.items() if not parameter.requires_grad)
     shape, first = subject.run().logits.shape, FIRST if subject.is_large else ()
+    if context is not None and context.has_reference and before is None:
+        return None
+    compared = context is None or (before is not None and context.exact)
+    evaluated = evaluated_loss(subject) if compared else None  # first: training moves the statistics of batch norms
     if context is None:
         with unfreeze(subject.model):
             found = collect_gradients(subject.model, subject.inputs, shape, batches=first + BATCHES)
-        return dataclasses.replace(found, names=names, frozen=frozen, evaluated=evaluated_loss(subject))
-    if context.has_reference and before is None:
-        return None
+        return dataclasses.replace(found, names=names, frozen=frozen, evaluated=evaluated)
     idle, late = may_be_zero(before, context) | unreached_parameters(context), late_parameters(context)
     found = collect_gradients(subject.model, subject.inputs, shape, idle | late, first + BATCHES + MORE)
     never: frozenset[str] = frozenset()
@@ -78,7 +80,6 @@ def measure_gradients(
         with nudge(subject.model, others):
             after = collect_gradients(subject.model, subject.inputs, shape, idle, first + BATCHES + MORE)
         never = waiting & (after.zero | after.broken)
-    evaluated = evaluated_loss(subject) if before is not None and context.exact else None
     return dataclasses.replace(found, names=names, frozen=frozen, never=never, evaluated=evaluated)
 
 
@@ -118,7 +119,7 @@ def evaluated_loss(subject: Subject) -> tuple[float, torch.Tensor] | None:
     if subject.is_large:
         return None
     torch.manual_seed(73)  # some losses draw
-    with torch.no_grad():
+    with evaluation_mode(subject.model), torch.no_grad():
         loss, own, _ = loss_of(subject.model, subject.inputs, logits.shape, 73)
     return (float(loss), logits) if own and math.isfinite(float(loss)) else None
 

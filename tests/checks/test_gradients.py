@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import zoo
 from support.own_models import Own
 from support.tiny_models import Plain, gpt2, llama
 from torch import nn
@@ -117,6 +118,11 @@ def test_an_exact_rewrite_has_the_loss_of_the_dense_model() -> None:
     model.forward = functools.update_wrapper(halved, forward)
     (found,) = retrofit.verify(model, reference, checks=["gradients"]).failed
     assert "the model's own loss is 2." in found.why and "the dense model's 4." in found.why
+
+
+def test_statistics_that_training_moves_are_not_taken_for_another_loss() -> None:
+    """The dense LeViT is trained on more batches than the rewritten one, and its batch norms keep statistics."""
+    retrofit.apply(zoo.build(zoo.entry("image/levit")), "reversible")
 
 
 def test_what_the_dense_model_did_not_train_is_excused() -> None:
