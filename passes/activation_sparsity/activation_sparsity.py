@@ -46,7 +46,6 @@ from retrofit.sdk.data import (
     sample_calibration,
     split_calibration,
     vocabulary_of,
-    windows_of_batch,
 )
 from retrofit.sdk.modules import float_like
 
@@ -295,7 +294,7 @@ class Damage:
     def of(cls, model: nn.Module, windows: Calibration, causal: bool) -> Damage:
         """Return the damage of `model`, which is still the dense one."""
         dense_loss = mean_loss(model, windows) if causal else None
-        first = Calibration(windows.batches[:1])
+        first = dataclasses.replace(windows, batches=windows.batches[:1])
         return cls(windows, dense_loss, DensePredictions.record(model, first, windows) if dense_loss is None else None)
 
     def rise(self, model: nn.Module) -> float:
@@ -310,14 +309,15 @@ class Damage:
 def mean_loss(model: nn.Module, windows: Calibration) -> float | None:
     """Return the cross entropy of each next token's prediction; None if the outputs are no such predictions."""
     total, count = 0.0, 0
-    for window in (window for batch in windows.batches for window in windows_of_batch(batch)):
-        ((inputs, outputs),) = outputs_of(model, Calibration((window,)))
+    for window in windows.windows():
+        ((inputs, outputs),) = outputs_of(model, dataclasses.replace(windows, batches=(window,)))
         name = ids_name(inputs)
         ids: Any = inputs[name] if name is not None else torch.empty(0)
         if outputs.shape[0] != ids.numel() or outputs.shape[-1] < vocabulary_of(model):
             return None
-        total += float(F.cross_entropy(outputs[:-1].float(), ids.flatten()[1:].to(outputs.device), reduction="sum"))
-        count += ids.numel() - 1
+        predicted, following = outputs.unflatten(0, ids.shape)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        total += float(F.cross_entropy(predicted.float(), following.to(outputs.device), reduction="sum"))
+        count += len(following)
     return total / count if count else None
 
 

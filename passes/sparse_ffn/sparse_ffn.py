@@ -400,7 +400,7 @@ class TokenRecorder:
 
 def spread_out(calibration: Calibration, tokens: int) -> Calibration:
     """Return batches of about `tokens` tokens in all, evenly spaced, because the subject of the data may change."""
-    return Calibration(calibration.batches[:: max(1, tokens_given(calibration) // tokens)])
+    return dataclasses.replace(calibration, batches=calibration.batches[:: max(1, tokens_given(calibration) // tokens)])
 
 
 def tokens_given(calibration: Calibration) -> int:

@@ -22,7 +22,7 @@ from retrofit.progress import counted
 Watcher = Callable[[Tensor], None]
 HELD_OUT = 8  # one window in HELD_OUT is held out
 BATCH = 8  # windows per batch
-Window = dict[str, Any]  # a batch with one row
+Window = dict[str, Any]  # the least batch that the model takes
 
 
 class Enough(Exception):
@@ -35,9 +35,21 @@ class Stop(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Batches of inputs, by argument name, on which a model is observed."""
+    """Batches of inputs, by argument name, on which a model is observed.
+
+    A window is what a batch can be divided into: one row, or `rows` if the model takes several as one sequence, as codebooks are.
+    """
 
     batches: tuple[dict[str, Any], ...]
+    rows: int = 1
+
+    def windows(self) -> Iterator[Window]:
+        """Return each window as a batch of its own; values without rows are in all of them."""
+        return itertools.chain.from_iterable(windows_of_batch(batch, self.rows) for batch in self.batches)
+
+    def of(self, windows: Iterable[Window]) -> Calibration:
+        """Return these windows in batches of up to `BATCH`, in order; a batch ends when the shapes change."""
+        return dataclasses.replace(self, batches=tuple(batched(windows, self.rows)))
 
     def observe(self, model: nn.Module, watchers: Mapping[str, Watcher]) -> None:
         """Call each watcher with the input of the module at its path, batch by batch: (tokens, d), without padding.
@@ -124,31 +136,28 @@ def split_calibration(calibration: Calibration, tokens: int, held_out_tokens: in
 
     Without `held_out_tokens`, a quarter of `tokens` is held out. If the data is a single window, both parts are that window.
     """
-    windows = [window for batch in calibration.batches for window in windows_of_batch(batch)]
+    windows = list(calibration.windows())
     held_out = windows[HELD_OUT - 1 :: HELD_OUT] or windows[-1:]
     chosen = {id(window) for window in held_out}
     fitted = [window for window in windows if id(window) not in chosen] or windows
     length = max(1, max(length_of(window) for window in windows))
     most = max(1, tokens // length)
     kept = max(1, (held_out_tokens or tokens // 4) // length)
-    return Calibration(tuple(batched(spread(fitted, most)))), Calibration(tuple(batched(spread(held_out, kept))))
+    return calibration.of(spread(fitted, most)), calibration.of(spread(held_out, kept))
 
 
 def sample_calibration(calibration: Calibration, tokens: int) -> Calibration:
     """Return windows of about `tokens` tokens, evenly spaced over the data; all of it if it has no more."""
-    windows = [window for batch in calibration.batches for window in windows_of_batch(batch)]
+    windows = list(calibration.windows())
     length = max(1, max(length_of(window) for window in windows))
-    return Calibration(tuple(batched(spread(windows, max(1, tokens // length)))))
+    return calibration.of(spread(windows, max(1, tokens // length)))
 
 
-def windows_of_batch(batch: Window) -> Iterator[Window]:
-    """Yield each row of a batch as a batch with one row; values without rows are in all of them."""
-    rows, _ = extent_of(batch)
-    for row in range(rows):
-        yield {
-            name: value[row : row + 1] if isinstance(value, Tensor) and value.dim() and value.shape[0] == rows else value
-            for name, value in batch.items()
-        }
+def windows_of_batch(batch: Window, rows: int = 1) -> Iterator[Window]:
+    """Yield a batch in parts of so many rows; values without rows are in all of them."""
+    count, _ = extent_of(batch)
+    for first in range(0, count, rows):
+        yield {name: value[first : first + rows] if has_rows(value, count) else value for name, value in batch.items()}
 
 
 def length_of(window: Window) -> int:
@@ -167,18 +176,20 @@ def evenly_spaced(x: Tensor, most: int) -> Tensor:
     return x[torch.arange(most, device=x.device) * len(x) // most] if len(x) > most else x
 
 
-def batched(windows: Iterable[Window]) -> Iterator[Window]:
-    """Yield the windows in batches of up to `BATCH`, in order; a batch ends when the shapes change."""
+def batched(windows: Iterable[Window], rows: int = 1) -> Iterator[Window]:
+    """Yield windows of so many rows in batches of up to `BATCH`, in order; a batch ends when the shapes change."""
+
+    def shapes_of(window: Window) -> list[Any]:
+        return [(name, tuple(value.shape) if has_rows(value, rows) else id(value)) for name, value in window.items()]
+
     for _, equal in itertools.groupby(windows, shapes_of):
         alike = list(equal)
         for first in range(0, len(alike), BATCH):
             part = alike[first : first + BATCH]
-            yield {name: cat([window[name] for window in part]) if is_row(value) else value for name, value in part[0].items()}
+            joined = {name: cat([window[name] for window in part]) for name, value in part[0].items() if has_rows(value, rows)}
+            yield {**part[0], **joined}
 
 
-def shapes_of(window: Window) -> list[Any]:
-    return [(name, tuple(value.shape) if is_row(value) else id(value)) for name, value in window.items()]
-
-
-def is_row(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == 1
+def has_rows(value: Any, rows: int) -> bool:
+    """Return whether a value is a tensor of so many rows."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == rows

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.inputs.calibration import Calibration, windows_of_batch
+from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.example_inputs import named_inputs, vocabulary_of
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.module_calls import real_rows, real_tokens
@@ -155,7 +155,7 @@ def outputs_of(model: nn.Module, calibration: Calibration) -> list[Batch]:
     """Return the inputs of each window and the model's outputs for its real tokens."""
     batches: list[Batch] = []
     with evaluation_mode(model):
-        for batch in (window for several in calibration.batches for window in windows_of_batch(several)):
+        for batch in calibration.windows():
             inputs = {**named_inputs(model, batch), **({"use_cache": False} if accepts(model, "use_cache") else {})}
             batches.append((inputs, real_outputs(model, inputs)))
     return batches

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CaptureError, SpecError, kind_of
-from retrofit.inputs.calibration import Calibration
+from retrofit.inputs.calibration import Calibration, windows_of_batch
+from retrofit.inputs.example_inputs import accepts as runs_without_values
 from retrofit.inputs.example_inputs import (
     beside_ids,
     example_inputs,
@@ -47,7 +48,19 @@ def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | N
         raise SpecError("calibration= is empty", why="it yielded no batch", remedy=REMEDY, option="calibration", code="empty")
     for batch in batches:
         require_all_arguments(model, batch)
-    return Calibration(batches)
+    return Calibration(batches, rows_of_window(model, batches[0]))
+
+
+def rows_of_window(model: nn.Module, batch: Mapping[str, Any]) -> int:
+    """Return the least number of rows that the model takes of this batch: a model of codebooks takes all those of a sequence."""
+    rows, _ = extent_of(batch)
+
+    def runs(size: int) -> bool:
+        return runs_without_values(model, next(windows_of_batch(dict(batch), size)))
+
+    if rows == 1 or runs(1) or not runs(rows):  # the last: it may not run on anything without values
+        return 1
+    return next(size for size in range(2, rows + 1) if rows % size == 0 and runs(size))
 
 
 def readable_calibration(model: nn.Module, given: Any) -> Any:

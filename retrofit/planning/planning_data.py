@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from retrofit.errors import PlanningError, RetrofitError, SpecError
-from retrofit.inputs.calibration import Calibration, batched, length_of, windows_of_batch
+from retrofit.inputs.calibration import Calibration, batched, length_of
 from retrofit.inputs.example_inputs import device_of
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.probes import run
@@ -115,11 +115,12 @@ def planning_data(
         parts = [[example(row) for row in part_rows] for part_rows in rows[1:]]
         fingerprint = short_hash(given.contiguous().numpy().tobytes() + str(rows).encode())
     else:
-        windows = [window for batch in calibration_from(model, given, inputs).batches for window in windows_of_batch(batch)]
+        calibration = calibration_from(model, given, inputs)
+        windows = list(calibration.windows())
         length = max(1, max(length_of(window) for window in windows))
         counts = counts or TokenCounts.in_time(model, tokens, seconds, windows[0])
         rows = split(len(windows), counts.measured // length, counts.held_out // length, counts.fitted // length)
-        calibration = Calibration(tuple(batched(windows[row] for row in rows[0])))
+        calibration = calibration.of(windows[row] for row in rows[0])
         parts, shift, no_loss = [[windows[row] for row in part_rows] for part_rows in rows[1:]], None, "the text came as batches"
         values = [value for value in tree_leaves(windows) if isinstance(value, Tensor)]
         fingerprint = short_hash(b"".join(value.contiguous().cpu().numpy().tobytes() for value in values) + str(rows).encode())

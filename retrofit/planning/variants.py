@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from retrofit.anatomy import Anatomy
 from retrofit.errors import DoesNotFitError, PlanningError
 from retrofit.files.atomic_writes import whole_file
-from retrofit.inputs.calibration import Calibration, windows_of_batch
+from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import own_bytes
 from retrofit.inputs.model_state import evaluation_mode, plain_attributes, preserve_random_state
@@ -198,7 +198,7 @@ def require_same_arguments(dense: nn.Module, rewritten: nn.Module, data: Calibra
 
 def comes_apart(dense: nn.Module, rewritten: nn.Module, replacements: Sequence[Replacement], data: Calibration) -> bool:
     """Return whether the model with all replacements computes the same as the rewritten one, on a window of the data."""
-    window = next(windows_of_batch(data.batches[0]))
+    window = next(data.windows())
     with evaluation_mode(rewritten):
         expected = logits_of(run(rewritten, named_inputs(rewritten, window)))
     with hybrid(dense, replacements) as model, evaluation_mode(model):

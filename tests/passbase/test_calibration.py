@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from retrofit.errors import SpecError
-from retrofit.inputs.calibration import Calibration, Enough
+from retrofit.inputs.calibration import Calibration, Enough, sample_calibration, split_calibration
 from retrofit.passbase.calibration import BATCH, LENGTH, calibration_from
 from retrofit.passbase.tokenization import codec_for
 from retrofit.provenance import record_provenance
@@ -248,3 +248,27 @@ def test_a_pass_that_fits_nothing_to_data_refuses_it_and_says_which_do() -> None
     with refused(SpecError, option="calibration") as caught:
         apply(llama(), "altup(k=2)", calibration=IDS)
     assert "sequence-altup, shared-moe, sparse-ffn, sparse-loss, sparse-qkv" in str(caught.value)
+
+
+class Codebooks(nn.Module):
+    """Four rows of ids are one sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.projection = nn.Embedding(64, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.projection(self.embedding(input_ids).unflatten(0, (-1, 4)).sum(1))
+
+
+def test_rows_that_a_model_takes_together_are_one_window() -> None:
+    calibration = calibration_from(Codebooks(), [{"input_ids": torch.arange(32)[:, None].repeat(1, 5)}])
+    fitted, held_out = split_calibration(calibration, 1000)
+    sample = sample_calibration(calibration, 15)
+    for part, count in ((fitted, 7), (held_out, 1), (sample, 3)):
+        windows = [window["input_ids"][:, 0] for window in part.windows()]
+        assert len(windows) == count
+        assert all(torch.equal(rows, 4 * (rows[0] // 4) + torch.arange(4)) for rows in windows)
+    part.observe(Codebooks(), {"projection": (seen := Seen())})
+    assert len(seen.rows) == 15
+    assert calibration_from(llama(), IDS).rows == 1

@@ -144,6 +144,16 @@ def test_experts_read_masked_inputs_whichever_way_they_are_run(how: str) -> None
     torch.testing.assert_close(wrapped(x, chosen, weights), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_rows_of_codebooks_are_calibrated_together() -> None:
+    entry = zoo.entry("causal/musicgen_melody")
+    model = zoo.shallow(entry)
+    data = zoo.inputs(entry, model, batch=8, seed=1)
+    retrofit.apply(
+        model, "activation-sparsity(loss=0.1)", example_inputs=zoo.inputs(entry, model), calibration=[data], verify=False
+    )
+    assert masks(model) and all(bool(mask.threshold > 0) for mask in masks(model).values())
+
+
 @pytest.mark.long
 def test_speech_models_are_calibrated_on_sound() -> None:
     depths, widths = {"encoder_layers": 1, "decoder_layers": 1}, {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
