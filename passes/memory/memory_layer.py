@@ -145,25 +145,27 @@ def trace_forwarding(
     """
     if not routes:
         return []
-    arrived: dict[nn.Module, bool] = {}
+    layers = list(dict.fromkeys(layer for _, inside in routes for layer in inside))
+    arrived: dict[int, bool] = {}  # by number: a model without values may be copied for the capture, with the hooks' arguments
 
     def add_keyword(reader: TokenIdReader, *call: Any) -> Any:
         return reader.add_keyword(*call)
 
-    def observe(layer: nn.Module, called: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        arrived[layer] = arrived.get(layer, True) and TOKEN_IDS in kwargs  # `called` may be a proxy
-        return args, {name: value for name, value in kwargs.items() if name != TOKEN_IDS or reads_token_ids(layer)}
+    def observe(number: int, called: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        arrived[number] = arrived.get(number, True) and TOKEN_IDS in kwargs
+        reads = reads_token_ids(layers[number])  # `called` may be a proxy
+        return args, {name: value for name, value in kwargs.items() if name != TOKEN_IDS or reads}
 
     readers = {TokenIdReader(source.place): model.get_submodule(source.path) for source, _ in routes}
     try:
         with (
             watched(readers, before=add_keyword),
-            watched({layer: layer for _, layers in routes for layer in layers}, before=observe),
+            watched(dict(enumerate(layers)), before=observe),
         ):
             call_or_capture(model, inputs)
     except CaptureError:  # a forward accepts no other keyword, or calls one that does not
         return [False] if len(routes) == 1 else [trace_forwarding(model, [route], inputs)[0] for route in routes]
-    return [all(arrived.get(layer, False) for layer in layers) for _, layers in routes]
+    return [all(arrived.get(layers.index(layer), False) for layer in inside) for _, inside in routes]
 
 
 def present_injection(module: nn.Module, source: TokenIdSource) -> tuple[ForwardWithAuxiliaryLosses | None, list[InjectingForward]]:

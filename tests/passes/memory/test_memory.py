@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 from support import tiny_models, zoo
-from support.own_models import Asking
+from support.own_models import Asking, Block, Own
 from support.retrofitted import moved
 from torch import Tensor, nn
 
@@ -587,6 +587,35 @@ def test_ids_are_forwarded_where_the_code_does_and_injected_elsewhere() -> None:
             isinstance(vars(module).get("forward"), InjectingForward) for module in rewritten(identity, "default").modules()
         )
         assert injected == (identity in INJECTED), identity
+
+
+class Forwarding(Own):
+    """Forwards keywords to its layers, and reads a value first, which there is none of on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.b = nn.ModuleList(OpenBlock(24) for _ in range(3))
+
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
+        y = self.a(x) if x.min() >= 0 else self.a(-x)
+        for block in self.b:
+            y = block(y, **keywords)
+        return self.c(y)
+
+
+class OpenBlock(Block):
+    def forward(self, y: Tensor, **keywords: Any) -> Tensor:
+        return super().forward(y)
+
+
+def test_ids_take_the_same_route_in_a_model_without_values() -> None:
+    names = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = Forwarding()
+        retrofit.apply(model, "memory(layers=1)", example_inputs={"x": torch.arange(2, 14).view(2, 6)}, verify=False)
+        names.append(list(model.state_dict()))
+    assert names[0] == names[1] and "b.0.layer.m.weight" in names[0], "a layer without a table does not see the ids"
 
 
 @pytest.mark.parametrize("lookup", ["softmax", "lsh"])
