@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
@@ -33,6 +34,7 @@ class Call:
     inputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
     outputs: dict[Key, fx.Node] = dataclasses.field(default_factory=dict)
     kept: dict[str, fx.Node] = dataclasses.field(default_factory=dict)  # by attribute: the tensors that its code left on the module
+    copied: bool = False  # whether a copy of the module ran, as where keywords are injected
 
     def __hash__(self) -> int:
         return self.number
@@ -72,6 +74,7 @@ class Program:
     results: tuple[str, ...] = ()  # the names of all outputs, in order
     layout: Any = None  # their nesting, as a pytree spec of torch
     branches: bool = False  # whether the code branches on values: the program then holds the branches that these inputs take
+    copies: dict[fx.Node, Call] = dataclasses.field(default_factory=dict)  # the calls of copies, whose nodes have an outer owner
 
     @property
     def root(self) -> Call:
@@ -235,6 +238,7 @@ class CallMarker:
 
     def begin(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = self.add(path, self.stack[-1])
+        call.copied = vars(module) is not vars(self.modules[path])  # `module` may be a proxy
         self.stack.append(call)
         self.held.append(tensor_attributes(module))
         marker = Marker(call.number, leaves=False)
@@ -253,6 +257,7 @@ class CallMarker:
         for number in calls:
             call = self.calls[number]
             made[call] = self.add(by + call.path.removeprefix(path), made.get(call.parent, self.stack[-1]))
+            made[call].copied = call.copied
         return list(made.values())
 
 
@@ -268,9 +273,14 @@ def restore_users(graph: fx.Graph) -> None:
             operand.users.setdefault(node)
 
 
-def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
-    """Remove the markers and set the calls' inputs and outputs; return the innermost call of every node."""
+def remove_markers(graph: fx.Graph, calls: list[Call]) -> tuple[dict[fx.Node, Call], dict[fx.Node, Call]]:
+    """Remove the markers and set the calls' inputs and outputs; return the innermost call of every node.
+
+    The tracer does not see the calls of copies. Return also these, of the nodes that they computed.
+    """
     owner: dict[fx.Node, Call] = {}
+    copies: dict[fx.Node, Call] = {}
+    under_way = calls[0]
     mark = torch.ops.retrofit.mark.default
     by_path = CallsByPath(calls)
     for node in list(graph.nodes):
@@ -279,6 +289,7 @@ def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
         if node.target is mark:
             source, number, leaves, key = node.args
             call = calls[number]
+            under_way = (call.parent or call) if leaves else call
             if not leaves:
                 by_path.under_way[call.path] = call
             if key.startswith(KEPT):
@@ -289,7 +300,15 @@ def remove_markers(graph: fx.Graph, calls: list[Call]) -> dict[fx.Node, Call]:
             graph.erase_node(node)
             continue
         owner[node] = innermost_call(node, by_path, calls[0])
-    return owner
+        if runs_copies(owner[node], under_way):
+            copies[node] = under_way
+    return owner, copies
+
+
+def runs_copies(call: Call, inner: Call) -> bool:
+    """Return whether `inner` was made during `call`, and it and every call between them is one of a copy."""
+    between = list(itertools.takewhile(lambda around: around is not call, inner.chain))
+    return bool(between) and all(around.copied for around in between)
 
 
 class CallsByPath(dict[tuple[str, int], Call]):
@@ -325,7 +344,7 @@ def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> P
     given = (spec.arg for spec in signature.input_specs if spec.kind is InputKind.USER_INPUT)
     named_values = (argument.name for argument in given if not isinstance(argument, ConstantArgument))  # a constant is not read
     inputs = {by_name[name]: name for name in named_values if name in by_name}
-    owner = remove_markers(graph, calls)
+    owner, copies = remove_markers(graph, calls)
     (result,) = (node for node in graph.nodes if node.op == "output")
     outputs = dict(zip(output_names(exported), result.args[0], strict=False))
     named = {name: node for name, node in outputs.items() if isinstance(node, fx.Node)}
@@ -349,6 +368,7 @@ def read_program(exported: torch.export.ExportedProgram, calls: list[Call]) -> P
         constant_outputs=others,
         results=tuple(name for name in outputs if not name.startswith(MUTATION)),
         layout=layout,
+        copies=copies,
     )
 
 

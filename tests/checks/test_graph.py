@@ -21,6 +21,7 @@ from retrofit.inputs.model_memory import without_weights
 from retrofit.program.capture import capture
 from retrofit.program.cost import Cost, cost_of, flops_of_run
 from retrofit.surgery import Fate
+from retrofit.surgery.wrappers import Wrapper, call_with_keywords, child_modules
 
 
 @pytest.fixture(autouse=True)
@@ -192,3 +193,18 @@ def test_flops_of_each_kind_of_product() -> None:
     assert cost.flops == einsum + attention + convolution + multiply_add
     assert cost.by_module == {"": einsum + attention + multiply_add, "filter": convolution}
     assert flops_of_run(without_weights(model), {"x": torch.randn(2, 4, 15, device="meta")}) == cost.flops
+
+
+class Injecting(Wrapper):
+    """Runs a copy of its layer, in which one module gets more keywords."""
+
+    def forward(self, y: torch.Tensor) -> torch.Tensor:
+        return call_with_keywords(child_modules(self)["layer"], ("q",), {}, (y,), {})
+
+
+def test_the_work_of_a_copy_is_that_of_its_module() -> None:
+    model, inputs = Own(), {"x": torch.arange(12).view(2, 6)}
+    dense = cost_of(capture(model, inputs)).by_module
+    model.b[0], model.b[1] = Injecting(model.b[0]), Injecting(model.b[1])
+    expected = {path.replace("b.0", "b.0.layer").replace("b.1", "b.1.layer"): count for path, count in dense.items()}
+    assert dense["b.0"] and cost_of(capture(model, inputs)).by_module == expected
