@@ -112,6 +112,14 @@ class MaskedCode(Wrapper):
         self.weights = tuple(weights)
         self.masks = nn.ModuleList(masks)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, that of `layer` if it has one: code around it may reset a state that its own code keeps."""
+        layer = self.__dict__.get("_modules", {}).get("layer")
+        if layer is not None and name in vars(layer) and name not in ("training", "weights", "masks"):
+            setattr(layer, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layer = child_modules(self)["layer"]
         found = {name: parameter_at(layer, name) for name in self.weights}

@@ -144,6 +144,27 @@ def test_experts_read_masked_inputs_whichever_way_they_are_run(how: str) -> None
     torch.testing.assert_close(wrapped(x, chosen, weights), expected, rtol=1e-4, atol=1e-5)
 
 
+class Recurrent(nn.Module):
+    """Keeps a state, which the code around it resets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.state = nn.Parameter(torch.randn(8, 8)), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        self.state = y if self.state is None else y + self.state
+        return self.state
+
+
+def test_code_around_a_site_resets_its_state() -> None:
+    site, x = MaskedCode(Recurrent(), ["weight"], [ActivationMask(torch.empty(0), None)]), torch.randn(2, 8)
+    first, second = site(x), site(x)
+    site.state = None
+    assert not torch.equal(first, second) and torch.equal(site(x), first)
+    assert "state" not in vars(site) and site.weights == ("weight",)
+
+
 def test_rows_of_codebooks_are_calibrated_together() -> None:
     entry = zoo.entry("causal/musicgen_melody")
     model = zoo.shallow(entry)
