@@ -71,12 +71,14 @@ def run(arguments: argparse.Namespace) -> int:
     passes = named_passes(arguments)
     if not passes:
         raise UsageError("no pass to apply", remedy="add --pass NAME or --recipe FILE; retrofit passes lists them")
-    from retrofit.passbase.running import require_consistent
+    from retrofit.passbase.running import WeightSizes, refuse_sizes, require_consistent
 
     require_consistent(passes)
     require_path(arguments.model)
+    if not arguments.dequantize:
+        refuse_sizes(passes, WeightSizes.on_disk(arguments.model))
     if arguments.calibrate is not None:
-        require_calibration(arguments.calibrate, passes)
+        require_calibration(arguments, passes)
     elif arguments.tokens is not None or (arguments.tokenizer is not None and not any(pass_.uses_tokenizer for pass_ in passes)):
         option = "--tokenizer" if arguments.tokens is None else "--tokens"
         raise UsageError(f"{option} without --calibrate", why="no text is read", remedy="drop it, or add --calibrate FILE")
@@ -189,12 +191,16 @@ def warned(verdict: Verdict) -> Verdict:
     return verdict
 
 
-def require_calibration(files: list[Path], passes: Recipe) -> None:
-    """Raise `UsageError`, before any work, if a text does not exist or no pass reads it."""
+def require_calibration(arguments: argparse.Namespace, passes: Recipe) -> None:
+    """Raise `RetrofitError`, before the model is read, if no pass reads the text, or it is missing, empty or too short."""
     if not any(pass_.calibrates for pass_ in passes):
         fitted = ", ".join(name for name in pass_names() if load_pass(name).calibrates)
         raise UsageError("--calibrate: none of the passes needs calibration", why=f"passes that do: {fitted}", remedy="drop it")
-    require_texts("--calibrate", files)
+    require_texts("--calibrate", arguments.calibrate)
+    from retrofit.passbase.calibration import refuse_short_text
+    from retrofit.passbase.tokenization import read_texts
+
+    refuse_short_text(read_texts(arguments.calibrate), arguments.config or arguments.model, arguments.tokenizer)
 
 
 def tokenizer_for(arguments: argparse.Namespace, passes: Recipe) -> Any:

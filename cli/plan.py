@@ -83,12 +83,13 @@ def run(arguments: argparse.Namespace) -> int:
         check_output(file, arguments.force)
     folder = output.with_suffix(".measured")
 
-    from retrofit.passbase.calibration import calibration_windows
+    from retrofit.passbase.calibration import calibration_windows, refuse_short_text
     from retrofit.passbase.tokenization import read_texts, reading, text_codec
     from retrofit.planning.model_plan import draw_front
     from retrofit.planning.planner import plan
 
     texts = read_texts(arguments.calibrate)
+    refuse_short_text(texts, arguments.config or arguments.model, arguments.tokenizer)
     try:
         with working(arguments.debug) as progress:
             progress(f"reading {arguments.model}")

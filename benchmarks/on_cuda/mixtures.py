@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.integrations import moe as of_transformers
 
 from on_cuda.parts import Part, attempt
 from on_cuda.timing import in_turns
 from retrofit.anatomy.feed_forwards import Port
-from retrofit.passes.shared_moe import mixture_of_experts
 from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices, MixtureOfExperts
 
 SIZES = ((2048, 8192, 4, 1), (2048, 8192, 4, 2), (2048, 1024, 64, 4))  # d, d_ff of an expert, E, K
@@ -91,11 +91,11 @@ def looped(action: Callable[[], Any]) -> Callable[[], Any]:
     """The action with a loop over the experts instead of the grouped kernel."""
 
     def run() -> None:
-        kernel = mixture_of_experts._grouped_mm
-        mixture_of_experts._grouped_mm = torch.ops.transformers.grouped_mm_fallback
+        kernel = of_transformers._grouped_mm
+        of_transformers._grouped_mm = torch.ops.transformers.grouped_mm_fallback
         try:
             action()
         finally:
-            mixture_of_experts._grouped_mm = kernel
+            of_transformers._grouped_mm = kernel
 
     return run

@@ -28,7 +28,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.integrations.moe import _grouped_mm as grouped_mm
 
 from retrofit.sdk import DoesNotFitError
 from retrofit.sdk.modules import RowTables, is_exporting
@@ -84,7 +83,10 @@ class ExternalMemory(RowTables):
         ends = torch.searchsorted(i, torch.arange(self.buckets, device=i.device), right=True).to(torch.int32)
         padding = -self.rank % (16 // self.u.element_size())  # the kernels need rows of whole 16 bytes
         u, v = (F.pad(table, (0, padding)) if padding else table for table in (self.u, self.v))
-        product = torch.ops.transformers.grouped_mm_fallback if x.dtype == torch.float64 else grouped_mm  # no kernel is for float64
+        from transformers.integrations.moe import _grouped_mm  # deferred: slow to import
+
+        has_kernel = x.dtype != torch.float64
+        product = _grouped_mm if has_kernel else torch.ops.transformers.grouped_mm_fallback
         hidden = product(x.index_select(0, order), u, ends).relu()
         return product(hidden, v.transpose(1, 2), ends).index_select(0, torch.argsort(order))
 

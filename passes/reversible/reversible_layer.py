@@ -35,7 +35,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only
@@ -318,6 +317,8 @@ def gradients_of(results: list[tuple[Tensor, Tensor]], wanted: list[Tensor], par
     if not results:
         return [None] * len(wanted)
     values, gradients = [result for result, _ in results], [of for _, of in results]
+    from torch.distributed.tensor import DTensor  # deferred: slow to import
+
     strays = stray_leaves(values, wanted) if any(isinstance(parameter, DTensor) for parameter in parameters) else []
     handles = [leaf.register_hook(functools.partial(accumulate, leaf)) for leaf in strays]
     found = torch.autograd.grad(values, [*wanted, *strays], gradients, allow_unused=True)

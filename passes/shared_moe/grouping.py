@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, fx, nn
-from transformers.activations import ACT2FN
 
 from retrofit.sdk import Anatomy, Branch, DoesNotFitError, Edit, Layer, NearMiss, Stack, collect_near_miss
 from retrofit.sdk.anatomy import FeedForward, Matrix, Port, weight_and_bias
@@ -150,6 +149,8 @@ def evaluate(site: FeedForward) -> tuple[list[Tensor], Tensor | None]:
 
 def activation_name(site: FeedForward) -> str:
     """Return transformers' name of the hidden function, alone or times the second argument; "" if there is none."""
+    from transformers.activations import ACT2FN  # deferred: slow to import
+
     arguments, values = evaluate(site)
     if len(arguments) > 2 or values is None:
         return ""

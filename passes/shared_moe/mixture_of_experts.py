@@ -31,7 +31,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_mm
 
 from retrofit.sdk import DoesNotFitError
 from retrofit.sdk.anatomy import FeedForward, Port
@@ -236,12 +235,14 @@ class MixtureOfExperts(nn.Module):
         It fits if one matrix reads x, both matrices have a bias or neither has, and no adapter wraps them.
         """
         name = getattr(self.config, "_experts_implementation", None)
-        if name in (None, GROUPED) or name not in ALL_EXPERTS_FUNCTIONS or len(self.into) != 1:
+        if name in (None, GROUPED) or len(self.into) != 1:
             return None
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # deferred: slow to import
+
         first, second = self.get_submodule(self.into[0]), self.down
         plain = isinstance(first, ExpertMatrices) and isinstance(second, ExpertMatrices)
         fits = plain and (first.bias is None) == (second.bias is None)
-        return ALL_EXPERTS_FUNCTIONS[name] if fits else None  # type: ignore[no-any-return]
+        return ALL_EXPERTS_FUNCTIONS[name] if fits and name in ALL_EXPERTS_FUNCTIONS else None  # type: ignore[no-any-return]
 
     def combine_gathered(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         """Return the result of `combine` from a copy of its experts' matrices for each token: for a few tokens."""
@@ -316,6 +317,8 @@ class ExpertsView:
 
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return rows times the matrix of their group, weight (E, in, out), by a kernel, or a loop if no kernel supports them."""
+    from transformers.integrations.moe import _grouped_mm  # deferred: slow to import
+
     if rows.dtype == torch.float64 or any(size * rows.element_size() % ROW for size in weight.shape[1:]):
         return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)  # type: ignore[no-any-return]
     return _grouped_mm(rows, weight, ends)  # type: ignore[no-any-return]

@@ -24,7 +24,7 @@ from retrofit.bundling.modelling_file import ModelClass, ModellingFile, modellin
 from retrofit.bundling.table import DenseState, Structure
 from retrofit.errors import CheckpointError, first_few
 from retrofit.files.atomic_writes import explained, whole_directory
-from retrofit.files.headers import extents_in
+from retrofit.files.headers import INDEX, WEIGHTS, extents_in, weight_files
 from retrofit.files.model_folders import is_file_name
 from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase import recipe_storage
@@ -34,13 +34,10 @@ from retrofit.process import quiet, serialized
 from retrofit.storage.companions import companion_files, put_on_card, row
 from retrofit.storage.directories import is_pipeline
 from retrofit.storage.filling import (
-    INDEX,
     ONLY_DATA,
-    WEIGHTS,
     config_class,
     require_whole_weights,
     transformers_class,
-    weight_files,
 )
 from retrofit.storage.load_guard import known_ancestor, require_names
 from retrofit.storage.recipe_quantizer import rewrite_skeleton

@@ -1,7 +1,7 @@
 """The headers of untrusted files: tensor offsets, and the metadata of a GGUF file (ggml's gguf.md, versions 2 and 3).
 
-A safetensors file consists of the length of its header (8 bytes, little endian), a header in JSON, possibly padded with spaces,
-and the tensors' bytes.
+A model's directory has one safetensors file, or several and an index. Such a file consists of the length of its header (8 bytes,
+little endian), a header in JSON, possibly padded with spaces, and the tensors' bytes.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import mmap
 import os
 import stat
 import struct
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
-from retrofit.errors import CheckpointError, kind_of
+from retrofit.errors import CheckpointError, first_line, kind_of
 
 DTYPES = {
     "F64": torch.float64,
@@ -40,6 +40,8 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 METADATA = "__metadata__"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"  # of a model in a directory
+AGAIN = "copy or download it again"
 LONGEST = 100_000_000  # bytes of a header; safetensors' own limit
 PLACE = "data_offsets"
 
@@ -131,6 +133,59 @@ def are_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of the model in a directory, possibly none; a single file has priority over shards.
+
+    Raises `CheckpointError` if the index cannot be read, or names a file that is missing or outside the directory.
+    """
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    return [folder / name for name in sorted(set(weight_map(folder).values()))]
+
+
+def weight_map(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor from the index; empty if there is no index."""
+    index = folder / INDEX
+    if not index.is_file():
+        return {}
+    try:
+        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+            raise ValueError("its weight_map is not a table of file names")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} cannot be read", why=first_line(error), remedy=AGAIN, code="unreadable") from error
+    for name in sorted(set(named.values())):
+        place = PurePosixPath(name)
+        if place.is_absolute() or ".." in place.parts or "\0" in name or "\\" in name:
+            raise CheckpointError(
+                f"{index} names a file outside its directory: {name}",
+                why="its content would become part of the result",
+                remedy="put the file next to the index if it belongs to the model",
+                code="untrusted",
+            )
+        if not (folder / name).is_file():
+            raise CheckpointError(
+                f"{folder} is incomplete: {name} is missing", why=f"{INDEX} names it", remedy=AGAIN, code="incomplete"
+            )
+    return dict(named)
+
+
+def extents_of(folder: Path) -> dict[str, Extent]:
+    """Return the place of each tensor of the model in a directory, by its name in the files.
+
+    Raises `CheckpointError` if a file is damaged, or if a name is in two files.
+    """
+    found: dict[str, Extent] = {}
+    for file in weight_files(folder):
+        for name, extent in extents_in(file).items():
+            if name in found:
+                raise CheckpointError(
+                    f"{folder} holds {name} twice", why=f"in {found[name].file.name} and in {file.name}", remedy=AGAIN, code="twice"
+                )
+            found[name] = extent
+    return found
+
+
 # ── GGUF ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -140,7 +195,6 @@ ALIGNMENT = 32  # bytes, unless the file specifies it
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 TOKENS = "tokenizer.ggml.tokens"
-AGAIN = "copy or download it again"
 
 
 @dataclasses.dataclass(frozen=True)

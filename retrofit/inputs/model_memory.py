@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy
 import torch
-from accelerate.hooks import ModelHook, remove_hook_from_module
-from accelerate.utils import align_module_device, has_offloaded_params
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,25 +60,44 @@ def storage_of(tensor: Tensor) -> StorageWeakRef:
 
 def offloaded_module(model: nn.Module) -> str | None:
     """Return the path of the first module whose weights are offloaded between its calls; None if there is none."""
-    return next((path for path, module in model.named_modules() if has_offloaded_params(module)), None)
+    return next((path for path, module in model.named_modules() if is_offloaded(module)), None)
 
 
-def hooks_to_leave_out(model: nn.Module) -> dict[int, ModelHook]:
+def is_offloaded(module: nn.Module) -> bool:
+    """Return whether accelerate keeps the module's weights elsewhere between its calls."""
+    if not hasattr(module, "_hf_hook"):
+        return False
+    from accelerate.utils import has_offloaded_params  # deferred: most models have no such hook, and accelerate is slow to import
+
+    return has_offloaded_params(module)
+
+
+def hooks_to_leave_out(model: nn.Module) -> dict[int, Any]:
     """Return a memo for deep copies, by identity, that replaces accelerate's hooks and all that they hold by empty hooks."""
-    return {id(module._hf_hook): ModelHook() for module in model.modules() if hasattr(module, "_hf_hook")}
+    hooks = [module._hf_hook for module in model.modules() if hasattr(module, "_hf_hook")]
+    if not hooks:
+        return {}
+    from accelerate.hooks import ModelHook
+
+    return {id(hook): ModelHook() for hook in hooks}
 
 
 def without_hooks(copy: nn.Module) -> nn.Module:
     """Return `copy` itself, with its modules' own forwards restored."""
+    from accelerate.hooks import remove_hook_from_module
+
     return remove_hook_from_module(copy, recurse=True)
 
 
 def value_of(model: nn.Module, name: str) -> Tensor:
     """Return the value of a parameter, wherever it is stored."""
     module = model.get_submodule(name.rpartition(".")[0])
+    if not is_offloaded(module):
+        return model.get_parameter(name).detach()
+    from accelerate.utils import align_module_device
+
     with align_module_device(module):
-        value = model.get_parameter(name).detach()
-        return value.clone() if has_offloaded_params(module) else value
+        return model.get_parameter(name).detach().clone()
 
 
 def without_weights(model: nn.Module, *, keep_buffers: bool = False) -> nn.Module:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.errors import CaptureError, SpecError, kind_of
+from retrofit.files.model_folders import read_json
 from retrofit.inputs.calibration import Calibration, windows_of_batch
 from retrofit.inputs.example_inputs import accepts as runs_without_values
 from retrofit.inputs.example_inputs import (
@@ -30,6 +31,7 @@ from retrofit.surgery.dequantization import quantization_of
 
 LENGTH = 128  # tokens per window of text
 BATCH = 8  # windows per batch
+LONGEST_TOKEN = 64  # characters; a text of `LENGTH` times as many is not too short
 
 
 def calibration_from(model: nn.Module, given: Any, inputs: Mapping[str, Any] | None = None) -> Calibration:
@@ -207,13 +209,36 @@ def calibration_windows(model: nn.Module, texts: Sequence[str], tokenizer: Any) 
     length = min(LENGTH, positions_named(model) or length_taken(model))
     found = windows_of(texts, text_codec(model, tokenizer), length)
     if not len(found):
-        raise SpecError(
-            f"the calibration text does not fill one window of {length} tokens",
-            remedy="use more text",
-            option="calibration",
-            code="too-short",
-        )
+        raise too_short(length)
     return found
+
+
+def too_short(length: int) -> SpecError:
+    """Return the refusal of a text with fewer than `length` tokens."""
+    return SpecError(
+        f"the calibration text does not fill one window of {length} tokens",
+        remedy="use more text",
+        option="calibration",
+        code="too-short",
+    )
+
+
+def refuse_short_text(texts: Sequence[str], model: Path, tokenizer: Path | None) -> None:
+    """Raises `SpecError` if the texts are too short for the model in a directory; reads its config.json and tokenizer.json only."""
+    file, config = (tokenizer or model) / "tokenizer.json", read_json(model / "config.json")
+    positions = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    if not isinstance(positions, int) or not file.is_file() or sum(map(len, texts)) > LENGTH * LONGEST_TOKEN:
+        return
+    import tokenizers
+
+    try:
+        encoder = tokenizers.Tokenizer.from_file(str(file))
+    except Exception:  # of that library, which has one class; reading the tokenizer raises it again
+        return
+    encoder.no_truncation()
+    length = min(LENGTH, positions)
+    if sum(len(encoder.encode(text).ids) + 1 for text in texts) < length:  # with an end of text each
+        raise too_short(length)
 
 
 def length_taken(model: nn.Module) -> int:

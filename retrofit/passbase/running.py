@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 from retrofit.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect, read_anatomy
-from retrofit.errors import DoesNotFitError, first_few
+from retrofit.errors import CheckpointError, DoesNotFitError, first_few
+from retrofit.files.headers import extents_of
 from retrofit.passbase.options import depth_ranges, format_value
 from retrofit.passbase.protocol import AnyPass, AppliedTo, Plan, Recipe, Rewrite
 from retrofit.program.cost import flops_per_token
@@ -138,7 +140,12 @@ SEE_SIZES = "retrofit inspect shows the sizes of the model's matrices"
 def refuse_early(model: nn.Module, passes: Recipe) -> None:
     """Raises `RetrofitError` if the options, earlier passes or the sizes of the weights rule a pass out."""
     require_consistent(passes)
-    sizes = None if is_quantized(model) else WeightSizes.of(model)
+    if not is_quantized(model):
+        refuse_sizes(passes, WeightSizes.of(model))
+
+
+def refuse_sizes(passes: Recipe, sizes: WeightSizes | None) -> None:
+    """Raises `DoesNotFitError` if no weight has a size that an option needs."""
     added: frozenset[int] | None = frozenset()  # extents that earlier passes may have added
     for method in passes:
         if sizes is None or added is None:
@@ -207,6 +214,18 @@ class WeightSizes:
             if id(tensor) not in tables:
                 matrices.update(tensor.shape)
         return WeightSizes(frozenset(matrices), frozenset(every)) if matrices else None
+
+    @staticmethod
+    def on_disk(folder: Path) -> WeightSizes | None:
+        """Return the sizes in the headers of a directory's safetensors files, with tables among the matrices; None if unknown."""
+        try:
+            extents = [extent for extent in extents_of(folder).values() if len(extent.shape) > 1 and extent.dtype != torch.long]
+        except CheckpointError:  # reading the model raises it again, and knows more
+            return None
+        if not extents or not all(extent.dtype.is_floating_point for extent in extents):
+            return None
+        every = frozenset(size for extent in extents for size in extent.shape)
+        return WeightSizes(every, every)
 
 
 def output_embeddings(model: nn.Module) -> nn.Module | None:

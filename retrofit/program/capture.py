@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from retrofit.errors import CaptureError, DoesNotFitError, first_line
 from retrofit.inputs.model_state import preserve_modes, preserve_state
@@ -112,7 +111,7 @@ def export_with_fallbacks(
             return *export(model, inputs | masks, dynamic), False
         except Exception as error:
             why = error
-    if (without_values and not dynamic) or isinstance(why, (GuardOnDataDependentSymNode, RuntimeError, TypeError)):
+    if (without_values and not dynamic) or isinstance(why, (RuntimeError, TypeError)):
         with contextlib.suppress(Exception):
             runnable, given = materialize(model, inputs | masks)
             with torch.no_grad(), silence_tracer(), disable_cache(runnable):
@@ -329,6 +328,9 @@ def failed_trials(model: nn.Module, inputs: Mapping[str, Any], trials: Mapping[s
 @contextlib.contextmanager
 def trying(model: nn.Module, trials: Mapping[str, Trial], failed: dict[str, str]) -> Iterator[None]:
     """Within this context each call of a module at a path is preceded by its trial; `failed` gets the first failure of each."""
+    # deferred: it imports sympy, and a refusal should not wait for that
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
     in_trial = False
 
     def attempt(path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-import networkx
 from torch import Tensor, fx, nn
 
 from retrofit.errors import DoesNotFitError
@@ -32,6 +32,9 @@ from retrofit.program.aten_ops import (
     shape,
 )
 from retrofit.program.program import MUTATION, Call, Program
+
+if TYPE_CHECKING:
+    import networkx
 
 
 class Dataflow:
@@ -150,6 +153,8 @@ class Dataflow:
 
     def graph(self) -> networkx.DiGraph:
         """Return the data flow as a `networkx` graph: nodes by name, with operation, shape and module path."""
+        import networkx  # deferred, since queries do not need it
+
         graph = networkx.DiGraph()
         for node in self.nodes:
             graph.add_node(

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.nn.modules import module as registration
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from retrofit.errors import CheckpointError, first_few, first_line, kind_of
-from retrofit.files.headers import Extent, extents_in
+from retrofit.files.headers import extents_of
 from retrofit.files.memory import in_gigabytes, memory_limit, require_memory
 from retrofit.inputs.model_memory import zeros_for
 from retrofit.passbase import recipe_storage, replaying
@@ -296,62 +296,7 @@ def chosen_attentions(value: Any, key: str = "") -> Iterator[str]:
         yield value
 
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-AGAIN = "download it again"
 LARGER = "rewrite it on disk, with --stream, or use a machine with more memory"
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of the model in a directory, possibly none; a single file has priority over shards.
-
-    Raises `CheckpointError` if the index cannot be read, or names a file that is missing or outside the directory.
-    """
-    if (folder / WEIGHTS).is_file():
-        return [folder / WEIGHTS]
-    return [folder / name for name in sorted(set(weight_map(folder).values()))]
-
-
-def weight_map(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor from the index; empty if there is no index."""
-    index = folder / INDEX
-    if not index.is_file():
-        return {}
-    try:
-        named = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise ValueError("its weight_map is not a table of file names")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} cannot be read", why=first_line(error), remedy=AGAIN, code="unreadable") from error
-    for name in sorted(set(named.values())):
-        place = PurePosixPath(name)
-        if place.is_absolute() or ".." in place.parts or "\0" in name or "\\" in name:
-            raise CheckpointError(
-                f"{index} names a file outside its directory: {name}",
-                why="its content would become part of the result",
-                remedy="put the file next to the index if it belongs to the model",
-                code="untrusted",
-            )
-        if not (folder / name).is_file():
-            raise CheckpointError(
-                f"{folder} is incomplete: {name} is missing", why=f"{INDEX} names it", remedy=AGAIN, code="incomplete"
-            )
-    return dict(named)
-
-
-def extents_of(folder: Path) -> dict[str, Extent]:
-    """Return the place of each tensor of the model in a directory, by its name in the files.
-
-    Raises `CheckpointError` if a file is damaged, or if a name is in two files.
-    """
-    found: dict[str, Extent] = {}
-    for file in weight_files(folder):
-        for name, extent in extents_in(file).items():
-            if name in found:
-                raise CheckpointError(
-                    f"{folder} holds {name} twice", why=f"in {found[name].file.name} and in {file.name}", remedy=AGAIN, code="twice"
-                )
-            found[name] = extent
-    return found
 
 
 def require_whole_weights(folder: Path, *, in_memory: bool) -> int:

@@ -29,6 +29,7 @@ from retrofit.checks.parameters import require_finite_weight
 from retrofit.checks.report import CheckResult, Report
 from retrofit.errors import CheckpointError, VerificationError
 from retrofit.files.atomic_writes import Unfinished, draft_folder, final_name, resumable_directory, unfinished_of
+from retrofit.files.headers import INDEX, WEIGHTS, weight_files
 from retrofit.files.model_folders import is_file_name
 from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.example_inputs import named_inputs
@@ -46,7 +47,6 @@ from retrofit.progress import Progress
 from retrofit.rewriting import Applied, require_use, rewrite_once
 from retrofit.storage.companions import add_companions, companion_files
 from retrofit.storage.directories import transformer_folder
-from retrofit.storage.filling import INDEX, WEIGHTS, weight_files
 from retrofit.streaming.source_directory import (
     bytes_computed_on_loading,
     model_as_it_lies,

@@ -12,15 +12,12 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from retrofit.errors import CheckpointError
-from retrofit.files.headers import Extent
+from retrofit.files.headers import INDEX, WEIGHTS, Extent, extents_of
 from retrofit.process import quiet
 from retrofit.storage.directories import directory_class, load_directory, name_file_in_errors
 from retrofit.storage.filling import (
-    INDEX,
     ONLY_DATA,
-    WEIGHTS,
     config_class,
-    extents_of,
     no_larger_than,
     require_all_used,
     require_match,

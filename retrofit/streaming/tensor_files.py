@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from retrofit.checks.parameters import chunks, is_finite, not_finite, require_finite_weight
 from retrofit.errors import CheckpointError
 from retrofit.files.atomic_writes import Unfinished
-from retrofit.files.headers import DTYPES, METADATA, Extent
+from retrofit.files.headers import DTYPES, INDEX, METADATA, WEIGHTS, Extent
 from retrofit.files.memory import mapped_weights
-from retrofit.storage.filling import INDEX, WEIGHTS
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CACHE_LINE = 64  # bytes; torch's own tensors begin at a multiple

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from retrofit.errors import RetrofitWarning
 from retrofit.surgery.wrappers import ForwardReplacement, own_forward, with_item
@@ -180,6 +179,8 @@ def batch_fraction(module: nn.Module, arguments: Mapping[str, Any]) -> Tensor | 
     total, labels = arguments.get("num_items_in_batch"), arguments.get("shift_labels", arguments.get("labels"))
     if total is None or labels is None:
         return 1.0
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss  # deferred: it imports scipy
+
     shifts = LOSS_MAPPING.get(getattr(module, "loss_type", "")) is ForCausalLMLoss
     decodes = getattr(getattr(module, "config", None), "is_encoder_decoder", False)
     counted = labels[..., 1:] if shifts and not decodes and "shift_labels" not in arguments else labels

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -100,7 +99,12 @@ def name_of(hook: Any) -> str:
 
 def aligns_devices(module: nn.Module) -> bool:
     """Return whether the module's forward is accelerate's, and only moves the arguments to the module's device."""
-    return type(getattr(module, "_hf_hook", None)) is AlignDevicesHook
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        return False
+    from accelerate.hooks import AlignDevicesHook  # deferred: most models have none, and accelerate is slow to import
+
+    return type(hook) is AlignDevicesHook
 
 
 def hooked_module(model: nn.Module, handle: torch.utils.hooks.RemovableHandle) -> nn.Module | None:
@@ -128,6 +132,8 @@ def take_over_hooks(old: nn.Module, new: nn.Module) -> None:
         if id(child) in acting:
             new.add_module(name, child)
     if aligns_devices(old):
+        from accelerate.hooks import add_hook_to_module
+
         add_hook_to_module(new, old._hf_hook)  # type: ignore[arg-type]
 
 
@@ -140,8 +146,12 @@ def lend_hooks(model: nn.Module, other: nn.Module) -> None:
             both = {**{key: value for key, value in getattr(module, name).items() if key in theirs}, **table}
             table.clear()
             table.update(both)
-        if isinstance(getattr(module, "_hf_hook", None), ModelHook) and not aligns_devices(module):
-            add_hook_to_module(other.get_submodule(path), module._hf_hook)  # type: ignore[arg-type]
+        hook = getattr(module, "_hf_hook", None)
+        if hook is not None and not aligns_devices(module):
+            from accelerate.hooks import ModelHook, add_hook_to_module
+
+            if isinstance(hook, ModelHook):
+                add_hook_to_module(other.get_submodule(path), hook)
 
 
 class HookWatch:

@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support import tiny_models
 from support.functional_models import Functional
 from support.refusals import refused
 from support.tiny_models import bert, gpt2, llama, t5, vit
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM, XLMConfig, XLMWithLMHeadModel
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    XLMConfig,
+    XLMWithLMHeadModel,
+)
 
 import retrofit
 from retrofit import preview, rewriting
 from retrofit.checks import Reference
 from retrofit.errors import DoesNotFitError, RetrofitError, SpecError, TrainingError, first_few
+from retrofit.passbase.calibration import calibration_windows, refuse_short_text
 from retrofit.passbase.protocol import as_pass, load_pass, pass_names
 from retrofit.passbase.running import WeightSizes
+from retrofit.passbase.tokenization import read_tokenizer
 from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward
 from retrofit.rewriting import apply_reported, rewrites
 
@@ -148,6 +164,62 @@ def test_what_options_and_sizes_decide_is_refused_before_a_capture(
         retrofit.apply(model, *specs)
     assert named in str(caught.value) and caught.value.why and caught.value.remedy
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize("build", [llama, gpt2, bert, t5, vit])
+@pytest.mark.parametrize("shard", ["1GB", "10KB"])
+def test_the_sizes_in_files_are_those_of_the_model(build: Build, shard: str, tmp_path: Path) -> None:
+    model = build()
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    written, held = WeightSizes.on_disk(tmp_path), WeightSizes.of(model)
+    assert written is not None and held is not None
+    assert written.all == written.matrices == held.all
+
+
+def test_sizes_in_files_are_unknown_where_weights_are_packed_or_damaged(tmp_path: Path) -> None:
+    assert WeightSizes.on_disk(tmp_path) is None
+    save_file({"a": torch.zeros(4, 8, dtype=torch.uint8), "b": torch.zeros(4, 8)}, tmp_path / "model.safetensors")
+    assert WeightSizes.on_disk(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    assert WeightSizes.on_disk(tmp_path) is None
+
+
+@pytest.mark.parametrize(("words", "early", "late"), [(3, True, True), (9, False, True), (10, False, False), (999, False, False)])
+def test_a_short_text_is_refused_before_the_model_is_read_as_after(words: int, early: bool, late: bool, tmp_path: Path) -> None:
+    model, text = llama(max_position_embeddings=10), " ".join(["word"] * words)
+    tokenizer = Tokenizer(models.WordLevel({"word": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    model.save_pretrained(tmp_path)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path)
+    said = [why_not(lambda: refuse_short_text([text], tmp_path, None)), why_not(lambda: windows_read(tmp_path, text))]
+    assert [bool(words) for words in said] == [early, late]
+    assert not early or said[0] == said[1]
+
+
+def why_not(action: Callable[[], object]) -> str:
+    try:
+        action()
+    except SpecError as error:
+        return str(error)
+    return ""
+
+
+def windows_read(folder: Path, text: str) -> torch.Tensor:
+    return calibration_windows(retrofit.load(folder), [text], read_tokenizer(folder))
+
+
+def test_passes_are_named_without_slow_imports() -> None:
+    slow = {"scipy", "accelerate", "networkx", "peft", "onnx", "matplotlib"}
+    code = f"""
+import sys
+from retrofit.passbase import running
+from retrofit.passbase.protocol import load_pass, pass_names
+for name in pass_names():
+    load_pass(name)
+    assert not {slow} & set(sys.modules), (name, {slow} & set(sys.modules))
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_the_remedy_names_values_that_fit() -> None:

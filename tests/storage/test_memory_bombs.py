@@ -17,8 +17,8 @@ import retrofit
 from retrofit.cli import main
 from retrofit.errors import CheckpointError
 from retrofit.files import memory as memory_limit
+from retrofit.files.headers import INDEX, weight_files
 from retrofit.onnx.importer import model_file
-from retrofit.storage.filling import INDEX
 
 LIMIT = 64 << 20  # bytes
 
@@ -138,8 +138,6 @@ def test_a_weight_in_two_files_is_refused(models: Path, tmp_path: Path) -> None:
 
 
 def test_a_single_file_comes_before_shards_as_in_transformers(models: Path, tmp_path: Path) -> None:
-    from retrofit.storage.filling import weight_files
-
     folder = changed(models / "shards", tmp_path / "model")
     shutil.copy(models / "llama" / "model.safetensors", folder)
     assert weight_files(folder) == [folder / "model.safetensors"]
