@@ -203,6 +203,13 @@ APPROXIMATE = (
     "shared-moe --groups 15",
     "sequence-altup --k 2 --layers 1-2",
 )
+REFUSED = (  # the first three by options and files' headers, the others by the anatomy
+    "sparse-ffn --sparsity 7 smol",
+    "altup --k 2 --pass altup --k 4 smol",
+    "sparse-ffn --sparsity 8 --calibrate short.txt smol",
+    "altup --k 2 --layers 30-31 smol",
+    "merge-cross-attention smol",
+)
 TRAINING = "--steps 20 --batch-size 2 --length 128"
 
 
@@ -211,6 +218,7 @@ def command_lines() -> list[str]:
     return [
         "inspect smol",
         *(f"inspect smol --pass {one}" for one in (*EXACT, *APPROXIMATE)),
+        *(f"apply --pass {one}" for one in REFUSED),
         *(f"apply --pass {one} smol -o {one.split()[0]} --force" for one in EXACT),
         "apply --checks quick --pass altup --k 2 smol -o quick --force",
         *(f"apply --pass {one} smol -o {one.split()[0]}-start --force" for one in APPROXIMATE),
@@ -234,6 +242,7 @@ def prepare(folder: Path) -> None:
     import retrofit
 
     (folder / "text.txt").write_text(documentation(), encoding="utf-8")
+    (folder / "short.txt").write_text(documentation()[:400], encoding="utf-8")
     if not (folder / "smol" / "tokenizer.json").is_file():
         retrofit.save(retrofit.dequantize(load_smollm2()), folder / "smol")
         smollm2_tokenizer().save_pretrained(folder / "smol")

@@ -131,7 +131,7 @@ class RecurrentLayer(Wrapper):
             "real": self.unpadded(x.transpose(0, 1) if self.tokens_first else x, mask, cache),
             "cache": cache,
             "sizes": tuple(x.shape[:2]),
-            "layer": self.name,
+            "layer": "" if cache is None else self.name,  # layers that differ only in a name that is not read are captured once
         }
         return call_with_keywords(layer, self.paths, {KEYWORD: given}, args, kwargs)
 

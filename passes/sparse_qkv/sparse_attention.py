@@ -174,11 +174,12 @@ class SparseAttention(Wrapper):
         cache = cache_among(arguments, keywords)
         histories = None if cache is None else histories_of(cache)
         visible = None if self.cross or mask is None else visible_keys(mask, stream.shape[1], self.true_hides)
-        known = None if histories is None else histories.get(self.name)
+        name = "" if histories is None else self.name  # layers that differ only in a name that is not read are captured once
+        known = None if histories is None else histories.get(name)
         if self.cross and mask is not None and (known is None or known.was_reset):
             self.zero_hidden_source(mask, stream.shape[1], arguments, keywords)
         if self.sparse is not None:
-            columns = project_with_history(self.sparse, stream, visible, histories, self.name, cache)
+            columns = project_with_history(self.sparse, stream, visible, histories, name, cache)
             packed = torch.cat([columns, stream.to(columns.dtype)], -1) if self.appends_stream else columns
             packed = batch_first(packed, self.tokens_first)
             arguments = [packed if value is x else value for value in arguments]
@@ -188,7 +189,7 @@ class SparseAttention(Wrapper):
             return result
         y = result if self.out_key is None else result[self.out_key]
         y = batch_first(y, self.tokens_first)
-        z = project_with_history(self.output.sparse, y, visible, histories, f"{self.name}.output", cache)
+        z = project_with_history(self.output.sparse, y, visible, histories, f"{name}.output", cache)
         return with_item(result, self.out_key, batch_first(BiasProjection.forward(self.output, z), self.tokens_first))
 
     def zero_hidden_source(self, mask: Tensor, tokens: int, arguments: list[Any], keywords: dict[str, Any]) -> None:

@@ -203,9 +203,21 @@ class Description:
         own_marks = len(module._forward_pre_hooks) == len(module._forward_hooks) == 1  # others may have been added since
         if module in self.modules.unknown or not own_marks:
             raise IndescribableError
+        if isinstance(module, fx.GraphModule):
+            return self.of_graph(module)
         apart = APART | set(self.modules.varying.get(type(module), ()))
         held = {name: value for name, value in vars(module).items() if name not in apart}
         return type(module), self.of(held), self.of(module._parameters), self.of(module._buffers), tuple(module._modules)
+
+    def of_graph(self, module: fx.GraphModule) -> Any:
+        """Return the description of a module whose class has the code of its graph alone."""
+        named = {name for part in (module._parameters, module._buffers, module._modules) for name in part}
+        others = (node for node in module.graph.nodes if node.op == "get_attr" and str(node.target).partition(".")[0] not in named)
+        if type(module).__bases__ != (fx.GraphModule,) or any(others):
+            raise IndescribableError
+        functions = tuple(node.target for node in module.graph.nodes if node.op == "call_function")
+        code = fx.GraphModule, module.code, functions, module.training
+        return code, self.of(module._parameters), self.of(module._buffers), tuple(module._modules)
 
     def of(self, value: Any) -> Any:
         """Return the description of a value."""
@@ -345,12 +357,13 @@ def varying_attributes(kind: type, modules: Sequence[nn.Module]) -> tuple[str, .
 def is_known(module: nn.Module) -> bool:
     """Return whether a module has no hooks, and code of its own that Python runs."""
     hooked = any(vars(module).get(name) for name in HOOKS)
-    return not hooked and not isinstance(module, (torch.jit.ScriptModule, fx.GraphModule))
+    return not hooked and not isinstance(module, torch.jit.ScriptModule)
 
 
 def has_global_hooks() -> bool:
-    """Return whether hooks are registered for all modules of the process."""
-    return any(value for name, value in vars(nn.modules.module).items() if name.startswith("_global_") and isinstance(value, dict))
+    """Return whether hooks on calls are registered for all modules of the process."""
+    held = ((name, value) for name, value in vars(nn.modules.module).items() if name.startswith("_global_"))
+    return any(value for name, value in held if isinstance(value, dict) and not name.endswith("_registration_hooks"))
 
 
 def is_plain_object(value: Any) -> bool:

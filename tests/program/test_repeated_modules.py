@@ -1,6 +1,7 @@
 """Modules that are traced once: the program is the one of a trace of every module, whatever the modules' code does."""
 
 import copy
+import operator
 import random
 from typing import Any
 
@@ -43,9 +44,15 @@ def structure(program: Program) -> Any:
     return nodes, calls, places(program.outputs), program.constant_outputs, sorted(program.values)
 
 
-def repeats(model: nn.Module, inputs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, training: bool = False) -> int:
-    """How many calls were not traced, after a comparison with the program of a trace of them all."""
-    found = []
+def repeats(
+    model: nn.Module,
+    inputs: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    training: bool = False,
+    kinds: list[nn.Module] | None = None,
+) -> int:
+    """How many calls were not traced, after a comparison with the program of a trace of them all; `kinds` gets their modules."""
+    found: list[Any] = []
     again = RepeatedModules.call_again
     with monkeypatch.context() as patch:
         patch.setattr(RepeatedModules, "call_again", lambda *given: found.append(given) or again(*given))
@@ -54,6 +61,8 @@ def repeats(model: nn.Module, inputs: dict[str, Any], monkeypatch: pytest.Monkey
         patch.setattr(RepeatedModules, "call_again", lambda *given: pytest.fail("a call was not traced"))
         patch.setattr(RepeatedModules, "candidates", property(lambda self: set(), lambda self, value: None), raising=False)
         assert structure(capturing.capture(copy.deepcopy(model), inputs, training=training)) == program
+    if kinds is not None:
+        kinds.extend(module for _, _, module, *_ in found)
     return len(found)
 
 
@@ -67,7 +76,8 @@ def test_equal_layers_are_traced_once(name: str, monkeypatch: pytest.MonkeyPatch
     assert repeats(model, zoo.inputs(entry, model), monkeypatch) > 0
 
 
-SPECS = ("altup(k=2)", "memory(beside=values)", "recurrence(rank=4)", "sparse-qkv(kernel=2)")
+MIXTURES = ("sparse-ffn(sparsity=8)", "shared-moe(groups=0)")  # their hidden functions are graphs
+SPECS = ("altup(k=2)", "memory(beside=values)", "recurrence(rank=4)", "sparse-qkv(kernel=2)", *MIXTURES)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -75,7 +85,9 @@ def test_so_are_those_of_rewritten_models(spec: str, monkeypatch: pytest.MonkeyP
     model = zoo.build(entry := zoo.entry("causal/llama"), num_hidden_layers=3)
     inputs = zoo.inputs(entry, model)
     model = retrofit.apply(model, spec, example_inputs=inputs, verify=False)
-    assert repeats(model, inputs, monkeypatch) > 0
+    kinds: list[nn.Module] = []
+    assert repeats(model, inputs, monkeypatch, kinds=kinds) > 0
+    assert any(name.endswith("self_attn") for module in kinds for name, _ in module.named_modules() if name), "not a whole layer"
     repeats(model, inputs, monkeypatch, training=True)
 
 
@@ -176,11 +188,57 @@ class ReturnsItsInput(Layer):
         return x
 
 
+class CallsAGraph(Layer):
+    """Every second one has another constant."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.hidden = graph_of(lambda x: x * (1 + index % 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.hidden(x))
+
+
+class CallsAFunctionInAGraph(CallsAGraph):
+    """Every second one has another function of the same name."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(0)
+        self.hidden.graph.find_nodes(op="call_function", target=operator.mul)[0].target = (doubled, named_alike)[index % 2]
+        self.hidden.recompile()
+
+
+class OtherGraph(fx.GraphModule):
+    pass
+
+
+class CallsAnotherKindOfGraph(CallsAGraph):
+    """Its class may have code other than that of the graph."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(0)
+        self.hidden = OtherGraph(self.hidden, self.hidden.graph)
+
+
+def graph_of(function: Any) -> fx.GraphModule:
+    return fx.symbolic_trace(function)
+
+
+def doubled(x: Tensor, y: int) -> Tensor:
+    return x * 2
+
+
+def named_alike(x: Tensor, y: int) -> Tensor:
+    return x * 3
+
+
+named_alike.__name__ = named_alike.__qualname__ = "doubled"
 DIFFERENT = (ReadsItsIndex, 0), (Counts, 0), (SharesAList, 0), (CallsACopy, 0), (WritesToItsInput, 0), (ReadsATensorOfAnother, 0)
+GRAPHS = (CallsAGraph, 2), (CallsAFunctionInAGraph, 2), (CallsAnotherKindOfGraph, 0)
 ALIKE = (Layer, 3), (KeepsATensor, 0), (ReturnsViews, 3), (ReturnsItsInput, 3)
 
 
-@pytest.mark.parametrize(("kind", "number"), [*DIFFERENT, *ALIKE])
+@pytest.mark.parametrize(("kind", "number"), [*DIFFERENT, *GRAPHS, *ALIKE])
 def test_code_that_may_compute_something_else_is_traced(kind: Any, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert repeats(Stack(kind), TOKENS, monkeypatch) == number
 
@@ -199,6 +257,14 @@ def test_hooks_inside_run_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
         layer.inner.register_forward_hook(lambda module, args, output: seen.append(module))
     assert not repeats(model, TOKENS, monkeypatch)
     assert len(seen) == 8
+
+
+def test_hooks_on_registration_are_not_on_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = nn.modules.module.register_module_parameter_registration_hook(lambda module, name, parameter: None)
+    try:
+        assert repeats(Stack(Layer), TOKENS, monkeypatch) == 3
+    finally:
+        handle.remove()
 
 
 def test_classes_are_left_as_they_were() -> None:
