@@ -187,7 +187,7 @@ MUTANTS = [
     ),
     attention(
         "attentions share one history in the cache",
-        "columns = project_with_history(self.sparse, stream, visible, histories, self.name, cache)",
+        "columns = project_with_history(self.sparse, stream, visible, histories, name, cache)",
         'columns = project_with_history(self.sparse, stream, visible, histories, "", cache)',
         trials=on("gpt2 llama", "sparse-qkv"),
         test="tests/passes/sparse_qkv/test_sparse_qkv_stays.py::test_generation_with_a_cache_is_generation_without",
