@@ -61,7 +61,7 @@ def is_token_id(node: Any, flow: Dataflow) -> bool:
     """Return whether the indices are an input's own values, at most rearranged, clamped or masked."""
     while isinstance(node, fx.Node) and node not in flow.program.inputs:
         sources = [part for part in node.all_input_nodes if part in flow.depends]
-        moves = op(node) in LAYOUT | CAST | SELECTION | MASKING | {"cat", "add", "sub", "getitem", "new_zeros", "copy"}
+        moves = op(node) in LAYOUT | CAST | SELECTION | MASKING | {"cat", "add", "sub", "getitem", "new_zeros", "copy", "index_put"}
         if not moves or not sources:
             return False
         node = sources[0] if op(node) != "where" else sources[-1]

@@ -97,6 +97,20 @@ def test_a_factorised_embedding_is_not_the_streams_width() -> None:
     assert found.embedding.shape[1] == found.model.config.embedding_size
 
 
+class Placeholders(Own):
+    """Embeds another token in place of those that stand for an image."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        text = x.clone()
+        text[x == 49] = 0
+        return super().forward(text)
+
+
+def test_an_embedding_of_ids_some_of_which_are_replaced_is_one() -> None:
+    found = retrofit.inspect(Placeholders(), {"x": torch.arange(38, 50).view(2, 6)})
+    assert [part.parameter for part in found.embeddings] == ["a.weight"]
+
+
 def test_mixtures_of_experts_and_their_routers_are_no_attention() -> None:
     found = anatomy("causal/mixtral")
     config = found.model.config
