@@ -134,14 +134,14 @@ def with_routes(stacks: list[StackTables], anatomy: Anatomy) -> tuple[StackTable
     routes = [
         (tables.source, [model.get_submodule(layer) for layer in tables.places]) for tables in stacks if tables.source is not None
     ]
-    forwarding = trace_forwarding(model, routes, anatomy.program.examples)
-    forwards = dict(zip((source for source, _ in routes), forwarding, strict=True))
-    for source, is_forwarded in forwards.items():
-        if not is_forwarded:
-            present_injection(model.get_submodule(source.path), source)
-    return tuple(
-        tables if tables.source is None else dataclasses.replace(tables, forwards_ids=forwards[tables.source]) for tables in stacks
+    forwarding = iter(trace_forwarding(model, routes, anatomy.program.examples))
+    found = tuple(
+        tables if tables.source is None else dataclasses.replace(tables, forwards_ids=next(forwarding)) for tables in stacks
     )
+    for tables in found:
+        if tables.source is not None and not tables.forwards_ids:
+            present_injection(model.get_submodule(tables.source.path), tables.source)
+    return found
 
 
 def route_token_ids(tables: StackTables, source: TokenIdSource, beside: str, edit: Edit) -> None:

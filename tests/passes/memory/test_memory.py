@@ -618,6 +618,26 @@ def test_ids_take_the_same_route_in_a_model_without_values() -> None:
     assert names[0] == names[1] and "b.0.layer.m.weight" in names[0], "a layer without a table does not see the ids"
 
 
+class TwoRoutes(Forwarding):
+    """A second stack of the same ids, whose layers take no keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.d = nn.ModuleList(Block(24) for _ in range(3))
+
+    def forward(self, x: Tensor, **keywords: Any) -> Tensor:
+        y = self.a(x)
+        for block in self.d:
+            y = block(y)
+        return super().forward(x, **keywords) + self.c(y)
+
+
+def test_two_stacks_of_the_same_ids_each_have_their_route() -> None:
+    model, given = TwoRoutes(), {"x": torch.arange(2, 14).view(2, 6)}
+    (rewrite,) = apply_reported(model, "memory", example_inputs=given, count_flops=False).rewrites  # verified
+    assert [site.name for site in rewrite.sites] == [f"{stack}.{depth}" for stack in "db" for depth in range(3)]
+
+
 @pytest.mark.parametrize("lookup", ["softmax", "lsh"])
 def test_no_token_is_looked_up_in_a_stream_of_zeros(lookup: str) -> None:
     model = Asking(at_zero=True)
