@@ -63,7 +63,9 @@ def find_value_sites(anatomy: Findings, depths: Iterable[tuple[Stack, int]]) -> 
     for stack, depth in depths:
         layer = stack.layers[depth]
         if not layer.attentions:
-            near_misses.append(NearMiss(layer.name or layer.exit, "it has no attention", in_any_form=True, code="missing"))
+            is_mixed = any(branch.role == "other mixer" for branch in layer.branches)
+            why = "its code that mixes tokens is not recognized as an attention" if is_mixed else "it has no attention"
+            near_misses.append(NearMiss(layer.name or layer.exit, why, in_any_form=True, code="missing"))
         for branch in layer.attentions:
             with collect_near_miss(branch.name or layer.name or branch.output, near_misses):
                 site = AttentionParser(branch, stack, flow, cores).value_site(layer)

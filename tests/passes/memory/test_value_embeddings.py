@@ -151,6 +151,12 @@ def test_values_of_a_latent_are_left_alone_with_the_reason() -> None:
     assert "kv_a_proj_with_mqa" in refused.value.why and refused.value.in_any_form
 
 
+def test_other_mixers_are_left_alone_with_the_reason() -> None:
+    with pytest.raises(DoesNotFitError) as refused:
+        retrofit.apply(copy.deepcopy(dense("causal/mamba")), VALUES, verify=False)
+    assert "not recognized as an attention" in refused.value.why
+
+
 def test_layers_that_read_the_values_of_others_are_left_alone_with_the_reason() -> None:
     """Gemma 3n's last layer computes no keys and values."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}
