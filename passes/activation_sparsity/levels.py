@@ -36,13 +36,17 @@ Levels = Mapping[str, float]  # by the path of a mask
 
 
 class RowSample:
-    """Collects evenly spaced rows of its inputs: between `most` and twice as many. A watcher for `observe`."""
+    """Collects evenly spaced rows of its inputs: between `most` and twice as many. A watcher for `observe`.
+
+    Rows of zeros are left out: an expert may get one for each token that is not sent to it, and there is nothing to mask.
+    """
 
     def __init__(self, most: int = ROWS) -> None:
         self.most, self.every, self.skipped, self.count = most, 1, 0, 0
         self.parts: list[Tensor] = []
 
     def __call__(self, x: Tensor) -> None:
+        x = x[x.any(-1)]
         part = x[self.skipped :: self.every]
         self.skipped = (self.skipped - len(x)) % self.every
         if not len(part):

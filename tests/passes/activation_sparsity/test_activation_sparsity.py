@@ -298,12 +298,20 @@ def test_the_greedy_path_takes_the_cheapest_step() -> None:
 def test_a_sample_of_rows_is_evenly_spaced(counts: list[int], most: int) -> None:
     sample, first = RowSample(most), 0
     for count in counts:
-        sample(torch.arange(first, first + count).float()[:, None])
+        sample(torch.stack([torch.arange(first, first + count).float(), torch.ones(count)], 1))
         first += count
     kept = sample.rows()
     assert kept is not None and min(first, most) == len(kept)
     steps = kept[:, 0].diff()
     assert kept[0, 0] == 0 and (len(kept) < 2 or (steps.min() > 0 and steps.max() <= 2 * steps.min() + sample.every))
+
+
+def test_rows_of_zeros_are_no_sample() -> None:
+    sample = RowSample()
+    sample(torch.zeros(3, 2))
+    assert sample.rows() is None
+    sample(torch.tensor([[0.0, 0.0], [0.0, 1.0]]))
+    assert torch.equal(sample.rows(), torch.tensor([[0.0, 1.0]]))
 
 
 def test_a_loss_gives_the_level() -> None:
