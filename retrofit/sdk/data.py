@@ -12,7 +12,6 @@ from retrofit.passbase.calibration import tokenizer_of as tokenizer_of
 from retrofit.inputs.calibration import sample_calibration as sample_calibration
 from retrofit.inputs.calibration import split_calibration as split_calibration
 from retrofit.inputs.calibration import evenly_spaced as evenly_spaced
-from retrofit.inputs.calibration import windows_of_batch as windows_of_batch
 
 # Calls of modules, to be repeated with a replacement.
 from retrofit.inputs.module_calls import RecordedCall as RecordedCall
