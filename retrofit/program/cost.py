@@ -44,8 +44,7 @@ def cost_of(program: Program) -> Cost:
     by_module: dict[str, int] = {}
     for node in program.graph.nodes:
         if count := flops_of(node):
-            call = program.copies.get(node) or program.owner.get(node, program.root)
-            path = call.path
+            path = (program.copies.get(node) or program.owner.get(node, program.root)).path
             by_module[path] = by_module.get(path, 0) + count
     elements = sum(value_of(node).numel() for node in read)
     return Cost(elements, sum(by_module.values()), tokens_of(program), by_module, frozenset(read.values()), unit_of(program))
