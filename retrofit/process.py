@@ -9,16 +9,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import logging
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any, BinaryIO, ParamSpec, TypeVar, cast
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
+Value = TypeVar("Value")
 
 PROCESS = threading.RLock()  # held by the thread that changes the process
 WAITING = (signal.SIGINT, signal.SIGTERM)
@@ -110,20 +113,74 @@ def unbroken(file: BinaryIO) -> Iterator[BinaryIO]:
         raise sink.failure
 
 
+# ── Values that are restored ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
+    """Replace attributes of an object, a class or a module in this context; those that it does not have itself go afterwards."""
+    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in values:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                delattr(owner, name)
+
+
+@contextlib.contextmanager
+def preserve_attribute(name: str, owners: Iterable[Any]) -> Iterator[None]:
+    """Restore an attribute of each of the owners after this context."""
+    before = [(owner, getattr(owner, name)) for owner in owners]
+    try:
+        yield
+    finally:
+        for owner, value in before:
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def set_variable(variable: ContextVar[Value], value: Value) -> Iterator[Value]:
+    """Set a context variable in this context."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
+def silence_loggers(*names: str) -> Iterator[None]:
+    """Within this context these loggers, and those below them without a level of their own, log nothing."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
 @contextlib.contextmanager
 def quiet(*, progress_bars: bool = False) -> Iterator[None]:
     """Suppress warnings and transformers' log in this context, and, unless `progress_bars`, its progress bars."""
-    from transformers.utils import logging  # deferred, so that --help does not import transformers
+    from transformers.utils import logging as log  # deferred, so that --help does not import transformers
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity(log.CRITICAL)
     if not progress_bars:
-        logging.disable_progress_bar()
+        log.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.set_verbosity(level)
+        log.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            log.enable_progress_bar()

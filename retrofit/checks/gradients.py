@@ -27,6 +27,7 @@ from retrofit.inputs.model_state import evaluation_mode, forget_history, without
 from retrofit.inputs.probes import Inputs, accepts, extent_of, named_outputs, record_arguments, resized_like
 from retrofit.numerics.distances import TOLERANCE
 from retrofit.passbase.replaying import recipe
+from retrofit.process import preserve_attribute
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 
 IGNORED = -100  # label without a loss, in all of transformers
@@ -251,13 +252,10 @@ def collect_gradients(
 def unfreeze(model: nn.Module) -> Iterator[None]:
     """Make frozen parameters trainable within this context."""
     frozen = [parameter for parameter in model.parameters() if parameter.is_floating_point() and not parameter.requires_grad]
-    try:
+    with preserve_attribute("requires_grad", frozen):
         for parameter in frozen:
             parameter.requires_grad_()
         yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache
 
 from retrofit.checks.gradients import EMBEDDING
 from retrofit.inputs.model_memory import zeros_for
+from retrofit.inputs.model_state import preserve_modes
 from retrofit.inputs.module_calls import CacheMark, RecordedCall, map_tensors, tensors_in
 from retrofit.numerics.distances import distance
 from retrofit.numerics.precision import Widened
@@ -370,8 +371,7 @@ def replay(
 @contextlib.contextmanager
 def set_mode(module: nn.Module, reference: ModuleReference, training: bool) -> Iterator[None]:
     """Set the module's mode within this context; the model's own functions inside it (an activation, a dropout) evaluate."""
-    before = {part: part.training for part in module.modules()}
-    try:
+    with preserve_modes(module):
         with Widened():  # some functions measure their weights in this mode
             module.train(training)
         for name in reference.functions:
@@ -379,9 +379,6 @@ def set_mode(module: nn.Module, reference: ModuleReference, training: bool) -> I
             if child is not None:
                 child.eval()
         yield
-    finally:
-        for part, mode in before.items():
-            part.training = mode
 
 
 class Replay:

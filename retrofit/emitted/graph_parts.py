@@ -21,6 +21,7 @@ from retrofit.inputs.example_inputs import device_of, named_inputs
 from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.probes import Inputs, named_outputs
 from retrofit.numerics.distances import distance
+from retrofit.process import preserve_attribute
 from retrofit.program.aten_ops import extent, op
 from retrofit.program.capture import capture
 from retrofit.program.program import Program
@@ -289,14 +290,11 @@ def record_values(model: fx.GraphModule, mode: FakeTensorMode) -> Iterator[None]
 
     The `forward` of their classes is replaced, because a `forward` that a pass set on a module calls its class's.
     """
-    compiled = {type(owner): type(owner).forward for owner in graph_owners(model)}
-    try:
-        for kind, forward in compiled.items():
-            kind.forward = interpreting_forward(forward, mode)  # type: ignore[method-assign]
+    kinds = {type(owner) for owner in graph_owners(model)}
+    with preserve_attribute("forward", kinds):
+        for kind in kinds:
+            kind.forward = interpreting_forward(kind.forward, mode)  # type: ignore[method-assign]
         yield
-    finally:
-        for kind, forward in compiled.items():
-            kind.forward = forward  # type: ignore[method-assign]
 
 
 def interpreting_forward(forward: Callable[..., Any], mode: FakeTensorMode) -> Callable[..., Any]:

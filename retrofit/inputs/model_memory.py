@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from retrofit.process import set_variable
 
 Store = Callable[[Tensor], Tensor]
 STORE: ContextVar[Store | None] = ContextVar("STORE", default=None)
@@ -177,11 +179,6 @@ def groups_in_room(sizes: Mapping[str, int], model: nn.Module) -> list[list[str]
     return [group for group in groups if group]
 
 
-@contextlib.contextmanager
-def recordings_kept_by(store: Store) -> Iterator[None]:
+def recordings_kept_by(store: Store) -> contextlib.AbstractContextManager[object]:
     """Within this context `store` gets every tensor that is set aside, and returns it from its own storage."""
-    token = STORE.set(store)
-    try:
-        yield
-    finally:
-        STORE.reset(token)
+    return set_variable(STORE, store)

@@ -11,21 +11,15 @@ import numpy
 import torch
 from torch import nn
 
-from retrofit.process import quiet
+from retrofit.process import preserve_attribute, quiet
 
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 HOOKS = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and name not in REGISTRIES)
 
 
-@contextlib.contextmanager
-def preserve_modes(model: nn.Module) -> Iterator[None]:
+def preserve_modes(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Restore, after this context, the training or evaluation mode of each module of `model`."""
-    training = {module: module.training for module in model.modules()}
-    try:
-        yield
-    finally:
-        for module, mode in training.items():
-            module.training = mode
+    return preserve_attribute("training", model.modules())
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from torch import nn
 from retrofit.errors import RetrofitError
 from retrofit.inputs.example_inputs import forward_parameters, special_ids
 from retrofit.inputs.model_state import preserve_state
+from retrofit.process import set_variable
 
 Inputs = Mapping[str, Any]
 
@@ -176,11 +177,8 @@ GIVEN: ContextVar[set[str] | None] = ContextVar("given", default=None)
 def recording_arguments() -> Iterator[set[str]]:
     """Within this context the names of the arguments that models are run with are recorded."""
     names: set[str] = set()
-    token = GIVEN.set(names)
-    try:
+    with set_variable(GIVEN, names):
         yield names
-    finally:
-        GIVEN.reset(token)
 
 
 def record_arguments(inputs: Inputs) -> None:

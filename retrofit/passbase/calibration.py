@@ -27,6 +27,7 @@ from retrofit.inputs.example_inputs import (
 )
 from retrofit.inputs.model_state import preserve_state
 from retrofit.inputs.probes import accepts, extent_of, ids_name, run
+from retrofit.process import set_variable
 from retrofit.surgery.dequantization import quantization_of
 
 LENGTH = 128  # tokens per window of text
@@ -271,12 +272,8 @@ def using_tokenizer(tokenizer: Any, home: Path | None = None) -> Iterator[None]:
 
     `home` is the directory or file of a model that does not know where it was loaded from.
     """
-    tokens = TOKENIZER.set(tokenizer), HOME.set(home)
-    try:
+    with set_variable(TOKENIZER, tokenizer), set_variable(HOME, home):
         yield
-    finally:
-        TOKENIZER.reset(tokens[0])
-        HOME.reset(tokens[1])
 
 
 def tokenizer_of(model: nn.Module) -> Any:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from retrofit.errors import CheckpointError
 from retrofit.passbase.protocol import AppliedTo, Rewrite
+from retrofit.process import set_variable
 from retrofit.provenance import provenance_of, record_provenance
 from retrofit.surgery import Edit
 from retrofit.surgery.dequantization import (
@@ -76,15 +77,11 @@ def stored_record(model: nn.Module) -> dict[str, Any]:
 CAPTURED: contextvars.ContextVar[tuple[dict[str, Any], Program] | None] = contextvars.ContextVar("CAPTURED", default=None)
 
 
-@contextlib.contextmanager
-def lend_program(model: nn.Module, program: Program | None) -> Iterator[None]:
+def lend_program(model: nn.Module, program: Program | None) -> contextlib.AbstractContextManager[object]:
     """Let `captured_program` return `program`, the dense model's, in this context, in which a rewritten `model` is built again."""
     record = json.loads(json.dumps(stored_record(model)))
-    before = CAPTURED.set(None if program is None or len(passes_of(record)) != len(stored_recipe(model)) else (record, program))
-    try:
-        yield
-    finally:
-        CAPTURED.reset(before)
+    is_whole = len(passes_of(record)) == len(stored_recipe(model))
+    return set_variable(CAPTURED, (record, program) if program is not None and is_whole else None)
 
 
 def captured_program(record: Mapping[str, Any]) -> Program | None:

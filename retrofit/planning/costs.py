@@ -12,7 +12,7 @@ import contextvars
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import monotonic
 from typing import Any
@@ -26,6 +26,7 @@ from retrofit.errors import RetrofitError
 from retrofit.inputs.model_state import evaluation_mode, preserve_modes, preserve_random_state
 from retrofit.inputs.probes import can_generate, ids_name, logits_of
 from retrofit.passbase.tokenization import positions_named
+from retrofit.process import set_variable
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training.model_comparison import duration_of, generated
 
@@ -71,14 +72,9 @@ class Deadline:
 UNINTERRUPTED = contextvars.ContextVar("uninterrupted", default=False)
 
 
-@contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> AbstractContextManager[object]:
     """Within this context no call of torch raises `OutOfTime`: what restores a model runs to its end."""
-    token = UNINTERRUPTED.set(True)
-    try:
-        yield
-    finally:
-        UNINTERRUPTED.reset(token)
+    return set_variable(UNINTERRUPTED, True)
 
 
 class Interrupted(TorchFunctionMode):

@@ -15,7 +15,6 @@ import contextvars
 import dataclasses
 import inspect
 import io
-import logging
 import sys
 import warnings
 from collections import deque
@@ -34,7 +33,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.module_calls import watched
-from retrofit.process import PROCESS
+from retrofit.process import PROCESS, preserve_attribute, replace_attributes, set_variable, silence_loggers
 from retrofit.program.aten_ops import LIKE
 
 NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor", "torch.export", "torch._export")  # logs
@@ -44,31 +43,19 @@ NOISY = ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor
 def disable_cache(model: nn.Module) -> Iterator[None]:
     """Within this context no config in the model enables its cache: a cache object cannot be a value of a graph."""
     found = [getattr(module, "config", None) for module in model.modules()]
-    configs: dict[int, Any] = {id(config): config for config in found if hasattr(config, "use_cache")}
-    before = {key: config.use_cache for key, config in configs.items()}
-    try:
-        for config in configs.values():
+    configs: list[Any] = [config for config in found if hasattr(config, "use_cache")]
+    with preserve_attribute("use_cache", configs):
+        for config in configs:
             config.use_cache = False
         yield
-    finally:
-        for key, config in configs.items():
-            config.use_cache = before[key]
 
 
-@contextlib.contextmanager
-def disable_stack_traces() -> Iterator[None]:
+def disable_stack_traces() -> contextlib.AbstractContextManager[None]:
     """Within this context the tracer does not look up the line of code of each node, which is slow."""
-    settings: Any = fx.config
-    before = getattr(settings, "do_not_emit_stack_traces", False)
-    settings.do_not_emit_stack_traces = True
-    try:
-        yield
-    finally:
-        settings.do_not_emit_stack_traces = before
+    return replace_attributes(fx.config, do_not_emit_stack_traces=True)
 
 
-@contextlib.contextmanager
-def compile_on_call() -> Iterator[None]:
+def compile_on_call() -> contextlib.AbstractContextManager[None]:
     """Within this context a graph module's Python code is compiled on its first call, not after each change of its graph.
 
     An export changes its graphs two dozen times and calls none of them.
@@ -85,32 +72,19 @@ def compile_on_call() -> Iterator[None]:
             module._in_spec, module._out_spec = tree.in_spec, tree.out_spec
         type(module).forward = forward  # each graph module has a class of its own
 
-    fx.GraphModule.recompile = recompile  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        fx.GraphModule.recompile = compile_now  # type: ignore[method-assign]
+    return replace_attributes(fx.GraphModule, recompile=recompile)
 
 
 @contextlib.contextmanager
 def silence_tracer() -> Iterator[None]:
     """Within this context the tracer prints no warnings, and no graphs when it fails; other threads wait to enter it."""
-    with PROCESS:
-        logs = [logging.getLogger(name) for name in NOISY]
-        before = [log.level for log in logs]
-        for log in logs:
-            log.setLevel(logging.CRITICAL)
-        try:
-            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            for log, level in zip(logs, before, strict=True):
-                log.setLevel(level)
+    with PROCESS, silence_loggers(*NOISY), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
 
 
-@contextlib.contextmanager
-def skip_no_op_casts() -> Iterator[None]:
+def skip_no_op_casts() -> contextlib.AbstractContextManager[None]:
     """Within this context `module.to` does nothing if dtype and device are the same: a tracer cannot replace weights."""
     cast = nn.Module.to
 
@@ -120,15 +94,10 @@ def skip_no_op_casts() -> Iterator[None]:
         same = all((dtype or tensor.dtype) == tensor.dtype and (device or tensor.device) == tensor.device for tensor in held)
         return module if same else cast(module, *args, **kwargs)
 
-    nn.Module.to = to  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.to = cast  # type: ignore[method-assign]
+    return replace_attributes(nn.Module, to=to)
 
 
-@contextlib.contextmanager
-def skip_no_op_grad_modes() -> Iterator[None]:
+def skip_no_op_grad_modes() -> contextlib.AbstractContextManager[None]:
     """Within this context `no_grad` does nothing if no gradient is recorded: torch splits a graph at every change of mode."""
     enter, leave = torch.no_grad.__enter__, torch.no_grad.__exit__
     entered: list[bool] = []
@@ -142,24 +111,15 @@ def skip_no_op_grad_modes() -> Iterator[None]:
         if entered.pop():
             leave(self, *how)
 
-    torch.no_grad.__enter__, torch.no_grad.__exit__ = enter_once, leave_once  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.no_grad.__enter__, torch.no_grad.__exit__ = enter, leave  # type: ignore[method-assign]
+    return replace_attributes(torch.no_grad, __enter__=enter_once, __exit__=leave_once)
 
 
 @contextlib.contextmanager
 def as_if_traced(model: nn.Module) -> Iterator[None]:
     """Run the model, in this context, with the code that a capture records: `torch.compiler` reports an exporter at work."""
-    flags: Any = torch.compiler
-    before = flags._is_compiling_flag, flags._is_exporting_flag
-    with evaluation_mode(model), torch.no_grad(), disable_cache(model), silence_tracer():
-        try:
-            flags._is_compiling_flag = flags._is_exporting_flag = True
-            yield
-        finally:
-            flags._is_compiling_flag, flags._is_exporting_flag = before
+    flags = replace_attributes(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True)
+    with evaluation_mode(model), torch.no_grad(), disable_cache(model), silence_tracer(), flags:
+        yield
 
 
 @contextlib.contextmanager
@@ -191,22 +151,17 @@ SWITCHES: dict[Any, Callable[[Any], bool]] = {  # contexts that enable or disabl
 @contextlib.contextmanager
 def annotate_autograd() -> Iterator[None]:
     """Within this context traced operations are annotated inside `no_grad` and inside functions with a custom backward."""
-    kept = [(switch, switch.__enter__, switch.__exit__) for switch in SWITCHES]
-    apply = torch.autograd.Function.__dict__["apply"]
-    try:
+    apply = annotated_apply(vars(torch.autograd.Function)["apply"].__func__)
+    with contextlib.ExitStack() as stack:
         for switch, is_off in SWITCHES.items():
-            annotate_within(switch, is_off)
-        torch.autograd.Function.apply = classmethod(annotated_apply(apply.__func__))  # type: ignore[assignment, method-assign]
-        with preserve_node_meta():
-            yield
-    finally:
-        torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-        for switch, enter, leave in kept:
-            switch.__enter__, switch.__exit__ = enter, leave
+            stack.enter_context(annotate_within(switch, is_off))
+        stack.enter_context(replace_attributes(torch.autograd.Function, apply=classmethod(apply)))
+        stack.enter_context(preserve_node_meta())
+        yield
 
 
-def annotate_within(switch: Any, is_off: Callable[[Any], bool]) -> None:
-    """Make the context `switch` annotate the operations inside it from now on."""
+def annotate_within(switch: Any, is_off: Callable[[Any], bool]) -> contextlib.AbstractContextManager[None]:
+    """Within this context the context `switch` annotates the operations inside it."""
     enter, leave = switch.__enter__, switch.__exit__
     opened: list[contextlib.ExitStack] = []
 
@@ -220,7 +175,7 @@ def annotate_within(switch: Any, is_off: Callable[[Any], bool]) -> None:
         opened.pop().close()
         return leave(self, *how)
 
-    switch.__enter__, switch.__exit__ = entered, left
+    return replace_attributes(switch, __enter__=entered, __exit__=left)
 
 
 def annotated_apply(apply: Callable[..., Any]) -> Callable[..., Any]:
@@ -422,7 +377,6 @@ def as_returned(result: Any, name: str, tensor: Tensor) -> Any:
 @contextlib.contextmanager
 def intercept_queries(handle: Callable[..., Any]) -> Iterator[None]:
     """Within this context `handle(name, original, tensor, …)` runs instead of every query of a tensor's values."""
-    replaced = {name: vars(Tensor)[name] for name in QUERIES if name in vars(Tensor)}
     nonzero, where = torch.nonzero, torch.where
 
     def intercepted(name: str, original: Query) -> Query:
@@ -433,18 +387,10 @@ def intercept_queries(handle: Callable[..., Any]) -> Iterator[None]:
             return where(condition, *branches, **named)
         return handle("nonzero", nonzero, condition, as_tuple=True)
 
-    try:
-        for name in QUERIES:
-            setattr(Tensor, name, intercepted(name, getattr(Tensor, name)))
-        torch.nonzero, torch.where = intercepted("nonzero", nonzero), intercepted_where  # type: ignore[assignment]
+    methods = {name: intercepted(name, getattr(Tensor, name)) for name in QUERIES}
+    functions = replace_attributes(torch, nonzero=intercepted("nonzero", nonzero), where=intercepted_where)
+    with replace_attributes(Tensor, **methods), functions:
         yield
-    finally:
-        torch.nonzero, torch.where = nonzero, where
-        for name in QUERIES:
-            if name in replaced:
-                setattr(Tensor, name, replaced[name])
-            else:
-                delattr(Tensor, name)
 
 
 # ── One of two ways ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -477,7 +423,9 @@ def cond(
     originals = KEPT.get()
     if originals is None or condition is False:
         return no(*operands)
-    with as_it_was(originals):
+    with contextlib.ExitStack() as as_it_was:  # the tracer of a branch handles only torch's own functions
+        for owner, name, value in originals:
+            as_it_was.enter_context(replace_attributes(owner, **{name: value}))
         flat = torch.cond(condition, flattened(yes), flattened(no), operands)  # type: ignore[arg-type]
     return flat.view(size)  # type: ignore[no-any-return]
 
@@ -492,24 +440,6 @@ def flattened(branch: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *operands: branch(*operands).flatten()
 
 
-@contextlib.contextmanager
-def both_kept(originals: Originals = ()) -> Iterator[None]:
+def both_kept(originals: Originals = ()) -> contextlib.AbstractContextManager[Originals | None]:
     """Within this context exported programs contain both branches; each is traced with these attributes' original values."""
-    token = KEPT.set(tuple(originals))
-    try:
-        yield
-    finally:
-        KEPT.reset(token)
-
-
-@contextlib.contextmanager
-def as_it_was(originals: Originals) -> Iterator[None]:
-    """Within this context the attributes have their original values: the tracer of a branch handles only torch's own."""
-    now = [(owner, name, getattr(owner, name)) for owner, name, _ in originals]
-    try:
-        for owner, name, value in originals:
-            setattr(owner, name, value)
-        yield
-    finally:
-        for owner, name, value in now:
-            setattr(owner, name, value)
+    return set_variable(KEPT, tuple(originals))

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from retrofit.errors import CheckpointError, DoesNotFitError, RetrofitError
+from retrofit.process import silence_loggers
 
 ARCHITECTURE = "RetrofittedForCausalLM"  # the class's name in vLLM's registry
 RECIPE = "retrofit_recipe"  # in the config that vLLM reads: the quantization_config of config.json
@@ -39,8 +40,6 @@ def register() -> None:
 
 def read_recipes(version: str) -> None:
     """Make this version of vLLM read a config without its recipe, and build the model by a class of this project."""
-    import logging
-
     from vllm import ModelRegistry
     from vllm.transformers_utils import config as reading
 
@@ -58,13 +57,8 @@ def read_recipes(version: str) -> None:
             held, config = super().parse(*arguments, **keywords)
             return without_recipe(held, config, version)
 
-    logger = logging.getLogger(reading.__name__)
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # it warns that the reader is replaced
-    try:
+    with silence_loggers(reading.__name__):  # it warns that the reader is replaced
         reading.register_config_parser("hf")(RecipeParser)
-    finally:
-        logger.setLevel(level)
     ModelRegistry.register_model(ARCHITECTURE, f"retrofit.serving.vllm_model:{ARCHITECTURE}")
 
 

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from retrofit.errors import RetrofitWarning
 from retrofit.inputs.model_memory import zeros_for
+from retrofit.process import set_variable
 
 LARGE = 1 << 30  # bytes; a dense gradient of a table of this size is worth a warning
 IN_CHECKS: contextvars.ContextVar[bool] = contextvars.ContextVar("in_checks", default=False)
@@ -160,11 +161,8 @@ def warn_of_dense_gradient(table: Tensor) -> None:
 @contextlib.contextmanager
 def unwarned() -> Iterator[None]:
     """Within this context there is no warning about dense gradients."""
-    token = IN_CHECKS.set(True)
-    try:
+    with set_variable(IN_CHECKS, True):
         yield
-    finally:
-        IN_CHECKS.reset(token)
 
 
 @torch.library.custom_op("retrofit::rows", mutates_args=(), schema="(Tensor table, Tensor i) -> Tensor")

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from retrofit.process import set_variable
 from retrofit.provenance import provenance_of
 
 if TYPE_CHECKING:
@@ -40,14 +41,9 @@ def align_weights(model: nn.Module) -> None:
             tensor.data = tensor.data.clone()
 
 
-@contextlib.contextmanager
-def leave_weights_mapped() -> Iterator[None]:
+def leave_weights_mapped() -> contextlib.AbstractContextManager[object]:
     """Within this context a rewritten model's weights stay mapped from its file, and loading copies nothing."""
-    token = LEAVE_MAPPED.set(True)
-    try:
-        yield
-    finally:
-        LEAVE_MAPPED.reset(token)
+    return set_variable(LEAVE_MAPPED, True)
 
 
 def is_transformers(model: Any) -> bool:

@@ -19,6 +19,7 @@ from retrofit.errors import TrainingError
 from retrofit.files.atomic_writes import whole_file
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.passbase.replaying import recipe
+from retrofit.process import preserve_attribute
 from retrofit.surgery.dequantization import is_quantized
 from retrofit.training import processes
 from retrofit.training.checkpoints import StepMonitor, read_dial
@@ -221,14 +222,10 @@ def align(setup: TrainerSetup, teacher: Teacher, steps: int, progress: Callable[
 def only_trainable(model: nn.Module, parameters: Iterator[nn.Parameter]) -> Iterator[None]:
     """Let only these parameters of the model require a gradient within this context."""
     chosen = {id(parameter) for parameter in parameters}
-    required = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        for parameter, before in required:
-            parameter.requires_grad_(before and id(parameter) in chosen)
+    with preserve_attribute("requires_grad", model.parameters()):
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.requires_grad and id(parameter) in chosen)
         yield
-    finally:
-        for parameter, before in required:
-            parameter.requires_grad_(before)
 
 
 def dense_loss(teacher: Teacher | KeptTeacher, setup: TrainerSetup) -> float:

@@ -27,6 +27,7 @@ from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.usable_models import transformer_inside
 from retrofit.passbase.replaying import Correspondence, correspondence, rewritten_part
 from retrofit.passbase.tokenization import vocabulary_size
+from retrofit.process import preserve_attribute
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
 from retrofit.training import distillation
 from retrofit.training.distillation import (
@@ -142,14 +143,10 @@ class Teacher:
     @contextlib.contextmanager
     def teaching(self, device: torch.device) -> Iterator[None]:
         """Place the dense model on `device`, in evaluation mode and without gradients, within this context."""
-        required = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-        try:
-            with evaluation_mode(self.model), placed_on(device, self.model):
-                self.model.requires_grad_(False)
-                yield
-        finally:
-            for parameter, requires_grad in required:
-                parameter.requires_grad_(requires_grad)
+        trainable = preserve_attribute("requires_grad", self.model.parameters())
+        with trainable, evaluation_mode(self.model), placed_on(device, self.model):
+            self.model.requires_grad_(False)
+            yield
 
     def divergence(self, outputs: Any, batch: Mapping[str, Any], temperature: float) -> Tensor:
         """Return the divergence of the student's outputs for a batch, with labels, from the dense model.

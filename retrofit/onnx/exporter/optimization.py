@@ -29,6 +29,7 @@ from retrofit.numerics.distances import distance
 from retrofit.onnx.exporter.attention_fusion import attend_on_cache, rotate_by_token
 from retrofit.onnx.exporter.export_parts import LENGTH, PAST, ExportPart, OnnxSession, missing_packages, other_sizes
 from retrofit.onnx.importer.operators import CHOICE
+from retrofit.process import replace_attributes
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -64,12 +65,9 @@ def optimize(model: onnx_ir.Model, rounds: int = 2) -> onnx_ir.Model:
     from onnxscript import optimizer, rewriter
 
     NameFixPass()(model)
-    rules = rewriter._DEFAULT_REWRITE_RULES
-    try:
-        rewriter._DEFAULT_REWRITE_RULES = tuple(rule for rule in rules if rule.name not in PAIRWISE_RULES)
+    rules = tuple(rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule.name not in PAIRWISE_RULES)
+    with replace_attributes(rewriter, _DEFAULT_REWRITE_RULES=rules):
         optimizer.optimize_ir(model, num_iterations=rounds)
-    finally:
-        rewriter._DEFAULT_REWRITE_RULES = rules
     return model
 
 

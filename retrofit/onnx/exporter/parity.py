@@ -37,6 +37,7 @@ from retrofit.numerics.precision import Widened
 from retrofit.onnx.exporter.export_parts import ExportPart, OnnxSession, Tensors, other_sizes
 from retrofit.onnx.exporter.optimization import CHOOSES, choosing_nodes, largest_gap
 from retrofit.onnx.exporter.weight_quantization import QuantizedWeight
+from retrofit.process import preserve_attribute
 
 if TYPE_CHECKING:
     import onnx
@@ -148,17 +149,15 @@ def rounding_of_weights(part: ExportPart, inputs: Tensors, wide: Tensors, choosi
 @contextlib.contextmanager
 def moved_weights(part: ExportPart, seed: int) -> Iterator[None]:
     """Within this context some of the weights are the next larger or smaller number of their dtype, or the one after."""
-    generator, own = torch.Generator().manual_seed(seed), [(parameter, parameter.data) for parameter in part.parameters()]
-    try:
-        for parameter, data in own:
-            if data.is_floating_point():
+    generator = torch.Generator().manual_seed(seed)
+    with preserve_attribute("data", part.parameters()):
+        for parameter in part.parameters():
+            if parameter.is_floating_point():
+                data = parameter.data
                 drawn = torch.rand(data.shape, generator=generator).to(data.device)
                 direction = (drawn < MOVED / 2).double() - (drawn > 1 - MOVED / 2).double()
                 parameter.data = (data.double() * (1 + direction * torch.finfo(data.dtype).eps)).to(data.dtype)
         yield
-    finally:
-        for parameter, data in own:
-            parameter.data = data
 
 
 def outputs_of(part: ExportPart, inputs: Tensors, names: Collection[str]) -> Tensors:
@@ -301,14 +300,10 @@ def representing(weights: Sequence[QuantizedWeight], model: nn.Module) -> Iterat
         for weight in weights
         for parameter, transposed in matching(weight.before, parameters)
     ]
-    own = [parameter.data for parameter, _ in replaced]
-    try:
+    with preserve_attribute("data", [parameter for parameter, _ in replaced]):
         for parameter, value in replaced:
             parameter.data = value.contiguous().to(parameter.dtype)
         yield
-    finally:
-        for (parameter, _), data in zip(replaced, own, strict=True):
-            parameter.data = data
 
 
 @torch.no_grad()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import re
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +29,7 @@ from retrofit.inputs.packed_weights import refuse_packed_layers
 from retrofit.numerics.distances import distance, tolerance_of
 from retrofit.onnx.exporter.export_parts import LENGTH, PAST, PER, TOTAL, ExportPart, Sizes
 from retrofit.onnx.importer.model_file import root_cause
+from retrofit.process import replace_attributes, silence_loggers
 from retrofit.program.tracing import both_kept, disable_stack_traces, silence_tracer
 
 if TYPE_CHECKING:
@@ -70,18 +70,13 @@ def run_without_guards(exported: torch.export.ExportedProgram, inputs: Mapping[s
 
     Raises the error if a table is shorter than the inputs.
     """
-    ranges = exported._range_constraints
-    exported._range_constraints = {}
     try:
-        with torch.no_grad():
-            found: tuple[Tensor, ...] = exported.module(check_guards=False)(dict(inputs))
+        with replace_attributes(exported, _range_constraints={}), torch.no_grad():
+            return exported.module(check_guards=False)(dict(inputs))  # type: ignore[no-any-return]
     except Exception as error:
         if "out of range" in str(error):  # a file reports this too
             raise
         return None
-    finally:
-        exported._range_constraints = ranges
-    return found
 
 
 def guard_boundaries(
@@ -153,6 +148,7 @@ class ShapeOnly:
 
 WRAPPED = "model"  # the attribute of a part that holds the model
 OTHER_CODE = r"[/\\](torch|onnxscript|onnx_ir|retrofit[/\\]onnx|transformers[/\\](utils|exporters))[/\\]|contextlib"  # its files
+NOISY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")  # loggers of what raises its failures
 SCOPES = "pkg.torch.onnx.name_scopes"  # the key under which torch records the modules that a node comes from
 
 
@@ -162,7 +158,7 @@ def trace_part(part: ExportPart) -> onnx_ir.Model:
     example = part.example(part.sizes)
     refuse_packed_layers(part.model, CaptureError, "exported to ONNX", "which torch.export does not trace")
     try:
-        with transformers_patches(), silence_tracer(), silence_loggers(), disable_stack_traces(), torch.no_grad():
+        with transformers_patches(), silence_tracer(), silence_loggers(*NOISY), disable_stack_traces(), torch.no_grad():
             exported = export_program(part, example, axes)
             symbols = size_names(exported, example, axes)
             check_every_size(exported, part, example, axes)
@@ -343,11 +339,8 @@ def trace_once() -> Iterator[None]:
                 interpreter._maybe_promote_node(node, rule)
         return node.meta["val"]
 
-    passes.decompose_with_registry, promotion.run_node = decompose_if_needed, promote
-    try:
+    with replace_attributes(passes, decompose_with_registry=decompose_if_needed), replace_attributes(promotion, run_node=promote):
         yield
-    finally:
-        passes.decompose_with_registry, promotion.run_node = decompose, run_node
 
 
 def custom_translations() -> dict[Any, Callable[..., Any]]:
@@ -455,17 +448,3 @@ def transformers_patches() -> Iterator[None]:
     originals = [(owner, name, getattr(owner, name)) for owner, name in owners if owner is not None]
     with utils.apply_patches("onnx"), both_kept(originals):
         yield
-
-
-@contextlib.contextmanager
-def silence_loggers() -> Iterator[None]:
-    """Within this context the exporter logs nothing; it raises its failures."""
-    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir", "torch.fx")]
-    before = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
