@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
-from retrofit.errors import CheckpointError, first_few
+from retrofit.errors import CheckpointError, DoesNotFitError, first_few
 from retrofit.passbase import recipe_storage
 from retrofit.provenance import provenance_of
 from retrofit.surgery.dequantization import is_packed, is_quantized
@@ -106,7 +107,8 @@ def endings(name: str) -> list[str]:
 def require_names(model: Any, held: set[str], rewritten: set[str], new: Collection[str] = (), dense: Collection[str] = ()) -> None:
     """Raises `CheckpointError` if a rewritten module's tensor is missing in the files, or one in the files would not be read.
 
-    The `new` tensors may be missing. `dense` are the names before the rewrite.
+    The `new` tensors may be missing, but those that the recipe rewrote in the saved model only if something shows it: where all
+    `new` parameters are tied to weights in the files, transformers reports none. `dense` are the names before the rewrite.
     """
     prefix = f"{model.base_model_prefix}."
     known = held | {name.removeprefix(prefix) for name in held} | {prefix + name for name in held}
@@ -120,6 +122,10 @@ def require_names(model: Any, held: set[str], rewritten: set[str], new: Collecti
         and name not in new
         and not any(name in group and group & known for group in groups)
     ]
+    drawn = [name for name, _ in model.named_parameters(remove_duplicate=False) if name in new and name not in known]
+    if all(any(name in group and group & known for group in groups) for name in drawn):
+        sites = recorded_sites(model)
+        missing += [name for name in drawn if in_any(name, sites)]
     unread = [name for name in sorted(held) if {name, name.removeprefix(prefix), prefix + name}.isdisjoint(own)]
     unread = [name for name in unread if in_any(name, rewritten) or in_any(name.removeprefix(prefix), rewritten)]
     remedy = REMOVE_RECIPE if known.isdisjoint(own.keys() - set(dense)) else UNCHANGED
@@ -175,6 +181,26 @@ def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
             remedy="merge an adapter into the dense model before the rewrite, or train it on the rewritten one; load dense weights "
             "into the dense model",
             code="other-model",
+        )
+
+
+def require_resizable(model: Any, tokens: int | None, multiple: int | None) -> None:
+    """Raises `DoesNotFitError` if the model's head was replaced by one that transformers cannot resize to this many tokens.
+
+    transformers raises an error too, but after it has resized the embedding.
+    """
+    head = model.get_output_embeddings() if recipe_storage.stored_recipe(model) else None
+    if head is None or isinstance(head, (nn.Linear, nn.Embedding)) or (tokens is None and multiple is None):
+        return
+    place = next(path for path, module in model.named_modules(remove_duplicate=False) if module is head)
+    tokens = len(model.get_input_embeddings().weight) if tokens is None else tokens
+    if place in recorded_sites(model) and -(-tokens // (multiple or 1)) * (multiple or 1) != len(head.weight):
+        raise DoesNotFitError(
+            f"the head {place} cannot be resized: it is a {type(head).__name__} of {len(head.weight)} tokens",
+            why=f"{', '.join(recipe_storage.stored_recipe(model))} replaced a dense head, whose rows are independent",
+            remedy="resize the dense model and apply the recipe to it",
+            code="fixed-size",
+            site=place,
         )
 
 

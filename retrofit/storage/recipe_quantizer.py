@@ -38,6 +38,7 @@ from retrofit.storage.load_guard import (
     require_names,
     require_part,
     require_places,
+    require_resizable,
     require_shapes,
 )
 from retrofit.surgery import Edit, transformers_bookkeeping
@@ -213,10 +214,10 @@ def rewrite_configured() -> None:
 
     `from_config`, given a config with a recipe, returns a newly initialized model rewritten by the recipe. A model is refused if it
     lacks the recipe of the files that fill it, or would be saved without that of a part; so are weights, also of an adapter, that
-    have no place in the rewritten model.
+    have no place in the rewritten model, and other numbers of tokens than a rewritten head has been fitted to.
     """
     models = sys.modules["transformers.modeling_utils"].PreTrainedModel
-    own, save = models._from_config.__func__, models.save_pretrained
+    own, save, resize = models._from_config.__func__, models.save_pretrained, models.resize_token_embeddings
     if isinstance(own, functools.partial):
         return
 
@@ -228,9 +229,17 @@ def rewrite_configured() -> None:
         require_added(self, inspect.signature(save).bind(self, *args, **kwargs).arguments.get("state_dict"))
         return save(self, *args, **kwargs)
 
+    @functools.wraps(resize)
+    def resize_token_embeddings(
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        require_resizable(self, new_num_tokens, pad_to_multiple_of)
+        return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+
     models._from_config = classmethod(functools.partial(from_config, own))
     models._load_pretrained_model = staticmethod(functools.partial(load_weights, models._load_pretrained_model))
     models.save_pretrained = save_pretrained
+    models.resize_token_embeddings = resize_token_embeddings
     models._load_from_state_dict = functools.partialmethod(load_tensors, models._load_from_state_dict)
 
 

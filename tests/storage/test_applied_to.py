@@ -204,6 +204,19 @@ def test_tokens_added_since_are_no_other_model(spec, tmp_path):
     assert gap(reloaded(model, tmp_path), model, torch.tensor([[100, 3, 4]])) == 0
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_cannot_be_resized_is_refused_before_its_table_is(tied):
+    model = rewritten(llama(tie_word_embeddings=tied), "sparse-loss(modules=4)")
+    before = model(IDS).logits
+    for tokens, multiple in ((104, None), (None, 64), (96, 64)):
+        with refused(DoesNotFitError, "lm_head", "96", "resize the dense model", code="fixed-size"):
+            model.resize_token_embeddings(tokens, multiple)
+    model.resize_token_embeddings()
+    model.resize_token_embeddings(96, pad_to_multiple_of=8)
+    assert len(model.get_input_embeddings().weight) == model.config.vocab_size == 96
+    assert torch.equal(model(IDS).logits, before)
+
+
 def test_settings_that_change_no_structure_are_no_other_model(tmp_path):
     model = rewritten(llama(), "altup(k=2)")
     model.config.use_cache, model.config.pad_token_id = False, 0
@@ -567,10 +580,20 @@ def test_a_part_of_another_kind_says_which_class_it_was(tmp_path):
         transformers.MistralModel.from_pretrained(tmp_path)
 
 
-def test_a_base_model_without_the_head_that_its_recipe_rewrote_says_which_class_it_was(tmp_path):
-    rewritten(llama(tie_word_embeddings=True), "altup(k=2)").model.save_pretrained(tmp_path)
-    with refused(CheckpointError, "LlamaModel", "lm_head.block_scale.scale", code="mismatch"):
+@pytest.mark.parametrize(
+    ("spec", "lost"), [("altup(k=2)", "lm_head.block_scale.scale"), ("sparse-loss(modules=4)", "lm_head.weight")]
+)
+def test_a_base_model_without_the_head_that_its_recipe_rewrote_says_which_class_it_was(spec, lost, tmp_path):
+    rewritten(llama(tie_word_embeddings=True), spec).model.save_pretrained(tmp_path)
+    with refused(CheckpointError, "LlamaModel", lost, code="mismatch"):
         transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_head_that_was_not_saved_is_new_where_that_is_said(tmp_path):
+    rewritten(llama(tie_word_embeddings=False), "sparse-loss(modules=4)").model.save_pretrained(tmp_path)
+    model, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert info["missing_keys"] == {"lm_head.weight"}
+    assert gap(reloaded(model, tmp_path / "again"), model.eval()) == 0
 
 
 @some
