@@ -20,12 +20,14 @@ from torch.nn import functional as F
 
 from retrofit.sdk.modules import cond
 
+FEW = 4  # times the scaled copies of x must fit into the dense matrix to be the cheaper way
+
 
 class Multiplicative(nn.Module):
     """y[s,m] = Σ_i x_i D[i,s] E[i,m]: (…, d) gives (…, S, M).
 
     For few tokens x is scaled for each module, which reads d·(S + M) weights; for many the dense matrix is computed once and
-    multiplies them all. Which is cheaper depends only on the number of tokens.
+    multiplies them all. What either computes beside the same products is d·S numbers a token, or d·S·M in all.
     """
 
     def __init__(self, width: int, modules: int, size: int, device: torch.device | None = None, dtype: torch.dtype | None = None):
@@ -47,14 +49,11 @@ class Multiplicative(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         modules, size = self.modules_and_size
-        is_few = x.numel() * (modules + size) <= modules * size * len(
-            self.d
-        )  # the scaled copies are no larger than the dense matrix
+        is_few = FEW * x.numel() <= size * len(self.d)
         return cond(is_few, self.by_modules, self.by_matrix, x, size=(*x.shape[:-1], modules, size))
 
     def by_modules(self, x: Tensor) -> Tensor:
-        modules = x.unsqueeze(-2) * self.d.t().to(x.dtype)  # (…, S, d)
-        return modules @ self.e.to(x.dtype)
+        return by_modules(x, self.d.to(x.dtype), self.e.to(x.dtype))
 
     def by_matrix(self, x: Tensor) -> Tensor:
         return (x @ self.matrix().to(x.dtype)).unflatten(-1, self.modules_and_size)
@@ -85,6 +84,11 @@ class Multiplicative(nn.Module):
     def count(width: int, modules: int, size: int) -> int:
         """Return the number of parameters: d²/S + d·S if S·M = d."""
         return width * (modules + size)
+
+
+def by_modules(x: Tensor, d: Tensor, e: Tensor) -> Tensor:
+    """Return y without the dense matrix: (…, d) gives (…, S, M)."""
+    return (x.unsqueeze(-2) * d.t()) @ e
 
 
 def product(d: Tensor, e: Tensor) -> Tensor:

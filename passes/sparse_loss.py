@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from retrofit.passes.multiplicative import Multiplicative, balanced, fit_problem, product, relative_adam, solve
+from retrofit.passes.multiplicative import Multiplicative, balanced, by_modules, fit_problem, relative_adam, solve
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
@@ -132,8 +132,7 @@ class DenseHead:
 
     def log_probabilities(self, x: Tensor, factors: Factors | None = None) -> Tensor:
         """Return the log-probabilities for (tokens, d): (tokens, V); with `factors`, those of the multiplicative head."""
-        matrix = self.weight if factors is None else product(*factors)[:, : self.weight.shape[1]]
-        logits = x @ matrix
+        logits = x @ self.weight if factors is None else by_modules(x, *factors).flatten(-2)[..., : self.weight.shape[1]]
         return (logits if self.bias is None else logits + self.bias).log_softmax(-1)
 
     def divergence(self, x: Tensor, factors: Factors) -> Tensor:

@@ -58,8 +58,8 @@ MUTANTS = [
     ),
     product(
         "for few tokens the modules have each other's weights",
-        "modules = x.unsqueeze(-2) * self.d.t().to(x.dtype)",
-        "modules = x.unsqueeze(-2) * self.d.t().flip(0).to(x.dtype)",
+        "(x.unsqueeze(-2) * d.t()) @ e",
+        "(x.unsqueeze(-2) * d.t().flip(0)) @ e",
     ),
     product(
         "for many tokens the positions within a module are in inverse order",

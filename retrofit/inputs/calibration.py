@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, cat, nn
 
+from retrofit.files.memory import release_freed_memory
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import set_aside
 from retrofit.inputs.model_state import evaluation_mode
@@ -96,6 +97,7 @@ class Calibration:
         the last call of a watched module: it expects as many calls as in the first forward. The model runs in evaluation mode,
         without a cache, and is unchanged afterwards.
         """
+        release_freed_memory()  # of what was computed before: recordings may take as much
         waiting, usual = set(paths), collections.Counter[str]()  # calls by path in the first forward
         without_cache = {"use_cache": False} if accepts(model, "use_cache") else {}
         with evaluation_mode(model):

@@ -19,7 +19,7 @@ from retrofit.process import set_variable
 
 Store = Callable[[Tensor], Tensor]
 STORE: ContextVar[Store | None] = ContextVar("STORE", default=None)
-ROOM = 288 * 2**20  # bytes of recordings in memory at a time; next to a large model,
+ROOM = 256 * 2**20  # bytes of recordings in memory at a time; next to a large model,
 SHARE = 4  # up to a quarter of its size
 CACHE_LINE = 64  # bytes
 

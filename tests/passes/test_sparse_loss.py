@@ -23,7 +23,7 @@ from retrofit.passes.multiplicative import Multiplicative, nearest_product
 from retrofit.passes.sparse_loss import MultiplicativeHead
 from retrofit.rewriting import apply_reported
 
-sizes = st.integers(1, 6)
+sizes = st.integers(1, 9)
 
 
 def formula(x: torch.Tensor, d: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
