@@ -175,11 +175,14 @@ def require_places(model: Any, weights: Collection[str], prefix: str) -> None:
     places = {name for named in (model.named_parameters, model.named_buffers) for name, _ in named(remove_duplicate=False)}
     lost = [name for name in inside if name not in places and not name.endswith(EXTRA_STATE)]
     if lost:
+        changes = settings_since_rewrite(model)
+        reason = f"{', '.join(recipe_storage.stored_recipe(model))} has rewritten the modules that they belong to"
+        other = "merge an adapter into the dense model before the rewrite, or train it on the rewritten one; "
+        other += "load dense weights into the dense model"
         raise CheckpointError(
             f"{first_few(sorted(lost), 1)} would not be loaded into this {type(model).__name__}",
-            why=f"{', '.join(recipe_storage.stored_recipe(model))} has rewritten the modules that they belong to",
-            remedy="merge an adapter into the dense model before the rewrite, or train it on the rewritten one; load dense weights "
-            "into the dense model",
+            why="; ".join([*changes, reason]),
+            remedy=[OWN_CONFIG, other] if changes else other,
             code="other-model",
         )
 
@@ -227,14 +230,20 @@ def require_shapes(model: Any, mismatched: Collection[tuple[Any, ...]]) -> None:
     sites = recorded_sites(model)
     names = sorted(name for name, *_ in mismatched if in_any(name, sites))
     if names:
-        changes: list[str] = []
-        with contextlib.suppress(Exception):  # of any type: the class may fail on a damaged record
-            was = type(model.config).from_dict(dict(recipe_storage.stored_record(model)["config"]))
-            changes = changed_settings(was, model.config)
-        remedy = "load it with the config it was saved with" if changes else REMOVE_RECIPE
+        changes = settings_since_rewrite(model)
+        remedy = OWN_CONFIG if changes else REMOVE_RECIPE
         raise wrong_weights(model, "; ".join([*changes, "of another shape in the files"]), names, remedy)
 
 
+def settings_since_rewrite(model: Any) -> list[str]:
+    """Return the differences between the model's config and the one that its recipe was applied to, if it was recorded."""
+    with contextlib.suppress(Exception):  # of any type: the class may fail on a damaged record
+        was = type(model.config).from_dict(dict(recipe_storage.stored_record(model)["config"]))
+        return changed_settings(was, model.config)
+    return []
+
+
+OWN_CONFIG = "load it with the config it was saved with"
 UNCHANGED = "the model was changed after its rewrite: save it with the modules that the rewrite made, and set their weights"
 REMOVE_RECIPE = 'if they are dense weights, remove the recipe ("quantization_config" in a config.json)'
 

@@ -140,6 +140,12 @@ def test_fewer_layers_are_those_of_the_dense_model_or_refused(spec, layers, tmp_
         assert gap(back, dense) < 1e-4
 
 
+def test_weights_of_layers_that_a_smaller_config_leaves_out_name_the_config(tmp_path):
+    rewritten(llama(), "reversible(scheme=terraformer)").save_pretrained(tmp_path)
+    with refused(CheckpointError, "num_hidden_layers", "3", "4", "config", code="other-model"):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path, num_hidden_layers=3)
+
+
 @some
 @pytest.mark.parametrize("spec", [spec for spec in SPECS if not spec.startswith(("sum", "sparse-loss"))])
 def test_more_layers_than_were_rewritten_are_refused(spec, tmp_path):

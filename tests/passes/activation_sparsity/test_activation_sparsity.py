@@ -394,12 +394,13 @@ def test_a_saved_model_computes_the_same(name: str, tmp_path: Path) -> None:
         assert torch.equal(logits(loaded, **inputs_of(name)), logits(model, **inputs_of(name)))
 
 
-def test_adapters_read_the_masked_input() -> None:
+@pytest.mark.parametrize("targets", ["all-linear", ["down_proj.layer"]], ids=["all", "named"])
+def test_adapters_read_the_masked_input(targets: Any) -> None:
     import peft
 
     model = copy.deepcopy(rewritten("llama"))
     torch.manual_seed(0)
-    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)).eval()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False)).eval()
     read = adapted.base_model.model.model.layers[0].mlp.down_proj
     x = torch.randn(3, 24)
     low: Any = read.layer
