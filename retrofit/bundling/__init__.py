@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel, initialization
+from transformers.modeling_utils import local_torch_dtype
 from transformers.models.auto import modeling_auto
 
 from retrofit.bundling.modelling_file import ModelClass, ModellingFile, modelling_code
@@ -30,7 +31,7 @@ from retrofit.inputs.model_state import preserve_random_state
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.protocol import parse_recipe
 from retrofit.passbase.replaying import added_parameters
-from retrofit.process import quiet, serialized
+from retrofit.process import quiet, replace_attributes, serialized
 from retrofit.storage.companions import companion_files, put_on_card, row
 from retrofit.storage.directories import is_pipeline
 from retrofit.storage.filling import (
@@ -219,14 +220,13 @@ def require_weights(model: PreTrainedModel, dense: set[nn.Module], files: list[P
 
 def skeleton(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
     """Return the dense model of this config without weights, with weights of dtype `DEFAULT` unless the class fixes another."""
-    before = torch.get_default_dtype()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(preserve_random_state())
-        stack.enter_context(initialization.no_tie_weights())
-        stack.enter_context(torch.device("meta"))
-        stack.enter_context(initialization.meta_device_safe_creation_ops())
-        torch.set_default_dtype(DEFAULT)
-        stack.callback(torch.set_default_dtype, before)
+    with (
+        preserve_random_state(),
+        initialization.no_tie_weights(),
+        torch.device("meta"),
+        initialization.meta_device_safe_creation_ops(),
+        local_torch_dtype(DEFAULT),
+    ):
         return kind(config)
 
 
@@ -311,12 +311,11 @@ def imported(file: Path) -> Iterator[Any]:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        spec.loader.exec_module(module)
-        yield module
+        with replace_attributes(sys, dont_write_bytecode=True):
+            spec.loader.exec_module(module)
+            yield module
     finally:
-        sys.dont_write_bytecode = before
         del sys.modules[name]
 
 

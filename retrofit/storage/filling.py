@@ -30,7 +30,7 @@ from retrofit.inputs.model_memory import zeros_for
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.protocol import subclasses
 from retrofit.passbase.recipe_storage import assign
-from retrofit.process import quiet
+from retrofit.process import quiet, replace_attributes
 from retrofit.provenance import record_provenance
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import METHOD, is_quantized
@@ -189,21 +189,14 @@ def empty_model(kind: type[nn.Module], config_kind: type | None, config: dict[st
     return model
 
 
-@contextlib.contextmanager
-def skip_initialisation() -> Iterator[None]:
+def skip_initialisation() -> contextlib.AbstractContextManager[None]:
     """Leave parameters uninitialized in this context: `torch.nn.init` fills only tensors that are not parameters."""
 
     def skipping(fill: Any) -> Any:
         return lambda tensor, *args, **kwargs: tensor if isinstance(tensor, nn.Parameter) else fill(tensor, *args, **kwargs)
 
     fills = {name: getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")}
-    for name, fill in fills.items():
-        setattr(nn.init, name, skipping(fill))
-    try:
-        yield
-    finally:
-        for name, fill in fills.items():
-            setattr(nn.init, name, fill)
+    return replace_attributes(nn.init, **{name: skipping(fill) for name, fill in fills.items()})
 
 
 # ── Bounded construction ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -25,6 +25,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from retrofit.errors import CheckpointError, first_few, kind_of
 from retrofit.files.model_folders import read_json
 from retrofit.passbase import recipe_storage
+from retrofit.process import set_variable
 from retrofit.provenance import record_provenance
 from retrofit.storage.load_guard import (
     after_hooks,
@@ -363,11 +364,8 @@ def rewrite_drawn(
     own: Callable[..., Any], kind: Any, config: Any, entry: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[Any, set[nn.Module]]:
     """Return transformers' model for the config (by `own`), rewritten by its recipe, and its modules before the rewrite."""
-    token = BUILDING.set(True)
-    try:
+    with set_variable(BUILDING, True):
         model = own(kind, copy.deepcopy(config), **settings)
-    finally:
-        BUILDING.reset(token)
     from retrofit.passbase import replaying  # deferred: transformers is still importing itself when it imports this module
 
     dense = set(model.modules())

@@ -17,6 +17,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from retrofit.process import replace_attributes
+
 WHOLE = 1 << 20  # bytes: larger weights are sampled
 BLOCK, BLOCKS = 4096, 16  # number and size in bytes of the blocks of a sample
 RUN = 1 << 20  # bytes that are written or skipped at once
@@ -25,8 +27,7 @@ ZEROS = bytearray(RUN)
 Tensors = Mapping[str, torch.Tensor]
 
 
-@contextlib.contextmanager
-def writing_by(write: Callable[[Path, Tensors, dict[str, str]], bool]) -> Iterator[None]:
+def writing_by(write: Callable[[Path, Tensors, dict[str, str]], bool]) -> contextlib.AbstractContextManager[None]:
     """Make `save_pretrained` write safetensors by `write` in this context, and as usual if that returns False."""
     transformers = sys.modules["transformers.modeling_utils"]
     save_file = transformers.safe_save_file  # type: ignore[attr-defined]
@@ -35,15 +36,10 @@ def writing_by(write: Callable[[Path, Tensors, dict[str, str]], bool]) -> Iterat
         if not write(Path(filename), tensors, metadata or {}):
             save_file(tensors, filename, metadata=metadata)
 
-    transformers.safe_save_file = save  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        transformers.safe_save_file = save_file  # type: ignore[attr-defined]
+    return replace_attributes(transformers, safe_save_file=save)
 
 
-@contextlib.contextmanager
-def write_samples(model: nn.Module) -> Iterator[None]:
+def write_samples(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Make `save_pretrained` write a sample of each large parameter of `model` in this context.
 
     Everything else, including a weight that it converts, is written whole.
@@ -56,8 +52,7 @@ def write_samples(model: nn.Module) -> Iterator[None]:
             write_safetensors(path, tensors, sampled, metadata)
         return bool(sampled)
 
-    with writing_by(write):
-        yield
+    return writing_by(write)
 
 
 def write_no_zeros() -> contextlib.AbstractContextManager[None]:
