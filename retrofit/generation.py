@@ -219,7 +219,8 @@ def continue_in_onnxruntime(path: Path, prompt: str, wanted: Wanted, tokenizer: 
     if len(sessions) > 1:
         ids, step = start_of(special, path), translating_step(sessions, encode(prompt, tokenizer, codec, whole=True))
     else:
-        ids, step = encode(prompt, tokenizer, codec, whole=False), cached_step(decoder) if cached else whole_step(decoder)
+        ids = encode(prompt, tokenizer, codec, whole=False)
+        step = cached_step(decoder) if cached else lambda tokens: whole_logits(decoder, tokens)[-1]
         if not cached:
             require_next_token(lambda tokens: whole_logits(decoder, tokens), ids, codec, path)
     how = f"ONNX Runtime, {'with its cache' if cached else 'the whole text for every token'}"
@@ -256,10 +257,6 @@ def beside_tokens(tokens: Tensor) -> dict[str, Tensor]:
 
 def whole_logits(session: OnnxSession, tokens: Tensor) -> Tensor:
     return session({"input_ids": tokens, **beside_tokens(tokens), "token_type_ids": torch.zeros_like(tokens)})["logits"][0]
-
-
-def whole_step(session: OnnxSession) -> Step:
-    return lambda tokens: whole_logits(session, tokens)[-1]
 
 
 def cached_step(session: OnnxSession) -> Step:

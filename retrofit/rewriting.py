@@ -165,8 +165,7 @@ def apply_reported(
     refuse_early(model, chosen)
     calibration = readable_calibration(model, calibration)
     how = functools.partial(
-        rewrite_with_tokenizer,
-        tokenizer,
+        using_tokenizer(tokenizer)(rewrite_once),
         passes=chosen,
         example_inputs=example_inputs,
         calibration=calibration,
@@ -196,12 +195,6 @@ def apply_reported(
             ) from None
         except RetrofitError:  # the graph cannot store it either
             raise without_graph_fix(refusal) from None
-
-
-def rewrite_with_tokenizer(tokenizer: Any, model: nn.Module, **how: Any) -> Applied:
-    """Return the result of `rewrite_once` with this tokenizer for the passes."""
-    with using_tokenizer(tokenizer):
-        return rewrite_once(model, **how)
 
 
 def without_graph_fix(refusal: DoesNotFitError) -> DoesNotFitError:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from transformers import PreTrainedModel, initialization
+from transformers.modeling_utils import local_torch_dtype
 
 from retrofit.checks.divergence import Activations, first_divergence, record_activations
 from retrofit.emitted import dense_graph
@@ -29,7 +30,7 @@ from retrofit.inputs.usable_models import (
     require_uncompiled,
     require_values,
 )
-from retrofit.numerics.agreement import Arithmetic, Comparison
+from retrofit.numerics.agreement import Arithmetic
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.protocol import parse_recipe
 from retrofit.passbase.replaying import recipe, replayed_inputs, rewrites, rewritten_part
@@ -71,13 +72,9 @@ def dense_skeleton(model: nn.Module) -> nn.Module:
 
 def skeleton_of(kind: type[PreTrainedModel], config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """Return the transformers model of that class and config on the meta device, with tied weights in `dtype`, in eval mode."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype if dtype.is_floating_point else before)
-    try:
-        with torch.device("meta"), initialization.meta_device_safe_creation_ops():
-            return kind(config).eval()
-    finally:
-        torch.set_default_dtype(before)
+    default = local_torch_dtype(dtype if dtype.is_floating_point else torch.get_default_dtype())
+    with default, torch.device("meta"), initialization.meta_device_safe_creation_ops():
+        return kind(config).eval()
 
 
 def without_recipe(config: dict[str, Any]) -> dict[str, Any]:
@@ -378,7 +375,7 @@ def require_equal(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: In
     """Raises `VerificationError` unless both compute the same, for any values of the parameters that the passes added."""
     shapes = list(shapes_to_compare(part, dense, inputs))
     for given in shapes:
-        found = compared(part, dense, given)
+        found = Arithmetic(dense, given).compare_with(part)
         if not found.agrees:
             raise VerificationError(
                 f"{described(part)} cannot be undone: without its passes it computes another function",
@@ -435,11 +432,6 @@ def moved_parameters(part: nn.Module, dense: nn.Module, form: DenseForm) -> dict
     named = part.named_parameters()
     moved = {name: ~form.covered(part, name) for name, parameter in named if not same_bits(parameter.cpu(), starts[name].cpu())}
     return {name: free for name, free in moved.items() if bool(free.any())}
-
-
-def compared(part: nn.Module, dense: nn.Module, inputs: Inputs) -> Comparison:
-    """Return the comparison of the two models."""
-    return Arithmetic(dense, inputs).compare(lambda: (logits_of(run(part, inputs)), logits_of(run(dense, inputs))))
 
 
 def where(part: nn.Module, dense: nn.Module, form: DenseForm, inputs: Inputs, limit: float) -> str:

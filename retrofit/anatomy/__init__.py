@@ -217,14 +217,10 @@ def layer_rows(layers: Sequence[Layer], positions: Sequence[int], depth: int, sa
     if same:
         return
     for branch in first.branches:
-        yield branch_row(branch, first, depth + 1)
+        facts = [heads(branch), "gated" if branch.gated else "", *shapes(branch)]
+        yield Row(depth + 1, branch.role, owner(branch, first), join_facts(facts), branch.parameters)
     if first.norms:
         yield Row(depth + 1, "norms", ", ".join(relative(norm, first.name) for norm in first.norms), "")
-
-
-def branch_row(branch: Branch, layer: Layer, depth: int) -> Row:
-    facts = [heads(branch), "gated" if branch.gated else "", *shapes(branch)]
-    return Row(depth, branch.role, owner(branch, layer), join_facts(facts), branch.parameters)
 
 
 def align(entries: Sequence[Row]) -> list[str]:

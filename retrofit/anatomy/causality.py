@@ -28,7 +28,7 @@ from retrofit.program.aten_ops import (
     op,
     shape,
 )
-from retrofit.program.dataflow import Dataflow
+from retrofit.program.dataflow import Dataflow, reachable
 
 HIDDEN = -1e4  # an additive mask hides below this
 EMPTY: Mapping[fx.Node, torch.Tensor] = {}
@@ -168,15 +168,12 @@ def computed(node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
 
 def nodes_above(result: fx.Node, flow: Dataflow, ends_at: Callable[[fx.Node, Dataflow], bool]) -> list[fx.Node]:
     """Return the backward slice of `result`, including itself, in order, up to the nodes at which the search ends."""
-    found: set[fx.Node] = set()
-    pending = [result]
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            ends = op(node) in LIKE or ends_at(node, flow)
-            pending += [] if ends else [part for part in node.all_input_nodes if part in flow.position]
-    return sorted(found, key=flow.position.__getitem__)
+
+    def above(node: fx.Node) -> list[fx.Node]:
+        ends = op(node) in LIKE or ends_at(node, flow)
+        return [] if ends else [part for part in node.all_input_nodes if part in flow.position]
+
+    return sorted(reachable([result], above), key=flow.position.__getitem__)
 
 
 def is_zero_without_weights(node: fx.Node, flow: Dataflow) -> bool:

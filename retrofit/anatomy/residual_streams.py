@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from retrofit.program.aten_ops import CAST, DROPOUT, LAYOUT, is_float, op, shape
-from retrofit.program.dataflow import Dataflow
+from retrofit.program.dataflow import Dataflow, reachable
 
 ADDITIONS = frozenset(("add", "addcmul", "sub"))
 
@@ -119,16 +119,13 @@ def is_stream_after(base: fx.Node, term: fx.Node, flow: Dataflow, latest: Latest
 
 def stream_above(node: fx.Node, flow: Dataflow, latest: Latest) -> set[fx.Node]:
     """Return the ancestors that `node` carries, itself included, down to the last residual additions; through other sums too."""
-    found: set[fx.Node] = set()
-    pending = [node]
-    while pending:
-        place = pending.pop()
-        if place in found:
-            continue
-        found.add(place)
-        if not ends_residual(place, latest):
-            pending += flow.carried_operands[place] or (addends(place, flow, latest) if is_addition(place, flow) else [])
-    return found
+
+    def above(place: fx.Node) -> list[fx.Node]:
+        if ends_residual(place, latest):
+            return []
+        return flow.carried_operands[place] or (addends(place, flow, latest) if is_addition(place, flow) else [])
+
+    return reachable([node], above)
 
 
 def residual_at(node: fx.Node, flow: Dataflow, latest: Latest) -> Residual | None:

@@ -12,7 +12,8 @@ from torch import nn
 
 from retrofit.checks.divergence import Divergence, at_positions, first_divergence, judge_comparison, record_activations
 from retrofit.checks.report import Finding, Raised, attempt, failed, merge, passed, skipped
-from retrofit.checks.subject import Context, Padded, Subject, has_rows, pad_inputs, takes_padding
+from retrofit.checks.subject import Context, Padded, Subject, pad_inputs, takes_padding
+from retrofit.inputs.calibration import has_rows
 from retrofit.inputs.probes import (
     Inputs,
     accepts,

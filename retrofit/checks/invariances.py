@@ -19,7 +19,8 @@ from torch import nn
 from retrofit.checks.cache import keeps_cache
 from retrofit.checks.divergence import Activations, Divergence, activations_of, at_positions, first_divergence, judge_comparison
 from retrofit.checks.report import Finding, Raised, attempt, failed, merge, passed, skipped
-from retrofit.checks.subject import Context, Padded, Subject, has_rows, takes_padding
+from retrofit.checks.subject import Context, Padded, Subject, takes_padding
+from retrofit.inputs.calibration import has_rows
 from retrofit.inputs.packed_weights import is_packed_tensor
 from retrofit.inputs.probes import (
     ids_name,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from retrofit.inputs.calibration import Calibration
+from retrofit.inputs.calibration import Calibration, has_rows
 from retrofit.inputs.example_inputs import device_of
 from retrofit.inputs.probes import (
     Inputs,
@@ -182,11 +182,6 @@ class Padded:
     kept: slice  # place of its outputs in the batch
     row: int = 0  # its row in both
     stepped: tuple[int, ...] = ()  # in a shared batch: this row and one without padding
-
-
-def has_rows(value: Any, rows: int) -> bool:
-    """Return whether an input has an entry for each row of the batch."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and len(value) == rows
 
 
 def takes_padding(model: nn.Module, inputs: Inputs) -> bool:

@@ -128,7 +128,8 @@ def inline(module: fx.GraphModule, node: fx.Node, holder: fx.Node, arguments: An
 def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule:
     """Return `model` as a graph module on the same parameters. Raises `CaptureError` if it cannot be captured."""
     inputs = named_inputs(model, example_inputs)
-    nested = next((name for name, value in inputs.items() if not isinstance(value, Tensor) and contains_tensor(value)), None)
+    others = ((name, tree_leaves(value)) for name, value in inputs.items() if not isinstance(value, Tensor))
+    nested = next((name for name, leaves in others if any(isinstance(leaf, Tensor) for leaf in leaves)), None)
     if nested is not None:
         raise CaptureError(
             f"{type(model).__name__} cannot be converted to a graph module",
@@ -159,11 +160,6 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
         )
     record_provenance(graph, examples={name: value for name, value in inputs.items() if isinstance(value, Tensor)})
     return graph
-
-
-def contains_tensor(value: Any) -> bool:
-    """Return whether the value is a tensor, or a mapping or sequence that contains one."""
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
 
 
 def capture_dynamic(model: nn.Module, inputs: dict[str, Any]) -> Program:

@@ -84,13 +84,6 @@ def hooks_to_leave_out(model: nn.Module) -> dict[int, Any]:
     return {id(hook): ModelHook() for hook in hooks}
 
 
-def without_hooks(copy: nn.Module) -> nn.Module:
-    """Return `copy` itself, with its modules' own forwards restored."""
-    from accelerate.hooks import remove_hook_from_module
-
-    return remove_hook_from_module(copy, recurse=True)
-
-
 def value_of(model: nn.Module, name: str) -> Tensor:
     """Return the value of a parameter, wherever it is stored."""
     module = model.get_submodule(name.rpartition(".")[0])
@@ -116,7 +109,11 @@ def without_weights(model: nn.Module, *, keep_buffers: bool = False) -> nn.Modul
     for tensor in (*model.buffers(), *attributes):
         memo.setdefault(id(tensor), torch.empty_like(tensor, device="meta", requires_grad=False))
     skeleton = copy.deepcopy(model, memo)
-    return without_hooks(skeleton) if hooks else skeleton
+    if hooks:
+        from accelerate.hooks import remove_hook_from_module
+
+        remove_hook_from_module(skeleton, recurse=True)
+    return skeleton
 
 
 def with_same_tensors(model: nn.Module) -> nn.Module | None:

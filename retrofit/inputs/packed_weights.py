@@ -23,12 +23,9 @@ def packed_layers(model: nn.Module) -> dict[str, nn.Module]:
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
-        if callable(getattr(module, "weight", None)) and any(holds_object(part) for part in module.modules())
+        if callable(getattr(module, "weight", None))
+        and any(type(value) is torch.ScriptObject for part in module.modules() for value in vars(part).values())
     }
-
-
-def holds_object(module: nn.Module) -> bool:
-    return any(type(value) is torch.ScriptObject for value in vars(module).values())
 
 
 def unpacked_linear(layer: Any) -> nn.Linear:

@@ -44,7 +44,7 @@ from retrofit.native.architectures import (
     sized,
 )
 from retrofit.native.surrounding_graph import Surroundings, call_of, first_difference, matched_parameters
-from retrofit.numerics.agreement import Arithmetic, Comparison
+from retrofit.numerics.agreement import Arithmetic
 from retrofit.passbase import recipe_storage
 from retrofit.passbase.replaying import rewritten_part
 from retrofit.process import serialized
@@ -227,7 +227,7 @@ def examined(
     wanted, depth = what_is_wanted(part, mixtures, k * parts)
     for architecture in architectures_like(part, only):
         progress(f"trying {architecture.name}")
-        short = dataclasses.replace(architecture, fields=of_depth_where(architecture, depth))
+        short = dataclasses.replace(architecture, fields=of_depth(architecture.fields, architecture.config_kind, depth))
         found = sized(short, wanted)
         if found.why:
             yield Refusal(architecture.name, 0 if found.has_stacks else DENSE, found.why)
@@ -262,11 +262,6 @@ def divided_choice(mixture: Mixture, width: int) -> str:
     return f"its mixtures take {experts} with gates of 1, as no architecture of the installed transformers does; the nearest:"
 
 
-def of_depth_where(architecture: Architecture, depth: int) -> dict[str, Any]:
-    """Return the architecture's entries for a model with this number of layers."""
-    return of_depth(architecture.fields, architecture.config_kind, depth)
-
-
 def what_is_wanted(part: PreTrainedModel, mixtures: list[Mixture], k: int) -> tuple[Wanted, int]:
     """Return the parameters of a native form and its number of layers: only the first if every layer has a mixture."""
     config = without_recipe(part.config.to_dict())
@@ -280,7 +275,7 @@ def what_is_wanted(part: PreTrainedModel, mixtures: list[Mixture], k: int) -> tu
     weights = mixtures[0].weights
     stacked = [weight for weight in weights.values() if weight.dim() == 3]
     others = Shapes(tuple(weight.shape) for weight in weights.values() if weight.dim() != 3)
-    depths = tuple(range(depth)) if len(mixtures) == whole else depths_of(paths, short)
+    depths = tuple(range(depth)) if len(mixtures) == whole else depths_of(paths)
     units = {extent for tensor in stacked for extent in tensor.shape[1:]}
     halves = {unit // 2 for unit in units if unit % 2 == 0} if len(stacked) == 2 else set()
     values = (mixtures[0].experts, *sorted(units), *sorted(halves), k)
@@ -291,7 +286,7 @@ def what_is_wanted(part: PreTrainedModel, mixtures: list[Mixture], k: int) -> tu
     ), depth
 
 
-def depths_of(paths: list[str], short: PreTrainedModel) -> tuple[int, ...]:
+def depths_of(paths: list[str]) -> tuple[int, ...]:
     """Return the depths of these modules: their positions in the list of layers."""
     return tuple(next(int(part) for part in path.split(".") if part.isdigit()) for path in paths)
 
@@ -452,7 +447,7 @@ def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[s
     """Return the distance between the outputs of the two. Raises `VerificationError` if it is more than rounding."""
     batch, length = extent_of(inputs)
     shapes = [inputs, resized(part, inputs, batch + 1, 2 * length + 1, seed=1)]
-    found = [compared(part, native, given) for given in shapes]
+    found = [Arithmetic(part, given).compare_with(native) for given in shapes]
     worst = max(found, key=lambda finding: (not finding.agrees, finding.gap))
     if not worst.agrees:
         raise VerificationError(
@@ -462,8 +457,3 @@ def require_equal(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[s
             code="defect",
         )
     return "bit for bit" if worst.gap == 0.0 else worst.measured
-
-
-def compared(part: PreTrainedModel, native: PreTrainedModel, inputs: dict[str, Any]) -> Comparison:
-    """Return the comparison of the two."""
-    return Arithmetic(part, inputs).compare(lambda: (logits_of(run(native, inputs)), logits_of(run(part, inputs))))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from retrofit.program.dataflow import reachable
 from retrofit.program.program import Call, Program
 
 ATEN = torch.ops.aten
@@ -93,13 +94,7 @@ class Surroundings:
 
     def slice_of(self, node: fx.Node) -> list[fx.Node]:
         """Return the backward slice of `node`, in the order of the graph."""
-        seen: set[fx.Node] = set()
-        waiting = [node]
-        while waiting:
-            waiting_node = waiting.pop()
-            if waiting_node not in seen:
-                seen.add(waiting_node)
-                waiting.extend(self.operands(waiting_node))
+        seen = reachable([node], self.operands)
         return [node for node in self.program.graph.nodes if node in seen]
 
     def place(self, node: fx.Node) -> str:
@@ -141,14 +136,10 @@ def call_of(program: Program, path: str) -> Call:
     return calls[0]
 
 
-def logits_in(program: Program) -> fx.Node:
-    """Return the node of the logits, or of the first output."""
-    return program.outputs.get(LOGITS) or next(iter(program.outputs.values()))
-
-
 def root_of(surroundings: Surroundings) -> fx.Node:
-    """Return the node with the values of the logits."""
-    return surroundings.origin(logits_in(surroundings.program))
+    """Return the node with the values of the logits, or of the first output."""
+    outputs = surroundings.program.outputs
+    return surroundings.origin(outputs.get(LOGITS) or next(iter(outputs.values())))
 
 
 def first_difference(a: Surroundings, b: Surroundings) -> str:

@@ -201,6 +201,10 @@ class Arithmetic:
             return Comparison(gap, self.name, wide)
         return self.decided(a, b, self.explain(ways, Comparison(gap, self.name, wide)))
 
+    def compare_with(self, other: nn.Module) -> Comparison:
+        """Return whether another model has the same outputs for the inputs."""
+        return self.compare(lambda: (logits_of(run(other, self.inputs)), logits_of(run(self.model, self.inputs))))
+
     def decided(self, a: Tensor, b: Tensor, found: Comparison) -> Comparison:
         """Return the comparison, with its outputs if the two disagree."""
         return found if found.agrees else dataclasses.replace(found, outputs=a.detach().cpu(), others=b.detach().cpu())

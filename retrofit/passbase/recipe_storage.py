@@ -109,7 +109,8 @@ def dense_config(model: Any) -> dict[str, Any] | None:
 def store_in_config(model: Any, recipe: Sequence[str], record: Mapping[str, Any]) -> None:
     """Make `save_pretrained`, also of a part of the model, write the recipe and the rewritten model's names and ties."""
     require_room(model)
-    saved = rewritten_class(model.config) if stored_recipe(model) else None
+    # Not always the model's own class: the base of a rewritten model, saved by itself, has the recipe of the whole model.
+    saved = entry_of(model.config).get("architecture") if stored_recipe(model) else None
     inputs = stored_inputs(model)
     entry: dict[str, Any] = {"quant_method": METHOD, "recipe": list(recipe), "architecture": saved or type(model).__name__}
     entry |= {"inputs": inputs} if inputs else {}
@@ -181,14 +182,6 @@ def as_ordinary_model(model: Any) -> Iterator[None]:
         yield
     finally:
         edit.undo()
-
-
-def rewritten_class(config: Any) -> str | None:
-    """Return the name of the class to which the recipe in the config was applied; None if there is none.
-
-    It may differ from the model's own class: the base of a rewritten model, saved by itself, has the recipe of the whole model.
-    """
-    return entry_of(config).get("architecture")
 
 
 def require_own_recipe(model: Any) -> None:

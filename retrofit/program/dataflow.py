@@ -11,8 +11,8 @@ Also here: inputs that are states of earlier tokens. A model without a cache obj
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, fx, nn
 
@@ -35,6 +35,8 @@ from retrofit.program.program import MUTATION, Call, Program
 
 if TYPE_CHECKING:
     import networkx
+
+Item = TypeVar("Item")
 
 
 class Dataflow:
@@ -217,13 +219,18 @@ def is_assertion(node: fx.Node) -> bool:
 
 def backward_slice(results: Iterable[fx.Node]) -> set[fx.Node]:
     """Return the nodes that the results depend on, including the results."""
-    found: set[fx.Node] = set()
-    pending = list(results)
+    return reachable(results, lambda node: node.all_input_nodes)
+
+
+def reachable(starts: Iterable[Item], following: Callable[[Item], Iterable[Item]]) -> set[Item]:
+    """Return the items, and all that follow from them, from these, and so on."""
+    found: set[Item] = set()
+    pending = list(starts)
     while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(node.all_input_nodes)
+        item = pending.pop()
+        if item not in found:
+            found.add(item)
+            pending.extend(following(item))
     return found
 
 

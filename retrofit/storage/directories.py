@@ -252,15 +252,11 @@ def load_directory(path: Path, dtype: torch.dtype | None, device_map: str | None
         )
     require_match(found["missing_keys"], (), found["mismatched_keys"])
     require_all_used(model, found["unexpected_keys"])
-    mention_left_out(model, sorted(found["unexpected_keys"]))
-    return model
-
-
-def mention_left_out(model: nn.Module, names: list[str]) -> None:
-    """Warn of weights in the files for which the model has no module, such as another task's head, and record them."""
-    model.__dict__[LEFT_OUT] = tuple(names)
+    names = tuple(sorted(found["unexpected_keys"]))  # of another task's head, for example
+    model.__dict__[LEFT_OUT] = names
     if names:
-        warnings.warn(f"not loaded, because {type(model).__name__} has no module for them: {first_few(names)}", stacklevel=2)
+        warnings.warn(f"not loaded, because {type(model).__name__} has no module for them: {first_few(names)}", stacklevel=1)
+    return model
 
 
 def left_out(model: nn.Module) -> tuple[str, ...]:

@@ -221,9 +221,10 @@ def rebuild_model(
         with no_larger_than(len(state)):
             return fill_model(empty_model(kind, config_kind, content["config"]), recipe, state, dtype, inputs, record)
     if not is_state_dict(content):
+        held = f"a mapping with {first_few(content) or 'nothing'}" if isinstance(content, Mapping) else kind_of(content)
         raise CheckpointError(
             f"{path} is not a checkpoint",
-            why=f"it holds {describe_content(content)}",
+            why=f"it holds {held}",
             remedy="use a file written by retrofit.save, or a state dict",
             code="unreadable",
         )
@@ -284,10 +285,3 @@ def is_state_dict(content: Any) -> bool:
         and len(content) > 0
         and all(isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items())
     )
-
-
-def describe_content(content: Any) -> str:
-    """Return a short description of the content."""
-    if isinstance(content, Mapping):
-        return f"a mapping with {first_few(map(str, content)) or 'nothing'}"
-    return kind_of(content)

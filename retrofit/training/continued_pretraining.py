@@ -119,7 +119,7 @@ def continue_pretraining(
     facts = {
         "recipe": "; ".join(stored_recipe(rewritten_part(model))),  # before the model, whose hash differs with it
         "model": hash_architecture(model),
-        "dtype": ", ".join(dtypes_of(model)),
+        "dtype": ", ".join(sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})),
         "choice of trained parameters": hash_trained(model),
         "text": hash_windows(windows),
         "teacher": identity,
@@ -222,11 +222,6 @@ def trained_copy(model: nn.Module, settings: Settings, cpu: bool) -> Iterator[nn
     copied = sharded_copy(model, PartialState(cpu=cpu).device, settings.bf16)
     yield copied
     collect(copied, model)
-
-
-def dtypes_of(model: nn.Module) -> list[str]:
-    """Return the names of the dtypes of the model's parameters."""
-    return sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
 
 
 def refuse_unsavable(model: nn.Module, target: Path) -> None:

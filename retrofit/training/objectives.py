@@ -343,25 +343,20 @@ def objective_for(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objec
     A model whose config has an encoder and a decoder gets span corruption. Of the others, models whose outputs never depend on
     later tokens learn the next token, the rest masked tokens. Raises `TrainingError` if the model computes no loss.
     """
-    with evaluation_mode(model), torch.no_grad():
-        return detect_objective(model, codec, window)
-
-
-def detect_objective(model: nn.Module, codec: Codec, window: torch.Tensor) -> Objective:
-    """Return the objective of a model in evaluation mode."""
     seq2seq = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     candidate: Objective = SpanCorruption(codec, first_decoder_id(model), 0) if seq2seq else NextToken(0)
     full, short = (candidate.example(ids, torch.Generator().manual_seed(0)) for ids in (window, window[:PROBE]))
-    compute_logits(model, full)
-    compute_loss(model, full)
-    try:
-        run(model, short)
-    except TrainingError:  # models may accept windows of certain lengths only
-        short = full
-    shift = detect_label_shift(model, short)
-    if seq2seq:
-        return SpanCorruption(codec, first_decoder_id(model), shift)
-    return NextToken(shift) if reads_no_later_token(model, short["input_ids"], codec.plain) else MaskedTokens(codec, shift)
+    with evaluation_mode(model), torch.no_grad():
+        compute_logits(model, full)
+        compute_loss(model, full)
+        try:
+            run(model, short)
+        except TrainingError:  # models may accept windows of certain lengths only
+            short = full
+        shift = detect_label_shift(model, short)
+        if seq2seq:
+            return SpanCorruption(codec, first_decoder_id(model), shift)
+        return NextToken(shift) if reads_no_later_token(model, short["input_ids"], codec.plain) else MaskedTokens(codec, shift)
 
 
 def first_decoder_id(model: nn.Module) -> int:

@@ -18,6 +18,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional as F
 
 from retrofit.onnx.importer.operators import MICROSOFT, Value, operator, tensor
+from retrofit.onnx.importer.operators.elementwise import gelu, swish
 from retrofit.onnx.importer.operators.shapes import trilu
 
 # ── Fused operators ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -66,9 +67,7 @@ def embed_layer_normalization(
     return F.layer_norm(total, total.shape[-1:], scale, shift, epsilon), counts, total
 
 
-@operator("Gelu", domain=MICROSOFT)
-def exact_gelu(x: Tensor) -> Tensor:
-    return F.gelu(x)
+operator("Gelu", domain=MICROSOFT)(gelu)
 
 
 @operator("BiasGelu", domain=MICROSOFT)
@@ -78,12 +77,12 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 @operator("FastGelu", domain=MICROSOFT)
 def fast_gelu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    return F.gelu(x if bias is None else x + bias, approximate="tanh")
+    return F.gelu(with_bias(x, bias), approximate="tanh")
 
 
 @operator("QuickGelu", domain=MICROSOFT)
 def quick_gelu(x: Tensor, alpha: float = 1.702) -> Tensor:
-    return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
+    return swish(x, alpha)
 
 
 def nonzero_attributes(*names: str) -> Callable[[dict[str, Any]], str]:
