@@ -38,6 +38,7 @@ from retrofit.onnx.importer.operators import (  # noqa: F401 # the modules among
     CHOICE,
     DTYPES,
     FACTORIES,
+    IGNORED,
     MICROSOFT,
     OPERATORS,
     REFUSALS,
@@ -332,6 +333,9 @@ class GraphBuilder:
             return [self.scope.graph.call_function(shapes.gather, operands, {"axis": axis})]
         function = OPERATORS[node.domain, node.op_type]
         attributes = attribute_values(node)
+        refused = REFUSALS.get((node.domain, node.op_type), lambda _: "")(attributes)
+        for name in IGNORED[node.domain, node.op_type]:
+            attributes.pop(name, None)
         if "axes" in attributes and node.op_type.startswith("Reduce"):  # of a reduction: an input since operator set 18
             attributes["axes_attribute"] = attributes.pop("axes")
         if node.op_type == "Split":
@@ -339,7 +343,7 @@ class GraphBuilder:
         packed = (node.domain, node.op_type) == (MICROSOFT, "Attention")  # with its projections
         inputs = enumerate(node.inputs)
         arguments = [self.transposed(value) if packed and at == 1 else self.value(value) for at, value in inputs]  # type: ignore[arg-type]
-        self.refuse_unsupported(node, function, arguments, attributes)
+        self.refuse_unsupported(node, function, arguments, attributes, refused)
         if not any(isinstance(argument, fx.Node) for argument in arguments) and function not in FACTORIES:
             result = function(*arguments, **attributes)  # of numbers only
             if is_number(result) or isinstance(result, tuple):
@@ -374,10 +378,9 @@ class GraphBuilder:
                 raise self.unsupported(node, f"its output {value.name} is used, and retrofit does not compute it")
 
     def refuse_unsupported(
-        self, node: onnx_ir.Node, function: Operator, arguments: Sequence[Any], attributes: Mapping[str, Any]
+        self, node: onnx_ir.Node, function: Operator, arguments: Sequence[Any], attributes: Mapping[str, Any], why: str
     ) -> None:
-        """Raises `CaptureError` if the node has an input, attribute or attribute value that its function does not support."""
-        why = REFUSALS.get((node.domain, node.op_type), lambda _: "")(dict(attributes))
+        """Raises `CaptureError` if the node has an input or attribute that its function does not have, or is refused for `why`."""
         while arguments and arguments[-1] is None:  # an omitted input
             arguments = arguments[:-1]
         try:

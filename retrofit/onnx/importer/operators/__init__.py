@@ -25,20 +25,23 @@ Operator = Callable[..., Any]
 Refusal = Callable[[dict[str, Any]], str]  # returns the unsupported part of a node's attributes, "" if there is none
 OPERATORS: dict[tuple[str, str], Operator] = {}  # by domain and name
 REFUSALS: dict[tuple[str, str], Refusal] = {}  # likewise
+IGNORED: dict[tuple[str, str], list[str]] = {}  # likewise: attributes that have no effect here
 FACTORIES: set[Operator] = set()  # functions that create a tensor from numbers and need its device
 
 
 def operator(
-    *names: str, domain: str = "", creates: bool = False, refuses: Refusal | None = None
+    *names: str, domain: str = "", creates: bool = False, refuses: Refusal | None = None, ignores: str = ""
 ) -> Callable[[Operator], Operator]:
     """Register the decorated function for nodes of these names; one that `creates` a tensor from numbers gets its device.
 
-    `refuses` returns the part of a node's attributes that the function does not support, "" if it supports all.
+    `refuses` returns the part of a node's attributes that the function does not support, "" if it supports all. Attributes in
+    `ignores`, separated by spaces, have no effect here, unless `refuses` names them; the function does not get them.
     """
 
     def registered(function: Operator) -> Operator:
         for name in names:
             OPERATORS[domain, name] = function
+            IGNORED[domain, name] = ignores.split()
             if refuses is not None:
                 REFUSALS[domain, name] = refuses
         if creates:

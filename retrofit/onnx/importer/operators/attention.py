@@ -45,7 +45,7 @@ def skip_simplified_layer_normalization(
     return F.rms_norm(total, total.shape[-1:], scale, epsilon), None, None, total
 
 
-@operator("EmbedLayerNormalization", domain=MICROSOFT)
+@operator("EmbedLayerNormalization", domain=MICROSOFT, ignores="mask_index_type")
 def embed_layer_normalization(
     ids: Tensor,
     segments: Tensor | None,
@@ -57,7 +57,6 @@ def embed_layer_normalization(
     mask: Tensor | None = None,
     numbering: Tensor | None = None,
     epsilon: float = 1e-12,
-    mask_index_type: int = 1,
 ) -> tuple[Tensor | None, ...]:
     places = torch.arange(ids.shape[1], device=ids.device) if numbering is None else numbering
     total = F.embedding(ids, words) + F.embedding(places, positions)
@@ -128,15 +127,9 @@ def apply_rotary(x: Tensor, cosines: Tensor, sines: Tensor, interleaved: int, he
     return merge_heads(rotate(split_heads(x, count), cosines, sines, bool(interleaved)))
 
 
-@operator("RotaryEmbedding")
+@operator("RotaryEmbedding", ignores="rotary_embedding_dim")
 def rotary_embedding(
-    x: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    positions: Value = None,
-    interleaved: int = 0,
-    num_heads: int = 0,
-    rotary_embedding_dim: int = 0,
+    x: Tensor, cosines: Tensor, sines: Tensor, positions: Value = None, interleaved: int = 0, num_heads: int = 0
 ) -> Tensor:
     if positions is not None:
         positions = tensor(positions, x)
@@ -144,7 +137,7 @@ def rotary_embedding(
     return apply_rotary(x, cosines, sines, interleaved, num_heads, 0)
 
 
-@operator("RotaryEmbedding", domain=MICROSOFT)
+@operator("RotaryEmbedding", domain=MICROSOFT, ignores="scale is_packed_batching")
 def rotary_embedding_of_runtime(
     x: Tensor,
     positions: Value,
@@ -153,8 +146,6 @@ def rotary_embedding_of_runtime(
     interleaved: int = 0,
     num_heads: int = 0,
     rotary_embedding_dim: int = 0,
-    scale: float = 1.0,
-    is_packed_batching: int = 0,
 ) -> Tensor:
     positions = tensor(positions, x)
     if positions.dim() == 1:  # the position of the first token
@@ -218,7 +209,7 @@ def attend(
     return torch.matmul(torch.softmax(scores if mask is None else scores + mask, -1), v)
 
 
-@operator("Attention")
+@operator("Attention", ignores="qk_matmul_output_mode softmax_precision")
 def attention(
     q: Tensor,
     k: Tensor,
@@ -229,10 +220,8 @@ def attention(
     is_causal: int = 0,
     kv_num_heads: int = 0,
     q_num_heads: int = 0,
-    qk_matmul_output_mode: int = 0,
     scale: float | None = None,
     softcap: float = 0.0,
-    softmax_precision: int | None = None,
 ) -> tuple[Tensor, ...]:
     """ONNX's own operator; the scores as an output are not supported."""
     flat = q.dim() == 3
@@ -243,7 +232,12 @@ def attention(
     return merge_heads(result) if flat else result, k, v
 
 
-@operator("Attention", domain=MICROSOFT, refuses=nonzero_attributes("do_rotary"))
+@operator(
+    "Attention",
+    domain=MICROSOFT,
+    refuses=nonzero_attributes("do_rotary"),
+    ignores="do_rotary past_present_share_buffer rotary_embedding_dim",
+)
 def attention_of_runtime(
     x: Tensor,
     weight: Tensor,
@@ -254,11 +248,8 @@ def attention_of_runtime(
     past_length: Tensor | None = None,
     *,
     num_heads: int,
-    do_rotary: int = 0,
     mask_filter_value: float = -10000.0,
-    past_present_share_buffer: int = 0,
     qkv_hidden_sizes: tuple[int, ...] = (),
-    rotary_embedding_dim: int = 0,
     scale: float = 0.0,
     unidirectional: int = 0,
 ) -> tuple[Tensor, ...]:
@@ -325,7 +316,7 @@ def multi_head_attention(
     return merge_heads(attend(q, k, v, mask, bool(unidirectional), scale or None)), k, v
 
 
-@operator("GroupQueryAttention", domain=MICROSOFT, refuses=nonzero_attributes("smooth_softmax"))
+@operator("GroupQueryAttention", domain=MICROSOFT, refuses=nonzero_attributes("smooth_softmax"), ignores="smooth_softmax")
 def group_query_attention(
     q: Tensor,
     k: Tensor | None = None,
@@ -345,7 +336,6 @@ def group_query_attention(
     local_window_size: int = -1,
     rotary_interleaved: int = 0,
     scale: float = 0.0,
-    smooth_softmax: int = 0,
     softcap: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """Causal attention; `last` is the position of the last token of each row, which padding follows."""

@@ -65,15 +65,13 @@ def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     return torch.log_softmax(x, axis)
 
 
-@operator("LayerNormalization")
-def layer_normalization(
-    x: Tensor, scale: Value, bias: Value = None, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1
-) -> Tensor:
+@operator("LayerNormalization", ignores="stash_type")
+def layer_normalization(x: Tensor, scale: Value, bias: Value = None, axis: int = -1, epsilon: float = 1e-5) -> Tensor:
     return F.layer_norm(x, x.shape[axis:], expand_gain(scale, x, axis), expand_gain(bias, x, axis), epsilon)
 
 
-@operator("RMSNormalization", "SimplifiedLayerNormalization")
-def rms_normalization(x: Tensor, scale: Value, axis: int = -1, epsilon: float = 1e-5, stash_type: int = 1) -> Tensor:
+@operator("RMSNormalization", "SimplifiedLayerNormalization", ignores="stash_type")
+def rms_normalization(x: Tensor, scale: Value, axis: int = -1, epsilon: float = 1e-5) -> Tensor:
     return F.rms_norm(x, x.shape[axis:], expand_gain(scale, x, axis), epsilon)
 
 
@@ -89,10 +87,8 @@ def instance_normalization(x: Tensor, scale: Tensor, bias: Tensor, epsilon: floa
     return F.instance_norm(x, weight=scale, bias=bias, eps=epsilon)
 
 
-@operator("GroupNormalization")
-def group_normalization(
-    x: Tensor, scale: Tensor, bias: Tensor, num_groups: int, epsilon: float = 1e-5, stash_type: int = 1
-) -> Tensor:
+@operator("GroupNormalization", ignores="stash_type")
+def group_normalization(x: Tensor, scale: Tensor, bias: Tensor, num_groups: int, epsilon: float = 1e-5) -> Tensor:
     repeats = 1 if scale.shape[0] == x.shape[1] else x.shape[1] // num_groups  # a scale per group before operator set 21
     return F.group_norm(x, num_groups, scale.repeat_interleave(repeats), bias.repeat_interleave(repeats), epsilon)
 
@@ -101,21 +97,12 @@ def statistics_of_batch(attributes: dict[str, Any]) -> str:
     return "training_mode, which measures each batch" if attributes.get("training_mode") else ""
 
 
-@operator("BatchNormalization", refuses=statistics_of_batch)
-def batch_normalization(
-    x: Tensor,
-    scale: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    epsilon: float = 1e-5,
-    momentum: float = 0.9,
-    training_mode: int = 0,
-) -> Tensor:
+@operator("BatchNormalization", refuses=statistics_of_batch, ignores="momentum training_mode")
+def batch_normalization(x: Tensor, scale: Tensor, bias: Tensor, mean: Tensor, variance: Tensor, epsilon: float = 1e-5) -> Tensor:
     return F.batch_norm(x, mean, variance, scale, bias, eps=epsilon)
 
 
-@operator("Conv")
+@operator("Conv", ignores="kernel_shape")
 def conv(
     x: Tensor,
     weight: Tensor,
@@ -123,7 +110,6 @@ def conv(
     auto_pad: str = "NOTSET",
     dilations: tuple[int, ...] = (),
     group: int = 1,
-    kernel_shape: tuple[int, ...] = (),
     pads: tuple[int, ...] = (),
     strides: tuple[int, ...] = (),
 ) -> Tensor:
@@ -167,7 +153,7 @@ def unsupported_transposed(attributes: dict[str, Any]) -> str:
     return "output_shape" if attributes.get("output_shape") else ""
 
 
-@operator("ConvTranspose", refuses=unsupported_transposed)
+@operator("ConvTranspose", refuses=unsupported_transposed, ignores="kernel_shape")
 def conv_transpose(
     x: Tensor,
     weight: Tensor,
@@ -175,7 +161,6 @@ def conv_transpose(
     auto_pad: str = "NOTSET",
     dilations: tuple[int, ...] = (),
     group: int = 1,
-    kernel_shape: tuple[int, ...] = (),
     output_padding: tuple[int, ...] = (),
     pads: tuple[int, ...] = (),
     strides: tuple[int, ...] = (),
@@ -194,7 +179,7 @@ def conv_transpose(
     return result if bias is None else result + bias.reshape(-1, *(1,) * rank)
 
 
-@operator("MaxPool")
+@operator("MaxPool", ignores="storage_order")
 def max_pool(
     x: Tensor,
     kernel_shape: tuple[int, ...],
@@ -202,7 +187,6 @@ def max_pool(
     ceil_mode: int = 0,
     dilations: tuple[int, ...] = (),
     pads: tuple[int, ...] = (),
-    storage_order: int = 0,
     strides: tuple[int, ...] = (),
 ) -> Tensor:
     rank = x.dim() - 2
@@ -237,14 +221,13 @@ def unsupported_pooling(attributes: dict[str, Any]) -> str:
     return "dilations" if any(width != 1 for width in attributes.get("dilations", ())) else ""
 
 
-@operator("AveragePool", refuses=unsupported_pooling)
+@operator("AveragePool", refuses=unsupported_pooling, ignores="dilations")
 def average_pool(
     x: Tensor,
     kernel_shape: tuple[int, ...],
     auto_pad: str = "NOTSET",
     ceil_mode: int = 0,
     count_include_pad: int = 0,
-    dilations: tuple[int, ...] = (),
     pads: tuple[int, ...] = (),
     strides: tuple[int, ...] = (),
 ) -> Tensor:
@@ -298,18 +281,16 @@ def unsupported_resizing(attributes: dict[str, Any]) -> str:
     return "antialias" if attributes.get("antialias") else ""
 
 
-@operator("Resize", refuses=unsupported_resizing)
+@operator("Resize", refuses=unsupported_resizing, ignores="antialias extrapolation_value")
 def resize(
     x: Tensor,
     roi: Value = None,
     scales: Value = None,
     sizes: Value = None,
-    antialias: int = 0,
     axes: tuple[int, ...] | None = None,
     coordinate_transformation_mode: str = "half_pixel",
     cubic_coeff_a: float = -0.75,
     exclude_outside: int = 0,
-    extrapolation_value: float = 0.0,
     keep_aspect_ratio_policy: str = "stretch",
     mode: str = "nearest",
     nearest_mode: str = "round_prefer_floor",
