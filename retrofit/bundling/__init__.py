@@ -96,7 +96,7 @@ def bundle_directory(source: Path, path: Path, *, force: bool) -> Path:
         table = Structure(model, dense, DEFAULT).table
     known = type(dense_config).model_type  # no text of a file becomes part of the code
     model_type = f"retrofitted_{known}"
-    classes = model_classes(model, whole, kind, known)
+    classes = model_classes(model, whole, known)
     recipe = [pass_.spec() for pass_ in parse_recipe(config["quantization_config"]["recipe"])]
     written = modelling_code(table, classes, recipe, model_type)
     with whole_directory(path, force=force) as draft:
@@ -230,9 +230,7 @@ def skeleton(kind: type[PreTrainedModel], config: Any) -> PreTrainedModel:
         return kind(config)
 
 
-def model_classes(
-    model: PreTrainedModel, whole: type[PreTrainedModel], kind: type[PreTrainedModel], model_type: str
-) -> list[ModelClass]:
+def model_classes(model: PreTrainedModel, whole: type[PreTrainedModel], model_type: str) -> list[ModelClass]:
     """Return the classes of the bundle, with the auto classes that load them: the saved class and its base."""
     inside = [(path, type(part)) for path, part in model.named_modules() if part is model.base_model and part is not model]
     found = [ModelClass(whole, "", auto_classes(model_type, whole))]

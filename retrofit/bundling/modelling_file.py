@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from retrofit import __version__
-from retrofit.bundling.closure import PRESENT, Closure, Collected, Definition, Import, Reference, resolve, source_file
+from retrofit.bundling.closure import PRESENT, Closure, Collected, Definition, Import, resolve, source_file
 from retrofit.bundling.placing import Buffer, Bundled, Child, Copy, Dense, Gone, Hook, Method, New, Shared, Unregistered, Weight
 from retrofit.bundling.table import TableText, WrittenGraph
 from retrofit.errors import CheckpointError
@@ -57,13 +57,9 @@ class SourceText:
         for collected in self.by_file[file]:
             for references in collected.read:
                 for reference in references.found:
-                    found = self.target(file, reference, collected)
+                    found = resolve(file, reference.name, self.closure.ours)
                     if isinstance(found, Definition) and not reference.weak and found in self.closure.collected:
                         yield found
-
-    def target(self, file: str, reference: Reference, collected: Collected) -> Definition | Import | None:
-        """Return the target of a name in a definition."""
-        return resolve(file, reference.name, self.closure.ours)
 
     def distinct_names(self, taken: set[str]) -> dict[Definition, str]:
         """Return a unique name for each definition, different from all others and from imports."""
@@ -147,7 +143,7 @@ class SourceText:
         for references in collected.read:
             strays = set[ast.expr]()
             for reference in references.found:
-                target = self.target(collected.definition.module, reference, collected)
+                target = resolve(collected.definition.module, reference.name, self.closure.ours)
                 if isinstance(target, Definition) and target not in self.closure.collected:
                     strays |= {annotation for annotation in references.annotations if contains(annotation, reference.node)}
                 elif isinstance(target, Definition) and self.names[target] != reference.name:

@@ -94,15 +94,20 @@ def inline_nested_graphs(module: fx.GraphModule) -> None:
             inline(module, node, holder, arguments, {NO_GRAD: not enabled})
         elif node.target is AUTOCAST and not node.args[2]:
             inline(module, node, node.args[4], node.args[5:], {})
-    holder = next((user for node in module.graph.nodes if node.op == "get_attr" for user in node.users), None)
+    refuse_subgraphs(module.graph, "the program", "export the model without that operation")
+    module.recompile()
+
+
+def refuse_subgraphs(graph: fx.Graph, what: str, remedy: str) -> None:
+    """Raises `CaptureError` if an operation of the graph runs a graph of its own."""
+    holder = next((user for node in graph.nodes if node.op == "get_attr" for user in node.users), None)
     if holder is not None:
         raise CaptureError(
-            "the program cannot be converted to a graph module",
+            f"{what} cannot be converted to a graph module",
             why=f"{op(holder)} runs part of it as a subgraph",
-            remedy="export the model without that operation",
+            remedy=remedy,
             code="subgraph",
         )
-    module.recompile()
 
 
 def inline(module: fx.GraphModule, node: fx.Node, holder: fx.Node, arguments: Any, annotations: dict[str, Any]) -> None:
@@ -138,14 +143,7 @@ def graph_module(model: nn.Module, example_inputs: Any = None) -> fx.GraphModule
             code="type",
         )
     program = capture_dynamic(model, inputs)
-    holder = next((user for node in program.graph.nodes if node.op == "get_attr" for user in node.users), None)
-    if holder is not None:
-        raise CaptureError(
-            f"{type(model).__name__} cannot be converted to a graph module",
-            why=f"{op(holder)} runs part of it as a subgraph",
-            remedy=AS_MODULES,
-            code="subgraph",
-        )
+    refuse_subgraphs(program.graph, type(model).__name__, AS_MODULES)
     graph = emit_graph_module(model, program)
     masks = {name: mask for name, mask in missing_masks(model, inputs).items() if name in program.inputs.values()}
     if masks and not agrees_without_masks(model, graph, inputs):

@@ -88,18 +88,18 @@ def in_float32(module: nn.Module, fill: Callable[[str, Tensor], Tensor]) -> nn.M
     return made
 
 
-def random_weights(weights: Mapping[str, Tensor], seed: int = 0) -> dict[str, Tensor]:
+def random_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return random values such that no two parts of a mixture are equal."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     return {
         name: SPREAD * torch.randn(weight.shape, generator=generator) / max(1, weight.shape[-1]) ** 0.5
         for name, weight in weights.items()
     }
 
 
-def random_stream(width: int, seed: int = 1) -> Tensor:
+def random_stream(width: int) -> Tensor:
     """Return a random stream: (1, tokens, width)."""
-    return torch.randn(1, TOKENS, width, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(1, TOKENS, width, generator=torch.Generator().manual_seed(1))
 
 
 CLOSE = 1e-5  # relative to the largest output, in float32

@@ -173,7 +173,6 @@ def mixture(dense: Any, new: Any, share: float) -> Any:
 class LayerPair:
     """A layer of the dense model and the modules that contain its part in the rewritten one, the outermost first."""
 
-    name: str
     dense: nn.Module
     rewritten: tuple[nn.Module, ...]
     stream: int | str | None  # index or key of the stream in the layer's output; None: the output itself
@@ -200,7 +199,7 @@ class HiddenStates:
             if layer.name and not isinstance(layer.stream_out, NoStream):
                 paths = dict.fromkeys((layer.name, places.get(layer.name, layer.name)))
                 rewritten = tuple(modules[path] for path in paths if path in modules)
-                found[layer.name] = LayerPair(layer.name, dense.get_submodule(layer.name), rewritten, layer.stream_out)
+                found[layer.name] = LayerPair(dense.get_submodule(layer.name), rewritten, layer.stream_out)
         pairs = tuple(pair for pair in found.values() if pair.rewritten)
         if not pairs:
             why = "no module of the dense model takes its residual stream and returns it, or none is left"

@@ -195,7 +195,7 @@ def placed_on(device: torch.device, model: nn.Module) -> Iterator[None]:
 def sharing_weights(student: nn.Module, dense: nn.Module, excluded: Iterator[nn.Parameter]) -> Iterator[None]:
     """Let the student share the dense parameters that equal its own of the same names within this context, to save memory.
 
-    Parameters in `apart` and dense parameters on disk are not shared. On exit every parameter is the student's own again.
+    Those in `excluded` and dense parameters on disk are not shared. On exit every parameter is the student's own again.
     """
     excluded_ids = {id(parameter) for parameter in excluded}
     dense_parameters = dict(dense.named_parameters())

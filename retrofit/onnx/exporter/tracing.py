@@ -102,7 +102,7 @@ def guard_boundaries(
 
 
 def shapes_at(shapes: Shapes, axes: Axes, traced: Sizes, other: Sizes) -> Shapes:
-    """Return the shapes of the inputs at other sizes; `now` are those at the traced sizes."""
+    """Return the shapes of the inputs at other sizes; `shapes` are those at the sizes `traced`."""
     sizes = {**traced, **other}
 
     def growth(size: str) -> int:
