@@ -67,12 +67,7 @@ def whole_directory(path: Path, *, force: bool = False) -> Iterator[Path]:
         try:
             with draft_folder(path) as draft:
                 yield draft
-                for file in draft.rglob("*"):
-                    flush_directory(file) if file.is_dir() else flush_file(file)
-                if force and path.exists():
-                    final_name(path, force=True, directory=True)
-                    path.rename(previous)
-                place_directory(draft, path)
+                place_directory(draft, path, previous, force=force)
                 placed = True
                 flush_directory(path.parent)
         finally:
@@ -128,8 +123,16 @@ def place_file(draft: Path, path: Path, *, force: bool) -> None:
     os.replace(draft, path)
 
 
-def place_directory(draft: Path, path: Path) -> None:
-    """Give the directory its name. Raises `CheckpointError` if anything but an empty directory has it."""
+def place_directory(draft: Path, path: Path, previous: Path, *, force: bool) -> None:
+    """Flush the directory to the disk and give it its name; with `force`, a directory that has it is renamed to `previous` first.
+
+    Raises `CheckpointError` if anything but an empty directory has the name.
+    """
+    for file in draft.rglob("*"):
+        flush_directory(file) if file.is_dir() else flush_file(file)
+    if force and path.exists():
+        final_name(path, force=True, directory=True)
+        path.rename(previous)
     try:
         draft.rename(path)
     except OSError:
@@ -406,12 +409,7 @@ def resumable_directory(path: Path, identity: Mapping[str, Any], *, force: bool 
         unfinished = Unfinished(state)
         try:
             yield unfinished
-            for file in unfinished.folder.rglob("*"):
-                flush_directory(file) if file.is_dir() else flush_file(file)
-            if force and path.exists():
-                final_name(path, force=True, directory=True)
-                path.rename(previous)
-            place_directory(unfinished.folder, path)
+            place_directory(unfinished.folder, path, previous, force=force)
             placed = True
             flush_directory(path.parent)
         except OSError as error:

@@ -10,11 +10,12 @@ import mmap
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrofit.errors import CheckpointError
+from retrofit.process import set_variable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -142,11 +143,6 @@ def weights_are_mapped() -> bool:
     return MAPPED.get()
 
 
-@contextlib.contextmanager
-def mapped_weights() -> Iterator[None]:
+def mapped_weights() -> contextlib.AbstractContextManager[object]:
     """Within this context weights count as mapped from files."""
-    token = MAPPED.set(True)
-    try:
-        yield
-    finally:
-        MAPPED.reset(token)
+    return set_variable(MAPPED, True)

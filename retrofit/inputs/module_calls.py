@@ -41,21 +41,6 @@ def watched(
         yield
 
 
-@contextlib.contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Within this context the module computes `forward` instead of its own."""
-    attributes = vars(module)
-    own = attributes.get("forward")
-    attributes["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            del attributes["forward"]
-        else:
-            attributes["forward"] = own
-
-
 # ── Nested values ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -60,11 +60,8 @@ def require_options(owner: type[Any], given: Sequence[Any], named: Mapping[str, 
 
 def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) -> Any:
     """Return the value of a field, converted if it is text. Raises `SpecError` if it is not accepted."""
-    hints = typing.get_type_hints(owner)[field.name]
-    accepted = [hint for hint in (typing.get_args(hints) or (hints,)) if hint is not type(None)]
-    if typing.get_origin(hints) is tuple:
-        accepted = [tuple]
-    optional = type(None) in typing.get_args(hints)
+    hint = typing.get_type_hints(owner)[field.name]
+    accepted, optional = accepted_types(hint), type(None) in typing.get_args(hint)
     if isinstance(value, str) and value.lower() in ("none", "") and optional:
         value = None
     if value is None and optional:
@@ -106,6 +103,13 @@ def check_option(owner: type[Any], field: dataclasses.Field[Any], value: Any) ->
             code="range",
         )
     return value
+
+
+def accepted_types(hint: Any) -> list[Any]:
+    """Return the types in an option's type hint, without None."""
+    if typing.get_origin(hint) is tuple:
+        return [tuple]
+    return [kind for kind in (typing.get_args(hint) or (hint,)) if kind is not type(None)]
 
 
 def describe(kinds: list[Any]) -> str:
@@ -152,9 +156,7 @@ def options_of(kind: type[Any]) -> Iterator[tuple[str, str, Any, str]]:
     """Yield each option of a pass: name, accepted values, default, documentation."""
     hints = typing.get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        hint = hints[field.name]
-        accepted = [item for item in (typing.get_args(hint) or (hint,)) if item is not type(None)]
-        accepted = [tuple] if typing.get_origin(hint) is tuple else accepted
+        accepted = accepted_types(hints[field.name])
         values = "|".join(field.metadata.get("choices") or ()) or in_range(accepted, field)
         yield field.name, values, field.default, field.metadata["doc"]
 

@@ -82,13 +82,7 @@ def read_tokenizer(folder: Path, *, required: bool = False) -> Any:
     names = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
     if not any((folder / name).is_file() for name in names):
         if required:
-            raise TrainingError(
-                f"{folder} holds no tokenizer",
-                why=f"it contains none of {', '.join(names)}",
-                remedy="check --tokenizer",
-                code="missing",
-                option="tokenizer",
-            )
+            raise no_tokenizer(folder, f"it contains none of {', '.join(names)}")
         return None
     return pretrained_tokenizer(folder, folder)
 
@@ -98,14 +92,12 @@ def read_gguf_tokenizer(file: Path, *, required: bool) -> Any:
     if read_gguf_header(file).has_tokenizer:
         return pretrained_tokenizer(file, file.parent, gguf_file=file.name)
     if required:
-        raise TrainingError(
-            f"{file} holds no tokenizer",
-            why="its metadata lists no tokens",
-            remedy="check --tokenizer",
-            code="missing",
-            option="tokenizer",
-        )
+        raise no_tokenizer(file, "its metadata lists no tokens")
     return None
+
+
+def no_tokenizer(place: Path, why: str) -> TrainingError:
+    return TrainingError(f"{place} holds no tokenizer", why=why, remedy="check --tokenizer", code="missing", option="tokenizer")
 
 
 def pretrained_tokenizer(path: Path, folder: Path, **where: str) -> Any:

@@ -26,11 +26,12 @@ from retrofit.errors import PlanningError, RetrofitError, TrainingError
 from retrofit.files.memory import in_temporary_file, page_out
 from retrofit.inputs.example_inputs import vocabulary_of
 from retrofit.inputs.model_state import evaluation_mode, same_bits
-from retrofit.inputs.module_calls import forward_replaced, map_tensors, real_tokens, watched
+from retrofit.inputs.module_calls import map_tensors, real_tokens, watched
 from retrofit.inputs.probes import logits_of, run
 from retrofit.numerics.distances import token_weights
 from retrofit.passbase.tokenization import vocabulary_size
 from retrofit.planning.planning_data import examples_of, moved
+from retrofit.process import replace_attributes
 from retrofit.training.objectives import IGNORED, without_labels
 
 SKETCH = 32  # projections of a token's u
@@ -229,7 +230,7 @@ class PrefixCache:
                 outputs.setdefault(path, []).append(output)
         with contextlib.ExitStack() as stack:
             for path, values in outputs.items():
-                stack.enter_context(forward_replaced(self.model.get_submodule(path), replaying(values)))
+                stack.enter_context(replace_attributes(self.model.get_submodule(path), forward=replaying(values)))
             yield
 
 

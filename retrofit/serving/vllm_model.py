@@ -38,6 +38,7 @@ from retrofit.errors import CheckpointError, DoesNotFitError, first_few
 from retrofit.serving import CLASSES, RECIPE
 from retrofit.serving.slot_tables import Places, RowLayout, SlotCache
 from retrofit.storage.filling import transformers_class
+from retrofit.surgery.transformers_bookkeeping import shared_names
 from retrofit.surgery.wrappers import Wrapper
 
 # ── The table of states ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -186,14 +187,6 @@ def built_skeleton(config: Any) -> Any:
     return model.eval()
 
 
-def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each parameter with several names."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [found for found in names.values() if len(found) > 1]
-
-
 class KeptLinear(nn.Module):
     """A linear layer while vLLM builds the model: vLLM neither fuses nor replaces it."""
 
@@ -269,7 +262,9 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
             whole = built_skeleton(vllm_config.model_config.hf_config)
         whole.config._attn_implementation = VLLM_ATTN_IMPL
         base, own = whole.base_model, whole.base_model_prefix
-        ties = [[served_name(name, own) for name in names] for names in tied_names(whole)]
+        ties = [
+            [served_name(name, own) for name in names] for names in shared_names(whole.named_parameters(remove_duplicate=False))
+        ]
         kept = keep_from_fusions(base)
         self.__dict__["known"] = {name for name, _ in persistent_tensors(whole)}
         self.__dict__["ignored"] = tuple(base._keys_to_ignore_on_load_unexpected or ())

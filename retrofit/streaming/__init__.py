@@ -66,6 +66,7 @@ from retrofit.streaming.tensor_files import (
     SetAside,
     TensorFiles,
     bytes_of,
+    differs,
     expected_parameters,
     kept_out_of_memory,
     saved_tensors,
@@ -436,15 +437,6 @@ def require_same(accounts: Sequence[Rewrite], planned: Sequence[Rewrite]) -> Non
     for account, other in zip(accounts, planned, strict=True):
         if (account.spec, account.sites) != (other.spec, other.sites):
             raise differs(f"{account.spec} was {other.spec} without weights, or rewrote other sites")
-
-
-def differs(why: str) -> CheckpointError:
-    return CheckpointError(
-        "the model cannot be rewritten out of core",
-        why=why,
-        remedy="rewrite it without --stream, if it fits in memory",
-        code="not-streamed",
-    )
 
 
 def keep_weights_alone(folder: Path, place: Path, layout: ModelLayout) -> None:

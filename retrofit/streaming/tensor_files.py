@@ -330,12 +330,16 @@ class Expected:
         """Raises `CheckpointError` unless `parameter` has the same shape and dtype."""
         found = tuple(parameter.shape), parameter.dtype
         if found != (self.shape, self.dtype):
-            raise CheckpointError(
-                "the model cannot be rewritten out of core",
-                why=f"with weights {self.name or 'a parameter'} is {found}, without them {(self.shape, self.dtype)}",
-                remedy="rewrite it without --stream, if it fits in memory",
-                code="not-streamed",
-            )
+            raise differs(f"with weights {self.name or 'a parameter'} is {found}, without them {(self.shape, self.dtype)}")
+
+
+def differs(why: str) -> CheckpointError:
+    return CheckpointError(
+        "the model cannot be rewritten out of core",
+        why=why,
+        remedy="rewrite it without --stream, if it fits in memory",
+        code="not-streamed",
+    )
 
 
 def expected_parameters(order: ParametersInOrder, model: nn.Module, saved: Mapping[str, object]) -> tuple[Expected, ...]:

@@ -31,6 +31,13 @@ def quantization_of(model: Any) -> Any:
     return getattr(getattr(model, "config", None), "quantization_config", None)
 
 
+def field_of(quantization_config: Any, name: str) -> Any:
+    """Return a field of `config.quantization_config`, a dict or an object; None if it has no such field."""
+    if isinstance(quantization_config, dict):
+        return quantization_config.get(name)
+    return getattr(quantization_config, name, None)
+
+
 def came_through_quantizer(model: Any) -> bool:
     """Return whether the config or the model has a trace of a quantizer; after unpacking, transformers removes only one of them."""
     return quantization_of(model) is not None or any(name in vars(model) for name in TRACES)
@@ -50,8 +57,7 @@ def has_plain_weights(model: Any) -> bool:
     if any(is_packed(parameter) for parameter in model.parameters()):
         return False
     config = quantization_of(model)
-    unpacked = config.get("dequantize") if isinstance(config, dict) else getattr(config, "dequantize", False)
-    return bool(unpacked) or structure_of(model) == structure_of(skeleton_of(model))
+    return bool(field_of(config, "dequantize")) or structure_of(model) == structure_of(skeleton_of(model))
 
 
 def skeleton_of(model: Any) -> nn.Module:
@@ -202,18 +208,12 @@ def unpackable(model: Any, why: str) -> CheckpointError:
 
 def is_recipe(quantization_config: Any) -> bool:
     """Return whether `config.quantization_config` holds a recipe and not a quantization."""
-    if isinstance(quantization_config, dict):
-        return quantization_config.get("quant_method") == METHOD
-    return getattr(quantization_config, "quant_method", None) == METHOD
+    return bool(field_of(quantization_config, "quant_method") == METHOD)
 
 
 def stored_quantization(quantization_config: Any) -> Any:
     """Return the quantization that a config holds besides its recipe; None if there is none."""
-    if not is_recipe(quantization_config):
-        return None
-    if isinstance(quantization_config, dict):
-        return quantization_config.get("quantization")
-    return getattr(quantization_config, "quantization", None)
+    return field_of(quantization_config, "quantization") if is_recipe(quantization_config) else None
 
 
 def is_quantized(model: Any) -> bool:

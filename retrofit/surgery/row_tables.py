@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -158,11 +158,9 @@ def warn_of_dense_gradient(table: Tensor) -> None:
     )
 
 
-@contextlib.contextmanager
-def unwarned() -> Iterator[None]:
+def unwarned() -> contextlib.AbstractContextManager[object]:
     """Within this context there is no warning about dense gradients."""
-    with set_variable(IN_CHECKS, True):
-        yield
+    return set_variable(IN_CHECKS, True)
 
 
 @torch.library.custom_op("retrofit::rows", mutates_args=(), schema="(Tensor table, Tensor i) -> Tensor")

@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 from retrofit.errors import DoesNotFitError
 from retrofit.inputs.model_state import evaluation_mode, preserve_random_state, preserve_state
+from retrofit.process import replace_attributes
 from retrofit.surgery.wrappers import ForwardReplacement, own_forward
 
 CALLED = {
@@ -230,11 +231,8 @@ def counted(module: nn.Module, counts: dict[int, int]) -> Iterator[None]:
         count()
         return held(*args, **kwargs)
 
-    vars(module)["forward"] = counting
-    try:
+    with replace_attributes(module, forward=counting):
         yield
-    finally:
-        vars(module)["forward"] = held
 
 
 def own_tensors(owner: nn.Module | nn.Parameter) -> tuple[int, ...]:

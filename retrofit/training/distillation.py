@@ -33,7 +33,7 @@ from retrofit.anatomy import Anatomy
 from retrofit.anatomy.inspection import inspect
 from retrofit.errors import RetrofitError
 from retrofit.inputs.model_state import evaluation_mode
-from retrofit.inputs.module_calls import forward_replaced
+from retrofit.process import replace_attributes
 from retrofit.program.aten_ops import DROPOUT, POINTWISE, is_float, op, shape
 from retrofit.program.program import Call
 from retrofit.training.objectives import IGNORED, Example, list_of, token_logits, without_labels
@@ -201,7 +201,7 @@ class LogitHead:
             received.append(h)
             return h.new_zeros(*h.shape[:-1], 1)
 
-        with forward_replaced(self.module, forward):
+        with replace_attributes(self.module, forward=forward):
             model(**inputs)
         (h,) = received
         return h

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from retrofit.errors import FirstProcessError, TrainingError
-from retrofit.inputs.module_calls import forward_replaced
+from retrofit.process import replace_attributes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -133,5 +133,5 @@ def in_forward(wrapped: nn.Module, model: nn.Module, compute: Callable[[], Resul
             replaced.close()
             return compute()
 
-        replaced.enter_context(forward_replaced(model, forward))
+        replaced.enter_context(replace_attributes(model, forward=forward))
         return cast(Result, wrapped())
