@@ -117,7 +117,7 @@ def unbroken(file: BinaryIO) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def replace_attributes(owner: Any, **values: Any) -> Iterator[None]:
+def replace_attributes(owner: Any, /, **values: Any) -> Iterator[None]:
     """Replace attributes of an object, a class or a module in this context; those that it does not have itself go afterwards."""
     own = {name: vars(owner)[name] for name in values if name in vars(owner)}
     try:

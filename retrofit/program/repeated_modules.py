@@ -30,6 +30,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode, get_proxy_slot, track_tensor_tree
 
+from retrofit.process import replace_attributes
 from retrofit.program.program import Call, CallMarker
 
 LIBRARY = torch.library.Library("retrofit", "FRAGMENT")
@@ -97,12 +98,11 @@ class RepeatedModules:
         with contextlib.ExitStack() as stack:
             if not any(self.marker.other_names.values()) and not has_global_hooks():
                 for kind, names in self.varying.items():
-                    for name in names:
-                        stack.callback(put, kind, name, vars(kind).get(name, ABSENT))
-                        setattr(kind, name, RecordedAttribute(name, vars(kind).get(name, ABSENT), self.readers))
+                    own = vars(kind)
+                    recorded = {name: RecordedAttribute(name, own.get(name, ABSENT), self.readers) for name in names}
+                    stack.enter_context(replace_attributes(kind, **recorded))
                 for kind, forward in {type(module): type(module).forward for module in self.candidates}.items():
-                    stack.callback(put, kind, "forward", vars(kind).get("forward", ABSENT))
-                    setattr(kind, "forward", self.replacement(forward))  # noqa: B010
+                    stack.enter_context(replace_attributes(kind, forward=self.replacement(forward)))
             yield self
 
     def replacement(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -419,11 +419,6 @@ def require_pure(nodes: Sequence[fx.Node], given: set[fx.Node]) -> None:
             or not all(operand in own or operand in given for operand in node.all_input_nodes)
         ):
             raise IndescribableError
-
-
-def put(kind: type, name: str, own: Any) -> None:
-    """Give a class its own attribute again, or none."""
-    delattr(kind, name) if own is ABSENT else setattr(kind, name, own)
 
 
 # ── After the trace ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
