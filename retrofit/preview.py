@@ -19,10 +19,7 @@ from retrofit.inputs.model_memory import without_weights
 from retrofit.inputs.model_state import preserve_random_state
 from retrofit.inputs.probes import distinct_lengths
 from retrofit.inputs.usable_models import (
-    require_module,
-    require_no_prompt,
-    require_trainable,
-    require_uncompiled,
+    require_rewritable,
     transformer_inside,
 )
 from retrofit.passbase.protocol import AnyPass, Plan, Recipe, as_pass
@@ -145,10 +142,7 @@ def plan_of(
     """
     report = progress or (lambda stage: None)
     parsed = parse_passes(passes)
-    require_module(model)
-    require_no_prompt(model)
-    require_uncompiled(model)
-    require_trainable(model)
+    require_rewritable(model)
     plan, planned_as = plan_once(model, parsed, example_inputs, emit, report)
     if isinstance(planned_as, fx.GraphModule):
         return plan.without_graph_fix()

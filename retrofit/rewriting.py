@@ -29,10 +29,7 @@ from retrofit.inputs.optional_inputs import with_optional
 from retrofit.inputs.probes import describe, distinct_lengths, run
 from retrofit.inputs.usable_models import (
     require_in_memory,
-    require_module,
-    require_no_prompt,
-    require_trainable,
-    require_uncompiled,
+    require_rewritable,
     require_values,
     transformer_inside,
 )
@@ -152,10 +149,7 @@ def apply_reported(
     """
     progress = progress or (lambda stage: None)
     chosen = parse_passes(passes)
-    require_module(model)
-    require_no_prompt(model)
-    require_uncompiled(model)
-    require_trainable(model)
+    require_rewritable(model)
     require_in_memory(model, "rewritten")
     refuse_packed(model, "rewritten")
     if verify:

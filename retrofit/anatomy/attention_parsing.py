@@ -19,7 +19,7 @@ from retrofit.anatomy.attention_sites import (
     column_letters,
     with_mask_arguments,
 )
-from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, is_on_two_streams, owner_of
+from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, is_on_two_streams, owner_of, region_of
 from retrofit.anatomy.parts import NO_OWNER, Branch, Findings, Layer, NearMiss, Stack, collect_near_miss, first_of_each
 from retrofit.anatomy.weights import (
     Matrix,
@@ -91,7 +91,7 @@ class AttentionParser:
 
     def __init__(self, branch: Branch, stack: Stack, flow: Dataflow, cores: list[Attention]) -> None:
         self.branch, self.stack, self.flow = branch, stack, flow
-        self.region = flow.between(flow.node(branch.source), flow.node(branch.output))
+        self.region = region_of(branch, flow)
         inside = set(self.region)
         self.cores = [core for core in cores if core.result in inside]
         self.others: list[WeightProduct] = []  # of other streams, by weights that also project this stream

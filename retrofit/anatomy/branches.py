@@ -179,6 +179,11 @@ def is_mixer(branch: Branch) -> bool:
     return branch.role not in ("ffn", "moe")
 
 
+def region_of(branch: Branch, flow: Dataflow) -> list[fx.Node]:
+    """Return the nodes that compute a branch, in order."""
+    return flow.between(flow.node(branch.source), flow.node(branch.output))
+
+
 def is_in_branch(core: Attention, chain: list[Residual], flow: Dataflow) -> bool:
     """Return whether the attention is in a branch of the chain."""
     return any(flow.reaches(core.result, branch) for residual in chain for branch in residual.branches)
@@ -230,7 +235,7 @@ def is_on_two_streams(branch: Branch, stacks: Iterable[Stack], flow: Dataflow) -
     Then it reads the newer of two streams, and is added to the older one.
     """
     sums = {other.add for stack in stacks for layer in stack.layers for other in layer.branches} - {branch.add}
-    return any(node.name in sums for node in flow.between(flow.node(branch.source), flow.node(branch.output)))
+    return any(node.name in sums for node in region_of(branch, flow))
 
 
 LAYER_WITHIN = "it is a nested layer: a branch with branches of its own"
@@ -239,7 +244,7 @@ BEFORE_THE_OUTER = "rewrite the feed-forwards before their layers are wrapped"
 
 def holds_sums(branch: Branch, flow: Dataflow) -> bool:
     """Return whether the branch adds branches of its own to its input: a layer within a layer."""
-    region = set(flow.between(flow.node(branch.source), flow.node(branch.output)))
+    region = set(region_of(branch, flow))
     sums = (residual_at(node, flow, {}) for node in region if is_addition(node, flow))
     return any(residual is not None and residual.base in region and region.issuperset(residual.branches) for residual in sums)
 
@@ -263,7 +268,7 @@ class InnerLayers:
         if layer.ffns or len(layer.branches) != 1 or not holds_sums(layer.branches[0], self.flow):
             return layer
         (around,) = layer.branches
-        region = set(self.flow.between(self.flow.node(around.source), self.flow.node(around.output)))
+        region = set(region_of(around, self.flow))
         inner = [
             chain
             for chain in self.chains

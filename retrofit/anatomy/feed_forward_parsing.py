@@ -21,6 +21,7 @@ from retrofit.anatomy.branches import (
     holds_sums,
     is_on_two_streams,
     owner_of,
+    region_of,
 )
 from retrofit.anatomy.feed_forwards import FeedForward, FeedForwardBlock, Port, no_feed_forward
 from retrofit.anatomy.parts import Branch, Findings, Layer, NearMiss, collect_near_miss, first_of_each
@@ -356,7 +357,7 @@ def parse_feed_forward(branch: Branch, model: nn.Module, flow: Dataflow) -> Feed
         raise no_feed_forward(branch, "it is already a mixture of experts", REPLACED, in_any_form=True)
     if branch.name and isinstance(model.get_submodule(branch.name), FeedForwardBlock):
         raise no_feed_forward(branch, "another pass has already replaced it", REPLACED)
-    region = flow.between(flow.node(branch.source), flow.node(branch.output))
+    region = region_of(branch, flow)
     out, into = products_of(branch, region, flow)
     chains = [operand_chain(product, flow) for product in into]
     if len({chain[-1] for chain in chains}) != 1:

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from torch import fx, nn
 
-from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, InnerLayers, is_on_two_streams, owner_of
+from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, InnerLayers, is_on_two_streams, owner_of, region_of
 from retrofit.anatomy.feed_forward_parsing import hidden_feed_forwards, parse_feed_forward
 from retrofit.anatomy.feed_forwards import FeedForward, GatheredFeedForward, install_feed_forward
 from retrofit.anatomy.parts import NO_OWNER, Branch, Findings, Layer, NearMiss, Role, Stack, collect_near_miss, first_of_each
@@ -53,7 +53,7 @@ class BranchOwners:
             for branch in layer.branches:
                 self.sums.add(self.flow.node(branch.add))
                 self.layers[branch] = layer
-                self.work.update(dict.fromkeys(filter(is_heavy, self.region(branch)), branch))
+                self.work.update(dict.fromkeys(filter(is_heavy, region_of(branch, self.flow)), branch))
         self.inside: dict[Call, list[fx.Node]] = {}  # call → nodes computed from the contents of the inputs
         for node in self.flow.computations:
             for call in self.flow.call_of(node).chain:
@@ -64,22 +64,18 @@ class BranchOwners:
             if any(node in self.flow.position for node in call.outputs.values()):
                 self.calls.setdefault(call.path, []).append(call)
 
-    def region(self, branch: Branch) -> list[fx.Node]:
-        """Return the nodes of a branch."""
-        return self.flow.between(self.flow.node(branch.source), self.flow.node(branch.output))
-
     def owner(self, branch: Branch) -> BranchOwner:
         """Return the innermost call that owns `branch`, or one around it that only this layer calls or that reads a sequence.
 
         Of nested calls with the same tensors in and out it is the outermost: the inner ones may be parts of a method. Raises
         `DoesNotFitError` with the reason why the innermost call that computes all of it does not own it.
         """
-        region, output = self.region(branch), self.flow.node(branch.output)
+        region, output = region_of(branch, self.flow), self.flow.node(branch.output)
         return self.innermost(branch, region, output, [node for node in region if is_heavy(node)] or region)
 
     def owner_but_for_last_product(self, branch: Branch) -> BranchOwner:
         """Return the call that owns all of `branch` but its last product, which another module computes from y alone."""
-        flow, region, output = self.flow, self.region(branch), self.flow.node(branch.output)
+        flow, region, output = self.flow, region_of(branch, self.flow), self.flow.node(branch.output)
         ends = [product for product in nearest_products([output], flow) if product.node in set(region)]
         last = flow.call_of(ends[0].node) if len(ends) == 1 else flow.program.root
         work = [node for node in region if is_heavy(node) and not last.encloses(flow.call_of(node))]
@@ -109,7 +105,7 @@ class BranchOwners:
         together = tuple(other for other in added if other.role == branch.role or (branch.role == "moe" and other.role == "ffn"))
         if len(together) < 2:
             raise self.unfit(branch, "nothing else of its kind is added to it")
-        regions = {node for part in together for node in self.region(part)}
+        regions = {node for part in together for node in region_of(part, flow)}
         ends, other_ends = ([flow.node(other.output) for other in added if (other in together) == own] for own in (True, False))
         region = [
             node
@@ -123,7 +119,7 @@ class BranchOwners:
     def last_module(self, branch: Branch) -> str:
         """Return the path of a module that computes a branch's last product and no other, "" if there is none."""
         output = self.flow.node(branch.output)
-        ends = [product for product in nearest_products([output], self.flow) if product.node in set(self.region(branch))]
+        ends = [product for product in nearest_products([output], self.flow) if product.node in set(region_of(branch, self.flow))]
         call = self.flow.call_of(ends[0].node) if len(ends) == 1 else self.flow.program.root
         return call.path if sum(map(is_heavy, self.inside.get(call, []))) == 1 else ""
 

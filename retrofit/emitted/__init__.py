@@ -32,6 +32,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from retrofit.anatomy import Anatomy
+from retrofit.anatomy.branches import region_of
 from retrofit.anatomy.feed_forward_parsing import products_of
 from retrofit.anatomy.inspection import read_anatomy
 from retrofit.anatomy.weights import operand_chain
@@ -266,7 +267,7 @@ def make_feed_forwards_contiguous(program: Program, anatomy: Anatomy) -> bool:
     """Make every feed-forward in code contiguous, if possible; return whether the order of the program changed."""
     flow, changed = anatomy.flow, False
     for branch in (branch for layer in anatomy.layers for branch in layer.ffns if branch.role == "ffn"):
-        region = flow.between(flow.node(branch.source), flow.node(branch.output))
+        region = region_of(branch, flow)
         span = feed_forward_span(branch, region, flow)
         if span is not None and move_interleaved_nodes(span, set(region), flow):
             flow, changed = Dataflow(program), True
@@ -301,7 +302,7 @@ def merge_equal_steps(program: Program, anatomy: Anatomy) -> bool:
     for branch in (branch for layer in anatomy.layers for branch in layer.ffns if branch.role == "ffn"):
         source = flow.node(branch.source)
         try:
-            _, into = products_of(branch, flow.between(source, flow.node(branch.output)), flow)
+            _, into = products_of(branch, region_of(branch, flow), flow)
         except DoesNotFitError:
             continue
         read = {operand_chain(product, flow)[-1] for product in into}

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 
 from retrofit.anatomy import Anatomy
 from retrofit.anatomy.attention_cores import Attention, find_attentions
+from retrofit.anatomy.branches import region_of
 from retrofit.anatomy.feed_forward_parsing import products_of
 from retrofit.anatomy.parts import Branch, Stack
 from retrofit.anatomy.weights import WeightProduct, nearest_products, weight_product
@@ -90,40 +91,39 @@ def call_regions(flow: Dataflow) -> Iterator[Region]:
 
 def anatomy_regions(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
     """Yield the parts of the anatomy that are code of a larger module."""
-    nodes = flow.named
     cores = find_attentions(flow)
     several = len(anatomy.stacks) > 1
     for number, stack in enumerate(anatomy.stacks):
         prefix = f"{stack.kind}{number if [each.kind for each in anatomy.stacks].count(stack.kind) > 1 else ''}." if several else ""
         for depth, layer in enumerate(stack.layers):
             if not layer.name:
-                yield layer_region(f"{prefix}layers.{depth}", stack, depth, flow, nodes)
-        if (tail := tail_region(stack, anatomy, flow, nodes)) is not None:
+                yield layer_region(f"{prefix}layers.{depth}", stack, depth, flow)
+        if (tail := tail_region(stack, anatomy, flow)) is not None:
             yield tail
         for layer in stack.layers:
             for branch in layer.branches:
-                if (region := branch_region(branch, flow, nodes, cores)) is not None:
+                if (region := branch_region(branch, flow, cores)) is not None:
                     yield region
             for branch in layer.attentions:
-                yield from projection_regions(branch, flow, nodes, cores)
+                yield from projection_regions(branch, flow, cores)
     for part, name in [*((part, "embedding") for part in anatomy.embeddings), (anatomy.head, "head")]:
-        if part is not None and not is_only_weight_of_its_module(nodes[part.node], flow):
-            node = nodes[part.node]
+        if part is not None and not is_only_weight_of_its_module(flow.node(part.node), flow):
+            node = flow.node(part.node)
             last = max((flow.position[user] for user in flow.uses[node] if is_bias(user, node, flow)), default=flow.position[node])
             yield Region(name, flow.call_of(node).path, flow.position[node], last)
-    yield from stem_regions(anatomy, flow, nodes)
+    yield from stem_regions(anatomy, flow)
 
 
-def stem_regions(anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Iterator[Region]:
+def stem_regions(anatomy: Anatomy, flow: Dataflow) -> Iterator[Region]:
     """Yield the steps in the model's own code between a look-up of tokens and the layers that depend on the width of the stream.
 
     These are norms, also decomposed ones, products with a weight, and position embeddings that are added to the tokens.
     """
-    looked_up = [nodes[part.node] for part in anatomy.embeddings]
+    looked_up = [flow.node(part.node) for part in anatomy.embeddings]
     found: dict[tuple[fx.Node, fx.Node], str] = {}  # by the first node and the last
     for stack in anatomy.stacks:
         for look_up in looked_up:
-            steps = flow.between(look_up, nodes[stack.entry])
+            steps = flow.between(look_up, flow.node(stack.entry))
             for node in steps:
                 if op(node) in NORM:
                     found[node, node] = "norm"
@@ -151,11 +151,11 @@ def split_where_one_value_is_live(early: fx.Node, steps: list[fx.Node]) -> Itera
         reach = max([reach, *(place[user] for user in node.users if user in place)])
 
 
-def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region | None:
+def tail_region(stack: Stack, anatomy: Anatomy, flow: Dataflow) -> Region | None:
     """Return the code around the layers that processes each token between the last layer and the head, such as a norm."""
     if anatomy.head is None:
         return None
-    leaves, head = last_node_of_layer(stack, len(stack.layers) - 1, flow, nodes), nodes[anatomy.head.node]
+    leaves, head = last_node_of_layer(stack, len(stack.layers) - 1, flow), flow.node(anatomy.head.node)
     between = [node for node in flow.between(leaves, head) if node is not head and node.op == "call_function"]
     call = flow.call_of(head)
     products = [node for node in between if is_heavy(node)]
@@ -185,20 +185,20 @@ def is_bias(user: fx.Node, node: fx.Node, flow: Dataflow) -> bool:
     return op(user) == "add" and alone and len(others) == 1 and others[0] in flow.program.parameters
 
 
-def layer_region(name: str, stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> Region:
+def layer_region(name: str, stack: Stack, depth: int, flow: Dataflow) -> Region:
     """Return the region from the node after the layer's input to the last before the next layer, including a norm after a sum."""
-    inside = flow.between(nodes[stack.layers[depth].entry], nodes[stack.layers[depth].exit])
-    last = last_node_of_layer(stack, depth, flow, nodes)
+    inside = flow.between(flow.node(stack.layers[depth].entry), flow.node(stack.layers[depth].exit))
+    last = last_node_of_layer(stack, depth, flow)
     return Region(name, stack.name, min(flow.position[node] for node in inside), flow.position[last])
 
 
-def last_node_of_layer(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str, fx.Node]) -> fx.Node:
+def last_node_of_layer(stack: Stack, depth: int, flow: Dataflow) -> fx.Node:
     """Return the last step on the stream before the next layer; after the last layer, the same steps as after the previous one."""
-    leaves = nodes[stack.layers[depth].exit]
+    leaves = flow.node(stack.layers[depth].exit)
     if len(stack.layers) < 2:
         return leaves
     after = min(depth, len(stack.layers) - 2)
-    steps = flow.between(nodes[stack.layers[after].exit], nodes[stack.layers[after + 1].entry])
+    steps = flow.between(flow.node(stack.layers[after].exit), flow.node(stack.layers[after + 1].entry))
     if any(map(is_heavy, steps)):
         return leaves
     if depth == after:
@@ -212,9 +212,9 @@ def last_node_of_layer(stack: Stack, depth: int, flow: Dataflow, nodes: dict[str
     return last
 
 
-def branch_region(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Region | None:
+def branch_region(branch: Branch, flow: Dataflow, cores: list[Attention]) -> Region | None:
     """Return the span from a branch's first product to its last, if one module's code computes both; else None."""
-    region = flow.between(nodes[branch.source], nodes[branch.output])
+    region = region_of(branch, flow)
     inside = set(region)
     if branch.role == "ffn":
         return feed_forward_region(branch, region, flow)
@@ -279,9 +279,9 @@ def spread_span(calls: list[Call], inside: set[fx.Node], flow: Dataflow) -> Regi
     return Region(CHILD_NAMES["ffn"], around.path, first, last)
 
 
-def projection_regions(branch: Branch, flow: Dataflow, nodes: dict[str, fx.Node], cores: list[Attention]) -> Iterator[Region]:
+def projection_regions(branch: Branch, flow: Dataflow, cores: list[Attention]) -> Iterator[Region]:
     """Yield the products in an attention's own code for queries, keys and values, and the one that reads its result."""
-    region = flow.between(nodes[branch.source], nodes[branch.output])
+    region = region_of(branch, flow)
     held = [core for core in cores if core.result in set(region)]
     if len(held) != 1:
         return
@@ -365,9 +365,8 @@ def are_read_by_distinct_layers(parts: list[fx.Node], flow: Dataflow, anatomy: A
     """Return whether no layer reads two of the parts."""
     if anatomy is None:
         return False
-    nodes = flow.named
     for layer in anatomy.layers:
-        inside = flow.between(nodes[layer.entry], nodes[layer.exit])
+        inside = flow.between(flow.node(layer.entry), flow.node(layer.exit))
         read = [
             part for part in parts if any(flow.reaches(part, operand) for node in inside for operand in weight_operands(node, flow))
         ]

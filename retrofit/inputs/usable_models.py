@@ -97,6 +97,14 @@ def untrainable_tensor(model: nn.Module) -> str | None:
     return next((name for name, tensor in named if tensor.is_inference()), None)
 
 
+def require_rewritable(model: Any) -> None:
+    """Raises `RetrofitError` unless passes can rewrite `model`, apart from where its weights are."""
+    require_module(model)
+    require_no_prompt(model)
+    require_uncompiled(model)
+    require_trainable(model)
+
+
 def require_values(model: nn.Module, what: str, remedy: str) -> None:
     """Raises `RetrofitError`, naming the action `what`, unless every parameter has values."""
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
