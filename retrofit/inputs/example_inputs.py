@@ -107,7 +107,7 @@ def said_of(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
-def pixel_values(model: nn.Module, batch: int, seed: int = 0, *, film: bool = False) -> torch.Tensor:
+def pixel_values(model: nn.Module, batch: int = BATCH, *, film: bool = False) -> torch.Tensor:
     """Return a batch of images or videos of the config's size: (batch, [frames,] channels, height, width)."""
     config = getattr(model, "config", None)
     encoder = said_of(config, "encoder")
@@ -119,16 +119,16 @@ def pixel_values(model: nn.Module, batch: int, seed: int = 0, *, film: bool = Fa
     height, width = extent if isinstance(extent, (list, tuple)) else (extent, extent)
     frames = [said_of(vision, "num_frames", "frames_per_clip") or 1] if film else []
     channels = said_of(vision, "num_channels", "in_chans") or 3
-    return torch.randn(batch, *frames, channels, height, width, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return torch.randn(batch, *frames, channels, height, width, generator=torch.Generator().manual_seed(0), device="cpu")
 
 
-def is_film(model: nn.Module, batch: int) -> bool:
+def is_film(model: nn.Module) -> bool:
     """Return whether a vision model's input has frames: by its declared modalities, or because it accepts no single image."""
     if "video" in modalities(model) and "image" not in modalities(model):
         return True
     if said_of(getattr(model, "config", None), "num_frames") is None:
         return False
-    image, film = ({"pixel_values": pixel_values(model, batch, film=has_frames)} for has_frames in (False, True))
+    image, film = ({"pixel_values": pixel_values(model, film=has_frames)} for has_frames in (False, True))
     return not accepts(model, image) and accepts(model, film)
 
 
@@ -138,7 +138,7 @@ def modalities(model: nn.Module) -> tuple[str, ...]:
     return (said,) if isinstance(said, str) else tuple(said)
 
 
-def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, torch.Tensor]]:
+def sounds(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
     """Yield possible inputs of an audio model: waves (batch, samples), or features by time, or time by features.
 
     The number of features is that which an operation of the model reads. The length leaves a few frames after the convolutions, or
@@ -148,20 +148,20 @@ def sounds(model: nn.Module, batch: int, seed: int = 0) -> Iterator[dict[str, to
     linear = [module.in_features for module in model.modules() if isinstance(module, nn.Linear)]
     features = list(dict.fromkeys([*(module.in_channels for module in convolutions), *linear]))[:WIDTHS]
     frames = [LENGTH + 2, *(module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding))]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     names = [name for name in ("input_features", "input_values") if name in forward_parameters(model) and features]
     for length in dict.fromkeys(count * math.prod(module.stride[0] for module in convolutions) for count in frames):
         for size in ((length,), *((count, length) for count in features), *((length, count) for count in features)):
             for name in names:
-                yield {name: torch.randn(batch, *size, generator=generator, device="cpu")}
+                yield {name: torch.randn(BATCH, *size, generator=generator, device="cpu")}
     config = getattr(model, "config", None)
     count, length = said_of(config, "num_mel_bins"), said_of(config, "max_length")
     if count and length:
         for name, size in itertools.product(names, ((length, count), (count, length))):
-            yield {name: torch.randn(batch, *size, generator=generator, device="cpu")}
+            yield {name: torch.randn(BATCH, *size, generator=generator, device="cpu")}
 
 
-def series(model: nn.Module, batch: int, seed: int = 0) -> dict[str, torch.Tensor] | None:
+def series(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """Return inputs of a time series model, with the sizes in its config; None for other models.
 
     Its values are (batch, time, channels) or (batch, time); a decoder continues them.
@@ -170,14 +170,14 @@ def series(model: nn.Module, batch: int, seed: int = 0) -> dict[str, torch.Tenso
     length = said_of(config, "context_length")
     if "past_values" not in parameters or not length:
         return None
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     length += max(said_of(config, "lags_sequence") or [0])
     features = (said_of(config, "num_time_features") or 0) + (said_of(config, "num_dynamic_real_features") or 0)
     reals, kinds = (said_of(config, f"num_static_{kind}_features") for kind in ("real", "categorical"))
     channels = said_of(config, "num_input_channels", "input_size") or 1
 
     def noise(*size: int) -> torch.Tensor:
-        return torch.randn(batch, *size, generator=generator, device="cpu")
+        return torch.randn(BATCH, *size, generator=generator, device="cpu")
 
     for size in ((channels,), ()) if channels > 1 else ((), (1,)):
         made = {"past_values": noise(length, *size)}
@@ -188,7 +188,7 @@ def series(model: nn.Module, batch: int, seed: int = 0) -> dict[str, torch.Tenso
             made |= {"future_values": noise(said_of(config, "prediction_length"), *size)}
             made |= {"future_time_features": noise(said_of(config, "prediction_length"), features)} if features else {}
         made |= {"static_real_features": noise(reals)} if reals else {}
-        made |= {"static_categorical_features": torch.zeros(batch, kinds, dtype=torch.long, device="cpu")} if kinds else {}
+        made |= {"static_categorical_features": torch.zeros(BATCH, kinds, dtype=torch.long, device="cpu")} if kinds else {}
         made = {name: value for name, value in made.items() if name in parameters}
         if accepts(model, made):
             return made
@@ -216,9 +216,7 @@ def runs_without_values(skeleton: nn.Module, inputs: Mapping[str, torch.Tensor],
     return True
 
 
-def example_inputs(
-    model: nn.Module, batch: int = BATCH, length: int = LENGTH, seed: int = 0, *, device: torch.device | None = None
-) -> dict[str, Any]:
+def example_inputs(model: nn.Module, *, device: torch.device | None = None) -> dict[str, Any]:
     """Return inputs that the model accepts, by argument name, on `device` or its own.
 
     A graph module has its own (`Provenance.examples`). Raises `CaptureError` if none can be inferred.
@@ -236,9 +234,9 @@ def example_inputs(
     if sees or reads:
         first = seen if sees and (main == seen or not reads) else "input_ids"
         makers = {
-            seen: lambda: pixel_values(model, batch, seed, film=seen != "pixel_values" or is_film(model, batch)),
-            "input_ids": lambda: token_ids(model, batch, length, seed),
-            "decoder_input_ids": lambda: token_ids(model, batch, min(TARGET_LENGTH, length), seed + 1),
+            seen: lambda: pixel_values(model, film=seen != "pixel_values" or is_film(model)),
+            "input_ids": lambda: token_ids(model, BATCH, LENGTH),
+            "decoder_input_ids": lambda: token_ids(model, BATCH, TARGET_LENGTH, seed=1),
         }
 
         def made(*names: str) -> dict[str, torch.Tensor]:
@@ -252,7 +250,7 @@ def example_inputs(
         dtype = dtype_of(model)
         if seen in inputs and dtype != torch.float32 and not accepts(model, inputs):  # the code casts no images
             inputs = {**inputs, seen: inputs[seen].to(dtype)}
-    elif found := heard_by(model, batch, length, seed) or series(model, batch, seed):
+    elif found := heard_by(model) or series(model):
         inputs = found
     else:
         if len(required) != 1 or {"audio", "time"} & set(modalities(model)):
@@ -263,19 +261,19 @@ def example_inputs(
                 option="example_inputs",
                 code="no-inputs",
             )
-        inputs[required[0]] = token_ids(model, batch, length, seed)
+        inputs[required[0]] = token_ids(model, BATCH, LENGTH)
     return {name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}
 
 
-def heard_by(model: nn.Module, batch: int, length: int, seed: int) -> dict[str, torch.Tensor] | None:
+def heard_by(model: nn.Module) -> dict[str, torch.Tensor] | None:
     """Return audio that the model accepts, and its decoder's token ids, if it has any; None for a model without audio input."""
     parameters = forward_parameters(model)
     if not parameters.keys() & {"input_features", "input_values"}:
         return None
     reads = "decoder_input_ids" in parameters and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    ids = {"decoder_input_ids": token_ids(model, batch, min(TARGET_LENGTH, length), seed + 1)} if reads else {}
+    ids = {"decoder_input_ids": token_ids(model, BATCH, TARGET_LENGTH, seed=1)} if reads else {}
     skeleton = without_weights(model).eval()
-    return next((sound | ids for sound in sounds(model, batch, seed) if accepts(skeleton, sound | ids)), None)
+    return next((sound | ids for sound in sounds(model) if accepts(skeleton, sound | ids)), None)
 
 
 def as_written(parameter: inspect.Parameter) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -158,9 +158,11 @@ def warn_of_dense_gradient(table: Tensor) -> None:
     )
 
 
-def unwarned() -> contextlib.AbstractContextManager[object]:
+@contextlib.contextmanager
+def unwarned() -> Iterator[None]:
     """Within this context there is no warning about dense gradients."""
-    return set_variable(IN_CHECKS, True)
+    with set_variable(IN_CHECKS, True):
+        yield
 
 
 @torch.library.custom_op("retrofit::rows", mutates_args=(), schema="(Tensor table, Tensor i) -> Tensor")
