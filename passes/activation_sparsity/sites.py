@@ -21,6 +21,7 @@ from retrofit.sdk import (
     Site,
     collect_near_miss,
     selected_layers,
+    unfit,
 )
 from retrofit.sdk.anatomy import InnerLayers, WeightProduct, modules_around, operand_chain, weight_product
 from retrofit.sdk.modules import calls_multi_head
@@ -114,16 +115,16 @@ class ProductSites:
         products = self.products.get(name, [])
         paths = {self.flow.call_of(product.node).path for product in products}
         if not products:
-            raise unfit(name, "no product reads it unchanged", "computed")
+            raise unmaskable("no product reads it unchanged", "computed")
         if any(op(product.node) in CONVOLUTION for product in products):
-            raise unfit(name, "it is the kernel of a convolution", "convolution", in_any_form=True)
+            raise unmaskable("it is the kernel of a convolution", "convolution", in_any_form=True)
         if len(paths) > 1:
-            raise unfit(name, f"several modules multiply by it: {', '.join(sorted(paths))}", "no-owner")
+            raise unmaskable(f"several modules multiply by it: {', '.join(sorted(paths))}", "no-owner")
         (path,) = paths
         if is_masked(self.anatomy.model, path):
-            raise unfit(name, ALREADY, "rewritten", in_any_form=True)
+            raise unmaskable(ALREADY, "rewritten", in_any_form=True)
         if made := part_of_another_pass(self.anatomy.model, path):
-            raise unfit(name, f"another pass uses it in its module at {made}", "other-pass", in_any_form=True)
+            raise unmaskable(f"another pass uses it in its module at {made}", "other-pass", in_any_form=True)
         return path
 
     def site(self, path: str, names: list[str], wanted: dict[str, Wanted]) -> MaskedSite:
@@ -169,11 +170,11 @@ class ProductSites:
     def require_code(self, path: str, names: list[str]) -> None:
         """Raise `DoesNotFitError` if products in the code of the module at `path` cannot be masked while it runs."""
         if not path:
-            raise unfit(names[0], "the model's own code multiplies by it, and no module does", "no-owner")
+            raise unmaskable("the model's own code multiplies by it, and no module does", "no-owner")
         if not all(name.startswith(f"{path}.") for name in names):
-            raise unfit(path, f"its code multiplies by {names[0]}, which it does not hold", "no-owner")
+            raise unmaskable(f"its code multiplies by {names[0]}, which it does not hold", "no-owner")
         if calls_multi_head(self.anatomy.model.get_submodule(path)):
-            raise unfit(path, "one function of torch computes its products and its attention", "fused")
+            raise unmaskable("one function of torch computes its products and its attention", "fused")
 
 
 def is_chosen(where: str, branch: Branch, role: str) -> bool:
@@ -215,6 +216,6 @@ def kinds_of(kind: type[Any]) -> Iterator[type[Any]]:
         yield from kinds_of(child)
 
 
-def unfit(name: str, why: str, code: str, *, in_any_form: bool = False) -> DoesNotFitError:
+def unmaskable(why: str, code: str, *, in_any_form: bool = False) -> DoesNotFitError:
     remedy = "" if in_any_form else Remedy("rewrite its graph, in which every product is in a module: emit='graph'", "graph")
-    return DoesNotFitError(f"{name} cannot be masked", why=why, remedy=remedy, in_any_form=in_any_form, site=name, code=code)
+    return unfit(why, remedy, in_any_form=in_any_form, code=code)

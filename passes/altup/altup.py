@@ -43,6 +43,7 @@ from retrofit.sdk import (
     Stack,
     option,
     selected_depths,
+    unfit,
 )
 from retrofit.sdk.anatomy import reader_of
 from retrofit.sdk.data import left_out
@@ -442,12 +443,10 @@ def require_own_layers(stacks: list[Stack]) -> None:
 def other_width(entering: Sequence[int | torch.SymInt], width: int) -> DoesNotFitError:
     """Return the error for a layer whose input, of shape `entering`, does not have the stream's width."""
     if isinstance(entering[-1], int) and entering[-1] % width == 0:
-        return DoesNotFitError("the stream is wide", why=AltUp.already, remedy="apply altup once", code="rewritten")
-    return DoesNotFitError(
-        "the stream has another layout",
-        why=f"its input is {'×'.join(map(str, entering))}, not tokens of width {width}",
-        remedy="altup needs (batch, tokens, width) from the first layer of a stack to the last; "
-        "passes that rewrite single layers may fit",
+        return unfit(AltUp.already, "apply altup once", code="rewritten")
+    return unfit(
+        f"its input is {'×'.join(map(str, entering))}, not tokens of width {width}",
+        "altup needs (batch, tokens, width) from the first layer of a stack to the last; passes that rewrite single layers may fit",
         code="other-layout",
     )
 

@@ -9,7 +9,6 @@ Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Tra
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import fx
@@ -20,7 +19,6 @@ from retrofit.passes.lsh_attention.key_buckets import random_rotations
 from retrofit.sdk import (
     Anatomy,
     Branch,
-    DoesNotFitError,
     Edit,
     MethodReference,
     ModuleReference,
@@ -34,6 +32,7 @@ from retrofit.sdk import (
     collect_near_miss,
     option,
     selected_layers,
+    unfit,
 )
 from retrofit.sdk.anatomy import (
     Attention,
@@ -187,26 +186,24 @@ class SiteFinder:
         """Add the site of one attention. Raises `DoesNotFitError` if it cannot be rewritten."""
         core = self.core(branch)
         call = self.flow.call_of(core.result)
-        self.check_module(call, branch)
+        self.check_module(call)
         if (chooser := chooses_keys(core, self.flow)) is not None:
             where = f"{op(chooser)} in {self.flow.call_of(chooser).path or 'the model'}"
             why = f"its mask selects keys by content ({where}), and few of them would be in a query's bucket"
-            raise unfit(call.path, why, "layers= leaves depths out; such an attention is sparse already")
+            raise unfit(why, "layers= leaves depths out; such an attention is sparse already")
         query, key = shape(core.query) or (), shape(core.key) or ()
         source = shape(self.anatomy.node(branch.source)) or ()
-        name = branch.name or call.path
         if len(query) != 4 or len(key) != 4 or query[1] % key[1]:
-            raise unfit(name, f"its queries are {query} and its keys {key}, and not (batch, heads, length, width)")
+            raise unfit(f"its queries are {query} and its keys {key}, and not (batch, heads, length, width)")
         if query[2] != key[2] or query[2] not in source[:-1]:
-            why = f"its {query[2]} queries attend to {key[2]} keys, and the stream is {source}: not to every token once"
-            raise unfit(name, why)
+            raise unfit(f"its {query[2]} queries attend to {key[2]} keys, and the stream is {source}: not to every token once")
         times = sum(other.path == call.path for other in self.anatomy.program.calls)
         made_by = self.made_by(call.path) if self.projections is not None else ()
         causal = stack.causal or is_causal(core, self.anatomy.node(branch.source), self.flow)
         site = BucketedSite(call.path, query[1], query[3], causal, times, query[2], *made_by)
         known = self.sites.setdefault(call.path, site)
         if known.causal != site.causal:
-            raise unfit(name, "its mask hides later keys at one depth and shows them at another")
+            raise unfit("its mask hides later keys at one depth and shows them at another")
 
     def made_by(self, path: str) -> tuple[str, str]:
         """Return the modules of the queries and keys of an attention. Raises `DoesNotFitError` if one cannot compute both."""
@@ -214,27 +211,26 @@ class SiteFinder:
         modules = {letter: projection for site in found for projection in site.projections for letter in projection.letters}
         query, key = modules.get("q"), modules.get("k")
         if query is None or key is None or query.letters != ("q",) or key.letters != ("k",):
-            raise unfit(path, "no two modules compute its queries and its keys, and nothing else", SHARE_NONE)
+            raise unfit("no two modules compute its queries and its keys, and nothing else", SHARE_NONE)
         if query.width != key.width:
-            raise unfit(path, f"its queries have {query.width} columns and its keys {key.width}", SHARE_NONE)
+            raise unfit(f"its queries have {query.width} columns and its keys {key.width}", SHARE_NONE)
         return query.matrix.module, key.matrix.module
 
     def core(self, branch: Branch) -> Attention:
         """Return the only attention in a branch. Raises `DoesNotFitError` if there is another or it is not fused."""
-        name = branch.name or branch.output
         if branch.role == "cross-attention":
-            raise unfit(name, "it reads another stream, and the queries and keys of two streams have no common positions")
+            raise unfit("it reads another stream, and the queries and keys of two streams have no common positions")
         inside = set(self.flow.between(self.anatomy.node(branch.source), self.anatomy.node(branch.output)))
         cores = [core for core in self.cores if core.result in inside]
         for core in cores:
             self.check_above(self.flow.call_of(core.result).path)
         if len(cores) != 1:
-            raise unfit(name, f"the branch contains {len(cores)} attentions, not one")
+            raise unfit(f"the branch contains {len(cores)} attentions, not one")
         if op(cores[0].result) != FUSED:
             if capped := self.cap(cores[0]):
                 why = f"its scores are soft-capped before the softmax ({capped.name}, operation tanh), and {FUSED} has no cap"
-                raise unfit(name, why, CAPPED)
-            raise unfit(name, f"its scores are written out, without a call of {FUSED} to replace", WRITTEN_OUT)
+                raise unfit(why, CAPPED)
+            raise unfit(f"its scores are written out, without a call of {FUSED} to replace", WRITTEN_OUT)
         return cores[0]
 
     def cap(self, core: Attention) -> fx.Node | None:
@@ -242,27 +238,21 @@ class SiteFinder:
         inside = self.flow.between(core.query, core.softmax) if core.softmax is not None else []
         return next((node for node in inside if op(node) == "tanh"), None)
 
-    def check_module(self, call: Call, branch: Branch) -> None:
+    def check_module(self, call: Call) -> None:
         """Raise `DoesNotFitError` unless one module computes this attention and no other."""
         if not call.path:
-            raise unfit(branch.name or branch.output, "the model's own code computes it, and no module owns it", NO_MODULE)
+            raise unfit("the model's own code computes it, and no module owns it", NO_MODULE)
         module = self.anatomy.model.get_submodule(call.path)
         if calls_multi_head(module):
-            raise unfit(call.path, f"its code calls torch's {MULTI_HEAD}, whose inner calls cannot be replaced", NO_MODULE)
+            raise unfit(f"its code calls torch's {MULTI_HEAD}, whose inner calls cannot be replaced", NO_MODULE)
         inside = [core for core in self.cores if call.encloses(self.flow.call_of(core.result))]
         if len(inside) != 1:
-            raise unfit(call.path, f"its module computes {len(inside)} attentions")
+            raise unfit(f"its module computes {len(inside)} attentions")
 
     def check_above(self, path: str) -> None:
         """Raise `DoesNotFitError` if the module at `path` attends in buckets or is inside one that does."""
         if any(isinstance(outer, InterceptedAttention) for outer in modules_around(self.anatomy.model, path)):
-            raise unfit(path, LSHAttention.already, "start from the dense model to use other options")
-
-
-def unfit(name: str, why: str, remedy: str | Sequence[str] = "") -> DoesNotFitError:
-    return DoesNotFitError(
-        f"{name} cannot attend in buckets", by="lsh-attention", why=why, remedy=remedy, site=name, code="does-not-fit"
-    )
+            raise unfit(LSHAttention.already, "start from the dense model to use other options")
 
 
 __all__ = ["LSHAttention"]

@@ -26,6 +26,7 @@ from retrofit.sdk import (
     argument_place,
     find_argument,
     map_first,
+    unfit,
 )
 from retrofit.sdk.anatomy import Part, is_token_id
 from retrofit.sdk.data import watched
@@ -33,6 +34,7 @@ from retrofit.sdk.modules import ForwardWithAuxiliaryLosses, InjectingForward, c
 from retrofit.sdk.program import call_or_capture, shape
 
 TOKEN_IDS = "token_ids"  # the keyword
+NEEDS_NO_IDS = "lookup=softmax and lookup=lsh need no ids"
 
 
 def reads_token_ids(module: nn.Module) -> bool:
@@ -109,7 +111,7 @@ def find_token_id_source(anatomy: Anatomy, stack: Stack) -> TokenIdSource:
     tables = [part for part in anatomy.embeddings if flow.reaches(anatomy.node(part.node), entry)]
     table: Part | None = max(tables, key=lambda part: part.shape[0], default=None)
     if table is None:
-        raise no_ids(stack, "its stream is not made from token ids")
+        raise unfit("its stream is not made from token ids", NEEDS_NO_IDS, code="no-ids")
     index: Any = anatomy.node(table.node).args[1]
     origins = {node for node in flow.nodes if flow.reaches(node, index) and is_token_id(node, flow)}
     calls = {(call.path, call.index): call for call in anatomy.program.calls}
@@ -122,18 +124,7 @@ def find_token_id_source(anatomy: Anatomy, stack: Stack) -> TokenIdSource:
             if node in origins and key is not None and shape(node) == ids_shape:
                 place = argument_place(anatomy.model.get_submodule(call.path), key)
                 return TokenIdSource(call.path, place, table.parameter, table.shape[0])
-    raise no_ids(stack, f"no module around its layers takes ids of the stream's shape {ids_shape}")
-
-
-def no_ids(stack: Stack, why: str) -> DoesNotFitError:
-    return DoesNotFitError(
-        f"{stack.name or 'the stack'} has no token ids",
-        by="memory",
-        why=why,
-        remedy="lookup=softmax and lookup=lsh need no ids",
-        site=stack.name,
-        code="no-ids",
-    )
+    raise unfit(f"no module around its layers takes ids of the stream's shape {ids_shape}", NEEDS_NO_IDS, code="no-ids")
 
 
 def trace_forwarding(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from retrofit.passes.memory.memory_layer import (
     TokenIdInjector,
@@ -20,7 +20,6 @@ from retrofit.passes.memory.memory_layer import (
 )
 from retrofit.sdk import (
     Anatomy,
-    DoesNotFitError,
     Edit,
     Layer,
     NearMiss,
@@ -28,6 +27,7 @@ from retrofit.sdk import (
     Stack,
     WrappedModule,
     collect_near_miss,
+    unfit,
 )
 from retrofit.sdk.anatomy import (
     BEFORE_THE_OUTER,
@@ -49,7 +49,7 @@ class TablePlaces:
     """Finds the places for tables in one model."""
 
     def __init__(self, anatomy: Anatomy) -> None:
-        self.anatomy, self.model, self.modules = anatomy, anatomy.model, WrappedModules(anatomy, no_place, NO_FEED_FORWARD)
+        self.anatomy, self.model, self.modules = anatomy, anatomy.model, WrappedModules(anatomy, NO_FEED_FORWARD)
         self.within = InnerLayers(anatomy.flow)
 
     def of_layer(self, layer: Layer, stack: Stack, beside: str, near_misses: list[NearMiss]) -> list[WrappedModule]:
@@ -60,14 +60,14 @@ class TablePlaces:
         places: list[WrappedModule] = []
         with collect_near_miss(layer.name or layer.exit, near_misses):
             if beside == "layers" and self.is_on_two_streams(layer):
-                raise no_place(layer.name, ON_TWO_STREAMS, BEFORE_TWO_STREAMS, "other-pass")
+                raise unfit(ON_TWO_STREAMS, BEFORE_TWO_STREAMS, code="other-pass")
             around = self.modules.stream_module(layer, stack)
             if beside == "layers":
                 return [around]
             if self.within.inside(layer) is not layer:
-                raise no_place(layer.name, LAYER_WITHIN, BEFORE_THE_OUTER, "other-pass")
+                raise unfit(LAYER_WITHIN, BEFORE_THE_OUTER, code="other-pass")
             if not layer.ffns:
-                raise no_place(layer.name, "it has no FFN", NO_FEED_FORWARD, "no-ffn")
+                raise unfit("it has no FFN", NO_FEED_FORWARD, code="no-ffn")
             for branch in layer.ffns:
                 with collect_near_miss(branch.name or layer.name, near_misses):
                     places.append(self.modules.feed_forward(branch, stack.width))
@@ -83,10 +83,10 @@ class TablePlaces:
         call = self.calls.of_module(next(around, outer), layer)
         if call.tokens_first:
             why = "its stream is laid out (length, batch, width), and token ids are not"
-            raise no_place(layer.name, why, BY_ITSELF, "other-layout")
+            raise unfit(why, BY_ITSELF, code="other-layout")
         if call.causal and call.times > 1 and call.takes_more:
             why = f"{call.path} is called at several depths, and the cache keeps the ids of one call for each module"
-            raise no_place(layer.name, why, BY_ITSELF, "shared-layers")
+            raise unfit(why, BY_ITSELF, code="shared-layers")
         return call
 
     @functools.cached_property
@@ -96,10 +96,6 @@ class TablePlaces:
     def is_on_two_streams(self, layer: Layer) -> bool:
         """Return whether a module around the layer adds the layer's branches to a stream that the layer does not return."""
         return any(getattr(outer, "adds_branches", False) for outer in modules_around(self.model, layer.name))
-
-
-def no_place(name: str, why: str, remedy: str | Sequence[str], code: str = "does-not-fit") -> DoesNotFitError:
-    return DoesNotFitError(f"{name} cannot have a table", by="memory", why=why, remedy=remedy, site=name, code=code)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from retrofit.passes.merge_cross_attention.attention_calls import Borrowing
 from retrofit.passes.merge_cross_attention.merged_layer import AttentionCall, CrossArguments, MergedLayer
-from retrofit.sdk import Anatomy, Branch, DoesNotFitError, NearMiss, Remedy, Stack
+from retrofit.sdk import Anatomy, Branch, DoesNotFitError, NearMiss, Remedy, Stack, unfit
 from retrofit.sdk.anatomy import (
     REST,
     SOFTMAX,
@@ -89,17 +89,16 @@ class SiteFinder:
     def site(self, stack: Stack, depth: int) -> MergedSite:
         """Return the site of one layer. Raises `DoesNotFitError` if it cannot be one."""
         layer = stack.layers[depth]
-        name = layer.name or layer.exit
         roles = [attention.role for attention in layer.attentions]
         own_count, cross_count = roles.count("self-attention"), roles.count("cross-attention")
         if not cross_count:
-            raise unfit(name, "it has no cross-attention", "merge-cross-attention is for encoder-decoders")
+            raise unmergeable("it has no cross-attention", "merge-cross-attention is for encoder-decoders")
         if (own_count, cross_count) != (1, 1):
-            raise unfit(name, f"it has {own_count} self-attentions and {cross_count} cross-attentions, not one of each")
+            raise unmergeable(f"it has {own_count} self-attentions and {cross_count} cross-attentions, not one of each")
         if roles != ["self-attention", "cross-attention"]:
-            raise unfit(name, "its cross-attention comes before its self-attention")
+            raise unmergeable("its cross-attention comes before its self-attention")
         call = self.calls.innermost(layer)
-        self.check_above(call.path, name)
+        self.check_above(call.path)
         own, cross = (self.attention(branch, call) for branch in layer.attentions)
         self.check_shapes(own, cross)
         written_out = self.written_out(own, cross)
@@ -123,70 +122,68 @@ class SiteFinder:
 
     def attention(self, branch: Branch, layer: Call) -> FoundAttention:
         """Return the only attention in a branch, with its parts."""
-        name = branch.name or branch.output
         inner = set(self.flow.between(self.anatomy.node(branch.source), self.anatomy.node(branch.output)))
         cores = [core for core in self.cores if core.result in inner]
         if len(cores) != 1:
-            raise unfit(name, f"the branch contains {len(cores)} attentions, not one")
+            raise unmergeable(f"the branch contains {len(cores)} attentions, not one")
         (core,) = cores
         if op(core.result) != FUSED and (why := why_not_followed(core, self.flow)):
-            raise unfit(name, f"it calls no {FUSED}, and {why}", CALLS_FUSED)
+            raise unmergeable(f"it calls no {FUSED}, and {why}", CALLS_FUSED)
         call = self.flow.call_of(core.result)
         if not call.path or call is layer or not layer.encloses(call):
-            raise unfit(name, "the code of its layer computes it, and no module owns it", AS_GRAPH)
+            raise unmergeable("the code of its layer computes it, and no module owns it", AS_GRAPH)
         module = self.anatomy.model.get_submodule(call.path)
         if calls_multi_head(module):
-            raise unfit(call.path, f"its code calls torch's {MULTI_HEAD}, whose inner calls cannot be replaced", WRITES_OWN)
+            raise unmergeable(f"its code calls torch's {MULTI_HEAD}, whose inner calls cannot be replaced", WRITES_OWN)
         if sum(call.encloses(self.flow.call_of(other.result)) for other in self.cores) != 1:
-            raise unfit(call.path, "its module computes more than one attention")
+            raise unmergeable("its module computes more than one attention")
         site = next((attention for attention in self.attentions if attention.name == call.path), None)
         if site is None:
             miss = self.unfit.get(branch.name) or self.unfit.get(call.path)
             if miss is not None:
-                raise unfit(call.path, miss.why, miss.remedies or LEFT_OUT)
+                raise unmergeable(miss.why, miss.remedies or LEFT_OUT)
             remedy = "apply the pass that installed the module after this one; layers= leaves depths out"
-            raise unfit(call.path, "its projections are not in the module that attends", remedy)
+            raise unmergeable("its projections are not in the module that attends", remedy)
         if site.calls > 1:
-            raise unfit(call.path, f"it is called {site.calls} times, and the cache has a layer for each call")
+            raise unmergeable(f"it is called {site.calls} times, and the cache has a layer for each call")
         if site.why_separate and site.stream_in is None:
-            raise unfit(call.path, site.why_separate)
+            raise unmergeable(site.why_separate)
         if any(not projection.matrix.module.startswith(f"{call.path}.") for projection in site.projections):
-            raise unfit(call.path, "its projections are not in its own module")
+            raise unmergeable("its projections are not in its own module")
         return FoundAttention(site, core, call, branch)
 
-    def check_above(self, path: str, name: str) -> None:
+    def check_above(self, path: str) -> None:
         if any(isinstance(outer, MergedLayer) for outer in modules_around(self.anatomy.model, path)):
-            raise unfit(name, "its attentions are merged already", "start from the dense model to use other options")
+            raise unmergeable("its attentions are merged already", "start from the dense model to use other options")
 
     def check_shapes(self, own: FoundAttention, cross: FoundAttention) -> None:
         """Raise `DoesNotFitError` unless each attention could compute with the other's projections."""
         if cross.site.source_in is None or cross.site.stream_in is None or own.site.stream_in is None:
-            raise unfit(cross.path, "no single argument is the encoder's states, or the stream")
+            raise unmergeable("no single argument is the encoder's states, or the stream")
         for letter in "qkv":
             found = [[projection for projection in each.site.projections if letter in projection.letters] for each in (own, cross)]
             letters = [projections[0].letters if projections else () for projections in found]
             if letters[0] != letters[1] or REST in letters[0]:
                 names = [" and ".join(each) or "nothing" for each in letters]
-                why = f"one matrix computes {names[1]} in it, and {names[0]} in self-attention, whose weights it uses"
-                raise unfit(cross.path, why)
+                raise unmergeable(f"one matrix computes {names[1]} in it, and {names[0]} in self-attention, whose weights it uses")
             sizes = [f"{projections[0].stream_width} → {projections[0].width}" for projections in found]
             if sizes[0] != sizes[1]:
-                raise unfit(cross.path, f"its projection of {letter} is {sizes[1]}, and that of self-attention {sizes[0]}")
+                raise unmergeable(f"its projection of {letter} is {sizes[1]}, and that of self-attention {sizes[0]}")
         for operand, other in zip(operands(cross.core), operands(own.core), strict=True):
             first, second = shape(operand) or (), shape(other) or ()
             ranks = (4,) if own.core.softmax is None else (3, 4)  # in written-out code batch and heads may be one dimension
             if len(first) not in ranks or len(second) != len(first) or (first[-3], first[-1]) != (second[-3], second[-1]):
-                raise unfit(cross.path, f"its heads are {first}, and those of self-attention {second}")
+                raise unmergeable(f"its heads are {first}, and those of self-attention {second}")
 
     def written_out(self, own: FoundAttention, cross: FoundAttention) -> bool:
         """Return whether the scores are written out. Raises `DoesNotFitError` if those of one are, or if a bias is needed."""
         own_is, cross_is = (attention.core.softmax is not None for attention in (own, cross))
         if own_is != cross_is:
             why = f"either it or {own.path} calls {FUSED}, and the scores of the other are written out"
-            raise unfit(cross.path, why, CALLS_FUSED)
+            raise unmergeable(why, CALLS_FUSED)
         if own_is and self.positions == "first":
             why = "its scores are written out and include the bias towards the decoder's first token"
-            raise unfit(cross.path, why, f"positions=none needs no bias; {CALLS_FUSED}")
+            raise unmergeable(why, f"positions=none needs no bias; {CALLS_FUSED}")
         return own_is
 
     def borrowing(self, code: FoundAttention, lender: FoundAttention, one_query: bool) -> Borrowing:
@@ -210,7 +207,7 @@ class SiteFinder:
             if path and has_equal(others, path, part):
                 modules[path] = path
             elif code.site.cross:
-                raise unfit(code.path, f"its {path or 'own code'} has weights that the self-attention does not have")
+                raise unmergeable(f"its {path or 'own code'} has weights that the self-attention does not have")
         return Borrowing(modules, query, out_path)
 
     def arguments(self, layer: Call, cross: FoundAttention) -> CrossArguments:
@@ -218,14 +215,14 @@ class SiteFinder:
         masked = {(call.path, call.index): call for call in self.calls.masked.program.calls}
         outer, inner = (masked.get((called.path, called.index)) for called in (layer, cross.call))
         if outer is None or inner is None:
-            raise unfit(cross.path, "it is not called when the model receives a mask")
+            raise unmergeable("it is not called when the model receives a mask")
         found: dict[Key, Key] = {}
         for key, node in inner.inputs.items():
             if key in (None, cross.site.stream_in):
                 continue
             keys = [key for key, given in outer.inputs.items() if key is not None and given is node]
             if not keys:
-                raise unfit(cross.path, f"its argument {key} is not an argument of {layer.path}")
+                raise unmergeable(f"its argument {key} is not an argument of {layer.path}")
             found[key] = keys[0]
         return CrossArguments(found[cross.site.source_in], tuple(found.items()))
 
@@ -235,7 +232,7 @@ class SiteFinder:
         """Return the cross-attention's branch to remove. Raises `DoesNotFitError` if other code needs a part of it."""
         site, flow = cross.site, self.flow
         if site.out is None:
-            raise unfit(cross.path, f"its output matrix cannot be removed: {site.why_no_out}")
+            raise unmergeable(f"its output matrix cannot be removed: {site.why_no_out}")
         region = flow.between(self.anatomy.node(cross.branch.source), self.anatomy.node(cross.branch.output))
         branch = {*region, *(node for node in flow.nodes if cross.call.encloses(flow.call_of(node)))}
         elsewhere = flow.parameters_of([node for node in flow.nodes if node not in branch and node not in flow.program.parameters])
@@ -246,7 +243,7 @@ class SiteFinder:
             sizes = [[shape(node) for node in group] for call in calls for group in (call.inputs.values(), call.outputs.values())]
             within = path.startswith(f"{cross.path}.") or path == site.out.module
             if not within and (len(calls) != 1 or any(len(size) != 1 for size in sizes) or sizes[0] != sizes[1]):
-                raise unfit(cross.path, f"the weights of {path or 'the model'} become unused, and its module cannot be removed")
+                raise unmergeable(f"the weights of {path or 'the model'} become unused, and its module cannot be removed")
         returned = site.returns_out and site.out.module.startswith(f"{cross.path}.")
         return GoneBranch(tuple(emptied), tuple(dropped), returned, site.out.module, site.out_key, site.out_shape[1])
 
@@ -311,7 +308,5 @@ def has_equal(module: nn.Module, path: str, part: nn.Module) -> bool:
     return first == second
 
 
-def unfit(name: str, why: str, remedy: str | Sequence[str] = LEFT_OUT) -> DoesNotFitError:
-    return DoesNotFitError(
-        f"{name} cannot be merged", by="merge-cross-attention", why=why, remedy=remedy, site=name, code="does-not-fit"
-    )
+def unmergeable(why: str, remedy: str | Sequence[str] = LEFT_OUT) -> DoesNotFitError:
+    return unfit(why, remedy)

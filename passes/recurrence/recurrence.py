@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Sequence
 from typing import ClassVar
 
 from torch import nn
@@ -39,6 +38,7 @@ from retrofit.sdk import (
     collect_near_miss,
     option,
     selected_layers,
+    unfit,
 )
 from retrofit.sdk.anatomy import WITHOUT_GRADIENT, InnerLayers, LayerCall, LayerCalls, WrappedModules, modules_around
 from retrofit.sdk.modules import float_like
@@ -131,15 +131,14 @@ class Recurrence(Pass[RecurrencePlan]):
         inner = finder.within.inside(layer)
         with collect_near_miss(layer.name or layer.exit, near_misses):
             if not inner.ffns:
-                raise unfit(layer.name or layer.exit, "it has no feed-forward", NO_FEED_FORWARD)
+                raise unfit("it has no feed-forward", NO_FEED_FORWARD)
             if not finder.anatomy.is_trained(layer):
-                raise unfit(layer.name or layer.exit, WITHOUT_GRADIENT, "layers= leaves depths out")
+                raise unfit(WITHOUT_GRADIENT, "layers= leaves depths out")
             if inner is layer:
                 finder.modules.stream_module(layer, stack)  # raises if no module runs the layer
             call = finder.calls.of_layer(inner)
             if inner is not layer and call.mask is None and finder.takes_mask:
-                why = f"no argument of {call.path} shows which of its tokens are padding"
-                raise unfit(layer.name, why, "layers= leaves depths out")
+                raise unfit(f"no argument of {call.path} shows which of its tokens are padding", "layers= leaves depths out")
             for branch in inner.ffns:
                 with collect_near_miss(branch.name or layer.name, near_misses):
                     finder.add(branch, stack, call, self.bidirectional)
@@ -187,7 +186,7 @@ class SiteFinder:
 
     def __init__(self, anatomy: Anatomy) -> None:
         self.anatomy = anatomy
-        self.modules = WrappedModules(anatomy, unfit, NO_FEED_FORWARD)
+        self.modules = WrappedModules(anatomy, NO_FEED_FORWARD)
         self.calls, self.within = LayerCalls(anatomy), InnerLayers(anatomy.flow)
         self.takes_mask = any(name.endswith("attention_mask") for name in self.calls.masked.program.inputs.values())
         self.sites: dict[nn.Module, RecurrentSite] = {}  # by module: if several layers share it, it has one recurrence
@@ -197,29 +196,29 @@ class SiteFinder:
         """Add the site of one feed-forward. Raises `DoesNotFitError` if it cannot have a recurrence."""
         place = self.modules.feed_forward(branch, stack.width)
         module = self.anatomy.model.get_submodule(place.path)
-        name = self.name_in_layer(module, call, place)
+        name = self.name_in_layer(module, call)
         if any(isinstance(outer, RecurrentFeedForward) for outer in modules_around(self.anatomy.model, place.path)):
-            raise unfit(place.path, Recurrence.already, "for another rank, rewrite the dense model")
+            raise unfit(Recurrence.already, "for another rank, rewrite the dense model")
         size = self.size_read(place, call)
         if size[:-1] not in (call.size[:-1], (call.size[0] * call.size[1],)):
-            raise unfit(place.path, f"it reads {size} where its layer gets {call.size}: not every token once, in order")
+            raise unfit(f"it reads {size} where its layer gets {call.size}: not every token once, in order")
         causal = stack.causal or call.causal
         if causal and call.times > 1 and call.takes_more:
-            raise unfit(place.path, f"{call.path} is called at several depths, and the cache keeps one state for each module")
+            raise unfit(f"{call.path} is called at several depths, and the cache keeps one state for each module")
         both = bidirectional and not causal
         site = RecurrentSite(place, call, name, size[-1], len(size) == 2, causal, both)
         if (known := self.sites.setdefault(module, site)) is not site and known.bidirectional != both:
-            raise unfit(place.path, "a causal stack and a bidirectional one share it")
+            raise unfit("a causal stack and a bidirectional one share it")
         _, names = self.paths.setdefault(call.path, (call, []))
         if name not in names:
             names.append(name)
 
-    def name_in_layer(self, module: nn.Module, call: LayerCall, place: WrappedModule) -> str:
+    def name_in_layer(self, module: nn.Module, call: LayerCall) -> str:
         """Return the path of the feed-forward's module inside the layer's."""
         layer = self.anatomy.model.get_submodule(call.path)
         names = [name for name, part in layer.named_modules(remove_duplicate=False) if part is module and name]
         if not names:
-            raise unfit(place.path, f"it is not inside {call.path or 'a module'}, which runs its layer", NO_FEED_FORWARD)
+            raise unfit(f"it is not inside {call.path or 'a module'}, which runs its layer", NO_FEED_FORWARD)
         return names[0]
 
     def size_read(self, place: WrappedModule, call: LayerCall) -> tuple[int, ...]:
@@ -232,15 +231,9 @@ class SiteFinder:
         outer = next(other for other in self.anatomy.program.calls if other.path == call.path)
         inner = [other for other in self.anatomy.program.calls if other.path == path and outer.encloses(other)]
         if len(inner) > 1:
-            raise unfit(place.path, f"{call.path} calls it {len(inner)} times, each time with other tokens")
+            raise unfit(f"{call.path} calls it {len(inner)} times, each time with other tokens")
         read = inner[0].inputs.get(key) if inner else None
         return shape(read) or ()
-
-
-def unfit(name: str, why: str, remedy: str | Sequence[str] = "") -> DoesNotFitError:
-    return DoesNotFitError(
-        f"{name} cannot have a recurrence", by="recurrence", why=why, remedy=remedy, site=name, code="does-not-fit"
-    )
 
 
 __all__ = ["Recurrence"]

@@ -46,6 +46,7 @@ from retrofit.sdk import (
     collect_near_miss,
     option,
     selected_depths,
+    unfit,
 )
 from retrofit.sdk.anatomy import WITHOUT_GRADIENT, modules_around, reader_of
 from retrofit.sdk.program import CAST, LIKE, Call, Dataflow, is_float, op, shape
@@ -208,7 +209,7 @@ class StepFinder:
         key_in, key_out = layer.stream_places()
         self.require_reversible(layer)
         if not self.anatomy.is_trained(layer):
-            raise unfit(layer.name, WITHOUT_GRADIENT)
+            raise irreversible(WITHOUT_GRADIENT)
         self.sites.setdefault(layer.name, ReversibleSite(layer.name, key_in, key_out))
 
     def swaps(self, layer: Layer, stack: Stack) -> SwapSite:
@@ -216,9 +217,9 @@ class StepFinder:
         key_in, key_out = layer.stream_places()
         call = self.require_reversible(layer)
         if sum(called.path == layer.name for called in self.flow.program.calls) > 1:
-            raise unfit(layer.name, "several depths share it, and the last of them must end two streams", OTHER_SCHEME)
+            raise irreversible("several depths share it, and the last of them must end two streams", OTHER_SCHEME)
         branches = branches_of(layer, self.anatomy)
-        parts = parts_of(call, branches, layer, self.anatomy)
+        parts = parts_of(call, branches, self.anatomy)
         sums = tuple(map(len, branches.sums))
         return SwapSite(layer.name, stack.name, key_in, key_out, stack.width, sums, parts)
 
@@ -250,23 +251,23 @@ class StepFinder:
         call = self.call_of(layer)
         around = modules_around(self.anatomy.model, layer.name)
         if any(isinstance(outer, (ReversibleLayer, TwoStreamLayer)) for outer in around):
-            raise unfit(layer.name, Reversible.already, "start from the dense model to use other options")
+            raise irreversible(Reversible.already, "start from the dense model to use other options")
         before, after = (shape(self.anatomy.node(end)) for end in (layer.entry, layer.exit))
         if before != after:
-            raise unfit(layer.name, f"its stream enters as {before} and leaves as {after}")
-        self.require_closed(call, layer)
-        self.require_stateless(call, layer)
+            raise irreversible(f"its stream enters as {before} and leaves as {after}")
+        self.require_closed(call)
+        self.require_stateless(call)
         return call
 
-    def require_stateless(self, call: Call, layer: Layer) -> None:
+    def require_stateless(self, call: Call) -> None:
         """Raise `DoesNotFitError` if the layer stores values of its tokens in a module: its second run would read them."""
         for inner in self.flow.program.calls:
             names = [name for name, node in inner.kept.items() if node in self.flow.depends]
             if names and call.encloses(inner):
                 kept = f"{names[0]} of {inner.path}"
-                raise unfit(layer.name, f"its code stores {kept} between calls, and its second run would read it")
+                raise irreversible(f"its code stores {kept} between calls, and its second run would read it")
 
-    def require_closed(self, call: Call, layer: Layer) -> None:
+    def require_closed(self, call: Call) -> None:
         """Raise `DoesNotFitError` if a float enters or leaves the layer other than by its arguments and output.
 
         The gradient of such a value is lost when the layer is recomputed.
@@ -281,17 +282,17 @@ class StepFinder:
             for operand in node.all_input_nodes:
                 if node in inside and operand in program.parameters:
                     if self.anatomy.model.get_parameter(program.parameters[operand]) not in own:
-                        raise unfit(layer.name, f"it reads the weight {program.parameters[operand]}, which is not its own")
+                        raise irreversible(f"it reads the weight {program.parameters[operand]}, which is not its own")
                 elif node in inside and operand not in inside and operand not in arguments:
                     if self.has_gradient(operand) and not self.is_made_of(operand, own):
-                        raise unfit(layer.name, f"it reads {self.described(operand)}, which is not one of its arguments")
+                        raise irreversible(f"it reads {self.described(operand)}, which is not one of its arguments")
                 elif node not in inside and operand in inside and operand not in returned and self.has_gradient(operand):
                     around = [other.path for other in flow.call_of(node).chain if not other.encloses(call)]
                     if not any(self.is_made_of(operand, self.parameters(path)) for path in around):
-                        raise unfit(layer.name, f"{self.described(node)} reads a value inside it that it does not return")
+                        raise irreversible(f"{self.described(node)} reads a value inside it that it does not return")
         for name, node in program.outputs.items():
             if node in inside and node not in returned and self.has_gradient(node):
-                raise unfit(layer.name, f"the model's output {name} is a value inside it that it does not return")
+                raise irreversible(f"the model's output {name} is a value inside it that it does not return")
 
     def has_gradient(self, node: fx.Node) -> bool:
         """Return whether the value is a float that depends on a parameter."""
@@ -312,9 +313,8 @@ class StepFinder:
         return f"{node.name} of {path}" if path else node.name
 
 
-def unfit(name: str, why: str, remedy: str = "layers= leaves depths out") -> DoesNotFitError:
-    what = f"{name} cannot be a reversible step"
-    return DoesNotFitError(what, by="reversible", why=why, remedy=remedy, site=name, code="does-not-fit")
+def irreversible(why: str, remedy: str = "layers= leaves depths out") -> DoesNotFitError:
+    return unfit(why, remedy)
 
 
 # ── Layers of two streams ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -355,15 +355,15 @@ def branches_of(layer: Layer, anatomy: Anatomy) -> LayerBranches:
     stream = anatomy.node(layer.entry)
     streams, sums = [stream], list[tuple[fx.Node, ...]]()
     for name in dict.fromkeys(branch.add for branch in layer.branches):
-        sums.append(sums_to(stream, anatomy.node(name), layer, flow))
+        sums.append(sums_to(stream, anatomy.node(name), flow))
         stream = anatomy.node(name)
         streams.append(stream)
     if anatomy.node(layer.exit) not in same_as(stream, flow):
-        raise no_swap(layer, "the stream is changed after its last branch was added", POST_NORM)
+        raise irreversible("the stream is changed after its last branch was added", POST_NORM)
     return LayerBranches(tuple(streams), tuple(sums))
 
 
-def sums_to(stream: fx.Node, end: fx.Node, layer: Layer, flow: Dataflow) -> tuple[fx.Node, ...]:
+def sums_to(stream: fx.Node, end: fx.Node, flow: Dataflow) -> tuple[fx.Node, ...]:
     """Return the sums from a stream to `end`, which ends the next branch. Raises `DoesNotFitError` if a sum does not add to it."""
     found: list[fx.Node] = []
     node = stream
@@ -374,7 +374,7 @@ def sums_to(stream: fx.Node, end: fx.Node, layer: Layer, flow: Dataflow) -> tupl
         users = [reader for reader in readers if op(reader) == "add" and is_sum_of(same, reader)]
         if len(users) != 1 or not flow.reaches(users[0], end) or (node is not stream and len(readers) != 1):
             why = "a branch is not added to the stream that it reads: this is normalized, scaled or added to on its way"
-            raise no_swap(layer, why, POST_NORM)
+            raise irreversible(why, POST_NORM)
         node = users[0]
         found.append(node)
     return tuple(found)
@@ -411,7 +411,7 @@ def is_sum_of(same: Collection[fx.Node], node: fx.Node) -> bool:
     return plain and all(is_float(part) and shape(part) == shape(node) for part in terms)
 
 
-def parts_of(call: Call, branches: LayerBranches, layer: Layer, anatomy: Anatomy) -> tuple[str, ...]:
+def parts_of(call: Call, branches: LayerBranches, anatomy: Anatomy) -> tuple[str, ...]:
     """Return the paths in the layer of the outermost modules in whose code no branch is added to the stream.
 
     Raises `DoesNotFitError` if a branch reads a value that another computes.
@@ -420,14 +420,14 @@ def parts_of(call: Call, branches: LayerBranches, layer: Layer, anatomy: Anatomy
     adding = {inner for sums in branches.sums for node in sums for inner in flow.call_of(node).chain}
     calls = [inner for inner in flow.program.calls if inner is not call and call.encloses(inner) and inner not in adding]
     outermost = [inner for inner in calls if inner.parent is call or inner.parent in adding]
-    require_separate(call, set(outermost), branches, layer, flow)
+    require_separate(call, set(outermost), branches, flow)
     excluded = {inner.path for inner in adding}
     prefix = f"{call.path}."
     paths = [inner.path for inner in outermost if inner.path.startswith(prefix) and inner.path not in excluded]
     return tuple(dict.fromkeys(path.removeprefix(prefix) for path in paths))
 
 
-def require_separate(call: Call, parts: set[Call], branches: LayerBranches, layer: Layer, flow: Dataflow) -> None:
+def require_separate(call: Call, parts: set[Call], branches: LayerBranches, flow: Dataflow) -> None:
     """Raise `DoesNotFitError` if a branch reads a value that another branch computes, or the stream before an earlier branch.
 
     The run for each branch computes the values outside all parts, unless they depend on a stream or on the output of a part.
@@ -449,11 +449,6 @@ def require_separate(call: Call, parts: set[Call], branches: LayerBranches, laye
         for part in node.all_input_nodes:
             if part in streams:
                 if streams[part] != branch and node not in summed and node not in streams:
-                    raise no_swap(layer, f"{node.name} reads the stream before an earlier branch")
+                    raise irreversible(f"{node.name} reads the stream before an earlier branch")
             elif part in own and bisect.bisect_left(ends, flow.position[part]) != branch and flow.ancestors[part] & skipped:
-                raise no_swap(layer, f"{node.name} reads {part.name}, which another branch computes")
-
-
-def no_swap(layer: Layer, why: str, remedy: str = "layers= leaves depths out") -> DoesNotFitError:
-    what = f"reversible: {layer.name or layer.exit} cannot run on two streams"
-    return DoesNotFitError(what, why=why, remedy=remedy, site=layer.name, code="does-not-fit")
+                raise irreversible(f"{node.name} reads {part.name}, which another branch computes")

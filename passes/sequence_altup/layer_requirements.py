@@ -25,15 +25,9 @@ from torch import Tensor, fx, nn
 from retrofit.passes.sequence_altup.arguments import ArgumentPath, MaskArgument, Shapes, TokenDims, argument_path, infer_token_dims
 from retrofit.passes.sequence_altup.captured_arguments import ArgumentCaptures, CapturedArguments
 from retrofit.passes.sequence_altup.strided_layers import StridedLayer
-from retrofit.sdk import DoesNotFitError, Layer, Stack
+from retrofit.sdk import Layer, Stack, unfit
 from retrofit.sdk.anatomy import modules_around
 from retrofit.sdk.program import CAST, SCAN, Call, Dataflow, Key, op, shape
-
-
-def unfit(why: str, remedy: str = "") -> DoesNotFitError:
-    """Return the refusal of one layer."""
-    return DoesNotFitError("the layer cannot be strided", why=why, remedy=remedy, code="does-not-fit")
-
 
 # ── Requirements by the anatomy ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.sdk import Anatomy, Branch, DoesNotFitError, Edit, Layer, NearMiss, Stack, collect_near_miss
+from retrofit.sdk import Anatomy, Branch, Edit, Layer, NearMiss, Stack, collect_near_miss, unfit
 from retrofit.sdk.anatomy import FeedForward, Matrix, Port, weight_and_bias
 from retrofit.sdk.data import evaluation_mode
 
@@ -61,7 +61,7 @@ def group_feed_forwards(sites: Sequence[FeedForward], count: int, model: nn.Modu
         fitting: list[FeedForward] = []
         for site, form in zip(members, forms, strict=True):
             with collect_near_miss(site.name, near_misses):
-                check_same_form(site, form, common)
+                check_same_form(form, common)
                 fitting.append(site)
         groups.append(Group(tuple(fitting)))
     return groups
@@ -115,13 +115,12 @@ def form_of(site: FeedForward, model: nn.Module, functions: list[HiddenFunction]
     )
 
 
-def check_same_form(site: FeedForward, form: Form, common: Form) -> None:
+def check_same_form(form: Form, common: Form) -> None:
     """Raise `DoesNotFitError` with the first difference between a feed-forward's form and its group's common one."""
     for field in dataclasses.fields(Form):
         value = getattr(form, field.name)
         if value != getattr(common, field.name):
-            why = f"its {field.metadata['words']} {value}, unlike most of its group"
-            raise DoesNotFitError(f"the feed-forward {site.name} cannot share a mixture", why=why, code="does-not-fit")
+            raise unfit(f"its {field.metadata['words']} {value}, unlike most of its group")
 
 
 def function_of(site: FeedForward, functions: list[HiddenFunction]) -> tuple[str, ...]:
@@ -211,16 +210,12 @@ def plan_sharing(group: Group, stack: Stack, anatomy: Anatomy, near_misses: list
 def pair_parameters(first: Layer, source: Branch | None, layer: Layer, branch: Branch | None, anatomy: Anatomy) -> dict[str, str]:
     """Return, for the parameters of `branch`, those of `source` that replace them. Raises `DoesNotFitError` if the two differ."""
     if source is None or branch is None or source.role != branch.role:
-        raise differ(layer, f"{first.name}, whose attentions it would share, has other attentions")
+        raise unfit(f"{first.name}, whose attentions it would share, has other attentions")
     common = parameter_names(source, anatomy) & parameter_names(branch, anatomy)
     new, old = own_shapes(source, first, common, anatomy), own_shapes(branch, layer, common, anatomy)
     if new != old:
-        raise differ(layer, f"its matrices differ in name or size from those of {first.name}, which it would share")
+        raise unfit(f"its matrices differ in name or size from those of {first.name}, which it would share")
     return {f"{layer.name}.{name}": f"{first.name}.{name}" for name in old}
-
-
-def differ(layer: Layer, why: str) -> DoesNotFitError:
-    return DoesNotFitError(f"the attention of {layer.name} cannot be shared", why=why, code="does-not-fit")
 
 
 def parameter_names(branch: Branch, anatomy: Anatomy) -> set[str]:

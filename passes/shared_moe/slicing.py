@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from retrofit.passes.shared_moe.grouping import DOWN, Group
 from retrofit.passes.shared_moe.mixture_fit import CHUNK, hidden_units, record_inputs
 from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices
-from retrofit.sdk import DoesNotFitError, Edit, Rearranged
+from retrofit.sdk import Edit, Rearranged, unfit
 from retrofit.sdk.anatomy import FeedForward, Port, weight_and_bias, weight_out_first
 from retrofit.sdk.data import counted, sample_calibration
 
@@ -113,13 +113,11 @@ def bias_layout(layout: Rearranged) -> Rearranged:
 
 def require_slices(site: FeedForward, count: int, model: nn.Module) -> None:
     """Raise `DoesNotFitError` if a feed-forward, or one of its matrices, does not divide into `count` slices."""
-    what = f"the feed-forward {site.name} does not divide into {count} slices"
     if site.units % count:
         near = [divisor for divisor in range(2, min(site.units, 4 * count) + 1) if site.units % divisor == 0]
         remedy = f"use slices={min(near, key=lambda divisor: abs(divisor - count))}" if near else "leave it out with layers="
         why = f"its d_ff = {site.units} is not a multiple of {count}"
-        code = "does-not-divide"
-        raise DoesNotFitError(what, by="shared-moe", why=why, remedy=remedy, in_any_form=True, option="slices", code=code)
+        raise unfit(why, remedy, in_any_form=True, code="does-not-divide")
     rows = [(port.matrix, port.start + port.step * unit) for port in site.ports for unit in range(site.units)]
     if len({weight_and_bias(matrix, model)[1] is None for matrix in site.into}) > 1:
         why = "some of its matrices have a bias and some have none"
@@ -129,8 +127,7 @@ def require_slices(site: FeedForward, count: int, model: nn.Module) -> None:
         why = "two of its units share a column of a matrix, or a matrix has none of their columns"
     else:
         return
-    remedy = "leave it out with layers=, or drop slices"
-    raise DoesNotFitError(what, by="shared-moe", why=why, remedy=remedy, option="slices", code="does-not-fit")
+    raise unfit(why, "leave it out with layers=, or drop slices")
 
 
 # ── Units that fire together ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -24,7 +24,6 @@ from retrofit.passes.sparse_ffn.sparse_feed_forward import ActiveUnits, SparseFe
 from retrofit.passes.sparse_ffn.unit_choice import gate_activation
 from retrofit.sdk import (
     Anatomy,
-    DoesNotFitError,
     Edit,
     MethodReference,
     ModuleReference,
@@ -37,6 +36,7 @@ from retrofit.sdk import (
     collect_near_miss,
     option,
     selected_depths,
+    unfit,
 )
 from retrofit.sdk.anatomy import FeedForward, feed_forwards, weight_and_bias
 from retrofit.sdk.data import (
@@ -188,22 +188,20 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     def check(self, site: FeedForward, model: nn.Module, remedy: str) -> None:
         """Raise `DoesNotFitError` if a feed-forward cannot be made sparse; `remedy` is the fix if N does not divide its d_ff."""
-        what = f"the feed-forward {site.name} cannot be made sparse"
         if site.units % self.sparsity:
             why = f"its d_ff = {site.units} is not a multiple of N = {self.sparsity}; {self.divisors([site])} would do"
-            raise DoesNotFitError(what, why=why, remedy=remedy, in_any_form=True, code="does-not-fit")
+            raise unfit(why, remedy, in_any_form=True)
         if self.predicts and self.rank_for(site.width) > site.width:
             why = f"the controller's rank {self.rank} exceeds its width d = {site.width}"
-            raise DoesNotFitError(what, why=why, remedy=f"use a rank up to {site.width}", in_any_form=True, code="does-not-fit")
+            raise unfit(why, f"use a rank up to {site.width}", in_any_form=True)
         if self.controller == "gate" and not self.exact:
             gate_activation(site)
         for parameter in (value for matrix in (*site.into, site.out) for value in weight_and_bias(matrix, model)):
             names = [name for name, other in model.named_parameters(remove_duplicate=False) if other is parameter]
             if len(names) > 1:
-                why = f"its parameter {names[0]} is also {names[1]}, whose hidden units would have to be permuted too"
-                raise DoesNotFitError(what, why=why, code="does-not-fit")
+                raise unfit(f"its parameter {names[0]} is also {names[1]}, whose hidden units would have to be permuted too")
             if parameter is not None and not parameter.is_floating_point():
-                raise DoesNotFitError(what, why=f"its weights are stored as {parameter.dtype}", code="does-not-fit")
+                raise unfit(f"its weights are stored as {parameter.dtype}")
 
     def divisors(self, sites: Sequence[FeedForward]) -> str:
         """Return the common divisors of the sites' d_ff that are nearest to N, as text of the option."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from retrofit.passes.sparse_ffn.indexed_rows import added_parts, reads_tiles, tiled_sums
-from retrofit.sdk import DoesNotFitError
+from retrofit.sdk import unfit
 from retrofit.sdk.anatomy import FeedForward
 from retrofit.sdk.program import CAST, DROPOUT, op
 
@@ -240,28 +240,23 @@ def gate_activation(site: FeedForward) -> tuple[int, fx.GraphModule]:
     Dropout is left out. Raises `DoesNotFitError` if h does not have this form, or act has parameters of its own.
     """
     if not site.gated:
-        raise misfit(site, "it has no gate")
+        raise unfit("it has no gate", REMEDY)
     *ports, output = (node for node in site.hidden.graph.nodes if node.op in ("placeholder", "output"))
     product = behind_casts(output.args[0], site.hidden)
     factors = [factor for factor in product.args if isinstance(factor, fx.Node)] if op(product) == "mul" else []
     if len(ports) != 2 or len(factors) != 2:
-        raise misfit(site, "its hidden units are not a product of its gate and another matrix's result")
+        raise unfit("its hidden units are not a product of its gate and another matrix's result", REMEDY)
     read = [ports_read(factor, ports) for factor in factors]
     linear = [behind_casts(factor, site.hidden) in ports for factor in factors]
     if set(map(len, read)) != {1} or read[0] == read[1] or not any(linear):
-        raise misfit(site, "both factors of its hidden units are more than a matrix's result")
+        raise unfit("both factors of its hidden units are more than a matrix's result", REMEDY)
     named = [site.into[site.ports[port].matrix].role == "gate" for (port,) in read]
     gate = linear.index(False) if False in linear else named.index(True) if True in named else 0
     (port,) = read[gate]
     activation = extract(factors[gate], ports[port], site.hidden)
     if next(activation.parameters(), None) is not None:
-        raise misfit(site, "the activation of its gate has weights of its own")
+        raise unfit("the activation of its gate has weights of its own", REMEDY)
     return port, activation
-
-
-def misfit(site: FeedForward, why: str) -> DoesNotFitError:
-    what = f"controller=gate cannot select the hidden units of the feed-forward {site.name}"
-    return DoesNotFitError(what, why=why, remedy=REMEDY, code="does-not-fit")
 
 
 def behind_casts(node: fx.Node, hidden: fx.GraphModule) -> fx.Node:

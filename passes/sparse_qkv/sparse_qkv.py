@@ -34,7 +34,6 @@ from retrofit.passes.sparse_qkv.sparse_attention import (
 from retrofit.passes.sparse_qkv.sparse_projections import AttentionPlan, Moments, SparseProjections, separate_streams
 from retrofit.sdk import (
     Anatomy,
-    DoesNotFitError,
     Edit,
     MethodReference,
     ModuleReference,
@@ -46,6 +45,7 @@ from retrofit.sdk import (
     collect_near_miss,
     option,
     selected_layers,
+    unfit,
 )
 from retrofit.sdk.anatomy import REST, AttentionSite, SiteProjection, find_attention_sites
 from retrofit.sdk.data import split_calibration
@@ -161,7 +161,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         def shape_of(width: int, projections: Iterable[SiteProjection], stride: int) -> ModularShape:
             letters = [letter for projection in projections for letter in projection.letters]
             own_strides = {letter: strides[letter] // stride for letter in letters}
-            return self.shape(site, self.variant, width, modules // stride, columns // modules, own_strides)
+            return self.shape(self.variant, width, modules // stride, columns // modules, own_strides)
 
         shared = None if site.why_separate else shape_of(site.width, site.stream_projections, 1)
         separate: dict[str, ModularShape] = {}
@@ -176,8 +176,7 @@ class SparseQKV(Pass[SparseQKVPlan]):
         """Raise `DoesNotFitError` if a projection reads only zeros, as in the first layer of some decoders."""
         for projection in site.projections:
             if is_all_zeros(anatomy.node(projection.stream)):
-                why = f"{projection.matrix.module} reads only zeros there, so its weight has no gradient"
-                raise self.unfit(site, why)
+                raise unfit(f"{projection.matrix.module} reads only zeros there, so its weight has no gradient")
 
     def check_lookback(self, site: AttentionSite) -> None:
         """Raise `DoesNotFitError` if a causal attention would read earlier tokens without a history in the cache."""
@@ -185,21 +184,21 @@ class SparseQKV(Pass[SparseQKVPlan]):
             return
         if site.calls > 1 and "conv" in self.variant + self.output:
             why = "its module is called at several depths, and the cache keeps one history for each module"
-            raise self.unfit(site, why, "kernel=1 reads no earlier token")
+            raise unfit(why, "kernel=1 reads no earlier token")
         if site.why_separate and "conv" in self.variant:
             why = f"{site.why_separate}, so its projections compute their own columns and receive no cache"
-            raise self.unfit(site, why, "kernel=1 and variant=mult read no earlier token")
+            raise unfit(why, "kernel=1 and variant=mult read no earlier token")
 
     def stride(self, site: AttentionSite, letter: str, count: int, columns: int, modules: int) -> int:
         """Return the number of query modules for each module of a letter with `count` columns."""
         if columns % modules:
             why = f"its {columns} columns are not a multiple of modules={modules}"
-            raise self.unfit(site, why, self.divisions(site, columns), in_any_form=True)
+            raise unfit(why, self.divisions(site, columns), in_any_form=True)
         if columns % count or modules % (columns // count):
             size = columns // modules
             read = "that are not read by attention" if letter == REST else f"of {letter}"
             why = f"no stride over {modules} modules of {size} columns gives the {count} columns {read}"
-            raise self.unfit(site, why, self.divisions(site, columns), in_any_form=True)
+            raise unfit(why, self.divisions(site, columns), in_any_form=True)
         return columns // count
 
     def divisions(self, site: AttentionSite, columns: int) -> str:
@@ -214,11 +213,9 @@ class SparseQKV(Pass[SparseQKVPlan]):
         nearest = sorted(allowed, key=lambda modules: abs(math.log(modules / wanted)))[:3]
         return f"use modules={' or '.join(map(str, sorted(nearest)))}" if nearest else ""
 
-    def shape(
-        self, site: AttentionSite, variant: str, width: int, modules: int, size: int, strides: dict[str, int]
-    ) -> ModularShape:
+    def shape(self, variant: str, width: int, modules: int, size: int, strides: dict[str, int]) -> ModularShape:
         if variant == "conv" and width % modules:
-            raise self.unfit(site, f"the width {width} is not a multiple of modules={modules}", in_any_form=True)
+            raise unfit(f"the width {width} is not a multiple of modules={modules}", in_any_form=True)
         return ModularShape(variant, width, modules, size, strides, self.kernel)
 
     def output_shape(self, site: AttentionSite, modules: int) -> ModularShape | None:
@@ -227,33 +224,22 @@ class SparseQKV(Pass[SparseQKVPlan]):
         if kind == "keep":
             return None
         if site.out is None:
-            raise self.unfit(site, f"its output layer cannot be replaced: {site.why_no_out}", "output=keep leaves it as it is")
+            raise unfit(f"its output layer cannot be replaced: {site.why_no_out}", "output=keep leaves it as it is")
         columns, width = site.out_shape
         if kind == "none":
             if columns != width:
                 why = f"without the output layer, {columns} columns would be added to a stream of {width}"
-                raise self.unfit(site, why, "output=keep leaves it as it is")
+                raise unfit(why, "output=keep leaves it as it is")
             return None
         if "conv" in kind and self.kernel > 1 and not site.returns_out:
-            raise self.unfit(site, f"{site.name} does not return the result of its output layer, so it can have no history")
+            raise unfit(f"{site.name} does not return the result of its output layer, so it can have no history")
         if "conv" in kind and self.kernel > 1 and site.stream_in is None:
-            raise self.unfit(site, f"no argument of {site.name} is its input stream, so it can have no history")
+            raise unfit(f"no argument of {site.name} is its input stream, so it can have no history")
         if columns % modules or width % modules:
-            raise self.unfit(
-                site, f"modules={modules} does not divide both sizes of its output layer, {columns} and {width}", in_any_form=True
+            raise unfit(
+                f"modules={modules} does not divide both sizes of its output layer, {columns} and {width}", in_any_form=True
             )
-        return self.shape(site, kind, columns, modules, width // modules, {"out": 1})
-
-    def unfit(self, site: AttentionSite, why: str, remedy: str = "", in_any_form: bool = False) -> DoesNotFitError:
-        return DoesNotFitError(
-            f"{site.name} cannot be rewritten",
-            by=self.name,
-            why=why,
-            remedy=remedy,
-            in_any_form=in_any_form,
-            site=site.name,
-            code="does-not-fit",
-        )
+        return self.shape(kind, columns, modules, width // modules, {"out": 1})
 
     # The fit, and its report.
 

@@ -17,7 +17,18 @@ from torch import fx, nn
 from retrofit.anatomy.branches import BEFORE_TWO_STREAMS, ON_TWO_STREAMS, InnerLayers, is_on_two_streams, owner_of, region_of
 from retrofit.anatomy.feed_forward_parsing import hidden_feed_forwards, parse_feed_forward
 from retrofit.anatomy.feed_forwards import FeedForward, GatheredFeedForward, install_feed_forward
-from retrofit.anatomy.parts import NO_OWNER, Branch, Findings, Layer, NearMiss, Role, Stack, collect_near_miss, first_of_each
+from retrofit.anatomy.parts import (
+    NO_OWNER,
+    Branch,
+    Findings,
+    Layer,
+    NearMiss,
+    Role,
+    Stack,
+    collect_near_miss,
+    first_of_each,
+    unfit,
+)
 from retrofit.anatomy.weights import nearest_products, weight_product, width_of
 from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.program.aten_ops import is_float, is_heavy, shape
@@ -214,8 +225,6 @@ class BranchOwners:
         return DoesNotFitError(f"no module owns the branch {branch.name or branch.output}", why=why, code="no-owner")
 
 
-Refusal = Callable[[str, str, str | Sequence[str]], DoesNotFitError]  # of the name of a place, why, the fix
-
 NO_MODULE = "layers must be modules that take the stream and return it"
 
 
@@ -262,13 +271,13 @@ class WrappedModule:
 
 
 class WrappedModules:
-    """Finder of such modules in one model; `refuse` makes the error for a place without one.
+    """Finder of such modules in one model.
 
-    `no_feed_forward` is the fix for a feed-forward that is no module.
+    `no_feed_forward` is the fix for a feed-forward that is no module, `code` that of the refusal of a place without one.
     """
 
-    def __init__(self, anatomy: Findings, refuse: Refusal, no_feed_forward: str | Sequence[str]) -> None:
-        self.anatomy, self.flow, self.refuse, self.no_feed_forward = anatomy, anatomy.flow, refuse, no_feed_forward
+    def __init__(self, anatomy: Findings, no_feed_forward: str | Sequence[str], code: str = "does-not-fit") -> None:
+        self.anatomy, self.flow, self.no_feed_forward, self.code = anatomy, anatomy.flow, no_feed_forward, code
         self.owners = BranchOwners(anatomy)
         self.calls = {(call.path, call.index): call for call in anatomy.program.calls}
 
@@ -279,7 +288,7 @@ class WrappedModules:
         """
         if not layer.name:
             why = "no module owns the layer: its residual additions are in the model's own code"
-            raise self.refuse(layer.exit, why, NO_MODULE)
+            raise unfit(why, NO_MODULE, code=self.code)
         outer = self.calls[layer.name, layer.call]
         if all(width_of(self.anatomy.node(end)) == stack.width for end in (layer.entry, layer.exit)):
             return WrappedModule(layer.name, *layer.stream_places())
@@ -295,7 +304,7 @@ class WrappedModules:
             ]
             if enters and leaves and enters[0] is not None:
                 return WrappedModule(call.path, enters[0], leaves[0])
-        raise self.refuse(layer.name, f"no module in it takes and returns the stream of width {stack.width}", NO_MODULE)
+        raise unfit(f"no module in it takes and returns the stream of width {stack.width}", NO_MODULE, code=self.code)
 
     def on_one_stream(self, node: fx.Node, other: fx.Node) -> bool:
         return node in self.flow.carried_chain(other) or other in self.flow.carried_chain(node)
@@ -311,7 +320,7 @@ class WrappedModules:
             return self.gathered(branch)
         if width_of(owner.x) != width or width_of(owner.y) != width:
             why = f"its module does not take and return tensors of width {width}"
-            raise self.refuse(branch.name or branch.output, why, self.no_feed_forward)
+            raise unfit(why, self.no_feed_forward, code=self.code)
         return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out)
 
     def gathered(self, branch: Branch) -> WrappedModule:
@@ -319,7 +328,7 @@ class WrappedModules:
         try:
             site = parse_feed_forward(branch, self.anatomy.model, self.flow)
         except DoesNotFitError as error:
-            raise self.refuse(branch.name or branch.output, error.why or error.what, self.no_feed_forward) from error
+            raise unfit(error.why or error.what, self.no_feed_forward, code=self.code) from error
         stream_in = site.stream_in if site.stream_in is not None else 0
         return WrappedModule(site.path, stream_in, None, gathered=site if site.bypassed else None)
 
@@ -340,13 +349,14 @@ class WrappedModules:
         except DoesNotFitError:
             last = self.owners.last_module(branch)
             remedy = f"what changes its result alone can wrap {last}" if last else self.no_feed_forward
-            raise self.refuse(branch.name or branch.output, why.why, remedy) from why
+            raise unfit(why.why, remedy, code=self.code) from why
         return WrappedModule(owner.call.path, owner.stream_in, owner.stream_out, last=owner.last, branches=owner.branches)
 
 
 Use = tuple[tuple[int, int], WrappedModule]  # stack and depth, the module that owns what is computed there
 
 MIXTURE = "it is a mixture of experts"
+NOT_PARSED = "not-parsed"  # code of the refusals
 
 
 def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = None) -> tuple[list[WrappedModule], list[NearMiss]]:
@@ -354,7 +364,7 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
     if unknown := [kind for kind in kinds if kind not in KINDS] or [""] * (not kinds):
         why = f"the kinds are {', '.join(KINDS)}"
         raise SpecError(f"unknown kind of site {unknown[0]!r}", why=why, remedy="name one of these, or several", code="choice")
-    modules, chosen = WrappedModules(anatomy, no_site, NO_OWNER), None if layers is None else set(layers)
+    modules, chosen = WrappedModules(anatomy, NO_OWNER, NOT_PARSED), None if layers is None else set(layers)
     uses: dict[str, list[Use]] = {}
     near_misses: list[NearMiss] = []
     within = InnerLayers(anatomy.flow)
@@ -368,7 +378,7 @@ def find_sites(anatomy: Findings, *kinds: str, layers: Iterable[int] | None = No
                     if part not in owned:
                         place = modules.stream_module(layer, stack) if part is None else modules.branch(part)
                         if not owned.isdisjoint(place.branches):
-                            raise no_site(place.path, "what it computes is in part another site", "")
+                            raise unfit("what it computes is in part another site", code=NOT_PARSED)
                         owned.update(place.branches)
                         uses.setdefault(place.path, []).append(((number, depth), place))
     sites = []
@@ -410,16 +420,12 @@ def require_each_call(found: list[Use], chosen: set[int] | None, modules: Wrappe
     calls = modules.owners.calls.get(place.path, [])
     if len(calls) != len(found):
         why = f"of {len(calls)} calls of the module {len(calls) - len(found)} are not parts of that kind"
-        raise no_site(place.path, why, NO_OWNER)
+        raise unfit(why, NO_OWNER, code=NOT_PARSED)
     if left := sorted({depth for (_, depth), _ in found if chosen is not None and depth not in chosen}):
         why = f"the module also runs at {', '.join(map(str, left))}, which is not among the chosen depths"
-        raise no_site(place.path, why, "choose all depths that share it, or none")
+        raise unfit(why, "choose all depths that share it, or none", code=NOT_PARSED)
     if any(other != place or other.bypassed != place.bypassed for _, other in found):
-        raise no_site(place.path, "its calls take or return what it computes in different places", NO_OWNER)
-
-
-def no_site(name: str, why: str, remedy: str | Sequence[str]) -> DoesNotFitError:
-    return DoesNotFitError(f"{name or 'the model'} is not a site", why=why, remedy=remedy, site=name, code="not-parsed")
+        raise unfit("its calls take or return what it computes in different places", NO_OWNER, code=NOT_PARSED)
 
 
 KINDS = ("layer", "attention", *get_args(Role))

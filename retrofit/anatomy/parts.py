@@ -218,3 +218,8 @@ def collect_near_miss(name: str, near_misses: list[NearMiss]) -> Iterator[None]:
         yield
     except DoesNotFitError as error:
         near_misses.append(NearMiss(name, error.why or error.what, error.remedies, error.in_any_form, error.code))
+
+
+def unfit(why: str, remedy: str | Sequence[str] = "", *, in_any_form: bool = False, code: str = "does-not-fit") -> DoesNotFitError:
+    """Return the refusal of one place, to be raised within `collect_near_miss`, which names the place."""
+    return DoesNotFitError("a place cannot be rewritten", why=why, remedy=remedy, in_any_form=in_any_form, code=code)

@@ -31,6 +31,7 @@ from retrofit.anatomy.module_sites import WrappedModule as WrappedModule
 from retrofit.anatomy.parts import Site as Site
 from retrofit.anatomy.parts import NearMiss as NearMiss
 from retrofit.anatomy.parts import collect_near_miss as collect_near_miss
+from retrofit.anatomy.parts import unfit as unfit
 
 # Refusals.
 from retrofit.errors import RetrofitError as RetrofitError
