@@ -32,8 +32,8 @@ from retrofit.sdk import (
     Site,
     SiteCall,
     Wrapper,
+    argument_at,
     argument_place,
-    find_argument,
     map_first,
 )
 from retrofit.sdk.program import shape
@@ -65,8 +65,7 @@ class SummedEmbedding(Wrapper):
         self.place = argument_place(layer, 0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        container, key = find_argument(self.place, list(args), dict(kwargs))
-        ids = container[key]
+        ids = argument_at(self.place, args, kwargs)
         return map_first(self.layer(*args, **kwargs), lambda y: y + self.look_up(ids).to(y.dtype))
 
     def look_up(self, ids: Tensor) -> Tensor:

@@ -211,8 +211,8 @@ MUTANTS = [
     ),
     blocks(
         "the blocks come out of a lifted norm in inverse order",
-        "lambda _: torch.cat(blocks, -1)",
-        "lambda _: torch.cat(blocks[::-1], -1)",
+        "torch.cat([item_at(output, 0) for output in outputs], -1)",
+        "torch.cat([item_at(output, 0) for output in reversed(outputs)], -1)",
         trials=HOP,
     ),
     blocks(

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from retrofit.passes.altup.stream_kernel import runs_kernel, update_stream
-from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, map_first, with_item
+from retrofit.sdk import DoesNotFitError, Wrapper, argument_place, find_argument, item_at, map_first, with_item
 from retrofit.sdk.modules import float_like, is_exporting
 
 
@@ -130,8 +130,7 @@ class Blockwise(Wrapper):
         for block in container[key].chunk(self.k, -1):
             container[key] = block
             outputs.append(self.layer(*arguments, **keywords))
-        blocks = [output if isinstance(output, Tensor) else output[0] for output in outputs]
-        return map_first(outputs[0], lambda _: torch.cat(blocks, -1))
+        return with_item(outputs[0], 0, torch.cat([item_at(output, 0) for output in outputs], -1))
 
 
 class Replicated(Wrapper):
@@ -353,11 +352,10 @@ class AltUpLayer(Wrapper):
             container, key = find_argument(place, arguments, keywords)
             container[key] = None if container[key] is None else self.block(container[key], i)
         output = self.layer(*arguments, **keywords)
-        out = None if isinstance(output, Tensor) else self.stream_out
-        stream = self.update(x, block, output if out is None else output[out])
+        stream = self.update(x, block, item_at(output, self.stream_out))
         if self.combine is None and not torch.compiler.is_compiling():
             setattr(stream, HOME, ALL if self.next_active is None or self.rotate else self.next_active)
-        return with_item(output, out, stream)
+        return with_item(output, self.stream_out, stream)
 
     def enter(self, run: StackRun, x: Tensor) -> None:
         """Record the call. Raises `DoesNotFitError` if another block of x than this layer's holds the dense stream."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from retrofit.passes.altup.plan import REPEATED
-from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
+from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall, argument_at, item_at
 
 # ── Modules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -136,17 +136,13 @@ def chains(observed: Observed) -> Iterator[list[ObservedSite]]:
 
 def stream_in(site: ObservedSite) -> Tensor:
     module: Any = site.module
-    (position, keyword), call = module.stream_in, site.calls[0]
-    value: Tensor = call.kwargs[keyword] if keyword in call.kwargs else call.args[position]
+    value: Tensor = argument_at(module.stream_in, site.calls[0].args, site.calls[0].kwargs)
     return value
 
 
 def stream_out(site: ObservedSite) -> Tensor:
     module: Any = site.module
-    returned, key = site.calls[0].output, module.stream_out
-    if isinstance(returned, Tensor):
-        return returned
-    value: Tensor = list(returned.values())[key] if isinstance(key, int) and hasattr(returned, "values") else returned[key]
+    value: Tensor = item_at(site.calls[0].output, module.stream_out)
     return value
 
 

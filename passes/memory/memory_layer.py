@@ -23,14 +23,21 @@ from retrofit.sdk import (
     Edit,
     Stack,
     Wrapper,
+    argument_at,
     argument_place,
-    find_argument,
     map_first,
     unfit,
 )
 from retrofit.sdk.anatomy import Part, is_token_id
 from retrofit.sdk.data import watched
-from retrofit.sdk.modules import ForwardWithAuxiliaryLosses, InjectingForward, call_with_keywords, child_modules, own_forward
+from retrofit.sdk.modules import (
+    ForwardWithAuxiliaryLosses,
+    InjectingForward,
+    call_with_keywords,
+    child_modules,
+    own_forward,
+    tensor_argument,
+)
 from retrofit.sdk.program import call_or_capture, shape
 
 TOKEN_IDS = "token_ids"  # the keyword
@@ -77,13 +84,10 @@ class TokenIdReader:
         self.place = place
 
     def __call__(self, args: Any, kwargs: dict[str, Any]) -> dict[str, Tensor]:
-        position, keyword = self.place
-        ids = kwargs.get(keyword) if keyword is not None else None
-        if ids is None and position is not None and position < len(args):
-            ids = args[position]
+        ids = tensor_argument(self.place, args, kwargs)
         if ids is None:
             raise DoesNotFitError(
-                f"the model was called without {keyword or 'token ids'}",
+                f"the model was called without {self.place[1] or 'token ids'}",
                 why="its layers look up their memory by token id",
                 remedy="pass ids instead of inputs_embeds, or rewrite with memory(lookup=softmax)",
                 code="no-ids",
@@ -216,15 +220,14 @@ class MemoryLayer(Wrapper):
         self.stream_in, self.stream_out = argument_place(layer, stream_in), stream_out
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        arguments, keywords = list(args), dict(kwargs)
+        keywords = dict(kwargs)
         ids = keywords.get(TOKEN_IDS)
         if not self.forwards_ids:
             keywords.pop(TOKEN_IDS, None)
-        container, key = find_argument(self.stream_in, arguments, keywords)
-        x = container[key]
-        ids = self.looked_up(ids, x, arguments, keywords)
-        return map_first(self.layer(*arguments, **keywords), lambda y: y + self.memory(x, ids).to(y.dtype), self.stream_out)
+        x = argument_at(self.stream_in, args, keywords)
+        ids = self.looked_up(ids, x, args, keywords)
+        return map_first(self.layer(*args, **keywords), lambda y: y + self.memory(x, ids).to(y.dtype), self.stream_out)
 
-    def looked_up(self, ids: Tensor | None, x: Tensor, arguments: list[Any], keywords: dict[str, Any]) -> Tensor | None:
+    def looked_up(self, ids: Tensor | None, x: Tensor, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor | None:
         """Return the ids that the memory is looked up by, from the ids and the other arguments of the layer's call."""
         return ids

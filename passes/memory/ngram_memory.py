@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -232,7 +232,7 @@ class NgramLayer(MemoryLayer):
         self.true_hides = call.mask is not None and call.mask.true_hides
         self.positions = None if call.positions is None else argument_place(layer, call.positions)
 
-    def looked_up(self, ids: Tensor | None, x: Tensor, arguments: list[Any], keywords: dict[str, Any]) -> Tensor:
+    def looked_up(self, ids: Tensor | None, x: Tensor, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Tensor:
         """Return each token's id and those before it: (batch, T, max n)."""
         ids = self.memory.canonical_ids(require_ids(ids, x))
         mask, positions = (tensor_argument(place, arguments, keywords) for place in (self.mask, self.positions))

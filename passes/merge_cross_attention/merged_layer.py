@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from retrofit.passes.merge_cross_attention.attention_calls import Borrowing, borrowed_operands, copy_with
 from retrofit.passes.merge_cross_attention.joint_attention import AttentionToOthers, JointAttention, JointSoftmax
-from retrofit.sdk import ArgumentPlace, RetrofitError, Wrapper, argument_place, find_argument, with_item
+from retrofit.sdk import ArgumentPlace, RetrofitError, Wrapper, argument_at, argument_place, with_item
 from retrofit.sdk.modules import cache_among, call_with_keywords, child_modules, tensor_argument
 from retrofit.sdk.program import Key
 
@@ -95,10 +95,9 @@ class MergedLayer(Wrapper):
         self.others = tuple((key, argument_place(layer, own)) for key, own in arguments.others)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = list(args)
         merged = {
-            "source": tensor_argument(self.source, given, kwargs),
-            "arguments": tuple((key, value_at(place, given, kwargs)) for key, place in self.others),
+            "source": tensor_argument(self.source, args, kwargs),
+            "arguments": tuple((key, value_at(place, args, kwargs)) for key, place in self.others),
             "cache": cache_among(args, kwargs),
         }
         return call_with_keywords(child_modules(self)["layer"], self.paths, {KEYWORD: merged}, args, kwargs)
@@ -125,10 +124,10 @@ class MergedSelfAttention(Wrapper):
             return layer(*args, **kwargs)
         other = None
         if self.attention.share:
-            container, key = find_argument(self.stream_in, list(args), kwargs)
+            x = argument_at(self.stream_in, args, kwargs)
             with_cache = given["cache"] is not None and cache_among(args, kwargs) is not None
             with own_cache(given["cache"] if with_cache else None, self.cache_layers) as cache:
-                positional, keywords = self.cross_call(container[key], given, cache, cache_keyword(kwargs))
+                positional, keywords = self.cross_call(x, given, cache, cache_keyword(kwargs))
                 other, given["returned"] = borrowed_operands(
                     self.cross_code(), layer, self.borrowing, self.attention.recorded, positional, keywords
                 )
@@ -161,11 +160,10 @@ class MergedCrossAttention(Wrapper):
         given, layer = required(merged), child_modules(self)["layer"]
         other = None
         if self.attention.share:
-            container, key = find_argument(self.stream_in, list(args), kwargs)
+            x = argument_at(self.stream_in, args, kwargs)
             first: Any = self.__dict__["own"]
             arguments, keywords = list(given["self"][0]), dict(given["self"][1])
-            place, name = find_argument(first.stream_in, arguments, keywords)
-            before, x = place[name], container[key]  # some modules receive the stream as queries, keys and values
+            before = argument_at(first.stream_in, arguments, keywords)  # some modules get the stream as queries, keys and values
             arguments = [x if value is before else value for value in arguments]
             keywords = {word: x if value is before else value for word, value in keywords.items()}
             with cache_replaced(arguments, keywords, self.cache_layers):
@@ -198,8 +196,7 @@ class NoCrossAttention(nn.Module):
         given = required(merged)
         if not self.returned:  # zeros already, and `Nothing` projects them
             return given["returned"]
-        container, key = find_argument(self.stream_in, list(args), kwargs)
-        x: Tensor = container[key]
+        x: Tensor = argument_at(self.stream_in, args, kwargs)
         return with_item(given["returned"], self.out_key, x.new_zeros(*x.shape[:-1], self.width))
 
 
@@ -232,7 +229,7 @@ def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None
     return result
 
 
-def value_at(place: ArgumentPlace, args: list[Any], kwargs: Mapping[str, Any]) -> Any:
+def value_at(place: ArgumentPlace, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return the argument at a place; None if it was omitted."""
     position, keyword = place
     if keyword is not None and keyword in kwargs:

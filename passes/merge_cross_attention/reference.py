@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrofit.sdk import Observed, Problems, SiteCall, find_argument
+from retrofit.sdk import Observed, Problems, SiteCall, argument_at
 from retrofit.sdk.data import float_tensors, watched
 
 ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -125,8 +125,7 @@ def streams_of(observed: Observed) -> Iterator[dict[str, list[tuple[tuple[Tensor
     open_streams: dict[str, tuple[Tensor, Tensor]] = {}
 
     def enter(path: str, module: Any, args: Any, kwargs: Any) -> None:
-        container, key = find_argument(module.stream_in, list(args), kwargs)
-        open_streams[path] = container[key], kwargs["merged"]["source"]
+        open_streams[path] = argument_at(module.stream_in, args, kwargs), kwargs["merged"]["source"]
 
     def keep(path: str, module: Any, args: Any, kwargs: Any) -> None:
         own = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
@@ -144,9 +143,8 @@ def added_by_gone(observed: Observed) -> Iterator[dict[str, list[Tensor]]]:
     found: dict[str, list[Tensor]] = {}
 
     def keep(path: str, module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        container, key = find_argument(module.stream_in, list(args), kwargs)
-        streams = [part for part in float_tensors(output) if part.shape[:-1] == container[key].shape[:-1]]
-        found.setdefault(path, []).extend(streams)
+        size = argument_at(module.stream_in, args, kwargs).shape[:-1]
+        found.setdefault(path, []).extend(part for part in float_tensors(output) if part.shape[:-1] == size)
 
     sites = observed.sites if observed.options.attentions == 1 else ()
     around = {site.path: observed.model.get_submodule(site.path.rpartition(".")[0]) for site in sites}

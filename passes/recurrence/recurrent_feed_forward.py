@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence
-from retrofit.sdk import RetrofitError, Wrapper, argument_place, find_argument, map_first
+from retrofit.sdk import RetrofitError, Wrapper, argument_at, argument_place, map_first
 from retrofit.sdk.anatomy import LayerCall
 from retrofit.sdk.modules import (
     CacheWithHistories,
@@ -68,10 +68,8 @@ class RecurrentFeedForward(Wrapper):
         self.stream_in, self.stream_out = argument_place(layer, stream_in), stream_out
 
     def forward(self, *args: Any, recurrence: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        arguments, keywords = list(args), dict(kwargs)
-        container, key = find_argument(self.stream_in, arguments, keywords)
-        x, call = container[key], recurrence or {}
-        output = self.layer(*arguments, **keywords)
+        x, call = argument_at(self.stream_in, args, kwargs), recurrence or {}
+        output = self.layer(*args, **kwargs)
         added = self.added(x, call.get("real"), call.get("cache"), call.get("sizes"), str(call.get("layer", "")))
         return map_first(output, lambda y: y + added.to(y.dtype), self.stream_out)
 
@@ -119,14 +117,13 @@ class RecurrentLayer(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         layer = child_modules(self)["layer"]
-        container, key = find_argument(self.stream_in, list(args), kwargs)
-        x = container[key]
+        x = argument_at(self.stream_in, args, kwargs)
         checkpointed = bool(self.training and getattr(layer, "gradient_checkpointing", False))
         cache: Any = None if checkpointed else cache_among(args, kwargs)
         if self.training and torch.compiler.is_dynamo_compiling() and not isinstance(cache, (CacheWithHistories, type(None))):
             cache.lacks_states = True
             cache = None
-        mask = tensor_argument(self.mask, list(args), kwargs)
+        mask = tensor_argument(self.mask, args, kwargs)
         given = {
             "real": self.unpadded(x.transpose(0, 1) if self.tokens_first else x, mask, cache),
             "cache": cache,

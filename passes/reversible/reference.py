@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
-from retrofit.sdk import Deviation, Observed, Problems, SiteCall, find_argument, with_item
+from retrofit.sdk import Deviation, Observed, Problems, SiteCall, find_argument, item_at, with_item
 from retrofit.sdk.data import float_tensors
 
 
@@ -130,7 +130,7 @@ def swaps_kept(observed: Observed) -> Iterator[None]:
             streams = (newer + older) / 2 if swaps.closes else torch.cat([newer, older], -1)
             returned = streams.to(x.dtype)
             last[:] = [] if swaps.closes else [(returned, newer, older)]
-            return with_item(output, None if isinstance(output, Tensor) else swaps.stream_out, returned)
+            return with_item(output, swaps.stream_out, returned)
 
         return forward
 
@@ -242,14 +242,13 @@ def everything_kept(observed: Observed) -> Iterator[None]:
                 gamma = (2.0 * rows - 1) * 0.5**observed.options.bits
             container[key] = current.to(x.dtype)
             output = module.layer(*arguments, **keywords)
-            out = None if isinstance(output, Tensor) else module.stream_out
-            returned = output if out is None else output[out]
+            returned = item_at(output, module.stream_out)
             y = rounded(returned.double(), torch.round)
             if goes_on:
                 size, sign = gamma.abs(), gamma.sign()
                 y = y + sign * (rounded(size * (y - 2 * current), torch.floor) + rounded(size * last[-1][2], torch.floor))
             last[:] = [(y.to(returned.dtype), y, current)]
-            return with_item(output, out, last[-1][0])
+            return with_item(output, module.stream_out, last[-1][0])
 
         return forward
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import Cache
 
-from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument
+from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument, item_at
 from retrofit.sdk.modules import auxiliary_losses
 
 CHECKPOINTING = "gradient_checkpointing"  # transformers' switch, an attribute of each module that checkpoints
@@ -35,7 +35,7 @@ class Returned:
 
     def __init__(self, output: Any, key: int | str | None, known: dict[int, Any], losses: list[Tensor]) -> None:
         """`known` maps, by identity, the call's arguments that may be in the output to their values outside the call."""
-        stream = output if isinstance(output, Tensor) else item(output, key)
+        stream = item_at(output, key)
         leaves, self.structure = flattened(output)
         self.tensors: list[Tensor] = [stream]
         self.leaves: list[Any] = []
@@ -56,10 +56,6 @@ class Returned:
         """Return the output with `tensors` instead of its own."""
         leaves = [tensors[leaf.number] if isinstance(leaf, Placeholder) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.structure)
-
-
-def item(output: Any, key: int | str | None) -> Any:
-    return list(output.values())[key] if isinstance(key, int) and hasattr(output, "values") else output[key]
 
 
 def flattened(value: Any) -> tuple[list[Any], Any]:

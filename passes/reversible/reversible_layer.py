@@ -40,7 +40,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from retrofit.passes.reversible.repeated_call import RepeatedCall, Returned
-from retrofit.sdk import ArgumentPlace, RetrofitError, Wrapper, argument_place, find_argument
+from retrofit.sdk import ArgumentPlace, RetrofitError, Wrapper, argument_at, argument_place
 from retrofit.sdk.data import accepts, quiet, watched, without_weights
 from retrofit.sdk.modules import child_modules, is_exporting, record_auxiliary_loss
 
@@ -383,8 +383,8 @@ def reversible_call(
 
     Without a gradient it is an ordinary call.
     """
-    container, key = find_argument(stream_in, list(args), kwargs)
-    x, parameters = container[key], [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    x = argument_at(stream_in, args, kwargs)
+    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     call = RepeatedCall(layer, stream_in, stream_out, args, kwargs)
     if not (x.requires_grad or call.given or parameters):
         return layer(*args, **kwargs)

@@ -33,7 +33,7 @@ from retrofit.passes.reversible.reversible_layer import (
     to_float,
     used_up,
 )
-from retrofit.sdk import ArgumentPlace, DoesNotFitError, Wrapper, argument_place, find_argument, with_item
+from retrofit.sdk import ArgumentPlace, DoesNotFitError, Wrapper, argument_at, argument_place, find_argument, with_item
 from retrofit.sdk.modules import child_modules, is_exporting, tensor_argument
 
 
@@ -214,8 +214,8 @@ def two_stream_call(layer: nn.Module, swaps: Swaps, args: Any, kwargs: dict[str,
 
     Returns `NotImplemented` without a gradient.
     """
-    container, key = find_argument(swaps.stream_in, list(args), kwargs)
-    x, parameters = container[key], [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    x = argument_at(swaps.stream_in, args, kwargs)
+    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     call = BranchCall(layer, swaps.stream_in, swaps.stream_out, args, kwargs, swaps.sums, swaps.parts)
     if not (x.requires_grad or call.given or parameters):
         return NotImplemented
@@ -298,8 +298,8 @@ class TwoStreamLayer(Wrapper):
         branches = Branches(swaps.sums, streams.newer, streams.add, streams.clamped)
         with without_checkpoints(layer) if self.training else contextlib.nullcontext():
             output = call_intercepted(lambda: layer(*arguments, **keywords), branches)
-        out = None if isinstance(output, Tensor) else swaps.stream_out
-        return with_item(output, out, streams.mean() if swaps.closes else torch.cat([streams.newer, streams.older], -1))
+        stream = streams.mean() if swaps.closes else torch.cat([streams.newer, streams.older], -1)
+        return with_item(output, swaps.stream_out, stream)
 
     def extra_repr(self) -> str:
         return f"{len(self.swaps.sums)} swaps"
@@ -317,7 +317,7 @@ class StreamsEnd:
 
     def require(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise `DoesNotFitError` if `module` is called with both streams, because the last layer was skipped."""
-        x = tensor_argument(self.place, list(args), kwargs)
+        x = tensor_argument(self.place, args, kwargs)
         if x is not None and x.shape[-1] == 2 * self.width:
             raise DoesNotFitError(
                 f"the last layer on two streams was skipped: {self.last}",

@@ -51,7 +51,7 @@ from retrofit.passes.sequence_altup.arguments import (
 )
 from retrofit.passes.sequence_altup.fixed_anchors import FixedAnchorLayer, has_fixed_size
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
-from retrofit.sdk import DoesNotFitError, Wrapper, with_item
+from retrofit.sdk import DoesNotFitError, Wrapper, item_at, with_item
 from retrofit.sdk.modules import batch_first, cache_among, float_like
 
 OutputKey = int | str | None  # of an item in a layer's output; None: the output itself
@@ -105,7 +105,7 @@ class StridedLayer(Wrapper):
         output = self.layer(*strided_args, **strided_kwargs)
         corrections = self.correction(x, self.turn(self.stream_of(output)))
         y = self.update(call.x, corrections, anchors, None)
-        return with_item(call.restore_arguments(output, self.returned), self.output_key(output), self.turn(y))
+        return with_item(call.restore_arguments(output, self.returned), self.stream_out, self.turn(y))
 
     def anchors(self, call: LayerCall) -> Anchors:
         """Return the anchors of a whole sequence."""
@@ -147,22 +147,20 @@ class StridedLayer(Wrapper):
         anchors = stored.anchors(x.shape[1], real, x.shape[0])
         earlier, corrections = stored.earlier, None
         if anchors.count:
-            output, corrections, key = self.run(call, cache, stored, anchors, offset)
+            output, corrections = self.run(call, cache, stored, anchors, offset)
             if stored.template is None:
-                stored.template = self.output_template(output, key)
+                stored.template = output_template(output)
         else:
-            output, key = self.rebuild_output(stored.template, call, cache)
+            output = self.rebuild_output(stored.template, call, cache)
         nothing = x.new_zeros(x.shape[0], 0, x.shape[2])
         y = self.update(x, nothing if corrections is None else corrections, anchors, earlier)
         y = stored.settled(y, lambda: self.update(x, nothing, NoAnchors(), earlier))
         stored.advance(anchors, real, x.shape[1], corrections)
         store_anchor_layer(cache, stored)
-        return with_item(output, key, self.turn(y))
+        return with_item(output, self.stream_out, self.turn(y))
 
-    def run(
-        self, call: LayerCall, cache: Cache, stored: AnchorLayer, anchors: Anchors, offset: int
-    ) -> tuple[Any, Tensor, OutputKey]:
-        """Return the layer's output for the anchors, their corrections, and the stream's key in the output."""
+    def run(self, call: LayerCall, cache: Cache, stored: AnchorLayer, anchors: Anchors, offset: int) -> tuple[Any, Tensor]:
+        """Return the layer's output for the anchors, and their corrections."""
         x = self.layer_input(call.x, anchors)
         stored.make_room(anchors, call.key_extents)
         args, kwargs = call.strided(self.turn(x), anchors, functools.partial(stored.key_indices, anchors, offset))
@@ -181,7 +179,7 @@ class StridedLayer(Wrapper):
         if stored.recurrent is None:
             stored.recurrent = changed_states(before, cache)
         corrections = self.correction(x, self.turn(self.stream_of(output)))
-        return call.restore_arguments(output, self.returned), corrections, self.output_key(output)
+        return call.restore_arguments(output, self.returned), corrections
 
     def advancing_rows(self, anchors: Anchors, stored: AnchorLayer) -> Tensor | None:
         """Return the rows (batch) with an anchor, whose recurrent states may advance; None without such states."""
@@ -216,37 +214,24 @@ class StridedLayer(Wrapper):
         """Return the stream with the batch first, from the layer's own layout, and back."""
         return batch_first(stream, self.tokens_first)
 
-    def output_key(self, output: Any) -> OutputKey:
-        """Return the stream's key in the layer's output."""
-        return None if isinstance(output, Tensor) else self.stream_out
-
     def stream_of(self, output: Any) -> Tensor:
         """Return the stream in the layer's output, in the layer's own layout."""
-        key = self.output_key(output)
-        stream: Tensor = output if key is None else output[key]
+        stream: Tensor = item_at(output, self.stream_out)
         return stream
 
-    def output_template(self, output: Any, key: OutputKey) -> Any:
-        """Return the input of `rebuild_output`: the output's type, its items that are the cache, the stream's key."""
-        if key is None:
-            return None
-        items = output.items() if isinstance(output, Mapping) else enumerate(output)
-        kinds = {name: "cache" if isinstance(value, Cache) else None for name, value in items}
-        return type(output), kinds, key
-
-    def rebuild_output(self, template: Any, call: LayerCall, cache: Cache) -> tuple[Any, OutputKey]:
+    def rebuild_output(self, template: Any, call: LayerCall, cache: Cache) -> Any:
         """Return an output like the layer's last one: with the arguments that it returns, and None for computed values."""
         if template is None:
-            return None, None
-        kind, kinds, key = template
+            return call.x
+        kind, kinds = template
         items = {name: cache if value == "cache" else None for name, value in kinds.items()}
         for name, path in self.returned.items():
             if name in items:
                 items[name] = call.argument(path)
         if issubclass(kind, Mapping):
-            return kind(**items), key
+            return kind(**items)
         values = list(items.values())
-        return (kind(*values) if hasattr(kind, "_fields") else kind(values)), key
+        return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
     # Methods of subclasses.
 
@@ -267,6 +252,14 @@ class StridedLayer(Wrapper):
 
     def extra_repr(self) -> str:
         return f"k={self.k}"
+
+
+def output_template(output: Any) -> Any:
+    """Return the input of `rebuild_output`: the output's type and its items that are the cache; None for a tensor."""
+    if isinstance(output, Tensor):
+        return None
+    items = output.items() if isinstance(output, Mapping) else enumerate(output)
+    return type(output), {name: "cache" if isinstance(value, Cache) else None for name, value in items}
 
 
 class SequenceAltUpLayer(StridedLayer):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall
+from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall, argument_at
 from retrofit.sdk.data import Enough
 
 Dense = tuple[Tensor, Tensor | None]  # W_out and b_out of the dense model
@@ -342,8 +342,7 @@ def random_rows(block: Any) -> Tensor:
 def real_rows(site: ObservedSite) -> Tensor:
     """Return the inputs of a block in the model's forward, (rows, d)."""
     block: Any = site.module
-    (position, keyword), call = block.place, site.calls[0]
-    x: Tensor = call.kwargs[keyword] if keyword in call.kwargs else call.args[position]
+    x: Tensor = argument_at(block.place, site.calls[0].args, site.calls[0].kwargs)
     return x.detach().reshape(-1, x.shape[-1]).float()
 
 

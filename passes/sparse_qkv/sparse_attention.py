@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
-from retrofit.sdk import Anatomy, ArgumentPlace, Wrapper, argument_place, find_argument, with_item
+from retrofit.sdk import Anatomy, ArgumentPlace, Wrapper, argument_at, argument_place, find_argument, item_at, with_item
 from retrofit.sdk.anatomy import AttentionSite
 from retrofit.sdk.data import watched
 from retrofit.sdk.modules import (
@@ -168,8 +168,7 @@ class SparseAttention(Wrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         arguments, keywords = list(args), dict(kwargs)
-        container, key = find_argument(self.stream_in, arguments, keywords)
-        x, mask = container[key], tensor_argument(self.mask, arguments, keywords)
+        x, mask = argument_at(self.stream_in, arguments, keywords), tensor_argument(self.mask, arguments, keywords)
         stream = batch_first(x, self.tokens_first)  # (batch, T, d)
         cache = cache_among(arguments, keywords)
         histories = None if cache is None else histories_of(cache)
@@ -187,8 +186,7 @@ class SparseAttention(Wrapper):
         result = self.layer(*arguments, **keywords)
         if self.output is None:
             return result
-        y = result if self.out_key is None else result[self.out_key]
-        y = batch_first(y, self.tokens_first)
+        y = batch_first(item_at(result, self.out_key), self.tokens_first)
         z = project_with_history(self.output.sparse, y, visible, histories, f"{name}.output", cache)
         return with_item(result, self.out_key, batch_first(BiasProjection.forward(self.output, z), self.tokens_first))
 
@@ -257,8 +255,7 @@ def trial_of(site: AttentionSite, anatomy: Anatomy) -> Trial:
     columns = sum(projection.width for projection in site.stream_projections) + (site.width if site.readers else 0)
 
     def call(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        container, key = find_argument(argument_place(layer, site.stream_in), arguments := list(args), kwargs)
-        x = container[key]
+        x = argument_at(argument_place(layer, site.stream_in), args, kwargs)
         packed = x.new_zeros(*x.shape[:-1], columns)
 
         def stream_for(path: str, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -269,7 +266,7 @@ def trial_of(site: AttentionSite, anatomy: Anatomy) -> Trial:
             return tuple(map(narrow, given)), {name: narrow(value) for name, value in named.items()}
 
         with watched({path: part for path, part in layer.named_modules() if f"{site.name}.{path}" in reading}, before=stream_for):
-            layer(*[packed if value is x else value for value in arguments],
+            layer(*[packed if value is x else value for value in args],
                   **{name: packed if value is x else value for name, value in kwargs.items()})  # fmt: skip
 
     return call

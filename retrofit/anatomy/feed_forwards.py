@@ -23,7 +23,7 @@ from retrofit.errors import DoesNotFitError
 from retrofit.inputs.packed_weights import unpacked
 from retrofit.program.program import Key
 from retrofit.surgery import Edit
-from retrofit.surgery.wrappers import argument_place, find_argument
+from retrofit.surgery.wrappers import argument_at, argument_place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +101,7 @@ class FeedForwardBlock(nn.Module):
         self.tail = site.tail
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        container, key = find_argument(self.place, list(args), dict(kwargs))
-        y = self.compute(container[key])
+        y = self.compute(argument_at(self.place, args, kwargs))
         return y if self.tail is None else self.tail(y)
 
     def compute(self, x: Tensor) -> Tensor:
@@ -148,8 +147,7 @@ class GatheredFeedForward(nn.Module):
         self.place = argument_place(down, site.stream_in if site.stream_in is not None else 0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        container, key = find_argument(self.place, list(args), kwargs)
-        return self.down(self.hidden(self.up(container[key])))  # type: ignore[no-any-return]
+        return self.down(self.hidden(self.up(argument_at(self.place, args, kwargs))))  # type: ignore[no-any-return]
 
 
 def linear(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:

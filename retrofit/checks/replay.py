@@ -35,12 +35,11 @@ from retrofit.passbase.method_reference import (
     OneOf,
     Place,
     SiteCall,
-    item,
     linked,
     shown,
 )
 from retrofit.surgery.auxiliary_losses import auxiliary_losses
-from retrofit.surgery.wrappers import with_item
+from retrofit.surgery.wrappers import item_at, with_item
 
 LIMIT = 1e-7  # relative to the largest value; both sides are computed in float64
 SPREAD, LEAST = 0.5, 0.1  # perturbation: relative to a parameter's spread; for parameters of zeros
@@ -273,9 +272,9 @@ class GivenChild(nn.Module):
         received = [compare_argument(self.child_name, place, expected, args, kwargs) for place in expected.places]
         compare_others(self.child_name, expected, self.call, args, kwargs)
         returned = self.results[index]
-        leaf = expected.leaf.to((returned if expected.key is None else item(returned, expected.key)).device)
+        leaf = expected.leaf.to(item_at(returned, expected.key).device)
         answer = linked(leaf, received[0]) if received else leaf
-        return answer if expected.key is None else with_item(returned, expected.key, answer)
+        return with_item(returned, expected.key, answer)
 
 
 def compare_argument(name: str, place: Place, expected: Expected, args: Any, kwargs: Any) -> Tensor:
@@ -553,10 +552,8 @@ def gradients_of(value: Tensor, wanted: Sequence[Tensor]) -> list[Tensor | None]
 
 def output_of(returned: Any, module: nn.Module, reference: ModuleReference) -> Tensor:
     """Return the output tensor among a module's outputs."""
-    if isinstance(returned, Tensor):
-        return returned
     key = getattr(module, reference.key) if reference.key else None
-    value = item(returned, 0 if key is None else key)
+    value = item_at(returned, 0 if key is None else key)
     if not isinstance(value, Tensor):
         raise Deviation("it returns no tensor where its output is")
     return value

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.module_calls import RecordedCall
+from retrofit.surgery.wrappers import item_at
 
 Place = tuple[int | None, str | None]  # an argument of a call: its position, its keyword
 Key = int | str | None  # an item of what a module returns; None: the value itself
@@ -110,7 +111,7 @@ class SiteCall:
             raise Deviation(f"{child} is called {len(self.results.get(child, ()))} times, and the method calls it more often")
         returned = self.results[child][len(calls)]
         key = None if isinstance(returned, Tensor) else 0 if key is None else key
-        leaf = (returned if key is None else item(returned, key)).detach().clone().requires_grad_()
+        leaf = item_at(returned, key).detach().clone().requires_grad_()
         calls.append(Expected(dict(places), others, returned, leaf, key, self.irrelevant))
         return linked(leaf, shown(next(iter(places.values())), self.irrelevant)) if places else leaf
 
@@ -124,13 +125,6 @@ class SiteCall:
         if draw.values.numel() != math.prod(shape):
             raise Deviation(f"it draws {draw.values.numel()} {draw.operation} numbers, and the method {math.prod(shape)}")
         return draw.values.reshape(tuple(shape))
-
-
-def item(returned: Any, key: Key) -> Any:
-    """Return item `key` of a module's output; the items of a mapping are numbered in its order."""
-    if isinstance(returned, Mapping) and isinstance(key, int):
-        return list(returned.values())[key]
-    return returned[key]
 
 
 def shown(argument: Any, irrelevant: Tensor | None) -> Any:

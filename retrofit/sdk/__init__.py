@@ -43,8 +43,10 @@ from retrofit.errors import Remedy as Remedy
 # Modules around others.
 from retrofit.surgery.wrappers import Wrapper as Wrapper
 from retrofit.surgery.wrappers import ArgumentPlace as ArgumentPlace
+from retrofit.surgery.wrappers import argument_at as argument_at
 from retrofit.surgery.wrappers import argument_place as argument_place
 from retrofit.surgery.wrappers import find_argument as find_argument
+from retrofit.surgery.wrappers import item_at as item_at
 from retrofit.surgery.wrappers import map_first as map_first
 from retrofit.surgery.wrappers import with_item as with_item
 

@@ -59,7 +59,13 @@ def find_argument(place: ArgumentPlace, args: list[Any], kwargs: dict[str, Any])
     )
 
 
-def tensor_argument(place: ArgumentPlace | None, args: list[Any], kwargs: dict[str, Any]) -> Tensor | None:
+def argument_at(place: ArgumentPlace, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the argument at `place` of a call. Raises `DoesNotFitError` if the call lacks it."""
+    container, key = find_argument(place, list(args), dict(kwargs))
+    return container[key]
+
+
+def tensor_argument(place: ArgumentPlace | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return the tensor at a place of a call; None if there is none."""
     if place is None:
         return None
@@ -70,9 +76,16 @@ def tensor_argument(place: ArgumentPlace | None, args: list[Any], kwargs: dict[s
     return value if isinstance(value, Tensor) else None
 
 
+def item_at(output: Any, key: int | str | None) -> Any:
+    """Return the item `key` of a module's output; the output itself if it is a tensor or `key` is None."""
+    if key is None or isinstance(output, Tensor):
+        return output
+    return list(output.values())[key] if isinstance(key, int) and isinstance(output, Mapping) else output[key]
+
+
 def with_item(output: Any, key: int | str | None, value: Tensor) -> Any:
-    """Return a copy of `output`, of the same type, with `value` at `key`; `value` itself if `key` is None."""
-    if key is None:
+    """Return a copy of `output`, of the same type, with `value` at `key`; `value` itself if it is a tensor or `key` is None."""
+    if key is None or isinstance(output, Tensor):
         return value
     if isinstance(output, Mapping):
         name = list(output)[key] if isinstance(key, int) else key
@@ -89,7 +102,7 @@ def with_item(output: Any, key: int | str | None, value: Tensor) -> Any:
 def map_first(output: Any, change: Callable[[Tensor], Tensor], key: int | str | None = None) -> Any:
     """Return `output`, a tensor or a collection, with one tensor changed: the one at `key`, else the first."""
     place = key if key is not None else 0
-    return change(output) if isinstance(output, Tensor) else with_item(output, place, change(output[place]))
+    return with_item(output, place, change(item_at(output, place)))
 
 
 OF_ADAPTERS = "base_layer"  # PEFT mistakes a module with this attribute for an adapter of its own, and replaces it

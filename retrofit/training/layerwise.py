@@ -35,6 +35,7 @@ from retrofit.inputs.module_calls import float_tensors, watched
 from retrofit.numerics.distances import squared_weighted_error, token_weights
 from retrofit.passbase.protocol import Dial
 from retrofit.passbase.replaying import CorrespondingSite
+from retrofit.surgery.wrappers import item_at
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,7 +179,7 @@ class LayerPair:
     stream: int | str | None  # index or key of the stream in the layer's output; None: the output itself
 
     def stream_of(self, output: Any) -> Tensor | None:
-        value = output if self.stream is None or isinstance(output, Tensor) else output[self.stream]
+        value = item_at(output, self.stream)
         return value if isinstance(value, Tensor) else None
 
 
