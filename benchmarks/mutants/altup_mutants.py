@@ -115,14 +115,14 @@ MUTANTS = [
     ),
     layers(
         "dynamic: P is made from the layer's output, not from the active block",
-        "F.linear(self.route(block), self.clipped(self.prediction_coefs.weight))",
-        "F.linear(self.route(y), self.clipped(self.prediction_coefs.weight))",
+        "F.linear(self.route(block), self.prediction_coefs.weight)",
+        "F.linear(self.route(y), self.prediction_coefs.weight)",
         trials=DYNAMIC,
     ),
     layers(
         "dynamic: g is made from the active block, not from the layer's output",
-        "F.linear(self.route(y), self.clipped(self.correction_coefs.weight))",
-        "F.linear(self.route(block), self.clipped(self.correction_coefs.weight))",
+        "F.linear(self.route(y), self.correction_coefs.weight)",
+        "F.linear(self.route(block), self.correction_coefs.weight)",
         trials=DYNAMIC,
     ),
     layers(

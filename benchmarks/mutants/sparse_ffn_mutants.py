@@ -106,14 +106,14 @@ MUTANTS = [
     ),
     layer(
         "scale: h is multiplied by N / k, not by its root",
-        "self.factor = math.sqrt(sparsity / active) if scale else 1.0",
-        "self.factor = sparsity / active if scale else 1.0",
+        "self.factor = math.sqrt(self.sparsity / count) if self.scales else 1.0",
+        "self.factor = self.sparsity / count if self.scales else 1.0",
         trials=SCALED,
     ),
     layer(
         "scale: h is multiplied by √N, whatever k is",
-        "self.factor = math.sqrt(sparsity / active) if scale else 1.0",
-        "self.factor = math.sqrt(sparsity) if scale else 1.0",
+        "self.factor = math.sqrt(self.sparsity / count) if self.scales else 1.0",
+        "self.factor = math.sqrt(self.sparsity) if self.scales else 1.0",
         trials=on(TWO_MODELS, "sparse-ffn(sparsity=8, active=2, scale=true)"),
     ),
     rows(

@@ -528,17 +528,11 @@ class DynamicAltUpLayer(AltUpLayer):
     """Coefficients that depend on the token, as in Gemma 3n: P from the active block, g from the layer's output.
 
     Each is its initial value, `base_p` or `base_g`, plus a linear map of r(v) = tanh(modality_router(router_norm(v) / d)). The
-    names are Gemma 3n's; as there, `coef_clip` bounds both maps in training. Gemma's `correct_output_scale` has no counterpart: it
-    scales only the input of the per-layer embeddings, never the stream.
+    names are Gemma 3n's. Its `correct_output_scale` has no counterpart: it scales only the input of the per-layer embeddings, never
+    the stream.
     """
 
     second_step: ClassVar[tuple[str, ...]] = ("modality_router.weight", "router_norm.weight")  # until the maps leave zero
-
-    def __init__(
-        self, layer: nn.Module, width: int, k: int, active: int = 0, *, coef_clip: float | None = None, **options: Any
-    ) -> None:
-        super().__init__(layer, width, k, active, **options)
-        self.coef_clip = coef_clip
 
     def add_coefficients(self, device: torch.device, dtype: torch.dtype) -> None:
         like: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -560,16 +554,13 @@ class DynamicAltUpLayer(AltUpLayer):
         self.correction_coefs.weight.zero_()
 
     def coefficients(self, block: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        p = self.base_p + F.linear(self.route(block), self.clipped(self.prediction_coefs.weight)).unflatten(-1, (self.k, self.k))
-        return p, self.base_g + F.linear(self.route(y), self.clipped(self.correction_coefs.weight))
+        p = self.base_p + F.linear(self.route(block), self.prediction_coefs.weight).unflatten(-1, (self.k, self.k))
+        return p, self.base_g + F.linear(self.route(y), self.correction_coefs.weight)
 
     def route(self, v: Tensor) -> Tensor:
         """Return r(v), one value in (−1, 1) for each block: (…, d) gives (…, K)."""
         weight = self.modality_router.weight
         return torch.tanh(self.modality_router(self.router_norm(v.to(weight.dtype)) / self.width).float()).to(weight.dtype)
-
-    def clipped(self, weight: Tensor) -> Tensor:
-        return weight if self.coef_clip is None or not self.training else weight.clamp(-self.coef_clip, self.coef_clip)
 
     @staticmethod
     def count(width: int, k: int) -> int:

@@ -63,10 +63,7 @@ def dense(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
 
 def dynamic(layer: Any, blocks: list[Tensor], j: int, y: Tensor) -> list[Tensor]:
     """Return the blocks by Alg. 1, P from the active block and g from the layer's output: the start plus a linear map of r(v)."""
-    k, clip = len(blocks), layer.coef_clip if layer.training else None
-    prediction, correction = layer.prediction_coefs.weight, layer.correction_coefs.weight
-    if clip is not None:
-        prediction, correction = prediction.clamp(-clip, clip), correction.clamp(-clip, clip)
+    k, prediction, correction = len(blocks), layer.prediction_coefs.weight, layer.correction_coefs.weight
     of_block, of_output = routed(layer, blocks[j]), routed(layer, y)
     p = [[layer.base_p[i, m] + (of_block @ prediction[i * k + m]).unsqueeze(-1) for m in range(k)] for i in range(k)]
     g = [layer.base_g[i] + (of_output @ correction[i]).unsqueeze(-1) for i in range(k)]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from retrofit.sdk import Deviation, Observed, Problems, SiteCall, may_be_chance
+from retrofit.sdk.modules import FUSED_ARGUMENTS
 
-ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 HIDDEN = -1e4  # an additive mask below this hides
 OWN = -1e5  # the score of a query's own key where queries are keys
 CLOSE = 1e-3  # tolerance between float32 and float64, relative to the largest output: large scores round
@@ -21,7 +21,7 @@ def bucketed_attention(call: SiteCall) -> Tensor:
     options = call.options
     # torch's attention counts as an operation that draws random numbers, but recorded calls have no dropout
     call.draws = [draw for draw in call.draws if not draw.operation.startswith("_scaled_dot_product")]
-    query, key, value, mask, _, is_causal = (call.argument((place, name), None) for place, name in enumerate(ARGUMENTS))
+    query, key, value, mask, _, is_causal = (call.argument((place, name), None) for place, name in enumerate(FUSED_ARGUMENTS))
     q = query.reshape(len(query), module.heads, -1, query.shape[-1])
     visible, bias = visibility(mask, bool(is_causal), q, key.shape[2])
     first = first_position(mask, bool(is_causal), visible, q.shape[2], key.shape[2])
@@ -97,7 +97,7 @@ def wiring(observed: Observed) -> Problems:
     for site in observed.sites:
         module: Any = site.module
         for call in site.calls[:1]:
-            narrow = {**dict(zip(ARGUMENTS, call.args, strict=False)), **call.kwargs, "cache": None}
+            narrow = {**dict(zip(FUSED_ARGUMENTS, call.args, strict=False)), **call.kwargs, "cache": None}
             wide = {name: value.double() if is_float(value) else value for name, value in narrow.items()}
             if narrow["query"].dtype != torch.float32:
                 continue

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from retrofit.sdk import Observed, Problems, SiteCall, argument_at
 from retrofit.sdk.data import float_tensors, watched
+from retrofit.sdk.modules import FUSED_ARGUMENTS
 
-ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 HIDDEN = -1e4  # an additive mask below this hides
 CLOSE = 1e-3  # tolerance relative to the largest value: the model may compute in half precision
 
@@ -24,7 +24,7 @@ def joint_attention(call: SiteCall) -> Tensor:
     heads = module.heads
     # torch's attention counts as an operation that draws random numbers, but recorded calls have no dropout
     call.draws = [draw for draw in call.draws if not draw.operation.startswith("_scaled_dot_product")]
-    own = {name: call.argument((place, name), None) for place, name in enumerate(ARGUMENTS)}
+    own = {name: call.argument((place, name), None) for place, name in enumerate(FUSED_ARGUMENTS)}
     own["scale"] = call.kwargs.get("scale")
     other = call.kwargs.get("other")
     sets = [own] if other is None else [own, {**other, "query": own["query"] if other["query"] is None else other["query"]}]
@@ -128,7 +128,7 @@ def streams_of(observed: Observed) -> Iterator[dict[str, list[tuple[tuple[Tensor
         open_streams[path] = argument_at(module.stream_in, args, kwargs), kwargs["merged"]["source"]
 
     def keep(path: str, module: Any, args: Any, kwargs: Any) -> None:
-        own = {**dict(zip(ARGUMENTS, args, strict=False)), **kwargs}
+        own = {**dict(zip(FUSED_ARGUMENTS, args, strict=False)), **kwargs}
         found.setdefault(path, []).append((open_streams[path], {"own": own, "other": kwargs.get("other")}))
 
     around = {site.path: observed.model.get_submodule(site.path.rpartition(".")[0]) for site in observed.sites}

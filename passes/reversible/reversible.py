@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Collection, Sequence
-from typing import ClassVar
+import functools
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import ClassVar, TypeVar
 
 import torch
 from torch import fx, nn
@@ -54,6 +56,8 @@ from retrofit.sdk.program import CAST, LIKE, Call, Dataflow, is_float, op, shape
 MOST_BITS = 16  # of the stream in half precision, which checkpointing stores whole
 SCHEMES = ("exact", "terraformer")
 OTHER_SCHEME = "scheme=exact; layers= leaves depths out"
+
+Fitted = TypeVar("Fitted")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,20 +119,12 @@ class Reversible(Pass[ReversiblePlan]):
         finder, near_misses, notes = StepFinder(anatomy), list[NearMiss](), list[str]()
         links = 0  # layers whose input stream is the output of a reversible layer
         for stack in anatomy.stacks:
-            chosen = selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())
-            previous: Layer | None = None
-            for depth, layer in enumerate(stack.layers):
-                found = False
-                if depth in chosen:
-                    with collect_near_miss(layer.name or layer.exit, near_misses):
-                        finder.add(layer)
-                        found = True
-                if found and previous is not None:
+            for run in finder.runs(stack, self.depths(stack, anatomy), finder.add, near_misses):
+                for (previous, _), (layer, _) in itertools.pairwise(run):
                     if previous.exit == layer.entry:
                         links += 1
                     else:
                         notes.append(f"{layer.name}: the model changes the stream before it, so it begins a new chain")
-                previous = layer if found else None
         if notes and not links:
             raise DoesNotFitError(
                 "no two layers follow each other",
@@ -153,21 +149,15 @@ class Reversible(Pass[ReversiblePlan]):
         finder, near_misses, links = StepFinder(anatomy), list[NearMiss](), list[SwapSite]()
         notes, sites = list[str](), list[Site]()
         for stack in anatomy.stacks:
-            chosen = selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())
             chains: list[list[SwapSite]] = []
-            previous: Layer | None = None
-            for depth, layer in enumerate(stack.layers):
-                found: SwapSite | None = None
-                if depth in chosen:
-                    with collect_near_miss(layer.name or layer.exit, near_misses):
-                        found = finder.swaps(layer, stack)
-                if found is not None:
-                    goes_on = previous is not None and finder.leads_to(previous, layer)
-                    if previous is not None and not goes_on:
+            for run in finder.runs(stack, self.depths(stack, anatomy), functools.partial(finder.swaps, stack), near_misses):
+                chains.append([run[0][1]])
+                for (previous, _), (layer, link) in itertools.pairwise(run):
+                    if finder.leads_to(previous, layer):
+                        chains[-1].append(link)
+                    else:
                         notes.append(f"{layer.name}: other code reads or changes the stream before it, so two streams start again")
-                    chains = chains if goes_on else [*chains, []]
-                    chains[-1].append(found)
-                previous = layer if found else None
+                        chains.append([link])
             for chain in chains:
                 links += [*chain[:-1], finder.last_of(chain, stack)]
             if chains:
@@ -175,6 +165,9 @@ class Reversible(Pass[ReversiblePlan]):
                 layers = sum(map(len, chains))
                 sites.append(Site(stack.name, f"{layers} layer{'s' * (layers > 1)} on two streams, {swaps} swaps"))
         return ReversiblePlan(tuple(sites), tuple(near_misses), formula="no parameters", notes=tuple(notes), links=tuple(links))
+
+    def depths(self, stack: Stack, anatomy: Anatomy) -> set[int]:
+        return selected_depths(self.layers, len(stack.layers), self.name, anatomy.deepest())
 
     # The rewrite.
 
@@ -204,6 +197,19 @@ class StepFinder:
             self.weights |= self.flow.bit(node)
         self.sites: dict[str, ReversibleSite] = {}  # by path: a module that several depths share is one site
 
+    def runs(
+        self, stack: Stack, depths: set[int], fit: Callable[[Layer], Fitted], near_misses: list[NearMiss]
+    ) -> list[list[tuple[Layer, Fitted]]]:
+        """Return the runs of consecutive layers at these depths that fit, with the results of `fit`; the others are near misses."""
+        found: list[list[tuple[Layer, Fitted]]] = [[]]
+        for depth, layer in enumerate(stack.layers):
+            if depth in depths:
+                with collect_near_miss(layer.name or layer.exit, near_misses):
+                    found[-1].append((layer, fit(layer)))
+                    continue
+            found.append([])
+        return [run for run in found if run]
+
     def add(self, layer: Layer) -> None:
         """Add the step of a layer. Raises `DoesNotFitError` if it cannot be one."""
         key_in, key_out = layer.stream_places()
@@ -212,7 +218,7 @@ class StepFinder:
             raise irreversible(WITHOUT_GRADIENT)
         self.sites.setdefault(layer.name, ReversibleSite(layer.name, key_in, key_out))
 
-    def swaps(self, layer: Layer, stack: Stack) -> SwapSite:
+    def swaps(self, stack: Stack, layer: Layer) -> SwapSite:
         """Return the layer as a link of two streams. Raises `DoesNotFitError` if it cannot be one."""
         key_in, key_out = layer.stream_places()
         call = self.require_reversible(layer)

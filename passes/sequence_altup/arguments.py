@@ -529,7 +529,6 @@ class LayerCall:
         return [extent for extent, _ in of_keys] if any(dims.shows_padding for _, dims in of_keys) else []
 
     def set_argument(self, args: list[Any], kwargs: dict[str, Any], path: ArgumentPath, value: Any) -> None:
-        """Set the argument at `path` to `value`."""
         name = path[0]
         if isinstance(name, str) and (name in kwargs or self.names.index(name) >= len(args)):
             kwargs[name] = value
@@ -554,12 +553,8 @@ class LayerCall:
         for path, (tensor, dims) in self.tensors.items():
             of_anchors[path] = self.stride(tensor, dims, anchors, key_indices)
         args, kwargs = list(self.args), dict(self.kwargs)
-        for name in {path[0] for path in of_anchors}:
-            if isinstance(name, str) and name in kwargs:
-                kwargs[name] = map_tensors(kwargs[name], (name,), of_anchors.get)
-            else:
-                at = name if isinstance(name, int) else self.names.index(name)
-                args[at] = map_tensors(args[at], (name,), of_anchors.get)
+        for argument in {path[:1] for path in of_anchors}:
+            self.set_argument(args, kwargs, argument, map_tensors(self.argument(argument), argument, of_anchors.get))
         return args, kwargs
 
     def stride(self, tensor: Tensor, dims: TokenDims, anchors: Anchors, key_indices: KeyIndices | None) -> Tensor:

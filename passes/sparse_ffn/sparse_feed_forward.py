@@ -85,10 +85,9 @@ class SparseFeedForward(FeedForwardBlock):
         controller: str = "low-rank",
     ) -> None:
         super().__init__(site, old)
-        self.sparsity, self.active, self.temperature, self.hard, self.multiply = sparsity, active, temperature, hard, multiply
-        self.noise = noise
+        self.sparsity, self.temperature, self.hard, self.noise, self.multiply = sparsity, temperature, hard, noise, multiply
         self.chosen, self.scales = active, scale  # the k of the method; `active` differs while the layer is annealed
-        self.factor = math.sqrt(sparsity / active) if scale else 1.0
+        self.activate(active)
         self.hidden, self.ports, self.roles = site.hidden, site.ports, tuple(into)
         for role, child in into.items():
             self.add_module(role, child)

@@ -66,24 +66,21 @@ def joined(projections: Sequence[ModularProjection]) -> ModularProjection:
     return whole
 
 
-def fit(projection: ModularProjection, weights: Mapping[str, Tensor], moments: Tensor | None = None) -> dict[str, float]:
-    """Fit `projection` to the dense `weights`, (d, columns) by letter; return the relative error of each under `moments`.
+def fit(projection: ModularProjection, weights: Mapping[str, Tensor]) -> dict[str, float]:
+    """Fit `projection` to the dense `weights`, (d, columns) by letter; return the relative error of each.
 
     On the meta device it does nothing and returns no errors.
     """
     if any(weight.is_meta for weight in weights.values()):
         return {}
-    targets = {letter: weight.float().unflatten(-1, (-1, projection.size)) for letter, weight in weights.items()}
+    targets = targets_of(projection, weights)
     with torch.no_grad():
         if projection.variant == "mult":
             for letter, weight in weights.items():
                 multiplicative(projection, letter).fit(weight)
         else:
             alternate(projection, targets)
-    if moments is not None:
-        descend(projection, targets, moments)
-    with torch.no_grad():
-        return relative_errors(dense_matrices(projection), targets, moments)
+        return relative_errors(dense_matrices(projection), targets, None)
 
 
 def fit_to_data(
@@ -94,18 +91,21 @@ def fit_to_data(
     Returns the relative error of each letter under `held_out` for the fit to the weights, and for the fit that is kept.
     """
     fit(projection, weights)
-    plain = [parameter.detach().clone() for parameter in projection.parameters()]
-    targets = {letter: weight.float().unflatten(-1, (-1, projection.size)) for letter, weight in weights.items()}
+    parameters, targets = list(projection.parameters()), targets_of(projection, weights)
+    plain = copies_of(parameters)
     with torch.no_grad():
         before = relative_errors(dense_matrices(projection), targets, held_out)
     descend(projection, targets, moments)
     with torch.no_grad():
         after = relative_errors(dense_matrices(projection), targets, held_out)
-        if sum(error**2 for error in after.values()) < sum(error**2 for error in before.values()):
-            return before, after
-        for parameter, value in zip(projection.parameters(), plain, strict=True):
-            parameter.copy_(value)
+    if sum(error**2 for error in after.values()) < sum(error**2 for error in before.values()):
+        return before, after
+    put(parameters, plain)
     return before, before
+
+
+def targets_of(projection: ModularProjection, weights: Mapping[str, Tensor]) -> Targets:
+    return {letter: weight.float().unflatten(-1, (-1, projection.size)) for letter, weight in weights.items()}
 
 
 def multiplicative(projection: ModularProjection, letter: str) -> Multiplicative:
@@ -249,9 +249,7 @@ def descend(projection: ModularProjection, targets: Targets, moments: Tensor) ->
         return value
 
     optimizer.step(closure)  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value)
+    put(parameters, values)
 
 
 def dense_matrices_with(projection: ModularProjection, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -336,11 +334,15 @@ def fit_results(
     candidates = [*starts]
     put(parameters, candidates[errors.index(min(errors))])
     descend_by_calls(module, parameters, dense.fitted)
-    candidates.append([parameter.detach().clone() for parameter in parameters])
+    candidates.append(copies_of(parameters))
     errors.append(dense.error(module))
     best = errors.index(min(errors))
     put(parameters, candidates[best])
     return errors[0], errors[best]
+
+
+def copies_of(parameters: Sequence[nn.Parameter]) -> Values:
+    return [parameter.detach().clone() for parameter in parameters]
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from typing import ClassVar
 from torch import nn
 
 from retrofit.passes.sparse_qkv import reference as method_reference
-from retrofit.passes.sparse_qkv.fitting import TOKENS, DenseAttention, SecondMoments, Values, fit_results, scope_of
+from retrofit.passes.sparse_qkv.fitting import TOKENS, DenseAttention, SecondMoments, Values, copies_of, fit_results, scope_of
 from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularShape
 from retrofit.passes.sparse_qkv.sparse_attention import (
     ColumnProjection,
@@ -132,14 +132,14 @@ class SparseQKV(Pass[SparseQKVPlan]):
             starts = []
             if planned.site.name in dense:
                 projections.fit(edit.model, {})
-                starts.append(values_of(projections))
+                starts.append(copies_of(projections.parameters()))
                 if self.output == "none":
                     projections.fit(edit.model, moments, absorb=True)
-                    starts.append(values_of(projections))
+                    starts.append(copies_of(projections.parameters()))
             for letter, (before, after) in projections.fit(edit.model, moments).items():
                 columns = {"before": before, "after": after} if moments else {"without calibration": after}
                 edit.note(f"relative error of {letter}", planned.site.name, columns, form=".3f", worst="highest")
-            built.append((projections, [*starts, values_of(projections)]))
+            built.append((projections, [*starts, copies_of(projections.parameters())]))
         for projections, _ in built:
             projections.install(edit, keep_output=self.output == "keep")
         for projections, starts in built:
@@ -317,11 +317,6 @@ def has_columns(model: nn.Module, path: str) -> bool:
 def sparse_already(miss: NearMiss) -> NearMiss:
     remedy = "start from the dense model to use other options; layers= and stacks= name others"
     return dataclasses.replace(miss, why=SparseQKV.already, remedies=remedy)
-
-
-def values_of(projections: SparseProjections) -> Values:
-    """Return copies of the projections' parameters."""
-    return [parameter.detach().clone() for parameter in projections.parameters()]
 
 
 __all__ = ["SparseQKV"]

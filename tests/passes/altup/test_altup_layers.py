@@ -251,8 +251,8 @@ def test_the_formula_counts_the_added_parameters(kind: str) -> None:
     assert added == COEFFICIENTS[kind].count(6, 3)
 
 
-def gemma(k: int, active: int, clip: float | None) -> Gemma3nTextAltUp:
-    config = Gemma3nTextConfig(hidden_size=16, altup_num_inputs=k, altup_active_idx=active, altup_coef_clip=clip or 1e9)
+def gemma(k: int, active: int) -> Gemma3nTextAltUp:
+    config = Gemma3nTextConfig(hidden_size=16, altup_num_inputs=k, altup_active_idx=active, altup_coef_clip=1e9)
     module = Gemma3nTextAltUp(config).double().eval()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -262,12 +262,11 @@ def gemma(k: int, active: int, clip: float | None) -> Gemma3nTextAltUp:
 
 
 @pytest.mark.parametrize(("k", "active"), [(2, 0), (2, 1), (4, 0), (4, 3)])
-@pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("training", [False, True])
-def test_dynamic_coefficients_are_gemma_3ns(k: int, active: int, clip: float | None, training: bool) -> None:
+def test_dynamic_coefficients_are_gemma_3ns(k: int, active: int, training: bool) -> None:
     torch.manual_seed(0)
-    theirs = gemma(k, active, clip).train(training)
-    altup = DynamicAltUpLayer(Layer(16), 16, k, active, coef_clip=clip).train(training)
+    theirs = gemma(k, active).train(training)
+    altup = DynamicAltUpLayer(Layer(16), 16, k, active).train(training)
     missing, unexpected = altup.load_state_dict(theirs.state_dict(), strict=False)
     assert unexpected == ["correct_output_scale"]
     assert {name for name in missing if not name.startswith("layer.")} == {"base_p", "base_g"}
