@@ -108,8 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     source = arguments.config or arguments.model
     require_companions(source, output)
     with working(arguments.debug) as progress:
-        progress(f"reading {arguments.model}")
-        model = load_model(arguments)
+        model = load_model(arguments, progress=progress)
         if arguments.dequantize:
             model = dequantize(model)
         text = dense = embedded = verdict = None
@@ -133,8 +132,7 @@ def run(arguments: argparse.Namespace) -> int:
         if dense is not None and not all(rewrite.exact for rewrite in applied.rewrites):
             progress("measuring the rewritten model on held-out text")
             verdict = warned(dense.verdict(model))
-        progress(f"writing {output}")
-        write_model(model, source, output, arguments.force)
+        write_model(model, source, output, arguments.force, progress)
     rows = summary(applied, output, "" if text is None else text.read)
     if embedded is not None:
         rows.insert(-1, ("embeddings", embedded.measured(model)))
@@ -323,12 +321,10 @@ def run_undo(arguments: argparse.Namespace) -> int:
     from retrofit.undoing import undo
 
     with working(arguments.debug) as progress:
-        progress(f"reading {source}")
-        model = load_model(arguments)
+        model = load_model(arguments, progress=progress)
         progress("recovering and comparing the dense parameters")
         dense = undo(model)
-        progress(f"writing {output}")
-        write_model(dense, source, output, arguments.force)
+        write_model(dense, source, output, arguments.force, progress)
     before, after = (sum(parameter.numel() for parameter in part.parameters()) for part in (rewritten_part(model), dense))
     print_table(
         [
@@ -383,8 +379,7 @@ def run_merge(arguments: argparse.Namespace) -> int:
         require_base_of(adapter, model, base)
         progress("merging and comparing")
         merged = merge_adapters(load_adapted(adapter, model))
-        progress(f"writing {output}")
-        write_model(merged, base, output, arguments.force)
+        write_model(merged, base, output, arguments.force, progress)
     print_table(
         [
             ("model", str(base)),

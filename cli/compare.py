@@ -74,10 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     texts = read_texts(arguments.data)
     with working(arguments.debug) as progress:
         tokenizer = load_tokenizer(arguments)
-        models = {}
-        for path in paths:
-            progress(f"reading {path}")
-            models[str(path)] = load_model(arguments, path)
+        models = {str(path): load_model(arguments, path, progress) for path in paths}
         figures = compare_models(
             models, texts, tokenizer=tokenizer, length=arguments.length, most=arguments.windows, progress=progress
         )

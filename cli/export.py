@@ -64,9 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.storage.directories import is_pipeline, other_modules
 
     with working(arguments.debug) as progress:
-        progress(f"reading {model}")
         exported = export_onnx(
-            load_model(arguments),
+            load_model(arguments, progress=progress),
             output,
             arguments.cache,
             fuse=not arguments.no_fuse,
@@ -103,10 +102,9 @@ def run_native(arguments: argparse.Namespace, model: Path) -> int:
     from retrofit.native import native_form
 
     with working(arguments.debug) as progress:
-        progress(f"reading {model}")
-        form = native_form(load_model(arguments), None if arguments.native == NEAREST else arguments.native, progress)
-        progress(f"writing {output}")
-        write_model(form.model, arguments.config or model, output, arguments.force)
+        read = load_model(arguments, progress=progress)
+        form = native_form(read, None if arguments.native == NEAREST else arguments.native, progress)
+        write_model(form.model, arguments.config or model, output, arguments.force, progress)
     rows = [
         ("architecture", f"{form.architecture}, {type(form.model).__name__}"),
         ("config", form.options),
@@ -160,11 +158,9 @@ def run_convert(arguments: argparse.Namespace) -> int:
     place = arguments.config or source
     require_companions(place, output)
     with working(arguments.debug) as progress:
-        progress(f"reading {source}")
-        model = dequantize(load_model(arguments))
+        model = dequantize(load_model(arguments, progress=progress))
         require_savable(model, output)
-        progress(f"writing {output}")
-        write_model(model, place, output, arguments.force)
+        write_model(model, place, output, arguments.force, progress)
     dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
     rows = [
         ("model", type(model).__name__ if not isinstance(model, torch.fx.GraphModule) else "a graph"),

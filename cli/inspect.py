@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from retrofit.passbase.protocol import Recipe
+    from retrofit.progress import Progress
 
 
 EXAMPLES = """\
@@ -70,8 +71,7 @@ def print_anatomy(arguments: argparse.Namespace) -> int:
     from retrofit.anatomy.inspection import inspect
 
     with working(arguments.debug) as progress:
-        progress(f"reading {arguments.model}")
-        model = read_model(arguments)
+        model = read_model(arguments, progress)
         progress("capturing")
         anatomy = inspect(model)
         if arguments.svg is not None:
@@ -86,10 +86,11 @@ def print_anatomy(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def read_model(arguments: argparse.Namespace) -> nn.Module:
+def read_model(arguments: argparse.Namespace, progress: Progress) -> nn.Module:
     """Return the model, with --stream without its weights."""
     if not arguments.stream:
-        return load_model(arguments)
+        return load_model(arguments, progress=progress)
+    progress(f"reading {arguments.model}")
     from retrofit.streaming.source_directory import model_without_weights, require_directory
 
     require_directory(arguments.model)
@@ -104,8 +105,7 @@ def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
     from retrofit.preview import plan_of
 
     with working(arguments.debug) as progress:
-        progress(f"reading {arguments.model}")
-        model = read_model(arguments)
+        model = read_model(arguments, progress)
         plan = plan_of(model, *passes, progress=progress)
     if arguments.json:
         print(json.dumps(plan.to_dict(), indent=2))

@@ -14,6 +14,8 @@ from retrofit.files.model_folders import EXPORTED, GGUF, ONNX, is_file_name, req
 if TYPE_CHECKING:
     from torch import nn
 
+    from retrofit.progress import Progress
+
 GRAPHS = (EXPORTED, ONNX)  # files of models without a class
 
 
@@ -70,13 +72,14 @@ def require_companions(source: Path, output: Path) -> None:
         companion_files(source)
 
 
-def write_model(model: nn.Module, source: Path, output: Path, force: bool) -> None:
+def write_model(model: nn.Module, source: Path, output: Path, force: bool, progress: Progress) -> None:
     """Save the model at `output`; to a directory, also copy the other files of `source`, or the tokenizer of a GGUF file."""
     from transformers import PreTrainedModel
 
     from retrofit.storage.checkpoint import save
     from retrofit.storage.companions import has_companions, save_with_companions
 
+    progress(f"writing {output}")
     if isinstance(model, PreTrainedModel) and has_companions(source) and not is_file_name(output):
         save_with_companions(model, source, output, force=force)
     else:

@@ -14,6 +14,8 @@ from retrofit.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import nn
 
+    from retrofit.progress import Progress
+
 MODEL = "a .pt checkpoint, a Hugging Face or sentence-transformers directory, a .gguf, .pt2 or .onnx file"
 
 STREAMS = "--stream reads a safetensors directory with its own config"
@@ -140,10 +142,12 @@ def config_for(path: Path, arguments: argparse.Namespace) -> Path | None:
     return arguments.config if path.is_file() and path.suffix not in DESCRIBED else None
 
 
-def load_model(arguments: argparse.Namespace, path: Path | None = None) -> nn.Module:
+def load_model(arguments: argparse.Namespace, path: Path | None = None, progress: Progress | None = None) -> nn.Module:
     """Return MODEL; of a command that reads several models, the one at `path`."""
     from retrofit.storage.checkpoint import load
 
+    if progress is not None:
+        progress(f"reading {path or arguments.model}")
     config = arguments.config if path is None else config_for(path, arguments)
     return load(path or arguments.model, config=config, allow_pickle=arguments.allow_pickle)
 

@@ -92,8 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     refuse_short_text(texts, arguments.config or arguments.model, arguments.tokenizer)
     try:
         with working(arguments.debug) as progress:
-            progress(f"reading {arguments.model}")
-            tokenizer, model = load_tokenizer(arguments), load_model(arguments)
+            tokenizer, model = load_tokenizer(arguments), load_model(arguments, progress=progress)
             windows = calibration_windows(model, texts, tokenizer)
             read = reading(text_codec(model, tokenizer), windows)
             spent = (time.monotonic() - began) / 60

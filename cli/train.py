@@ -15,6 +15,7 @@ from retrofit.cli.parser import Subparsers, load_model, load_tokenizer, require_
 from retrofit.cli.terminal import is_first, print_table, printable, working
 from retrofit.errors import TrainingError
 from retrofit.files.atomic_writes import require_place
+from retrofit.progress import Progress
 from retrofit.training.settings import Settings, flag
 
 EXAMPLES = """\
@@ -91,8 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     texts = read_texts(arguments.data)
     try:
         with working(arguments.debug) as progress, name_in_errors(output):
-            progress(f"reading {arguments.model}")
-            model, tokenizer = read_model(arguments, several=arguments.teacher is not None)
+            model, tokenizer = read_model(arguments, progress, several=arguments.teacher is not None)
             teacher = read_teacher(arguments, tokenizer)
             if arguments.float32:
                 for network in (model, teacher):
@@ -145,10 +145,11 @@ def refuse_what_has_no_effect(given: Mapping[str, Any]) -> None:
             )
 
 
-def read_model(arguments: argparse.Namespace, several: bool = False) -> tuple[Any, Any]:
+def read_model(arguments: argparse.Namespace, progress: Progress, several: bool = False) -> tuple[Any, Any]:
     """Return the model, which may be a sentence-transformers pipeline, and its tokenizer. `several`: a teacher is read too."""
     from retrofit.storage.directories import is_pipeline, load_pipeline
 
+    progress(f"reading {arguments.model}")
     tokenizer = load_tokenizer(arguments)
     if is_pipeline(arguments.model):
         return load_pipeline(arguments.model), tokenizer
@@ -245,8 +246,7 @@ def run_teach(arguments: argparse.Namespace) -> int:
     texts = read_texts(arguments.data)
     try:
         with working(arguments.debug) as progress:
-            progress(f"reading {arguments.model}")
-            model, tokenizer = read_model(arguments)
+            model, tokenizer = read_model(arguments, progress)
             predictions = teach(
                 model,
                 texts,

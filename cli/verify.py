@@ -64,16 +64,12 @@ def run(arguments: argparse.Namespace) -> int:
     from retrofit.checks import named_checks, verify, verify_onnx
 
     with working(arguments.debug) as progress:
-        reference = None
-        if arguments.against is not None:
-            progress(f"reading {arguments.against}")
-            reference = load_model(arguments, arguments.against)
+        reference = None if arguments.against is None else load_model(arguments, arguments.against, progress)
         if reference is not None and is_onnx:
             progress("verifying")
             report = verify_onnx(arguments.model, reference)
         else:
-            progress(f"reading {arguments.model}")
-            model = load_model(arguments, None if reference is None else arguments.model)
+            model = load_model(arguments, None if reference is None else arguments.model, progress)
             progress("verifying")
             report = verify(model, reference, checks=(*named_checks(arguments.checks), *(["onnx"] if arguments.onnx else [])))
     return show(report)
@@ -138,10 +134,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
     from retrofit.differences import diff
 
     with working(arguments.debug) as progress:
-        models = []
-        for path in paths:
-            progress(f"reading {path}")
-            models.append(load_model(arguments, path))
+        models = [load_model(arguments, path, progress) for path in paths]
         progress("comparing")
         found = diff(*models)
     if arguments.json:
