@@ -196,15 +196,10 @@ class InterceptedAttention(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         children = child_modules(self)
         cache = cache_among(args, kwargs) if self.keeps_buckets else None
-        calls: list[bool] = []
-
-        def answer(*operands: Any, **keywords: Any) -> Tensor:
-            calls.append(True)
-            return children["attention"](*operands, **keywords, cache=cache)  # type: ignore[no-any-return]
-
-        with AnsweredFusedAttention(answer):
+        core = AnsweredFusedAttention(lambda *operands, **keywords: children["attention"](*operands, **keywords, cache=cache))
+        with core:
             result = children["layer"](*args, **kwargs)
-        if not torch.compiler.is_compiling() and not calls:
+        if not torch.compiler.is_compiling() and not core.calls:
             raise RetrofitError(
                 f"the attention {self.attention.name} no longer calls torch's scaled_dot_product_attention",
                 why="attention in buckets replaces that call",

@@ -35,6 +35,8 @@ from retrofit.sdk import (
     unfit,
 )
 from retrofit.sdk.anatomy import (
+    CALLS_FUSED,
+    FUSED,
     Attention,
     AttentionSite,
     chooses_keys,
@@ -47,14 +49,9 @@ from retrofit.sdk.modules import MULTI_HEAD, calls_multi_head, float_like
 from retrofit.sdk.program import Call, op, shape
 
 SHARES = ("none", "queries")
-FUSED = "scaled_dot_product_attention"
 NO_MODULE = (Remedy("emit='graph' makes each attention a module", "graph"), "layers= leaves depths out")
 SHARE_NONE = "share=none hashes queries and keys and keeps both projections"
 CAPPED = "layers= leaves depths out; sequence-altup and sparse-qkv make attention cheaper and keep the cap"
-WRITTEN_OUT = (
-    "have the model call it (transformers: attn_implementation='sdpa'; a file: rewrite the model before its export); "
-    "layers= leaves depths out"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +227,7 @@ class SiteFinder:
             if capped := self.cap(cores[0]):
                 why = f"its scores are soft-capped before the softmax ({capped.name}, operation tanh), and {FUSED} has no cap"
                 raise unfit(why, CAPPED)
-            raise unfit(f"its scores are written out, without a call of {FUSED} to replace", WRITTEN_OUT)
+            raise unfit(f"its scores are written out, without a call of {FUSED} to replace", CALLS_FUSED)
         return cores[0]
 
     def cap(self, core: Attention) -> fx.Node | None:

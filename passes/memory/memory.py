@@ -59,7 +59,7 @@ from retrofit.sdk import (
     option,
     selected_depths,
 )
-from retrofit.sdk.anatomy import LayerCall, feed_forwards
+from retrofit.sdk.anatomy import LayerCall, dropout_notes, feed_forwards
 from retrofit.sdk.data import SAVED, came_with, tokenizer_of
 from retrofit.sdk.modules import float_like, release_zeros
 from retrofit.sdk.program import is_all_zeros
@@ -328,7 +328,7 @@ class Memory(Pass[MemoryPlan]):
             formula=formula,
             spec=self.spec(),
             on_host=self.tables == "host",
-            notes=tuple(f"{site.path}: {site.dropout_note}" for site in gathered if site.dropout),
+            notes=dropout_notes(gathered),
             stacks=stacks,
             resolved=self,
             recorded_rows=recorded if self.keeps_ids and any(tables.source for tables in stacks) else {},

@@ -43,14 +43,9 @@ def recorded_core(calls: list[dict[str, Any]]) -> AnsweredFusedAttention:
     return AnsweredFusedAttention(record)
 
 
-def answered_core(attention: nn.Module, other: Mapping[str, Any] | None, calls: list[bool]) -> AnsweredFusedAttention:
+def answered_core(attention: nn.Module, other: Mapping[str, Any] | None) -> AnsweredFusedAttention:
     """Return a context in which `attention`, with the additional keys `other`, replaces torch's fused attention."""
-
-    def answer(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(True)
-        return attention(*args, **kwargs, other=other)  # type: ignore[no-any-return]
-
-    return AnsweredFusedAttention(answer)
+    return AnsweredFusedAttention(lambda *args, **kwargs: attention(*args, **kwargs, other=other))
 
 
 def no_values(x: Tensor, width: int) -> Tensor:
@@ -99,11 +94,14 @@ class RecordedScores(TorchFunctionMode):
 
 
 class AnsweredScores(TorchFunctionMode):
-    """A context in which `attention`, with the additional keys `other`, replaces the softmax of a written-out attention."""
+    """A context in which `attention`, with the additional keys `other`, replaces the softmax of a written-out attention.
 
-    def __init__(self, attention: nn.Module, other: Mapping[str, Any] | None, calls: list[bool]) -> None:
+    `calls` counts the attentions.
+    """
+
+    def __init__(self, attention: nn.Module, other: Mapping[str, Any] | None) -> None:
         super().__init__()
-        self.attention, self.other, self.calls = attention, other, calls
+        self.attention, self.other, self.calls = attention, other, list[bool]()
         self.weights: list[tuple[Tensor, Tensor]] = []  # of the attention's own keys, identified in later calls, and of the others
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -216,10 +216,10 @@ def answered(layer: nn.Module, attention: Joint, other: Mapping[str, Any] | None
 
     Raises `RetrofitError` if the code of the layer, or that of the other attention, which gives `other` = {}, attends otherwise.
     """
-    calls: list[bool] = []
-    with attention.answered(attention, other, calls):
+    core = attention.answered(attention, other)
+    with core:
         result = layer(*args, **kwargs)
-    if not calls or other == {}:
+    if not core.calls or other == {}:
         raise RetrofitError(
             f"an attention no longer calls {attention.replaces}",
             why="merged attention replaces that call",
@@ -242,11 +242,9 @@ def cache_keyword(kwargs: Mapping[str, Any]) -> str:
     return next((name for name, value in kwargs.items() if isinstance(value, Cache)), "past_key_values")
 
 
-@contextlib.contextmanager
-def own_cache(cache: Cache | None, layers: int) -> Iterator[Cache | None]:
-    """Yield the layers of the cache after its first `layers`; for `layers` = 0 the cache."""
-    with second_layers(cache, layers) if cache is not None and layers else contextlib.nullcontext(cache) as second:
-        yield second
+def own_cache(cache: Cache | None, layers: int) -> contextlib.AbstractContextManager[Cache | None]:
+    """Return a context with the layers of the cache after its first `layers`; for `layers` = 0 with the cache."""
+    return second_layers(cache, layers) if cache is not None and layers else contextlib.nullcontext(cache)
 
 
 @contextlib.contextmanager

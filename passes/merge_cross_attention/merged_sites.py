@@ -12,6 +12,8 @@ from retrofit.passes.merge_cross_attention.attention_calls import Borrowing
 from retrofit.passes.merge_cross_attention.merged_layer import AttentionCall, CrossArguments, MergedLayer
 from retrofit.sdk import Anatomy, Branch, DoesNotFitError, NearMiss, Remedy, Stack, unfit
 from retrofit.sdk.anatomy import (
+    CALLS_FUSED,
+    FUSED,
     REST,
     SOFTMAX,
     Attention,
@@ -25,11 +27,6 @@ from retrofit.sdk.anatomy import (
 from retrofit.sdk.modules import MULTI_HEAD, calls_multi_head
 from retrofit.sdk.program import CAST, DROPOUT, LAYOUT, Call, Dataflow, Key, op, shape
 
-FUSED = "scaled_dot_product_attention"
-CALLS_FUSED = (
-    "have the model call it (transformers: attn_implementation='sdpa'; a file: rewrite the model before its export); "
-    "layers= leaves depths out"
-)
 AS_GRAPH = Remedy("emit='graph' makes each attention a module", "graph")
 WRITES_OWN = (AS_GRAPH, f"one that has nn.Linear projections and calls {FUSED} can be merged")
 LEFT_OUT = "layers= leaves depths out"

@@ -40,7 +40,7 @@ from retrofit.sdk import (
     selected_layers,
     unfit,
 )
-from retrofit.sdk.anatomy import WITHOUT_GRADIENT, InnerLayers, LayerCall, LayerCalls, WrappedModules, modules_around
+from retrofit.sdk.anatomy import WITHOUT_GRADIENT, InnerLayers, LayerCall, LayerCalls, WrappedModules, dropout_notes, modules_around
 from retrofit.sdk.modules import float_like
 from retrofit.sdk.program import refuse_state_inputs, shape
 
@@ -117,11 +117,7 @@ class Recurrence(Pass[RecurrencePlan]):
             near_misses=tuple(near_misses),
             new_parameters=total,
             formula=self.formula(sizes, total),
-            notes=tuple(
-                f"{site.place.path}: {gathered.dropout_note}"
-                for site in found
-                if (gathered := site.place.gathered) and gathered.dropout
-            ),
+            notes=dropout_notes(site.place.gathered for site in found if site.place.gathered is not None),
             recurrent=tuple(found),
             paths=tuple((call, tuple(names)) for call, names in finder.paths.values()),
         )

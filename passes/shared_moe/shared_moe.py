@@ -53,7 +53,7 @@ from retrofit.sdk import (
     option,
     selected_depths,
 )
-from retrofit.sdk.anatomy import FeedForward, Matrix, Port, feed_forwards, weight_and_bias, weight_out_first
+from retrofit.sdk.anatomy import FeedForward, Matrix, Port, dropout_notes, feed_forwards, weight_and_bias, weight_out_first
 from retrofit.sdk.data import sample_calibration
 from retrofit.sdk.modules import ForwardWithAuxiliaryLosses, install_feed_forward, number_is_loss, own_forward
 
@@ -219,7 +219,7 @@ class SharedMoE(Pass[SharedMoEPlan]):
             exact=self.sums_to_one and not attentions and all(self.is_exact_for(group) for group in groups),
             notes=(
                 *self.unused_options(groups),
-                *(f"{site.path}: {site.dropout_note}" for group in groups for site in group.sites if site.dropout),
+                *dropout_notes(site for group in groups for site in group.sites),
             ),
             groups=tuple(groups),
             attentions=tuple(attentions),

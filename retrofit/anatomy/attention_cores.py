@@ -26,6 +26,11 @@ from retrofit.program.aten_ops import (
 from retrofit.program.cost import indices
 from retrofit.program.dataflow import Dataflow
 
+FUSED = "scaled_dot_product_attention"
+CALLS_FUSED = (  # the fix where an attention must call it
+    "have the model call it (transformers: attn_implementation='sdpa'; a file: rewrite the model before its export); "
+    "layers= leaves depths out"
+)
 SOFTMAX = frozenset(("softmax", "_softmax", "_safe_softmax"))
 ARITHMETIC = frozenset("add sub mul div max maximum getitem".split())
 SCALING = LAYOUT | CAST | DROPOUT | SELECTION | MASKING | JOIN | ACTIVATION | ARITHMETIC  # before the softmax

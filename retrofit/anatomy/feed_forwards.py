@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -66,16 +67,17 @@ class FeedForward:
     def gated(self) -> bool:
         return len(self.ports) > 1
 
-    @property
-    def dropout_note(self) -> str:
-        """The note in a report on dropout of hidden units in the model's own code."""
-        return f"in training, its layer's dropout of {self.dropout:.0%} moves from the hidden units to the feed-forward's input"
-
     def bound_to(self, model: nn.Module) -> FeedForward:
         """Return the feed-forward in `model`, a copy of the model it was found in: its graph modules call modules of `model`."""
         hidden = bind(self.hidden, self.hidden_paths, model)
         tail = None if self.tail is None else bind(self.tail, self.tail_paths, model)
         return dataclasses.replace(self, hidden=hidden, tail=tail)
+
+
+def dropout_notes(sites: Iterable[FeedForward]) -> tuple[str, ...]:
+    """Return a note for each feed-forward whose hidden units have dropout in the model's own code."""
+    where = "moves from the hidden units to the feed-forward's input"
+    return tuple(f"{site.path}: in training, its layer's dropout of {site.dropout:.0%} {where}" for site in sites if site.dropout)
 
 
 def bind(function: fx.GraphModule, paths: tuple[tuple[str, str], ...], model: nn.Module) -> fx.GraphModule:

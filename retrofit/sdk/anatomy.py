@@ -5,11 +5,13 @@ from __future__ import annotations
 # The parts of feed-forwards; `modules` has their replacements.
 from retrofit.anatomy.feed_forwards import FeedForward as FeedForward
 from retrofit.anatomy.feed_forwards import Port as Port
+from retrofit.anatomy.feed_forwards import dropout_notes as dropout_notes
 from retrofit.anatomy.feed_forward_parsing import feed_forwards as feed_forwards
 
 # Attentions: the products and their softmax, and the projection modules.
 from retrofit.anatomy.attention_cores import Attention as Attention
 from retrofit.anatomy.attention_cores import SOFTMAX as SOFTMAX
+from retrofit.anatomy.attention_cores import FUSED as FUSED
 from retrofit.anatomy.attention_cores import find_attentions as find_attentions
 from retrofit.anatomy.attention_sites import AttentionSite as AttentionSite
 from retrofit.anatomy.attention_sites import MaskArgument as MaskArgument
@@ -47,6 +49,7 @@ from retrofit.surgery.wrappers import modules_around as modules_around
 
 # Reasons and fixes that several passes give.
 from retrofit.anatomy.parts import WITHOUT_GRADIENT as WITHOUT_GRADIENT
+from retrofit.anatomy.attention_cores import CALLS_FUSED as CALLS_FUSED
 from retrofit.anatomy.branches import LAYER_WITHIN as LAYER_WITHIN
 from retrofit.anatomy.branches import BEFORE_THE_OUTER as BEFORE_THE_OUTER
 from retrofit.anatomy.branches import ON_TWO_STREAMS as ON_TWO_STREAMS

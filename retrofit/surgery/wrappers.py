@@ -377,14 +377,17 @@ def calls_multi_head(module: nn.Module) -> bool:
 
 
 class AnsweredFusedAttention(TorchFunctionMode):
-    """Within this context `answer` is called in place of torch's fused attention, with the same arguments."""
+    """Within this context `answer` is called in place of torch's fused attention, with the same arguments; `calls` counts them."""
 
     def __init__(self, answer: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.answer = answer
+        self.answer, self.calls = answer, list[bool]()
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.answer(*args, **(kwargs or {})) if function in FUSED else function(*args, **(kwargs or {}))
+        if function not in FUSED:
+            return function(*args, **(kwargs or {}))
+        self.calls.append(True)
+        return self.answer(*args, **(kwargs or {}))
 
 
 HIDDEN = -1e4  # an additive mask below this hides
