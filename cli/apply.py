@@ -202,7 +202,6 @@ def require_calibration(arguments: argparse.Namespace, passes: Recipe) -> None:
 
 
 def tokenizer_for(arguments: argparse.Namespace, passes: Recipe) -> Any:
-    """Return the tokenizer if a pass uses one; else None."""
     return load_tokenizer(arguments) if any(pass_.uses_tokenizer for pass_ in passes) else None
 
 

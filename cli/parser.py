@@ -100,7 +100,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--force", action="store_true", help=force)
 
     def add_tokenizer(self) -> None:
-        """Add --tokenizer."""
         self.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer directory (default: MODEL)")
 
     def add_texts(self, option: str, text: str = "text files") -> None:
@@ -112,7 +111,6 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("--seed", metavar="N", type=seed, default=0, help="random seed (default: 0)")
 
     def add_checks(self) -> None:
-        """Add --checks."""
         self.add_argument(
             "--checks",
             choices=("all", "quick"),

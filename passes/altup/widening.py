@@ -29,6 +29,7 @@ from retrofit.sdk.program import (
     Call,
     Key,
     carried_operands,
+    is_assertion,
     is_heavy,
     op,
     shape,
@@ -316,9 +317,8 @@ class WidthPropagation:
         inputs = [part for part in node.all_input_nodes if part in self.wide]
         kinds = {self.wide[part] for part in inputs}
         size, name = shape(node), op(node)
-        if name.startswith("_assert") or (
-            size is None and name not in ("split", "chunk", "unbind", "split_with_sizes", "native_dropout")
-        ):
+        returns_several = name in ("split", "chunk", "unbind", "split_with_sizes", "native_dropout")
+        if is_assertion(node) or (size is None and not returns_several):
             return
         if len({kind.home for kind in kinds}) > 1:
             raise self.refuse(node, "it combines wide values that hold the dense one in different blocks")

@@ -175,7 +175,6 @@ class KeyBuckets:
         return self.lists
 
     def take_back(self, count: int) -> None:
-        """Remove the last `count` tokens."""
         left = max(0, self.length - count)
         if self.lists is not None and self.listed > left and not self.lists.remove_last(self.values[..., left : self.listed]):
             self.lists = None
@@ -189,7 +188,6 @@ class KeyBuckets:
             self.lists.choose(rows, self.stored.shape[2])
 
     def repeat(self, times: int) -> None:
-        """Repeat each sequence `times` times."""
         self.choose(torch.arange(self.stored.shape[1], device=self.stored.device).repeat_interleave(times))
 
 

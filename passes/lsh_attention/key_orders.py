@@ -37,7 +37,6 @@ class KeyOrder:
     window: int  # consecutive keys that contain all that they see; the last are those of their chunk
 
     def rows(self, part: slice) -> KeyOrder:
-        """Return the order of the rows in `part`."""
         if part.stop is None or self.keys.shape[0] == 1:
             return self
         parts: dict[str, Any] = {name: value[part] for name, value in vars(self).items() if isinstance(value, Tensor)}

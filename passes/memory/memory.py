@@ -420,7 +420,6 @@ class Memory(Pass[MemoryPlan]):
                 route_token_ids(tables, tables.source, self.beside, edit)
 
     def add_table(self, place: WrappedModule, tables: StackTables, plan: MemoryPlan, edit: Edit) -> None:
-        """Add a table to the module at `place`, by a wrapper."""
         module, into, out = edit.model.get_submodule(place.path), place.stream_in, place.stream_out
         beside = like = float_like(module, edit.model)
         on_host = self.tables == "host" and not beside.is_meta

@@ -163,7 +163,6 @@ class Recurrence(Pass[RecurrencePlan]):
                 edit.replace_module(call.path, RecurrentLayer(edit.model.get_submodule(call.path), call, names))
 
     def add(self, site: RecurrentSite, edit: Edit) -> None:
-        """Wrap the feed-forward in a `RecurrentFeedForward`."""
         module = edit.model.get_submodule(site.place.path)
         unit = RecurrentUnit(site.width, self.rank, site.bidirectional, float_like(module, edit.model))
         layout = Layout(site.layer.tokens_first, site.flat)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from retrofit.sdk import Deviation, Observed, Problems, SiteCall, find_argument, item_at, with_item
-from retrofit.sdk.data import float_tensors
+from retrofit.sdk.data import float_tensors, preserve_modes
 
 
 class Sums(TorchFunctionMode):
@@ -202,24 +202,16 @@ def gradients(observed: Observed) -> list[tuple[str, Tensor | None]]:
     The model uses its cache, as it does in training by default.
     """
     model = observed.model
-    modes = {part: part.training for part in model.modules()}
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     inputs = {**observed.inputs, "use_cache": True} if "use_cache" in observed.inputs else observed.inputs
-    state = torch.get_rng_state()
-    try:
-        with torch.enable_grad():
-            model.train()
-            torch.manual_seed(SEED)
-            outputs = [tensor for tensor in float_tensors(model(**inputs)) if tensor.requires_grad]
-            weights = [
-                torch.linspace(-1, 1, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
-                for output in outputs
-            ]
-            found = torch.autograd.grad(outputs, list(parameters.values()), weights, allow_unused=True)
-    finally:
-        torch.set_rng_state(state)
-        for part, mode in modes.items():
-            part.training = mode
+    with torch.enable_grad(), preserve_modes(model), torch.random.fork_rng([]):
+        model.train()
+        torch.manual_seed(SEED)
+        outputs = [tensor for tensor in float_tensors(model(**inputs)) if tensor.requires_grad]
+        weights = [
+            torch.linspace(-1, 1, output.numel(), device=output.device).reshape(output.shape).to(output.dtype) for output in outputs
+        ]
+        found = torch.autograd.grad(outputs, list(parameters.values()), weights, allow_unused=True)
     returned = [(f"the model's output {number}", output.detach()) for number, output in enumerate(outputs)]
     return [*returned, *((f"the gradient of {name}", tensor) for name, tensor in zip(parameters, found, strict=True))]
 

@@ -51,7 +51,7 @@ from retrofit.sdk import (
     unfit,
 )
 from retrofit.sdk.anatomy import WITHOUT_GRADIENT, modules_around, reader_of
-from retrofit.sdk.program import CAST, LIKE, Call, Dataflow, is_float, op, shape
+from retrofit.sdk.program import CAST, LIKE, Call, Dataflow, is_assertion, is_float, op, shape
 
 MOST_BITS = 16  # of the stream in half precision, which checkpointing stores whole
 SCHEMES = ("exact", "terraformer")
@@ -283,7 +283,7 @@ class StepFinder:
         arguments, returned = set(call.inputs.values()), set(call.outputs.values())
         own = self.parameters(call.path)
         for node in flow.nodes:
-            if op(node).startswith("_assert"):
+            if is_assertion(node):
                 continue
             for operand in node.all_input_nodes:
                 if node in inside and operand in program.parameters:
@@ -449,7 +449,7 @@ def require_separate(call: Call, parts: set[Call], branches: LayerBranches, flow
     for node in (*streams, *summed):
         skipped |= flow.bit(node)
     for node in inside:
-        if op(node).startswith("_assert") or op(node) in LIKE:  # these read a shape
+        if is_assertion(node) or op(node) in LIKE:  # these read a shape
             continue
         branch = bisect.bisect_left(ends, flow.position[node])
         for part in node.all_input_nodes:

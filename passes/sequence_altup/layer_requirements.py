@@ -75,7 +75,6 @@ class Candidate:
 
     @property
     def stream(self) -> ArgumentPath:
-        """The argument that is the stream."""
         return argument_path(self.module, self.layer.stream_places()[0])
 
     @property

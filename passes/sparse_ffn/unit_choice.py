@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from retrofit.passes.sparse_ffn.indexed_rows import added_parts, reads_tiles, tiled_sums
 from retrofit.sdk import unfit
 from retrofit.sdk.anatomy import FeedForward
-from retrofit.sdk.program import CAST, DROPOUT, op
+from retrofit.sdk.program import CAST, DROPOUT, backward_slice, op
 
 HIGHEST = 30.0  # limit of a logit's excess over the k-th largest; a unit is fully active if its excess is log N or more
 FAR = 1e30  # larger than any logit
@@ -273,25 +273,13 @@ def is_dropout(node: fx.Node, hidden: fx.GraphModule) -> bool:
 
 def ports_read(node: fx.Node, ports: list[fx.Node]) -> frozenset[int]:
     """Return the indices of the ports that a node depends on."""
-    behind = ancestors(node)
+    behind = backward_slice([node])
     return frozenset(index for index, port in enumerate(ports) if port in behind)
-
-
-def ancestors(node: fx.Node) -> set[fx.Node]:
-    """Return the node and all nodes that it depends on."""
-    seen: set[fx.Node] = set()
-    waiting = [node]
-    while waiting:
-        found = waiting.pop()
-        if found not in seen:
-            seen.add(found)
-            waiting.extend(found.all_input_nodes)
-    return seen
 
 
 def extract(result: fx.Node, port: fx.Node, hidden: fx.GraphModule) -> fx.GraphModule:
     """Return the function of one port that computes `result`, without dropout."""
-    graph, needed = fx.Graph(), ancestors(result)
+    graph, needed = fx.Graph(), backward_slice([result])
     env = {port: graph.placeholder("gate")}
     for node in hidden.graph.nodes:
         if node in needed and node not in env:

@@ -35,6 +35,7 @@ from retrofit.inputs.example_inputs import vocabulary_of as vocabulary_of
 
 # Runs that leave a model unchanged.
 from retrofit.inputs.model_state import evaluation_mode as evaluation_mode
+from retrofit.inputs.model_state import preserve_modes as preserve_modes
 from retrofit.inputs.model_state import preserve_state as preserve_state
 from retrofit.inputs.model_memory import without_weights as without_weights
 from retrofit.process import quiet as quiet

@@ -10,6 +10,8 @@ from retrofit.program.capture import capture as capture
 from retrofit.program.capture import call_or_capture as call_or_capture
 from retrofit.program.tracing import as_if_traced as as_if_traced
 from retrofit.program.dataflow import Dataflow as Dataflow
+from retrofit.program.dataflow import backward_slice as backward_slice
+from retrofit.program.dataflow import is_assertion as is_assertion
 from retrofit.program.dataflow import refuse_state_inputs as refuse_state_inputs
 from retrofit.program.capture import Trial as Trial
 from retrofit.program.capture import failed_trials as failed_trials
