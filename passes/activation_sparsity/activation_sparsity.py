@@ -185,12 +185,12 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
             sites=tuple(sites),
             near_misses=tuple(near_misses),
             formula=f"no new parameters: a threshold for each of {len(weights)} inputs",
-            notes=(self.decoding_cost(sites, anatomy),) if sites and self.level else (),
+            notes=(self.decoding_cost(sites),) if sites and self.level else (),
             masked=tuple(sites),
             causal=len(anatomy.stacks) == 1 and anatomy.stacks[0].causal,
         )
 
-    def decoding_cost(self, sites: list[MaskedSite], anatomy: Anatomy) -> str:
+    def decoding_cost(self, sites: list[MaskedSite]) -> str:
         """Return a note on the number of weights that decoding one token at a time need not read."""
         size = sum(weight.elements for site in sites for weight in site.weights)
         return f"decoding one token at a time, about {round(size * (self.level or 0)):,} of {size:,} weights need not be read"
