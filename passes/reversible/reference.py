@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from retrofit.sdk import Deviation, Observed, Problems, SiteCall, find_argument, item_at, with_item
-from retrofit.sdk.data import float_tensors, preserve_modes
+from retrofit.sdk.data import float_tensors, preserve_modes, replace_attributes
 
 
 class Sums(TorchFunctionMode):
@@ -141,13 +141,10 @@ def swaps_kept(observed: Observed) -> Iterator[None]:
 @contextlib.contextmanager
 def replaced_forwards(modules: Sequence[Any], forward_of: Callable[[Any], Any]) -> Iterator[None]:
     """Within this context the results of `forward_of` replace the modules' forwards."""
-    for module in modules:
-        module.__dict__["forward"] = forward_of(module)
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as stack:
         for module in modules:
-            del module.__dict__["forward"]
+            stack.enter_context(replace_attributes(module, forward=forward_of(module)))
+        yield
 
 
 STEP = 2.0**-32

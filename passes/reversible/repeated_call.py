@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.cache_utils import Cache
 
 from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument, item_at
+from retrofit.sdk.data import preserve_attribute
 from retrofit.sdk.modules import auxiliary_losses
 
 CHECKPOINTING = "gradient_checkpointing"  # transformers' switch, an attribute of each module that checkpoints
@@ -167,13 +168,10 @@ class RepeatedCall:
 def without_checkpoints(layer: nn.Module) -> Iterator[None]:
     """Switch off checkpointing in the layer within this context: the sums that it computes again would not be intercepted."""
     modules = [part for part in layer.modules() if getattr(part, CHECKPOINTING, False) is True]
-    try:
+    with preserve_attribute(CHECKPOINTING, modules):
         for module in modules:
             setattr(module, CHECKPOINTING, False)
         yield
-    finally:
-        for module in modules:
-            setattr(module, CHECKPOINTING, True)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from retrofit.sdk import Deviation, Observed, ObservedSite, Problems, SiteCall, spread_problem
+from retrofit.sdk.data import preserve_attribute
 
 
 def moe_block(call: SiteCall) -> Tensor:
@@ -92,14 +93,10 @@ def wiring(observed: Observed) -> Problems:
     if total is None:
         return
     recorded = observed.recorded_losses()
-    weights = [moe.balance for moe in mixtures]  # type: ignore[union-attr]
-    try:
+    with preserve_attribute("balance", mixtures):
         for moe in mixtures:
             moe.balance = 0.0  # type: ignore[union-attr,assignment]
         base = observed.training_loss()
-    finally:
-        for moe, weight in zip(mixtures, weights, strict=True):
-            moe.balance = weight  # type: ignore[union-attr]
     assert base is not None
     if abs(total - base - recorded) > 1e-2 * recorded + 1e-5 * abs(base):
         yield "", f"the balance losses sum to {recorded:.4g}, and add {total - base:.4g} to the model's own loss"

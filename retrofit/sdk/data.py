@@ -38,7 +38,9 @@ from retrofit.inputs.model_state import evaluation_mode as evaluation_mode
 from retrofit.inputs.model_state import preserve_modes as preserve_modes
 from retrofit.inputs.model_state import preserve_state as preserve_state
 from retrofit.inputs.model_memory import without_weights as without_weights
+from retrofit.process import preserve_attribute as preserve_attribute
 from retrofit.process import quiet as quiet
+from retrofit.process import replace_attributes as replace_attributes
 
 # Memory and progress of long work.
 from retrofit.inputs.model_memory import groups_in_room as groups_in_room
