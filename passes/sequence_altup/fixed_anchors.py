@@ -72,7 +72,8 @@ class Place:
 class FixedAnchorLayer(AnchorLayer):
     """The anchor layer of a static cache of `size` tokens."""
 
-    is_croppable = False
+    is_compileable = True
+    is_croppable = is_sliding = False
 
     def __init__(self, name: str, k: int, mask_argument: MaskArgument | None, size: int) -> None:
         self.mask_argument, self.size, self.most = mask_argument, size, -(-size // k)
@@ -227,14 +228,6 @@ class FixedAnchorLayer(AnchorLayer):
     def is_settled(self) -> bool:  # type: ignore[override]
         return self.counter is not None and not self.histories
 
-    @property
-    def is_compileable(self) -> bool:  # type: ignore[override]
-        return True
-
-    @property
-    def is_sliding(self) -> bool:
-        return False
-
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.size, 0
 
@@ -278,7 +271,7 @@ class FixedAnchorLayer(AnchorLayer):
 class SecondaryFixedKeys(SecondaryAnchorKeys):
     """Keys and values of a strided layer's second and later attention in a static cache, at the slots of the first."""
 
-    is_croppable = False
+    is_croppable = is_sliding = False
 
     def __init__(self, first: FixedAnchorLayer) -> None:
         self.first = first
@@ -295,10 +288,6 @@ class SecondaryFixedKeys(SecondaryAnchorKeys):
 
     def append(self, name: str, new: Tensor) -> Tensor:
         return self.first.insert(self, name, new)
-
-    @property
-    def is_sliding(self) -> bool:
-        return False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.first.get_mask_sizes(query_length)
