@@ -10,7 +10,7 @@ import pytest
 from support.command_server import CommandServer
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo.py"
-MINIATURE = ["--steps", "12", "--more", "6", "--width", "48", "--layers", "2", "--characters", "20"]
+MINIATURE = ["--steps", "3", "--more", "1", "--width", "48", "--layers", "2", "--characters", "20"]
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class Plain(nn.Module):
 
 def built(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     entry = zoo.entry(name)
-    model = zoo.build(entry).eval()
+    model = zoo.shallow(entry).eval()
     if hasattr(model.config, "use_cache"):
         model.config.use_cache = False
     return model, {key: value for key, value in zoo.inputs(entry, model).items() if isinstance(value, torch.Tensor)}
@@ -100,12 +100,12 @@ def fused_by_runtime(name: str, path: Path) -> None:
 def with_cache(name: str, path: Path) -> None:
     """This project's exporter: fused operators, the cache as inputs and outputs."""
     entry = zoo.entry(name)
-    model = zoo.build(entry).eval()
+    model = zoo.shallow(entry).eval()
     retrofit.export_onnx(model, path, example_inputs=zoo.inputs(entry, model), force=True)
 
 
 def unfused(name: str, path: Path) -> None:
-    retrofit.export_onnx(zoo.build(zoo.entry(name)).eval(), path, fuse=False, force=True)
+    retrofit.export_onnx(zoo.shallow(zoo.entry(name)).eval(), path, fuse=False, force=True)
 
 
 def part(file: str) -> Exporter:
