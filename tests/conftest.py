@@ -57,7 +57,8 @@ def forget_what_is_there() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     from support import shared_programs
 
-    shared_programs.share(item.path.parent.name not in UNSHARED and item.get_closest_marker("long") is None)
+    short = item.get_closest_marker("long") is None
+    shared_programs.share(short and item.path.parent.name not in UNSHARED, quick=short)
 
 
 @pytest.fixture(scope="session")

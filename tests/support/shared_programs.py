@@ -21,17 +21,26 @@ from retrofit.program.program import Program
 
 LIBRARIES = ("torch.nn.", "transformers.")
 IMPLEMENTATIONS = (None, "eager", "sdpa", "grouped_mm", "batched_mm")  # of attention and experts; a test may give others any code
-UNREAD = {"quantization_config", "_name_or_path", "name_or_path", "_is_hf_initialized", "generation_config"}  # by any forward
+UNREAD = {  # by any forward
+    *("quantization_config", "_name_or_path", "name_or_path", "_is_hf_initialized", "generation_config"),
+    *("architectures", "transformers_version", "retrofit_provenance"),
+}
 NUMBER = 80  # programs are kept, those used last
 PLAIN = (str, bytes, int, float, complex, type(None), type(...), torch.dtype, torch.device, torch.Size, slice, range)
 
 programs: OrderedDict[str, tuple[Program, str]] = OrderedDict()  # by key, each with its text
-original, exporter = capture.captured, torch.export.export
+original, torch_export = capture.captured, torch.export.export
 
 
-def share(on: bool) -> None:
-    """From now on programs are shared, or no longer."""
-    capture.captured = captured if on else original
+def exporter(*given: Any, dynamic_shapes: Any = None, **how: Any) -> Any:
+    """`torch.export.export`, which keeps no results of operations on dynamic sizes: in two layers hardly any comes again."""
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=dynamic_shapes is None):
+        return torch_export(*given, dynamic_shapes=dynamic_shapes, **how)
+
+
+def share(on: bool, quick: bool) -> None:
+    """From now on programs are shared, or no longer; where it is `quick`, those with dynamic sizes are exported by `exporter`."""
+    capture.captured, torch.export.export = captured if on else original, exporter if quick else torch_export
 
 
 class UnknownError(Exception):
@@ -41,7 +50,7 @@ class UnknownError(Exception):
 def captured(model: nn.Module, inputs: dict[str, Any], dynamic: bool) -> Program:
     """`capture.captured`, or the program that it returned for an equal model; the test fails where that has changed."""
     try:
-        key = "" if dynamic or model.training or torch.export.export is not exporter else key_of(model, inputs)
+        key = "" if dynamic or torch.export.export is not exporter else key_of(model, inputs)
     except UnknownError:
         key = ""
     if not key:
