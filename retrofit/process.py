@@ -1,4 +1,4 @@
-"""Changes of process-wide state: by one thread at a time, with signals deferred, with libraries silenced.
+"""Changes of process-wide state: by one thread at a time, with signals deferred, with libraries silenced; freed memory.
 
 Capturing a model replaces methods of tensors and modules, output streams and warning filters; loading replaces initializers and the
 default dtype; checks seed random number generators. Two threads doing so at once would see, and restore, each other's.
@@ -7,6 +7,7 @@ default dtype; checks seed random number generators. Two threads doing so at onc
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import io
 import logging
@@ -184,3 +185,16 @@ def quiet(*, progress_bars: bool = False) -> Iterator[None]:
         log.set_verbosity(level)
         if bars:
             log.enable_progress_bar()
+
+
+@functools.cache
+def c_library() -> Any:
+    """Return the C library of this process; None if it is not Linux."""
+    return ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+def release_freed_memory() -> None:
+    """Return freed memory that the C library holds to the system, if it can."""
+    trim = getattr(c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))

@@ -35,7 +35,6 @@ from retrofit.checks.round_trip import RoundTripMeasurement, judge_round_trip, m
 from retrofit.checks.subject import Context, Subject, Watch, other_shapes
 from retrofit.emitted import as_dense_graph_of
 from retrofit.errors import DoesNotFitError, RetrofitError
-from retrofit.files.memory import release_freed_memory
 from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import with_same_tensors
@@ -52,7 +51,7 @@ from retrofit.inputs.usable_models import (
 )
 from retrofit.passbase.protocol import Rewrite
 from retrofit.passbase.replaying import recipe, rewrites
-from retrofit.process import serialized
+from retrofit.process import release_freed_memory, serialized
 from retrofit.program.cost import Cost
 from retrofit.program.program import Program
 from retrofit.surgery import Fate

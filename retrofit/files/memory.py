@@ -1,13 +1,11 @@
-"""Limits of memory: a file that declares more is refused before it is read; release of unneeded memory."""
+"""Limits of memory: a file that declares more is refused before it is read; tensors outside memory."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
 import ctypes
-import functools
 import mmap
-import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
@@ -15,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from retrofit.errors import CheckpointError
-from retrofit.process import set_variable
+from retrofit.process import c_library, set_variable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,19 +75,6 @@ def require_unpacked_fits(path: Path) -> None:
 
 MAPPINGS = Path("/proc/self/maps")  # of this process, if the system has such a file
 PAGE_OUT = 21  # MADV_PAGEOUT, since Linux 5.4: pages mapped from a file are read from it again when needed
-
-
-@functools.cache
-def c_library() -> Any:
-    """Return the C library of this process; None if it is not Linux."""
-    return ctypes.CDLL(None) if sys.platform == "linux" else None
-
-
-def release_freed_memory() -> None:
-    """Return freed memory that the C library holds to the system, if it can."""
-    trim = getattr(c_library(), "malloc_trim", None)
-    if trim is not None:
-        trim(ctypes.c_size_t(0))
 
 
 def page_out(tensors: Iterable[Tensor]) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, cat, nn
 
-from retrofit.files.memory import release_freed_memory
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import set_aside
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.inputs.module_calls import CallRecorder, RecordedCall, real_rows, real_tokens, watched
 from retrofit.inputs.probes import accepts, extent_of, run
+from retrofit.process import release_freed_memory
 from retrofit.progress import counted
 
 Watcher = Callable[[Tensor], None]

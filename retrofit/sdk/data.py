@@ -46,6 +46,6 @@ from retrofit.process import replace_attributes as replace_attributes
 from retrofit.inputs.model_memory import groups_in_room as groups_in_room
 from retrofit.inputs.model_memory import set_aside as set_aside
 from retrofit.files.memory import page_out_mapped as page_out_mapped
-from retrofit.files.memory import release_freed_memory as release_freed_memory
+from retrofit.process import release_freed_memory as release_freed_memory
 from retrofit.progress import counted as counted
 from retrofit.progress import side_by_side as side_by_side

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from retrofit.files.memory import in_temporary_file, page_out, page_out_mapped, release_freed_memory
+from retrofit.files.memory import in_temporary_file, page_out, page_out_mapped
+from retrofit.process import release_freed_memory
 
 
 def resident(path: Path) -> int:
