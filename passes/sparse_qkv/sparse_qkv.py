@@ -140,10 +140,11 @@ class SparseQKV(Pass[SparseQKVPlan]):
                 columns = {"before": before, "after": after} if moments else {"without calibration": after}
                 edit.note(f"relative error of {letter}", planned.site.name, columns, form=".3f", worst="highest")
             built.append((projections, [*starts, copies_of(projections.parameters())]))
+        del moments  # of all attentions: memory that the next fit needs
         for projections, _ in built:
             projections.install(edit, keep_output=self.output == "keep")
         for projections, starts in built:
-            if (attention := dense.get(projections.site.name)) is not None:
+            if (attention := dense.pop(projections.site.name, None)) is not None:
                 before, after = fit_results(edit.model.get_submodule(attention.path), projections.parameters(), attention, starts)
                 columns = {"before": before, "after": after}
                 edit.note("relative error of the output on held-out windows", projections.site.name, columns, worst="highest")

@@ -160,7 +160,7 @@ class SourceText:
                 if found.package in self.closure.ours and found.name != found.attribute:
                     raise CheckpointError(
                         f"{collected.definition.module} imports {found.attribute} as {found.name} within a function",
-                        why="a bundle needs collected name for it",
+                        why="a bundle needs one name for it",
                         remedy="import it by its own name",
                         code="not-bundled",
                     )
