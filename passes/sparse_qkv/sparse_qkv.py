@@ -125,12 +125,12 @@ class SparseQKV(Pass[SparseQKVPlan]):
         )
 
     def apply(self, plan: SparseQKVPlan, edit: Edit) -> None:
-        moments, dense = self.second_moments(plan, edit), self.dense_attentions(plan, edit)
+        moments = self.second_moments(plan, edit)
         built: list[tuple[SparseProjections, list[Values]]] = []
         for planned in plan.attentions:
             projections = SparseProjections.build(planned, edit.model.get_parameter(planned.site.projections[0].matrix.weight))
             starts = []
-            if planned.site.name in dense:
+            if edit.calibration is not None:
                 projections.fit(edit.model, {})
                 starts.append(copies_of(projections.parameters()))
                 if self.output == "none":
@@ -140,7 +140,8 @@ class SparseQKV(Pass[SparseQKVPlan]):
                 columns = {"before": before, "after": after} if moments else {"without calibration": after}
                 edit.note(f"relative error of {letter}", planned.site.name, columns, form=".3f", worst="highest")
             built.append((projections, [*starts, copies_of(projections.parameters())]))
-        del moments  # of all attentions: memory that the next fit needs
+        del moments  # as large as the calls recorded next
+        dense = self.dense_attentions(plan, edit)
         for projections, _ in built:
             projections.install(edit, keep_output=self.output == "keep")
         for projections, starts in built:
