@@ -147,6 +147,7 @@ class CorrespondingSite:
 
     dense: str  # paths
     rewritten: str
+    method: str  # the name of the pass
     dial: Dial | None = None  # of the pass, from the dense function to the rewritten one
 
     def __str__(self) -> str:
@@ -217,7 +218,9 @@ def correspondence(model: nn.Module, dense: nn.Module) -> Correspondence:
     names = {id(module): path for path, module in skeleton.named_modules()}
     order = {path: place for place, path in enumerate(modules)}
     sites = (
-        CorrespondingSite(path, names[id(now)], method.recovery.dial) for path, (now, method) in found.items() if id(now) in names
+        CorrespondingSite(path, names[id(now)], method.name, method.recovery.dial)
+        for path, (now, method) in found.items()
+        if id(now) in names
     )
     places = {path: names[id(module)] for path, module in modules.items() if id(module) in names}
     return Correspondence(tuple(sorted(sites, key=lambda site: order[site.dense])), edit.account(), places)

@@ -271,5 +271,5 @@ def test_other_teachers_are_refused_with_what_differs() -> None:
 
 
 def test_a_site_names_both_paths_where_they_differ() -> None:
-    assert str(CorrespondingSite("a.mlp", "a.layer.mlp")) == "a.layer.mlp (of the dense model: a.mlp)"
-    assert str(CorrespondingSite("a", "a")) == "a"
+    assert str(CorrespondingSite("a.mlp", "a.layer.mlp", "sparse-ffn")) == "a.layer.mlp (of the dense model: a.mlp)"
+    assert str(CorrespondingSite("a", "a", "sparse-ffn")) == "a"
