@@ -229,11 +229,18 @@ MUTANTS = [
         trials=DEFAULT,
     ),
     whole(
-        "calibration data is taken and not used",
-        "moments, dense = self.second_moments(plan, edit), self.dense_attentions(plan, edit)",
-        "moments, dense = {}, {}",
+        "the weights are fitted without the calibration data",
+        "moments = self.second_moments(plan, edit)",
+        "moments = {}",
         trials=CALIBRATED,
-        test="tests/passes/sparse_qkv/test_sparse_qkv.py::test_calibration_gives_a_nearer_start",
+        test="tests/passes/sparse_qkv/test_output_fit.py::test_no_attention_is_worse_on_windows_held_out",
+    ),
+    whole(
+        "the attentions' own outputs are not fitted",
+        "dense = self.dense_attentions(plan, edit)",
+        "dense = {}",
+        trials=CALIBRATED,
+        test="tests/passes/sparse_qkv/test_output_fit.py::test_no_attention_is_worse_on_windows_held_out",
     ),
     fit(
         "the taps of earlier tokens keep their noise",

@@ -102,6 +102,7 @@ def test_no_attention_is_worse_on_windows_held_out(name: str, output: str) -> No
     results = [note.values for note in notes if note.kind.startswith("relative error of the output")]
     letters = [note.values for note in notes if "output" not in note.kind]
     assert len(results) == 2 and len(letters) == 6
+    assert all(values["after"] <= values["before"] for values in letters)
     assert all(values["after"] <= values["before"] for values in results) and results[0]["after"] < results[0]["before"]
     again = fitted(name, SparseQKV(output=output, layers="0-1"))[0]
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
