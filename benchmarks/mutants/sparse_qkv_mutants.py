@@ -224,8 +224,8 @@ MUTANTS = [
     ),
     whole(
         "the fit is never made",
-        "in projections.fit(edit.model, moments).items():",
-        "in dict[str, tuple[float, float]]().items():",
+        "        errors = projections.fit(edit.model, {})\n",
+        "        errors = dict[str, tuple[float, float]]()\n",
         trials=DEFAULT,
     ),
     whole(

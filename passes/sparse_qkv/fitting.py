@@ -30,6 +30,7 @@ from retrofit.sdk.data import RecordedCall, evaluation_mode, float_tensors, set_
 
 SWEEPS = 12  # of alternating least squares (benchmarks/sparse_qkv_start.py)
 STEPS = 40  # of L-BFGS
+HISTORY = 20  # of its steps
 RIDGE = 1e-5  # added to the diagonal of a system, as a fraction of the diagonal's mean
 ROWS = 256  # input features in one solve
 TOKENS = 8192  # in the average of the second moments
@@ -86,11 +87,10 @@ def fit(projection: ModularProjection, weights: Mapping[str, Tensor]) -> dict[st
 def fit_to_data(
     projection: ModularProjection, weights: Mapping[str, Tensor], moments: Tensor, held_out: Tensor
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Fit `projection` to the weights, then under `moments`; keep the fit with the lower error under `held_out`.
+    """Fit `projection`, fitted to the weights, under `moments`; keep the fit with the lower error under `held_out`.
 
     Returns the relative error of each letter under `held_out` for the fit to the weights, and for the fit that is kept.
     """
-    fit(projection, weights)
     parameters, targets = list(projection.parameters()), targets_of(projection, weights)
     plain = copies_of(parameters)
     with torch.no_grad():
@@ -235,7 +235,7 @@ def descend(projection: ModularProjection, targets: Targets, moments: Tensor) ->
     parameters = [projection.get_parameter(name) for name in names]
     values = [parameter.detach().float().clone().requires_grad_() for parameter in parameters]
     total = sum(float(length(target.flatten(1), moments)) ** 2 for target in targets.values())
-    optimizer = torch.optim.LBFGS(values, max_iter=STEPS, history_size=20, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(values, max_iter=STEPS, history_size=HISTORY, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from retrofit.passes.sparse_qkv.fitting import fit, fit_to_data, joined
+from retrofit.passes.sparse_qkv.fitting import HISTORY, fit, fit_to_data, joined
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection, ModularShape
 from retrofit.passes.sparse_qkv.sparse_attention import (
     ColumnProjection,
@@ -81,7 +81,8 @@ class SparseProjections:
         """Fit the modules to the dense weights of `model`; return the relative errors by letter, without data and with it.
 
         `moments` has the second moments of a stream, on data for fitting and on held-out data, by the first dense module that
-        reads it; it is empty without calibration data. With `absorb` the values are fitted to their product with the output layer.
+        reads it. It is empty for the fit without data, from which the fit with data continues. With `absorb` the values are fitted
+        to their product with the output layer.
         """
         weights = weights_by_letter(self.site, model)
         if absorb:
@@ -99,8 +100,15 @@ class SparseProjections:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all modules, each once."""
-        modules = [module for module in (self.shared, *self.separate.values(), self.output) if module is not None]
-        return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
+        return list(dict.fromkeys(parameter for module in self.modules() for parameter in module.parameters()))
+
+    def modules(self) -> list[ModularProjection]:
+        return [module for module in (self.shared, *self.separate.values(), self.output) if module is not None]
+
+    def bytes_of_a_fit(self) -> int:
+        """Return about how many bytes `fit` needs: the steps that L-BFGS keeps, and the dense matrices with their neighbours."""
+        dense = sum(module.kernel * module.width**2 for module in self.modules())
+        return 4 * (2 * HISTORY * sum(parameter.numel() for parameter in self.parameters()) + 20 * dense)
 
     def install(self, edit: Edit, keep_output: bool) -> None:
         """Install these modules in the attention; its output layer is kept, replaced or removed."""
@@ -148,7 +156,7 @@ class SparseProjections:
 def fit_letters(
     projection: ModularProjection, weights: dict[str, Tensor], moments: tuple[Tensor, Tensor] | None
 ) -> dict[str, tuple[float, float]]:
-    """Fit `projection` to the weights of its letters; return their relative errors, without data and with it."""
+    """Fit `projection` to the weights of its letters, or from there to data; return their relative errors, before and after."""
     own = {letter: weights[letter] for letter in projection.strides}
     if moments is None or any(weight.is_meta for weight in own.values()):
         return {letter: (error, error) for letter, error in fit(projection, own).items()}

@@ -21,7 +21,7 @@ from typing import ClassVar
 from torch import nn
 
 from retrofit.passes.sparse_qkv import reference as method_reference
-from retrofit.passes.sparse_qkv.fitting import TOKENS, DenseAttention, SecondMoments, Values, copies_of, fit_results, scope_of
+from retrofit.passes.sparse_qkv.fitting import TOKENS, DenseAttention, SecondMoments, Values, copies_of, fit_results, put, scope_of
 from retrofit.passes.sparse_qkv.modular_projection import FEW, ModularShape
 from retrofit.passes.sparse_qkv.sparse_attention import (
     ColumnProjection,
@@ -48,7 +48,7 @@ from retrofit.sdk import (
     unfit,
 )
 from retrofit.sdk.anatomy import REST, AttentionSite, SiteProjection, find_attention_sites
-from retrofit.sdk.data import split_calibration
+from retrofit.sdk.data import counted, side_by_side, split_calibration
 from retrofit.sdk.program import is_all_zeros, refuse_state_inputs
 
 RESULT_TOKENS = 2048  # on which the attention's outputs are fitted
@@ -125,30 +125,47 @@ class SparseQKV(Pass[SparseQKVPlan]):
         )
 
     def apply(self, plan: SparseQKVPlan, edit: Edit) -> None:
-        moments = self.second_moments(plan, edit)
-        built: list[tuple[SparseProjections, list[Values]]] = []
-        for planned in plan.attentions:
-            projections = SparseProjections.build(planned, edit.model.get_parameter(planned.site.projections[0].matrix.weight))
-            starts = []
-            if edit.calibration is not None:
-                projections.fit(edit.model, {})
-                starts.append(copies_of(projections.parameters()))
-                if self.output == "none":
-                    projections.fit(edit.model, moments, absorb=True)
-                    starts.append(copies_of(projections.parameters()))
-            for letter, (before, after) in projections.fit(edit.model, moments).items():
-                columns = {"before": before, "after": after} if moments else {"without calibration": after}
-                edit.note(f"relative error of {letter}", planned.site.name, columns, form=".3f", worst="highest")
-            built.append((projections, [*starts, copies_of(projections.parameters())]))
-        del moments  # as large as the calls recorded next
+        fitted = self.fit_projections(plan, edit)
         dense = self.dense_attentions(plan, edit)
-        for projections, _ in built:
+        for projections, _ in fitted:
             projections.install(edit, keep_output=self.output == "keep")
-        for projections, starts in built:
+        for projections, fits in counted(fitted, "fitting attention", len(fitted)):
             if (attention := dense.pop(projections.site.name, None)) is not None:
-                before, after = fit_results(edit.model.get_submodule(attention.path), projections.parameters(), attention, starts)
+                before, after = fit_results(edit.model.get_submodule(attention.path), projections.parameters(), attention, fits)
                 columns = {"before": before, "after": after}
                 edit.note("relative error of the output on held-out windows", projections.site.name, columns, worst="highest")
+
+    def fit_projections(self, plan: SparseQKVPlan, edit: Edit) -> list[tuple[SparseProjections, list[Values]]]:
+        """Return the projections of each attention, fitted to the dense weights and to data if there is any, with their fits."""
+        moments = self.second_moments(plan, edit)  # not kept: they are as large as the calls recorded next
+        built = [
+            SparseProjections.build(planned, edit.model.get_parameter(planned.site.projections[0].matrix.weight))
+            for planned in plan.attentions
+        ]
+        size = max((projections.bytes_of_a_fit() for projections in built), default=0)
+        made = side_by_side(lambda projections: self.fit(projections, edit, moments), built, "fitting projections", size)
+        for projections, (errors, _) in zip(built, made, strict=True):
+            for letter, (before, after) in errors.items():
+                columns = {"without calibration": after} if edit.calibration is None else {"before": before, "after": after}
+                edit.note(f"relative error of {letter}", projections.site.name, columns, form=".3f", worst="highest")
+        return [(projections, fits) for projections, (_, fits) in zip(built, made, strict=True)]
+
+    def fit(
+        self, projections: SparseProjections, edit: Edit, moments: Moments
+    ) -> tuple[dict[str, tuple[float, float]], list[Values]]:
+        """Fit the projections to the dense weights, and to data if there is any; return the errors by letter and the fits."""
+        parameters = projections.parameters()
+        errors = projections.fit(edit.model, {})
+        fits = [copies_of(parameters)]
+        if edit.calibration is None:
+            return errors, fits
+        if self.output == "none":
+            projections.fit(edit.model, {}, absorb=True)
+            projections.fit(edit.model, moments, absorb=True)
+            fits.append(copies_of(parameters))
+            put(parameters, fits[0])
+        errors = projections.fit(edit.model, moments)
+        return errors, [*fits, copies_of(parameters)]
 
     # The layers and sizes of the new projections.
 

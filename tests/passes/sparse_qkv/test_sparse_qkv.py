@@ -149,7 +149,9 @@ def test_the_start_is_nearer_where_it_was_calibrated() -> None:
     for is_calibrated in (False, True):
         torch.manual_seed(0)
         layer = ModularProjection("mult-conv", 32, 4, 8, dict.fromkeys("qkv", 1), 3, torch.empty(0))
-        reported = fit_to_data(layer, weights, moments, moments)[1] if is_calibrated else fit(layer, weights)
+        reported = fit(layer, weights)
+        if is_calibrated:
+            reported = fit_to_data(layer, weights, moments, moments)[1]
         y = layer(x.unsqueeze(1)).squeeze(1).detach()
         dense = torch.cat([x @ weight for weight in weights.values()], -1)
         errors.append(float((y - dense).norm() / dense.norm()))
