@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import shlex
 import warnings
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from retrofit.anatomy import format_change
 from retrofit.cli.failures import UsageError
-from retrofit.cli.outputs import check_model_output, default_output, require_companions, write_model
+from retrofit.cli.outputs import check_model_output, default_output, form_for, output_for, require_companions, write_model
 from retrofit.cli.parser import MODEL, STREAMS, Subparsers, load_model, load_tokenizer, require_path, require_texts, require_tokens
 from retrofit.cli.pass_options import add_pass_arguments, named_passes
 from retrofit.cli.terminal import print_table, working
-from retrofit.errors import RetrofitError, RetrofitWarning
+from retrofit.errors import DoesNotFitError, RetrofitError, RetrofitWarning
 from retrofit.passbase.protocol import load_pass, pass_names
 from retrofit.passbase.report_text import rewrite_rows, separated
 
@@ -87,14 +88,14 @@ def run(arguments: argparse.Namespace) -> int:
         other = "--no-verify" if arguments.no_verify else "--stream"
         why = "nothing is checked" if arguments.no_verify else "--stream chooses its own checks"
         raise UsageError(f"--checks {arguments.checks} cannot be combined with {other}", why=why, remedy="drop one of them")
+    output = arguments.output or default_output(arguments.model, [pass_.name for pass_ in passes])
     if arguments.dry_run:
         from retrofit.cli.inspect import print_plan
         from retrofit.passbase.calibration import using_tokenizer
         from retrofit.storage.companions import tokenizer_place
 
         with using_tokenizer(tokenizer_for(arguments, passes), tokenizer_place(arguments.config or arguments.model)):
-            return print_plan(arguments, passes)
-    output = arguments.output or default_output(arguments.model, [pass_.name for pass_ in passes])
+            return print_plan(arguments, passes, output)
     check_model_output(output, arguments.force, arguments.model)
     if arguments.stream:
         return run_streamed(arguments, passes, output)
@@ -111,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = load_model(arguments, progress=progress)
         if arguments.dequantize:
             model = dequantize(model)
+        output = output_for(model, output, arguments.force, chosen=arguments.output is not None)
         text = dense = embedded = verdict = None
         if arguments.calibrate is not None:
             text = read_calibration(arguments, model)
@@ -119,7 +121,8 @@ def run(arguments: argparse.Namespace) -> int:
                 dense = text.dense_outputs(model)
             embedded = EmbeddingComparison.of(arguments.model, model, arguments.calibrate)
         torch.manual_seed(arguments.seed)
-        applied = apply_reported(
+        rewrite = functools.partial(
+            apply_reported,
             model,
             *passes,
             calibration=None if text is None else text.fitted,
@@ -128,10 +131,20 @@ def run(arguments: argparse.Namespace) -> int:
             checks=arguments.checks,
             progress=progress,
         )
+        try:
+            applied = rewrite(emit=(form := form_for(model, output)))
+        except DoesNotFitError:
+            if form == "module":
+                raise
+            applied = rewrite()
         model = applied.model
         if dense is not None and not all(rewrite.exact for rewrite in applied.rewrites):
             progress("measuring the rewritten model on held-out text")
             verdict = warned(dense.verdict(model))
+        if (fitting := output_for(model, output, arguments.force, chosen=False)) != output:  # it has become a graph
+            if arguments.output is not None:
+                warnings.warn(f"{output} cannot hold a graph: the result is {fitting}", RetrofitWarning, stacklevel=2)
+            output = fitting
         write_model(model, source, output, arguments.force, progress)
     rows = summary(applied, output, "" if text is None else text.read)
     if embedded is not None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
-from retrofit.cli.outputs import check_output
+from retrofit.cli.outputs import GRAPHS, check_output, form_for, output_for
 from retrofit.cli.parser import STREAMS, Subparsers, load_model, require_path
 from retrofit.cli.pass_options import add_pass_arguments, find_pass, named_passes
 from retrofit.cli.terminal import print_table, printable, working
 from retrofit.files.atomic_writes import whole_file
+from retrofit.files.model_folders import EXPORTED
 from retrofit.passbase.options import format_value, options_of
 from retrofit.passbase.protocol import load_pass, pass_names
 
@@ -100,17 +101,24 @@ def read_model(arguments: argparse.Namespace, progress: Progress) -> nn.Module:
     return model
 
 
-def print_plan(arguments: argparse.Namespace, passes: Recipe) -> int:
-    """Print the plans of the passes. Return 0 if each pass finds a site, else 2."""
+def print_plan(arguments: argparse.Namespace, passes: Recipe, output: Path | None = None) -> int:
+    """Print the plans of the passes and the `output` of `apply`. Return 0 if each pass finds a site, else 2."""
     from retrofit.preview import plan_of
 
     with working(arguments.debug) as progress:
         model = read_model(arguments, progress)
+        if output is not None and not arguments.stream:
+            output = output_for(model, output, force=True, chosen=arguments.output is not None)
         plan = plan_of(model, *passes, progress=progress)
     if arguments.json:
         print(json.dumps(plan.to_dict(), indent=2))
     else:
-        print_table(plan.rows())
+        rows = plan.rows()
+        if output is not None:
+            becomes_graph = plan.becomes_graph or form_for(model, output) == "graph"
+            named = output.with_suffix(EXPORTED) if becomes_graph and output.suffix not in GRAPHS else output
+            rows.append(("would write", f"{named}{', a graph module' if becomes_graph else ''}"))
+        print_table(rows)
     if not plan.fits:
         refused = ", ".join(pass_.name for pass_, planned in zip(passes, plan.passes, strict=True) if not planned.fits)
         print(f"retrofit: {refused}: apply would refuse, no site in the model fits; the plan has the reasons", file=sys.stderr)

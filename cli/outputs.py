@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from retrofit.cli.failures import UsageError
+from retrofit.errors import CheckpointError
 from retrofit.files.atomic_writes import final_name
 from retrofit.files.model_folders import EXPORTED, GGUF, ONNX, is_file_name, require_writable_kind
 
@@ -62,6 +63,31 @@ def check_model_output(output: Path, force: bool, source: Path | None = None) ->
         )
     final_name(output, force=force, directory=not is_file_name(output))
     return output
+
+
+def output_for(model: nn.Module, output: Path, force: bool, chosen: bool) -> Path:
+    """Return `output`, or a `.pt2` file of that name if it is a `.pt` file from which the model could not be built again.
+
+    Raises an error instead if the user has chosen `output`.
+    """
+    from retrofit.storage.checkpoint import require_savable
+
+    try:
+        require_savable(model, output)
+    except CheckpointError as error:
+        if chosen or error.code != "no-config":
+            raise
+        return check_model_output(output.with_suffix(EXPORTED), force)
+    return output
+
+
+def form_for(model: nn.Module, output: Path) -> str:
+    """Return the form to rewrite: "graph" for modules of the user's in a `.pt2` file, which trains only what is rewritten there."""
+    from torch.fx import GraphModule
+
+    from retrofit.surgery.transformers_bookkeeping import is_transformers
+
+    return "graph" if output.suffix == EXPORTED and not is_transformers(model) and not isinstance(model, GraphModule) else "module"
 
 
 def require_companions(source: Path, output: Path) -> None:

@@ -32,7 +32,9 @@ from retrofit.program.program import Program
 from retrofit.progress import Progress
 from retrofit.surgery import Edit, transformers_bookkeeping
 
-BECOMES_GRAPH = "its modules cannot express this rewrite, so the result is a graph module on the same parameters, saved as .pt2"
+AS_GRAPH = "the result is a graph module on the same parameters, saved as .pt2"
+BECOMES_GRAPH = f"its modules cannot express this rewrite, so {AS_GRAPH}"
+LAYERS_IN_CODE = f"its layers are in the code of a larger module, so {AS_GRAPH}"
 SEE_EVERYTHING = "pass example_inputs= with everything the model should read, for example images"
 GRAPH_FIX = Remedy("rewrite its graph, without its class, cache and generate: retrofit.apply(model, …, emit='graph')", "graph")
 
@@ -61,17 +63,18 @@ class RecipePlan:
     flops_before: int  # per token, forward
     flops_after: int | None  # None if the result could not be captured without weights
     unit: str = "token"  # of these FLOPs
+    becomes_graph: bool = False  # the model has modules, the result is its graph
 
     @property
     def fits(self) -> bool:
         """Return whether every pass finds something to rewrite."""
         return all(pass_.fits for pass_ in self.passes)
 
-    def with_note(self, note: str) -> RecipePlan:
-        """Return the same with a note on the first pass."""
+    def as_graph(self, note: str) -> RecipePlan:
+        """Return the same for a result that is a graph, with a note on the first pass."""
         first, *others = self.passes
         noted = dataclasses.replace(first, plan=dataclasses.replace(first.plan, notes=(*first.plan.notes, note)))
-        return dataclasses.replace(self, passes=(noted, *others))
+        return dataclasses.replace(self, passes=(noted, *others), becomes_graph=True)
 
     def with_fix(self, fix: str) -> RecipePlan:
         """Return the same with an additional fix for the first near miss of each pass that fits nowhere."""
@@ -145,21 +148,22 @@ def plan_of(
     require_rewritable(model)
     plan, planned_as = plan_once(model, parsed, example_inputs, emit, report)
     if isinstance(planned_as, fx.GraphModule):
-        return plan.without_graph_fix()
+        plan = plan.without_graph_fix()
+        return plan.as_graph(LAYERS_IN_CODE) if emit == "module" and not isinstance(model, fx.GraphModule) else plan
     if plan.fits and plan.flops_after is not None:
         return plan
     if any(planned.plan.fits_no_form for planned in plan.passes):
         return plan.without_graph_fix()
     report("planning for its graph")
     try:
-        as_graph, _ = plan_once(model, parsed, example_inputs, "graph", report)
+        for_graph, _ = plan_once(model, parsed, example_inputs, "graph", report)
     except RetrofitError:
         return plan.without_graph_fix()
-    if not as_graph.fits or as_graph.flops_after is None:
+    if not for_graph.fits or for_graph.flops_after is None:
         return plan.without_graph_fix()
     if transformers_bookkeeping.is_transformers(planned_as):
         return plan if plan.fits else plan.with_fix(GRAPH_FIX)
-    return as_graph.with_note(BECOMES_GRAPH)
+    return for_graph.as_graph(BECOMES_GRAPH)
 
 
 def plan_once(model: nn.Module, parsed: Recipe, example_inputs: Any, emit: str, report: Progress) -> tuple[RecipePlan, nn.Module]:

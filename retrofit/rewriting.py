@@ -38,7 +38,16 @@ from retrofit.passbase.calibration import calibration_from, readable_calibration
 from retrofit.passbase.protocol import AnyPass, Recipe, Rewrite, load_pass, pass_names
 from retrofit.passbase.replaying import added, rearranged, recipe, rewrites
 from retrofit.passbase.running import refuse_early, require_place, run_passes, with_current_names
-from retrofit.preview import BECOMES_GRAPH, GRAPH_FIX, SEE_EVERYTHING, fits_as_graph, parse_passes, prepare_model, unseen_refusal
+from retrofit.preview import (
+    BECOMES_GRAPH,
+    GRAPH_FIX,
+    LAYERS_IN_CODE,
+    SEE_EVERYTHING,
+    fits_as_graph,
+    parse_passes,
+    prepare_model,
+    unseen_refusal,
+)
 from retrofit.process import serialized
 from retrofit.program.capture import capture, failure_in
 from retrofit.program.cost import flops_per_token, unit_of
@@ -220,7 +229,10 @@ def rewrite_once(
     fed = model if model is not whole else None
     before = sum(parameter.numel() for parameter in model.parameters())
     if dense is None:
+        given = model
         model, inputs, dense = prepare_model(model, example_inputs, emit, progress)
+        if emit == "module" and isinstance(model, fx.GraphModule) and not isinstance(given, fx.GraphModule):
+            note = LAYERS_IN_CODE
     else:
         inputs = distinct_lengths(model, named_inputs(model, example_inputs))
         dense = dataclasses.replace(dense, examples=inputs)  # on the device of this model

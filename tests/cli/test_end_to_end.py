@@ -20,6 +20,7 @@ import torch
 import transformers
 from support.command_server import CommandServer
 from support.commands import APPLY, RUN, contents, gpt2, llama, only_stages
+from support.functional_models import LAYER, VOCABULARY, WIDTH, Blocks, layer, weights
 from torch import nn
 
 import retrofit
@@ -198,6 +199,56 @@ def test_a_pickled_module_is_loaded_where_allowed(here: Path, refused: Callable[
     assert "--allow-pickle" in refused(*APPLY, "pickled.pt")
     assert main([*APPLY, "--allow-pickle", "pickled.pt"]) == 0
     same_function("pickled.altup.pt", gpt2())
+
+
+class InCode(nn.Module):
+    """Layers that are no modules, but code of the class that a config builds."""
+
+    def __init__(self, config: dict[str, int]) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.w = weights(*LAYER * config["layers"], seed=0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for first in range(0, len(self.w), len(LAYER)):
+            x = layer(x, list(self.w)[first : first + len(LAYER)], 0.0, self.training)
+        return self.head(x)
+
+
+def without_config() -> nn.Module:
+    model = InCode({"layers": 2})
+    del model.config
+    return model
+
+
+@pytest.mark.parametrize("build", [Blocks, without_config])
+def test_modules_that_no_file_of_tensors_can_rebuild_become_a_graph_that_trains(
+    build: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dense = build()
+    torch.save(dense, "own.pt")
+    assert main([*APPLY, "--allow-pickle", "own.pt", "--dry-run"]) == 0
+    assert "own.altup.pt2, a graph" in capsys.readouterr().out and os.listdir() == ["own.pt"]
+    assert main([*APPLY, "--allow-pickle", "own.pt", "-o", "named.pt"]) == 2
+    assert "capturing" not in capsys.readouterr().err and os.listdir() == ["own.pt"]
+    assert main([*APPLY, "--allow-pickle", "own.pt"]) == 0
+    rewritten = retrofit.load("own.altup.pt2")
+    assert [one.name for one in retrofit.recipe(rewritten) or ()] == ["altup"]
+    torch.testing.assert_close(rewritten(IDS), dense(IDS), atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_becomes_a_graph_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    retrofit.save(InCode({"layers": 2}), "own.pt")
+    assert main([*APPLY, "own.pt", "-o", "named.pt"]) == 0
+    assert "named.pt2" in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["named.pt2", "own.pt"]
 
 
 @pytest.mark.parametrize(("model", "output"), [("model.pt", "other.pt"), ("gpt2", "narrow")])
