@@ -169,7 +169,7 @@ def adjust_bias(module: Any, tied: Any) -> None:
     transformers does so for every tied parameter; for biases and others it is not needed.
     """
     own, bias = getattr(module, "weight", None), getattr(module, "bias", None)
-    if own is tied and (bias is None or bias.shape[-1] != own.shape[-1]):
+    if own is tied and (hasattr(module, "out_features") or bias is None or bias.shape[-1] != own.shape[-1]):
         sys.modules["transformers.modeling_utils"].PreTrainedModel._adjust_bias(None, module, tied)
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from support import tiny_models
 from support.refusals import refused
 from torch import nn
 
@@ -208,6 +209,15 @@ def test_tokens_added_since_are_no_other_model(spec, tmp_path):
     model = rewritten(llama(), spec)
     model.resize_token_embeddings(104)
     assert gap(reloaded(model, tmp_path), model, torch.tensor([[100, 3, 4]])) == 0
+
+
+@pytest.mark.parametrize("tokens", [104, 90])
+def test_the_bias_of_a_square_head_is_resized_with_it(tokens, tmp_path):
+    """The stream is as wide as there are tokens, so the bias could belong to either side of the matrix."""
+    model = rewritten(tiny_models.bert(vocab_size=96, hidden_size=32), "altup(k=3)")
+    assert model.get_output_embeddings().weight.shape == (96, 96)
+    model.resize_token_embeddings(tokens)
+    assert gap(reloaded(model, tmp_path), model) == 0 and model(IDS).logits.shape[-1] == tokens
 
 
 @pytest.mark.parametrize("tied", [True, False])
