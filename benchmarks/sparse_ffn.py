@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from retrofit.anatomy.feed_forwards import FeedForward, Port, RowMajor, linear
+from retrofit.anatomy.feed_forwards import FeedForward, Port, linear
 from retrofit.anatomy.weights import Matrix
 from retrofit.passes.sparse_ffn import indexed_rows
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
+from retrofit.surgery.row_major import RowMajor
 
 SIZES = ((1024, 4096, 64), (4096, 16384, 128), (9216, 36864, 256))  # d, d_ff, N
 BYTES = 400e6  # of weights: many times the caches of a CPU, and of a GPU

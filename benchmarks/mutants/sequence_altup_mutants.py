@@ -14,6 +14,7 @@ POOLED = on("bert", "sequence-altup(k=3, layers=all, method=average-pooling)")
 EXPORTED = on("gpt2", "sequence-altup(k=3, layers=all)", "onnx")  # of two tokens in a row neither is an anchor
 
 layers = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/strided_layers.py")
+decoding = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/decoding.py")
 anchors = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/arguments.py")
 call = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/arguments.py")
 dims = functools.partial(Mutant, "sequence-altup", "passes/sequence_altup/arguments.py")
@@ -106,15 +107,15 @@ MUTANTS = [
         "anchors.spread(corrections.detach(), earlier)).to(x.dtype)",
         trials=DEFAULT,
     ),
-    layers(
+    decoding(
         "decoding: the corrections are those of the anchor before the last",
         "earlier, corrections = stored.earlier, None",
         "earlier, corrections = (stored.corrections[:, -2:-1] if stored.corrections is not None else stored.earlier), None",
         trials=DEFAULT,
     ),
-    layers(
+    decoding(
         "decoding: an anchor's recurrent states advance in every row",
-        "        if advancing is not None:\n            restore_states(cache, waiting, advancing)\n",
+        "    if advancing is not None:\n        restore_states(cache, waiting, advancing)\n",
         "",
         trials=DEFAULT,
         test="tests/passes/sequence_altup/test_sequence_altup.py::test_cached_decoding_is_the_full_forward",

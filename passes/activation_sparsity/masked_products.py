@@ -31,11 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from transformers.pytorch_utils import Conv1D
 
 from retrofit.passes.sparse_ffn.indexed_rows import indexed_sums
 from retrofit.sdk import ArgumentPlace, Wrapper, find_argument
-from retrofit.sdk.modules import child_modules, is_exporting, weights_are_mapped
+from retrofit.sdk.modules import child_modules, is_exporting, is_transposed, weights_are_mapped
 from retrofit.sdk.program import ADDED_PRODUCT, is_product, op_name
 
 
@@ -209,10 +208,12 @@ FIRST = torch.zeros(1, dtype=torch.long, device="cpu")  # start of the only bag
 def column_product(module: MaskedProjection, x: Tensor) -> Tensor | None:
     """Return the layer's output for x, which is masked, from the columns that it needs; None if the layer must be called."""
     layer: Any = child_modules(module)["layer"]
-    if type(layer) not in (nn.Linear, Conv1D) or layer.weight.numel() < SMALLEST or not reads_columns(module, layer, x):
+    transposed = is_transposed(layer)
+    plain = transposed or type(layer) is nn.Linear
+    if not plain or layer.weight.numel() < SMALLEST or not reads_columns(module, layer, x):
         return None
     weight, bias = layer.weight, layer.bias
-    columns = weight if type(layer) is Conv1D else weight.t()
+    columns = weight if transposed else weight.t()
     if not columns.is_contiguous():
         is_batch = x.dim() > 2 and x.shape[0] > 1
         if torch.compiler.is_compiling() or (is_batch and x.dtype in OFTEN_BATCHED) or not lay_out(module):

@@ -19,18 +19,20 @@ Reformer: The Efficient Transformer (ICLR 2020); Sparse is Enough in Scaling Tra
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
 from retrofit.passes.lsh_attention.key_buckets import cached_buckets, hash_buckets, in_heads
 from retrofit.passes.lsh_attention.key_orders import order_by_bucket, order_by_position
 from retrofit.passes.lsh_attention.seen_keys import HIDDEN, Operands, by_comparison, by_lists, by_order, most_seen
 from retrofit.sdk import RetrofitError, Wrapper
 from retrofit.sdk.modules import AnsweredFusedAttention, cache_among, child_modules, cond, is_growing, query_positions
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 FEW = 4  # up to so many queries, as in decoding, each finds its keys separately
 OWN = -1e5  # the score of a query's own key where keys are queries

@@ -21,14 +21,16 @@ length, or one that drops keys, all keys are hashed at each step.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
 from retrofit.sdk.modules import histories_of, staying_tokens
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 AT_ONCE, MANY_AT_ONCE = 4096, 1 << 18  # vectors, on a CPU and elsewhere
 

@@ -17,7 +17,6 @@ import dataclasses
 from typing import Any, ClassVar
 
 import torch
-from transformers import PreTrainedConfig
 
 from retrofit.passes.memory import reference as method_reference
 from retrofit.passes.memory.external_memory import (
@@ -408,6 +407,8 @@ class Memory(Pass[MemoryPlan]):
         return total, f"{symbols} a table, {primes}: {' + '.join(terms)} = {total:,}"
 
     def apply(self, plan: MemoryPlan, edit: Edit) -> None:
+        from transformers import PreTrainedConfig  # deferred: slow to import
+
         config = getattr(edit.model, "config", None)
         if plan.recorded_rows and isinstance(config, PreTrainedConfig):
             edit.set_attribute(config, ROWS, dict(plan.recorded_rows))

@@ -23,12 +23,11 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.cache_utils import Cache
 
 from retrofit.passes.memory.external_memory import ExternalMemory, require_ids
 from retrofit.passes.memory.memory_layer import MemoryLayer
@@ -46,6 +45,9 @@ from retrofit.sdk.modules import (
     tensor_argument,
     visible_keys,
 )
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 MOST = 8  # the highest order
 RESERVED = -1  # the id before a sequence's beginning; no token has it

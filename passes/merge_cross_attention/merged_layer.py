@@ -15,24 +15,26 @@ import contextlib
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, EncoderDecoderCache
 
 from retrofit.passes.merge_cross_attention.attention_calls import Borrowing, borrowed_operands, copy_with
 from retrofit.passes.merge_cross_attention.joint_attention import AttentionToOthers, JointAttention, JointSoftmax
 from retrofit.sdk import ArgumentPlace, RetrofitError, Wrapper, argument_at, argument_place, with_item
-from retrofit.sdk.modules import cache_among, call_with_keywords, child_modules, tensor_argument
+from retrofit.sdk.modules import cache_among, call_with_keywords, child_modules, is_cache, tensor_argument
 from retrofit.sdk.program import Key
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 
 @contextlib.contextmanager
-def second_layers(cache: Cache, layers: int) -> Iterator[Cache]:
+def second_layers(cache: Any, layers: int) -> Iterator[Cache]:
     """Yield a view of the layers of `cache` after its first `layers`; they are added if they do not exist."""
     view: Any = object.__new__(type(cache))
     view.__dict__.update(cache.__dict__)
-    if not isinstance(cache, EncoderDecoderCache):
+    if not hasattr(cache, "cross_attention_cache"):
         add_layers(cache, layers)
         view.layers, view.layer_class_to_replicate = cache.layers[layers:], None
         yield view
@@ -239,7 +241,7 @@ def value_at(place: ArgumentPlace, args: Sequence[Any], kwargs: Mapping[str, Any
 
 def cache_keyword(kwargs: Mapping[str, Any]) -> str:
     """Return the keyword with which an attention receives the cache."""
-    return next((name for name, value in kwargs.items() if isinstance(value, Cache)), "past_key_values")
+    return next((name for name, value in kwargs.items() if is_cache(value)), "past_key_values")
 
 
 def own_cache(cache: Cache | None, layers: int) -> contextlib.AbstractContextManager[Cache | None]:
@@ -253,7 +255,7 @@ def cache_replaced(arguments: list[Any], keywords: dict[str, Any], layers: int) 
     places: list[tuple[Any, Any]] = [(arguments, index) for index in range(len(arguments))]
     with contextlib.ExitStack() as stack:
         for container, place in [*places, *((keywords, name) for name in keywords)]:
-            if isinstance(container[place], Cache):
+            if is_cache(container[place]):
                 container[place] = stack.enter_context(second_layers(container[place], layers))
         yield
 

@@ -7,11 +7,10 @@ padding that the layer's mask shows, the layer's cache, and the layout of the st
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence
 from retrofit.sdk import RetrofitError, Wrapper, argument_at, argument_place, map_first
@@ -30,6 +29,9 @@ from retrofit.sdk.modules import (
     unpadded_tokens,
     visible_keys,
 )
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 KEYWORD = "recurrence"
 

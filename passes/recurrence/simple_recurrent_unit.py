@@ -37,9 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.utils.generic import maybe_autocast
 
-from retrofit.sdk.modules import cond, is_exporting
+from retrofit.sdk.modules import cond, is_exporting, without_autocast
 
 CHUNK = 32  # tokens in a chunk: the memory of an exported program is CHUNK + tokens / CHUNK² times that of c
 FEW = 2  # up to this many tokens are computed one by one; not 1, because a tracer takes no dynamic size to be 1
@@ -195,7 +194,7 @@ class Recurrence(nn.Module):
 
         `begins` is that of the unit.
         """
-        with maybe_autocast(device_type=x.device.type, enabled=False):
+        with without_autocast(x.device):
             weight = self.w_in
             low = x.to(weight.dtype) @ weight
             low = low.to(torch.promote_types(low.dtype, torch.float32))

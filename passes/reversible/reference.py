@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers.cache_utils import Cache
 
 from retrofit.sdk import Deviation, Observed, Problems, SiteCall, find_argument, item_at, with_item
 from retrofit.sdk.data import float_tensors, preserve_modes, replace_attributes
+from retrofit.sdk.modules import is_cache
 
 
 class Sums(TorchFunctionMode):
@@ -91,7 +91,7 @@ def copied(value: Any) -> Any:
         return {name: copied(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(copied(item) for item in value)
-    return copy.deepcopy(value) if isinstance(value, Cache) else value
+    return copy.deepcopy(value) if is_cache(value) else value
 
 
 @contextlib.contextmanager

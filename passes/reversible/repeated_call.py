@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from transformers.cache_utils import Cache
 
 from retrofit.sdk import ArgumentPlace, RetrofitError, find_argument, item_at
 from retrofit.sdk.data import preserve_attribute
-from retrofit.sdk.modules import auxiliary_losses
+from retrofit.sdk.modules import auxiliary_losses, is_cache
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 CHECKPOINTING = "gradient_checkpointing"  # transformers' switch, an attribute of each module that checkpoints
 
@@ -61,7 +63,7 @@ class Returned:
 
 def flattened(value: Any) -> tuple[list[Any], Any]:
     """Return the leaves of nested lists, tuples and mappings, and the structure; a cache is a leaf."""
-    return tree_flatten(value, is_leaf=lambda leaf: isinstance(leaf, Cache))
+    return tree_flatten(value, is_leaf=is_cache)
 
 
 Run = tuple[Any, dict[int, Any], list[Tensor]]  # output, arguments by identity, losses
@@ -84,9 +86,9 @@ class RepeatedCall:
         self.given: list[Tensor] = []  # emptied by the first run, so that their graphs are not stored
         self.leaves: list[Any] = []
         for leaf in leaves:
-            inside = tensors_of(leaf) if isinstance(leaf, Cache) else [leaf]
+            inside = tensors_of(leaf) if is_cache(leaf) else [leaf]
             trained = [tensor for tensor in inside if isinstance(tensor, Tensor) and tensor.requires_grad]
-            if isinstance(leaf, Cache):
+            if is_cache(leaf):
                 numbers = {id(tensor): len(self.given) + number for number, tensor in enumerate(trained)}
                 self.leaves.append(KeptCache(leaf, inside, numbers))
             else:

@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from retrofit.sdk import DoesNotFitError, argument_place, with_item
-from retrofit.sdk.modules import holds_one_way
+from retrofit.sdk.modules import holds_one_way, is_cache
 
 GOLDEN_RATIO = 0.6180339887498949  # whose multiples are spread evenly over the unit interval
 Indices = slice | Tensor  # along one dimension: a slice for all rows, or (rows, n), indices for each row
@@ -346,7 +345,8 @@ def tensors_in(value: Any, path: ArgumentPath) -> Iterator[tuple[ArgumentPath, T
 
 def is_without_tokens(value: Any) -> bool:
     """Return whether no part of an argument follows the tokens."""
-    return value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device, Cache)) or callable(value)
+    known = value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device))
+    return known or is_cache(value) or callable(value)
 
 
 def map_tensors(value: Any, path: ArgumentPath, change: Callable[[ArgumentPath, Tensor], Tensor]) -> Any:

@@ -11,7 +11,7 @@ The papers' baselines: stride-and-skip, y_i = ỹ_i at anchors and x_i between t
 layer's output for the window's mean (consecutive layers pool once, because the mean of equal tokens is the token).
 
 Alternating Updates for Efficient Transformers (NeurIPS 2023), §4.2, §5.4 and supplement E, Alg. 2. `arguments` chooses the anchors
-and cuts a call's other arguments down to them; `growing_anchors` and `fixed_anchors` store states for decoding.
+and cuts a call's other arguments down to them; `decoding` has the call with a cache.
 
 Annealing turns the dense layer into a strided one: it computes fewer and fewer of the tokens between its anchors.
 """
@@ -19,23 +19,12 @@ Annealing turns the dense layer into a strided one: it computes fewer and fewer 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
-from retrofit.passes.sequence_altup.anchor_cache import (
-    AnchorLayer,
-    changed_states,
-    copy_states,
-    find_anchor_layer,
-    restore_states,
-    store_anchor_layer,
-    view_of,
-)
 from retrofit.passes.sequence_altup.arguments import (
     Anchors,
     ArgumentPath,
@@ -47,11 +36,8 @@ from retrofit.passes.sequence_altup.arguments import (
     TokenDims,
     argument_path,
     positional_names,
-    to_mask,
 )
-from retrofit.passes.sequence_altup.fixed_anchors import FixedAnchorLayer, has_fixed_size
-from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
-from retrofit.sdk import DoesNotFitError, Wrapper, item_at, with_item
+from retrofit.sdk import Wrapper, item_at, with_item
 from retrofit.sdk.modules import batch_first, cache_among, float_like
 
 OutputKey = int | str | None  # of an item in a layer's output; None: the output itself
@@ -98,7 +84,9 @@ class StridedLayer(Wrapper):
         call.x = self.turn(call.x)
         cache = cache_among(args, kwargs)
         if cache is not None:
-            return self.decode(call, cache)
+            from retrofit.passes.sequence_altup.decoding import decode  # deferred: it imports transformers
+
+            return decode(self, call, cache)
         anchors = self.anchors(call)
         x = self.layer_input(call.x, anchors)
         strided_args, strided_kwargs = call.strided(self.turn(x), anchors)
@@ -116,100 +104,6 @@ class StridedLayer(Wrapper):
             real = torch.ones(1, call.x.shape[1], dtype=torch.bool, device=call.x.device)
         return CountedAnchors(real, self.k, dense_share=self.dense_share)
 
-    def decode(self, call: LayerCall, cache: Cache) -> Any:
-        """Return the layer's output with a cache: the layer runs if there are anchors among the new tokens."""
-        if self.dense_share:
-            raise DoesNotFitError(
-                "a strided layer was called with a cache during annealing",
-                why="the tokens it computes change with every step",
-                remedy="use use_cache=False until annealing is done",
-                code="annealing",
-            )
-        stored = find_anchor_layer(cache, self.name) or self.new_anchor_layer(cache)
-        compiles = isinstance(stored, FixedAnchorLayer) or not (stored.tokens or cache.is_compileable)
-        return (self.step if compiles else self.uncompiled_step)(call, cache, stored)
-
-    def new_anchor_layer(self, cache: Cache) -> AnchorLayer:
-        """Return an empty anchor layer for this cache; token histories contain anchors only, so theirs grows."""
-        if has_fixed_size(cache) and not any(getattr(module, "stores_histories", False) for module in self.modules()):
-            return FixedAnchorLayer(self.name, self.k, self.mask_argument, int(cache.get_mask_sizes(1, 0)[0]))
-        return GrowingAnchorLayer(self.name, self.k, self.mask_argument)
-
-    @torch.compiler.disable
-    def uncompiled_step(self, call: LayerCall, cache: Cache, stored: AnchorLayer) -> Any:
-        """Return what `step` does; how much is stored depends on the values of masks, which compiled code cannot read."""
-        return self.step(call, cache, stored)
-
-    def step(self, call: LayerCall, cache: Cache, stored: AnchorLayer) -> Any:
-        """Return the layer's output and keep its anchors in `stored`."""
-        x, offset = call.x, stored.offset(call.x.shape[1])
-        real = call.real(stored.start, offset)
-        anchors = stored.anchors(x.shape[1], real, x.shape[0])
-        earlier, corrections = stored.earlier, None
-        if anchors.count:
-            output, corrections = self.run(call, cache, stored, anchors, offset)
-            if stored.template is None:
-                stored.template = output_template(output)
-        else:
-            output = self.rebuild_output(stored.template, call, cache)
-        nothing = x.new_zeros(x.shape[0], 0, x.shape[2])
-        y = self.update(x, nothing if corrections is None else corrections, anchors, earlier)
-        y = stored.settled(y, lambda: self.update(x, nothing, NoAnchors(), earlier))
-        stored.advance(anchors, real, x.shape[1], corrections)
-        store_anchor_layer(cache, stored)
-        return with_item(output, self.stream_out, self.turn(y))
-
-    def run(self, call: LayerCall, cache: Cache, stored: AnchorLayer, anchors: Anchors, offset: int) -> tuple[Any, Tensor]:
-        """Return the layer's output for the anchors, and their corrections."""
-        x = self.layer_input(call.x, anchors)
-        stored.make_room(anchors, call.key_extents)
-        args, kwargs = call.strided(self.turn(x), anchors, functools.partial(stored.key_indices, anchors, offset))
-        view = cache if stored.is_settled else view_of(cache, stored, anchors.valid)
-        args = [view if value is cache else value for value in args]
-        kwargs = {key: view if value is cache else value for key, value in kwargs.items()}
-        before = copy_states(cache) if stored.recurrent is None else {}
-        advancing = self.advancing_rows(anchors, stored)
-        waiting = copy_states(cache, stored.recurrent) if advancing is not None and stored.recurrent else {}
-        stored.mask = call.mask or stored.mask
-        if stored.keys is not None and isinstance(anchors, CountedAnchors) and not call.shows_padding:
-            self.hide_missing_keys(call, args, kwargs, stored, anchors)
-        output = self.layer(*args, **kwargs)
-        if advancing is not None:
-            restore_states(cache, waiting, advancing)
-        if stored.recurrent is None:
-            stored.recurrent = changed_states(before, cache)
-        corrections = self.correction(x, self.turn(self.stream_of(output)))
-        return call.restore_arguments(output, self.returned), corrections
-
-    def advancing_rows(self, anchors: Anchors, stored: AnchorLayer) -> Tensor | None:
-        """Return the rows (batch) with an anchor, whose recurrent states may advance; None without such states."""
-        if anchors.valid is None or not stored.recurrent:
-            return None
-        if anchors.count > 1 and not bool(anchors.valid.all()):
-            raise DoesNotFitError(
-                "a strided recurrent layer received several tokens at once, with different numbers of anchors per row",
-                why="its states would advance by the anchors of other rows",
-                remedy="after the prompt, decode one token at a time",
-                code="padding",
-            )
-        return anchors.valid.any(1)
-
-    def hide_missing_keys(
-        self, call: LayerCall, args: list[Any], kwargs: dict[str, Any], stored: AnchorLayer, anchors: CountedAnchors
-    ) -> None:
-        """Add a mask to a call without it where rows store different numbers of anchors: models omit masks when padding is gone."""
-        if stored.sees_all(anchors):
-            return
-        if stored.mask is None:
-            raise DoesNotFitError(
-                "a strided layer received no mask for rows of different length",
-                why="the padding of shorter rows must be masked",
-                remedy="pass attention_mask with every step, or use attn_implementation='sdpa'",
-                code="no-mask",
-            )
-        path, dtype = stored.mask
-        call.set_argument(args, kwargs, path, to_mask(stored.visible(anchors), dtype))
-
     def turn(self, stream: Tensor) -> Tensor:
         """Return the stream with the batch first, from the layer's own layout, and back."""
         return batch_first(stream, self.tokens_first)
@@ -218,20 +112,6 @@ class StridedLayer(Wrapper):
         """Return the stream in the layer's output, in the layer's own layout."""
         stream: Tensor = item_at(output, self.stream_out)
         return stream
-
-    def rebuild_output(self, template: Any, call: LayerCall, cache: Cache) -> Any:
-        """Return an output like the layer's last one: with the arguments that it returns, and None for computed values."""
-        if template is None:
-            return call.x
-        kind, kinds = template
-        items = {name: cache if value == "cache" else None for name, value in kinds.items()}
-        for name, path in self.returned.items():
-            if name in items:
-                items[name] = call.argument(path)
-        if issubclass(kind, Mapping):
-            return kind(**items)
-        values = list(items.values())
-        return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
     # Methods of subclasses.
 
@@ -252,14 +132,6 @@ class StridedLayer(Wrapper):
 
     def extra_repr(self) -> str:
         return f"k={self.k}"
-
-
-def output_template(output: Any) -> Any:
-    """Return the input of `rebuild_output`: the output's type and its items that are the cache; None for a tensor."""
-    if isinstance(output, Tensor):
-        return None
-    items = output.items() if isinstance(output, Mapping) else enumerate(output)
-    return type(output), {name: "cache" if isinstance(value, Cache) else None for name, value in items}
 
 
 class SequenceAltUpLayer(StridedLayer):

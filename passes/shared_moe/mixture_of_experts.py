@@ -20,7 +20,6 @@ forward adds to the loss that it returns.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import math
@@ -35,7 +34,7 @@ from torch.nn import functional as F
 from retrofit.sdk import DoesNotFitError
 from retrofit.sdk.anatomy import FeedForward, Port
 from retrofit.sdk.data import calibration_from
-from retrofit.sdk.modules import FeedForwardBlock, cond, record_auxiliary_loss
+from retrofit.sdk.modules import FeedForwardBlock, cond, record_auxiliary_loss, without_autocast
 
 ROUTER_SPREAD = 0.02  # standard deviation of the router's random weights
 GROUPED = "grouped_mm"  # transformers' own function for many rows, which is computed here
@@ -46,8 +45,7 @@ class Router(nn.Linear):
     """f: the logits of the experts, in float32 for any dtype of x and of the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
-        off = torch.autocast(x.device.type, enabled=False) if autocast_dtype(x.device) else contextlib.nullcontext()
-        with off:
+        with without_autocast(x.device):
             return F.linear(x.float(), self.weight.float())
 
 

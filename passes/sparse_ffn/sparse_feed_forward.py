@@ -24,12 +24,11 @@ import copy
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.utils.generic import maybe_autocast
 
 from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums, prefers_rows
 from retrofit.passes.sparse_ffn.unit_choice import (
@@ -44,7 +43,10 @@ from retrofit.passes.sparse_ffn.unit_choice import (
     straight_through,
 )
 from retrofit.sdk.anatomy import FeedForward, Port
-from retrofit.sdk.modules import FeedForwardBlock, PackableRows, RowMajor, cond, is_exporting, is_packed
+from retrofit.sdk.modules import FeedForwardBlock, PackableRows, cond, is_exporting, is_packed, without_autocast
+
+if TYPE_CHECKING:
+    from retrofit.sdk.modules import RowMajor
 
 PROBES = 1024  # unit vectors by which a packed matrix is multiplied at a time
 LEAST = 1e-20  # lower bound of a gate's magnitude, whose logarithm is taken
@@ -154,7 +156,7 @@ class SparseFeedForward(FeedForwardBlock):
 
     def logits(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """Return x C1 C2 + c, or the logarithm of the gate's magnitudes, always in float32: (…, blocks, N)."""
-        with maybe_autocast(device_type=x.device.type, enabled=False):
+        with without_autocast(x.device):
             if gate is not None:
                 magnitude = self.activation(gate).float().abs() * self.lengths.float()
                 return magnitude.clamp_min(LEAST).log().unflatten(-1, (-1, self.sparsity))
@@ -251,6 +253,8 @@ class SparseFeedForward(FeedForwardBlock):
 
     def prefers_gather(self, x: Tensor) -> bool | torch.SymBool:
         """Return whether to gather the active rows: it is faster, and no matrix is wrapped, or packed otherwise than by rows."""
+        from retrofit.sdk.modules import RowMajor  # deferred: it imports transformers
+
         down: Any = self.down
         into: list[Any] = [self._modules[role] for role in self.roles]
         if type(down) not in (RowMajor, PackableRows) or any(type(child) is not nn.Linear for child in into):

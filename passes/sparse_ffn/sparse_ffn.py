@@ -49,7 +49,7 @@ from retrofit.sdk.data import (
     set_aside,
     side_by_side,
 )
-from retrofit.sdk.modules import RowMajor, install_feed_forward, linear
+from retrofit.sdk.modules import install_feed_forward, linear
 
 ENERGY = "energy kept of the outputs"  # measured at each site that is calibrated
 OUTPUT = "relative error of the outputs on tokens held out"  # measured where the output matrix is fitted
@@ -283,6 +283,8 @@ class SparseFFN(Pass[SparseFFNPlan]):
 
     def make(self, site: FeedForward, model: nn.Module, x: Tensor | None) -> SparseBlock:
         """Return the sparse feed-forward that replaces a dense one; `x`, (tokens, d), is its calibration input."""
+        from retrofit.sdk.modules import RowMajor  # deferred: it imports transformers
+
         rank = self.rank_for(site.width)
         has_values = not model.get_parameter(site.out.weight).is_meta
         fitted_rank = rank if self.controller == "low-rank" else None

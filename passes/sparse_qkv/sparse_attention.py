@@ -8,11 +8,10 @@ read.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
 
 from retrofit.passes.sparse_qkv.modular_projection import ModularProjection
 from retrofit.sdk import Anatomy, ArgumentPlace, Wrapper, argument_at, argument_place, find_argument, item_at, with_item
@@ -31,6 +30,9 @@ from retrofit.sdk.modules import (
     visible_keys,
 )
 from retrofit.sdk.program import Trial, failed_trials
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 
 class WeightlessProjection(nn.Module):

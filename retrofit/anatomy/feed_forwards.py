@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
-from transformers.pytorch_utils import Conv1D
 
 from retrofit.anatomy.parts import Branch
 from retrofit.anatomy.weights import Matrix
@@ -109,19 +108,6 @@ class FeedForwardBlock(nn.Module):
     def compute(self, x: Tensor) -> Tensor:
         """Return y: (…, d) to (…, d)."""
         raise NotImplementedError
-
-
-class RowMajor(Conv1D):
-    """y = h W + b with W stored (d_ff, d), so that the row of a hidden unit is contiguous; the bias is optional."""
-
-    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-        nn.Module.__init__(self)
-        self.nx, self.nf = weight.shape
-        self.weight = weight
-        self.register_parameter("bias", bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.t(), self.bias)
 
 
 class PackableRows(nn.Linear):

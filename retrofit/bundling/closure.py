@@ -181,14 +181,16 @@ class References(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr if isinstance(node.func, ast.Attribute) else ""
         if called in BY_NAME:
-            self.attributes.update(
-                argument.value for argument in node.args if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
-            )
+            self.attributes.update(texts(node.args))
         self.visit(node.func)
         before, self.is_class = self.is_class, self.is_class or called in CLASSES_ONLY
         for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
             self.visit(argument)
         self.is_class = before
+
+    def visit_Tuple(self, node: ast.Tuple) -> None:
+        self.attributes.update(texts(node.elts))  # code may look up attributes by each of these names
+        self.generic_visit(node)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         before, self.in_text = self.in_text, True
@@ -259,6 +261,11 @@ class References(ast.NodeVisitor):
         self.scopes.pop()
 
     visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = comprehension
+
+
+def texts(nodes: Iterable[ast.expr]) -> Iterator[str]:
+    """Yield the constant strings among expressions."""
+    return (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
 def arguments_of(arguments: ast.arguments) -> list[ast.arg]:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
 
 from retrofit.inputs.model_state import evaluation_mode
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 Key = TypeVar("Key")
 Before = Callable[[Key, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
@@ -51,12 +54,16 @@ class CacheMark:
     two_sided: bool
 
     def empty(self) -> Cache:
+        from transformers.cache_utils import DynamicCache, EncoderDecoderCache  # deferred: slow to import
+
         return EncoderDecoderCache(DynamicCache(), DynamicCache()) if self.two_sided else DynamicCache()
 
 
 def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return `value` with `change` applied to every tensor, cache and mark in its lists, tuples and mappings."""
-    return pytree.tree_map_only((Tensor, Cache, CacheMark), change, value, is_leaf=is_cache)
+    return pytree.tree_map_only(
+        lambda leaf: isinstance(leaf, (Tensor, CacheMark)) or is_cache(leaf), change, value, is_leaf=is_cache
+    )
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -75,9 +82,10 @@ def first_tensor(output: Any) -> Tensor | None:
     return value if isinstance(value, Tensor) and value.is_floating_point() else None
 
 
-def is_cache(value: Any) -> bool:
-    """Return whether a value is a model's cache of keys and values."""
-    return isinstance(value, Cache)
+def is_cache(value: Any) -> TypeGuard[Cache]:
+    """Return whether a value is a model's cache of keys and values, without importing transformers."""
+    kind = getattr(sys.modules.get("transformers.cache_utils"), "Cache", None)
+    return kind is not None and isinstance(value, kind)
 
 
 # ── Real tokens ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -199,7 +207,7 @@ class CallRecorder:
 
     def copy(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
-            return CacheMark(isinstance(leaf, EncoderDecoderCache))
+            return CacheMark(two_sided=hasattr(leaf, "cross_attention_cache"))
         if leaf.is_inference():
             return self.store(leaf.detach().clone())
         version, copy = self.copies.get(leaf, (None, None))

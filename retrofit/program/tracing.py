@@ -114,6 +114,12 @@ def skip_no_op_grad_modes() -> contextlib.AbstractContextManager[None]:
     return replace_attributes(torch.no_grad, __enter__=enter_once, __exit__=leave_once)
 
 
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Return a context without autocast; where it is off already, the context does nothing and is in no captured graph."""
+    is_off = device.type == "meta" or not torch.is_autocast_enabled(device.type)
+    return contextlib.nullcontext() if is_off else torch.autocast(device.type, enabled=False)
+
+
 @contextlib.contextmanager
 def as_if_traced(model: nn.Module) -> Iterator[None]:
     """Run the model, in this context, with the code that a capture records: `torch.compiler` reports an exporter at work."""

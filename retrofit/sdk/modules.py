@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 # Replacements of feed-forwards.
 from retrofit.anatomy.feed_forwards import FeedForwardBlock as FeedForwardBlock
-from retrofit.anatomy.feed_forwards import RowMajor as RowMajor
 from retrofit.anatomy.feed_forwards import PackableRows as PackableRows
 from retrofit.anatomy.feed_forwards import install_feed_forward as install_feed_forward
 from retrofit.anatomy.feed_forwards import linear as linear
@@ -24,6 +25,7 @@ from retrofit.surgery.wrappers import child_modules as child_modules
 # Memory in the model's cache, which lasts from one decoding step to the next.
 from retrofit.surgery.cache_memory import TokenHistory as TokenHistory
 from retrofit.surgery.cache_memory import SLACK as SLACK
+from retrofit.inputs.module_calls import is_cache as is_cache
 from retrofit.surgery.cache_memory import cache_among as cache_among
 from retrofit.surgery.cache_memory import CacheWithHistories as CacheWithHistories
 from retrofit.surgery.cache_memory import histories_of as histories_of
@@ -61,8 +63,25 @@ from retrofit.program.tracing import cond as cond
 from retrofit.program.tracing import holds_one_way as holds_one_way
 from retrofit.program.tracing import is_exporting as is_exporting
 
-# Packed (quantized) weights.
+# Computation in the dtype of its operands, under autocast too.
+from retrofit.program.tracing import without_autocast as without_autocast
+
+# Packed (quantized) weights, and those of transformers' layers that store them transposed.
 from retrofit.surgery.dequantization import is_packed as is_packed
+from retrofit.surgery.dequantization import is_transposed as is_transposed
 from retrofit.inputs.packed_weights import is_packed_tensor as is_packed_tensor
 from retrofit.inputs.packed_weights import has_rows_apart as has_rows_apart
 from retrofit.inputs.packed_weights import rows_at as rows_at
+
+if TYPE_CHECKING:
+    from retrofit.surgery.row_major import RowMajor as RowMajor
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Return `RowMajor`, imported on first use, because it imports transformers."""
+        if name != "RowMajor":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from retrofit.surgery.row_major import RowMajor
+
+        globals()[name] = RowMajor
+        return RowMajor

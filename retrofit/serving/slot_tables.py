@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from retrofit.errors import RetrofitError
 from retrofit.surgery.cache_memory import CacheWithHistories, TokenHistory
@@ -127,7 +128,7 @@ class SlotHistory(TokenHistory):
         return 1 if self.cache.places is None else self.cache.places.rounds
 
 
-class SlotCache(CacheWithHistories):
+class SlotCache(CacheWithHistories, Cache):
     """The cache that layers are called with: it passes keys and values to the engine, and stores histories in the table."""
 
     packs_sequences = True

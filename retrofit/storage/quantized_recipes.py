@@ -5,7 +5,7 @@
 
 The quantizer is an instance of transformers' own class with three additions: it receives the rewritten model's skeleton, the
 weights keep their names in that skeleton, and the saved config holds both recipe and quantization. If a quantizer packs the weights
-of linear layers in place, it also packs the matrices that sparse feed-forwards store by rows (`feed_forward_blocks.PackableRows`).
+of linear layers in place, it also packs the matrices that sparse feed-forwards store by rows (`feed_forwards.PackableRows`).
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import nn
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 
-from retrofit.anatomy.feed_forwards import PackableRows, RowMajor
+from retrofit.anatomy.feed_forwards import PackableRows
 from retrofit.errors import CheckpointError
 from retrofit.provenance import record_provenance
 from retrofit.surgery import transformers_bookkeeping
 from retrofit.surgery.dequantization import transpose_again, transposed_layers
+from retrofit.surgery.row_major import RowMajor
 
 
 class ReplayFirst(HfQuantizer):

@@ -13,13 +13,19 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from retrofit.errors import RetrofitError
+from retrofit.inputs.module_calls import is_cache
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
+    from transformers.cache_utils import Cache as Mixed
+else:
+    Mixed = object  # transformers is slow to import, and the class that it is mixed into is a cache's
 
 SLACK = 64  # tokens that may be cropped at once beyond the history of a module: assisted decoding crops a few
 
@@ -203,8 +209,8 @@ def can_crop(cache: Cache) -> bool:
     return all(hasattr(layer, "crop") for layer in getattr(cache, "self_attention_cache", cache).layers)
 
 
-class CacheWithHistories(Cache):
-    """A cache that also stores histories by name; never instantiated directly, see `histories_of`."""
+class CacheWithHistories(Mixed):
+    """The methods of a cache that also stores histories by name; mixed into a cache's class, see `histories_of`."""
 
     histories: dict[str, TokenHistory]
 
@@ -329,7 +335,7 @@ def packs_sequences(cache: Cache | None) -> bool:
 def cache_among(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Cache | None:
     """Return the cache among a call's arguments; None if there is none. Raises `RetrofitError` if it cannot store histories."""
     for value in (*args, *kwargs.values()):
-        if isinstance(value, Cache):
+        if is_cache(value):
             return value
         if is_paged(value):
             raise RetrofitError(

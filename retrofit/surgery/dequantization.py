@@ -6,12 +6,12 @@ The attributes that transformers' quantizers leave on the model are removed.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from retrofit.errors import CheckpointError, first_few, first_line
 from retrofit.inputs.model_state import preserve_random_state
@@ -70,6 +70,8 @@ def skeleton_of(model: Any) -> nn.Module:
 
 def transpose_again(model: nn.Module, paths: Iterable[str]) -> None:
     """Restore the transposed layers at `paths`: a quantizer unpacks them to linear layers."""
+    from transformers.pytorch_utils import Conv1D  # deferred: slow to import
+
     for path in paths:
         linear = model.get_submodule(path)
         if type(linear) is nn.Linear:
@@ -83,7 +85,12 @@ def transpose_again(model: nn.Module, paths: Iterable[str]) -> None:
 
 def transposed_layers(model: nn.Module) -> list[str]:
     """Return the paths of transformers' linear layers with a transposed weight, (inputs, outputs)."""
-    return [path for path, module in model.named_modules() if type(module) is Conv1D]
+    return [path for path, module in model.named_modules() if is_transposed(module)]
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Return whether it is a `Conv1D`, transformers' linear layer with a transposed weight, without importing transformers."""
+    return type(layer) is getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
 
 
 def structure_of(model: nn.Module) -> tuple[dict[str, type], dict[str, torch.Size]]:

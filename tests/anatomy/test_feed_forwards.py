@@ -16,10 +16,11 @@ from transformers.pytorch_utils import Conv1D
 
 import retrofit
 from retrofit.anatomy.feed_forward_parsing import feed_forwards
-from retrofit.anatomy.feed_forwards import FeedForward, FeedForwardBlock, RowMajor, install_feed_forward, linear
+from retrofit.anatomy.feed_forwards import FeedForward, FeedForwardBlock, install_feed_forward, linear
 from retrofit.anatomy.weights import weight_and_bias, weight_out_first
 from retrofit.inputs.model_state import evaluation_mode
 from retrofit.surgery import Edit, Rearranged
+from retrofit.surgery.row_major import RowMajor
 
 # name: matrices into the hidden units, ports, bias, modules bypassed
 FOUND: dict[str, tuple[tuple[str, ...], int, bool, int]] = {

@@ -52,6 +52,11 @@ def test_methods_that_nothing_calls_are_left_out_and_constructors_with_them() ->
     assert "DenseAltUpLayer" not in found and "__getattr__" in found["Wrapper"]
 
 
+def test_methods_whose_names_are_in_a_tuple_are_there() -> None:
+    found = classes(collected("retrofit.surgery.cache_memory:histories_of"))
+    assert {"reorder_cache", "batch_select_indices", "batch_repeat_interleave", "reset", "crop"} <= found["CacheWithHistories"]
+
+
 def test_the_constructor_of_a_class_that_code_calls_is_there() -> None:
     found = classes(collected("retrofit.passes.memory.memory_layer:TokenIdInjector"))
     assert "__init__" in found["CallWithKeywords"]  # which each call of the layer makes

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from support.refusals import refused
+from support.tiny_models import llama
 
 from retrofit.cli import build_parser, dispatch, main
 from retrofit.cli.outputs import check_output, default_output, name_in_errors
@@ -65,6 +66,26 @@ def test_help_imports_nothing_heavy() -> None:
     """)
     assert (done.returncode, done.stderr) == (0, "")
     assert all(f"usage: retrofit {command} " in done.stdout for command in commands())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--pass sparse-ffn --sparsity 7", "divides no size"),
+        ("--pass altup --k 2 --pass altup --k 4", "given twice"),
+        ("--pass sequence-altup --k 0", "k=0"),
+        ("--pass memory --nonsense 1", "unknown option"),
+    ],
+)
+def test_what_options_and_headers_decide_is_refused_without_importing_transformers(options: str, said: str, tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "model")
+    done = python(f"""
+        import sys
+        from retrofit.cli import main
+        code = main(["apply", *{options.split()}, {str(tmp_path / "model")!r}])
+        sys.exit("transformers is imported" if "transformers" in sys.modules else code)
+    """)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
 
 
 def test_help_names_every_command_and_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:

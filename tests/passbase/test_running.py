@@ -209,7 +209,7 @@ def windows_read(folder: Path, text: str) -> torch.Tensor:
 
 
 def test_passes_are_named_without_slow_imports() -> None:
-    slow = {"scipy", "accelerate", "networkx", "peft", "onnx", "matplotlib"}
+    slow = {"transformers", "scipy", "accelerate", "networkx", "peft", "onnx", "matplotlib"}
     code = f"""
 import sys
 from retrofit.passbase import running
@@ -217,6 +217,8 @@ from retrofit.passbase.protocol import load_pass, pass_names
 for name in pass_names():
     load_pass(name)
     assert not {slow} & set(sys.modules), (name, {slow} & set(sys.modules))
+from retrofit.sdk import anatomy, data, modules, program
+assert not {slow} & set(sys.modules), {slow} & set(sys.modules)
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
