@@ -101,7 +101,8 @@ class AnsweredScores(TorchFunctionMode):
 
     def __init__(self, attention: nn.Module, other: Mapping[str, Any] | None) -> None:
         super().__init__()
-        self.attention, self.other, self.calls = attention, other, list[bool]()
+        self.attention, self.other = attention, other
+        self.calls: list[bool] = []  # `list[bool]()` cannot be compiled
         self.weights: list[tuple[Tensor, Tensor]] = []  # of the attention's own keys, identified in later calls, and of the others
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -381,7 +381,8 @@ class AnsweredFusedAttention(TorchFunctionMode):
 
     def __init__(self, answer: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.answer, self.calls = answer, list[bool]()
+        self.answer = answer
+        self.calls: list[bool] = []  # `list[bool]()` cannot be compiled
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in FUSED:
