@@ -375,7 +375,7 @@ def step_that_made(x: Tensor, kind: type = Chain) -> Any:
     return None
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable imports the compiler at once, which is slow
 def reversible_call(
     layer: nn.Module, stream_in: ArgumentPlace, stream_out: int | str | None, bits: int, args: Any, kwargs: dict[str, Any]
 ) -> Any:

@@ -208,7 +208,7 @@ class TwoStreamStep(torch.autograd.Function):
         return None, None, None, None, of_stream, *found
 
 
-@torch.compiler.disable
+@torch._disable_dynamo  # torch.compiler.disable imports the compiler at once, which is slow
 def two_stream_call(layer: nn.Module, swaps: Swaps, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return the layer's output as one more layer of the chain of its input, or the first layer of a new chain.
 

@@ -209,7 +209,7 @@ def windows_read(folder: Path, text: str) -> torch.Tensor:
 
 
 def test_passes_are_named_without_slow_imports() -> None:
-    slow = {"transformers", "scipy", "accelerate", "networkx", "peft", "onnx", "matplotlib"}
+    slow = {"transformers", "torch._dynamo", "scipy", "accelerate", "networkx", "peft", "onnx", "matplotlib"}
     code = f"""
 import sys
 from retrofit.passbase import running
