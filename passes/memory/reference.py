@@ -118,8 +118,8 @@ def rows_of(memory: Any, options: Any, ngram: list[int], x: Tensor) -> Tensor:
         return torch.stack(rows).sum(0)
     e, d = torch.cat(rows), len(x)
     k, v = memory.w_k @ e, memory.w_v @ e
-    alike = (normed(x) * normed(k)).sum() / math.sqrt(d)
-    return v / (1 + torch.exp(-alike))
+    score = (normed(x) * normed(k)).sum() / math.sqrt(d)
+    return v / (1 + torch.exp(-score))
 
 
 def normed(x: Tensor) -> Tensor:

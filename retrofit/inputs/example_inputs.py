@@ -129,7 +129,7 @@ def is_film(model: nn.Module) -> bool:
     if said_of(getattr(model, "config", None), "num_frames") is None:
         return False
     image, film = ({"pixel_values": pixel_values(model, film=has_frames)} for has_frames in (False, True))
-    return not accepts(model, image) and accepts(model, film)
+    return not runs_on(model, image) and runs_on(model, film)
 
 
 def modalities(model: nn.Module) -> tuple[str, ...]:
@@ -190,12 +190,12 @@ def series(model: nn.Module) -> dict[str, torch.Tensor] | None:
         made |= {"static_real_features": noise(reals)} if reals else {}
         made |= {"static_categorical_features": torch.zeros(BATCH, kinds, dtype=torch.long, device="cpu")} if kinds else {}
         made = {name: value for name, value in made.items() if name in parameters}
-        if accepts(model, made):
+        if runs_on(model, made):
             return made
     return None
 
 
-def accepts(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
+def runs_on(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> bool:
     """Return whether the model's code runs on inputs like these: runs a copy without weights and computes nothing."""
     try:
         hollow = all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
@@ -244,11 +244,11 @@ def example_inputs(model: nn.Module, *, device: torch.device | None = None) -> d
 
         target = ["decoder_input_ids"] if getattr(config, "is_encoder_decoder", False) else []
         inputs = made(first, *target, *(name for name in required if name in makers))
-        if sees and reads and not accepts(model, inputs):
+        if sees and reads and not runs_on(model, inputs):
             both = ("input_ids", seen)
-            inputs = next((more for more in (made(*both), made(*both, "decoder_input_ids")) if accepts(model, more)), inputs)
+            inputs = next((more for more in (made(*both), made(*both, "decoder_input_ids")) if runs_on(model, more)), inputs)
         dtype = dtype_of(model)
-        if seen in inputs and dtype != torch.float32 and not accepts(model, inputs):  # the code casts no images
+        if seen in inputs and dtype != torch.float32 and not runs_on(model, inputs):  # the code casts no images
             inputs = {**inputs, seen: inputs[seen].to(dtype)}
     elif found := heard_by(model) or series(model):
         inputs = found
@@ -273,7 +273,7 @@ def heard_by(model: nn.Module) -> dict[str, torch.Tensor] | None:
     reads = "decoder_input_ids" in parameters and getattr(getattr(model, "config", None), "is_encoder_decoder", False)
     ids = {"decoder_input_ids": token_ids(model, BATCH, TARGET_LENGTH, seed=1)} if reads else {}
     skeleton = without_weights(model).eval()
-    return next((sound | ids for sound in sounds(model) if accepts(skeleton, sound | ids)), None)
+    return next((sound | ids for sound in sounds(model) if runs_on(skeleton, sound | ids)), None)
 
 
 def as_written(parameter: inspect.Parameter) -> str:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from retrofit.errors import CaptureError, SpecError, kind_of
 from retrofit.files.model_folders import read_json
 from retrofit.inputs.calibration import Calibration, windows_of_batch
-from retrofit.inputs.example_inputs import accepts as runs_without_values
 from retrofit.inputs.example_inputs import (
     beside_ids,
     example_inputs,
@@ -22,6 +21,7 @@ from retrofit.inputs.example_inputs import (
     is_required,
     kinds_beside_ids,
     named_inputs,
+    runs_on,
     trainable,
     vocabulary_of,
 )
@@ -59,7 +59,7 @@ def rows_of_window(model: nn.Module, batch: Mapping[str, Any]) -> int:
     rows, _ = extent_of(batch)
 
     def runs(size: int) -> bool:
-        return runs_without_values(model, next(windows_of_batch(dict(batch), size)))
+        return runs_on(model, next(windows_of_batch(dict(batch), size)))
 
     if rows == 1 or runs(1) or not runs(rows):  # the last: it may not run on anything without values
         return 1

@@ -18,7 +18,7 @@ import torch
 from torch import fx, nn
 
 from retrofit.errors import CaptureError, CheckpointError, RetrofitError, first_few
-from retrofit.inputs.example_inputs import accepts, forward_parameters, named_inputs
+from retrofit.inputs.example_inputs import forward_parameters, named_inputs, runs_on
 from retrofit.inputs.module_calls import tensors_in, watched
 from retrofit.passbase import recipe_storage, replaying
 from retrofit.passbase.protocol import Rewrite
@@ -206,7 +206,7 @@ class Link:
         if losses is not None:
             alone = losses.number_is_loss and "labels" not in forward_parameters(model)
             edit.set_attribute(model, "forward", ForwardWithAuxiliaryLosses(model, alone))
-        if not why and self.inputs is not None and not accepts(model, self.inputs):
+        if not why and self.inputs is not None and not runs_on(model, self.inputs):
             why = f"{type(model).__name__} does not run on what the recipe makes of {common.base or 'its modules'}"
         if why:
             edit.undo()
@@ -222,7 +222,7 @@ def runnable_inputs(model: Any) -> dict[str, Any] | None:
         inputs = {name: value for name, value in named_inputs(model.eval()).items() if isinstance(value, torch.Tensor)}
     except CaptureError:
         return None
-    return inputs if accepts(model, inputs) else None
+    return inputs if runs_on(model, inputs) else None
 
 
 # ── What two classes share ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -337,7 +337,7 @@ class Interface:
             found[path] = [tensor.shape for tensor in tensors_in(output)]
 
         with watched(modules, after=note):
-            runs = bool(modules) and accepts(self.common.source, self.inputs)
+            runs = bool(modules) and runs_on(self.common.source, self.inputs)
         return found if runs else {}
 
     def changed(self) -> str:

@@ -49,9 +49,9 @@ def repeats(
     inputs: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
     training: bool = False,
-    kinds: list[nn.Module] | None = None,
+    modules: list[nn.Module] | None = None,
 ) -> int:
-    """How many calls were not traced, after a comparison with the program of a trace of them all; `kinds` gets their modules."""
+    """How many calls were not traced, after a comparison with the program of a trace of them all; `modules` gets their modules."""
     found: list[Any] = []
     again = RepeatedModules.call_again
     with monkeypatch.context() as patch:
@@ -61,12 +61,12 @@ def repeats(
         patch.setattr(RepeatedModules, "call_again", lambda *given: pytest.fail("a call was not traced"))
         patch.setattr(RepeatedModules, "candidates", property(lambda self: set(), lambda self, value: None), raising=False)
         assert structure(capturing.capture(copy.deepcopy(model), inputs, training=training)) == program
-    if kinds is not None:
-        kinds.extend(module for _, _, module, *_ in found)
+    if modules is not None:
+        modules.extend(module for _, _, module, *_ in found)
     return len(found)
 
 
-LAYERS_IN_TURN = ("causal/gemma2", "causal/afmoe", "causal/hrm_text")  # of several kinds, or called several times
+LAYERS_IN_TURN = ("causal/gemma2", "causal/afmoe", "causal/hrm_text")  # of several modules, or called several times
 ARCHITECTURES = ("causal/llama", "causal/mixtral", "masked/deberta", "seq2seq/t5", "image/swin", *LAYERS_IN_TURN)
 
 
@@ -85,9 +85,9 @@ def test_so_are_those_of_rewritten_models(spec: str, monkeypatch: pytest.MonkeyP
     model = zoo.build(entry := zoo.entry("causal/llama"), num_hidden_layers=3)
     inputs = zoo.inputs(entry, model)
     model = retrofit.apply(model, spec, example_inputs=inputs, verify=False)
-    kinds: list[nn.Module] = []
-    assert repeats(model, inputs, monkeypatch, kinds=kinds) > 0
-    assert any(name.endswith("self_attn") for module in kinds for name, _ in module.named_modules() if name), "not a whole layer"
+    modules: list[nn.Module] = []
+    assert repeats(model, inputs, monkeypatch, modules=modules) > 0
+    assert any(name.endswith("self_attn") for module in modules for name, _ in module.named_modules() if name), "not a whole layer"
     repeats(model, inputs, monkeypatch, training=True)
 
 
@@ -193,7 +193,7 @@ class CallsAGraph(Layer):
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
-        self.hidden = graph_of(lambda x: x * (1 + index % 2))
+        self.hidden = fx.symbolic_trace(lambda x: x * (1 + index % 2))
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.hidden(x))
@@ -218,10 +218,6 @@ class CallsAnotherKindOfGraph(CallsAGraph):
     def __init__(self, index: int) -> None:
         super().__init__(0)
         self.hidden = OtherGraph(self.hidden, self.hidden.graph)
-
-
-def graph_of(function: Any) -> fx.GraphModule:
-    return fx.symbolic_trace(function)
 
 
 def doubled(x: Tensor, y: int) -> Tensor:
