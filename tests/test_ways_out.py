@@ -212,6 +212,7 @@ class Detecting(Translator):
         return logits
 
 
+@pytest.mark.long
 def test_a_decoder_that_detects_its_causal_mask_is_rewritten_on_its_graph() -> None:
     torch.manual_seed(0)
     model, given = Detecting().eval(), {"input_ids": torch.arange(5)[None], "decoder_input_ids": torch.arange(7)[None] + 6}

@@ -120,6 +120,7 @@ def test_an_exact_rewrite_has_the_loss_of_the_dense_model() -> None:
     assert "the model's own loss is 2." in found.why and "the dense model's 4." in found.why
 
 
+@pytest.mark.long
 def test_statistics_that_training_moves_are_not_taken_for_another_loss() -> None:
     """The dense LeViT is trained on more batches than the rewritten one, and its batch norms keep statistics."""
     retrofit.apply(zoo.build(zoo.entry("image/levit")), "reversible")

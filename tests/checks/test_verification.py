@@ -255,6 +255,7 @@ def test_an_approximate_rewrite_is_measured_and_not_failed() -> None:
     assert not check_rewrite(model, reference, (dataclasses.replace(rewrite, exact=True),), fates, checks=("function",)).ok
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("passes", [("sparse-ffn(sparsity=8)", "altup(k=2)"), ("altup(k=2)", "sparse-ffn(sparsity=8)")], ids=str)
 def test_a_model_rewritten_again_is_held_against_what_it_was_between(passes: tuple[str, str], tmp_path: Path) -> None:
     """Neither is a pass that the reference has already claimed again, nor is the reference's own approximation excused."""

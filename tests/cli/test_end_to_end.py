@@ -314,6 +314,7 @@ def test_text_for_a_bare_state_dict_goes_through_the_tokenizer_beside_its_config
     assert read[0].get_vocab() == {"[UNK]": 0, "fox": 1}
 
 
+@pytest.mark.long
 def test_a_config_is_for_the_bare_weights_among_several_models(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A directory beside them says itself how it is built, and is not refused for it."""
     assert main(["apply", "--pass", "sum", "gpt2", "-o", "rewritten", "--no-verify"]) == 0

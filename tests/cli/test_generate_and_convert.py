@@ -80,7 +80,7 @@ def test_a_rewritten_model_goes_on_as_the_dense_one(llama, tmp_path: Path, capsy
     assert said(capsys, tmp_path / "wide", PROMPT) == shown(greedy(llama))
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("cache", ["past", "none"])
 def test_an_encoder_and_a_decoder_in_files(cache: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)

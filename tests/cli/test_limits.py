@@ -71,6 +71,7 @@ def test_two_runs_to_one_output(name: str, server: CommandServer, materials: Pat
         retrofit.load(tmp_path / WORKS[name].output)
 
 
+@pytest.mark.long
 def test_a_reader_that_leaves_while_a_model_is_printed(materials: Path) -> None:
     """`retrofit inspect model | head -1`."""
     command = [sys.executable, "-m", "retrofit", "inspect", "--stream", "--json", str(materials / "dense")]

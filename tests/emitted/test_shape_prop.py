@@ -18,7 +18,7 @@ RECIPES = (
 )
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize("specs", RECIPES)
 def test_nodes_say_what_the_rewritten_graph_gives(specs: tuple[str, ...]) -> None:
     """Hooks record what modules return; the graph has what their calls are recorded with."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,6 +64,7 @@ def test_sides_of_different_lengths_stay_as_they_are() -> None:
     assert distinct_lengths(t5(), inputs) == inputs
 
 
+@pytest.mark.long
 def test_strided_decoders_read_all_of_an_encoder_that_was_as_long_as_they_are() -> None:
     """The keys of cross-attention are not taken for the decoder's own tokens: no token of theirs is left out."""
     model, source = t5(num_layers=3).eval(), ids(2, 12)

@@ -105,6 +105,7 @@ def test_made_under_inference_mode(asked: str) -> None:
     assert retrofit.inspect(model).width == 24
 
 
+@pytest.mark.long
 def test_rewritten_and_loaded_under_inference_mode_a_model_trains(tmp_path: Path) -> None:
     model = tiny_models.llama(num_hidden_layers=1)
     with torch.inference_mode():

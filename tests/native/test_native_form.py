@@ -94,6 +94,7 @@ def test_of_parameters_that_are_too_many_or_too_few_the_numbers_are_said() -> No
     assert said(1) == "it has 2 parameters 8 outside the mixtures of 1 layer, the model 1: 0.weight, 1.weight"
 
 
+@pytest.mark.long
 def test_mixtures_in_some_layers_are_in_the_same_layers_of_the_native_form() -> None:
     config = transformers.Qwen3Config(
         vocab_size=97,

@@ -157,6 +157,7 @@ def test_a_step_without_an_anchor_does_not_compute_strided_layers(strided, tmp_p
     assert [one.name for one in graph.input if "real" in one.name] == ["past_key_values.0.real"]  # of both layers
 
 
+@pytest.mark.long
 def test_decoding_with_branches_gives_the_tokens_of_generate(strided) -> None:
     """Two rows are padded, so that rows reach their anchors at different steps."""
     model, file = strided

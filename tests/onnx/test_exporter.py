@@ -256,6 +256,7 @@ def test_few_tokens_gather_rows_in_the_file_and_many_do_not(tmp_path):
     assert sum(gathering) == 1 and len(branches) >= 2, branches
 
 
+@pytest.mark.long
 def test_a_choice_by_size_may_be_handed_strides(tmp_path):
     model = tiny_models.llama(num_hidden_layers=1, hidden_size=32, intermediate_size=64)
     retrofit.apply(model, SparseFFN(sparsity=64), verify=False)  # one block: the strides of its choice are more than its sizes say
@@ -469,7 +470,7 @@ def as_a_classifier(model, folder):
     return transformers.BertForSequenceClassification.from_pretrained(folder).eval()
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("make", "spec", "change"),
     [

@@ -229,6 +229,7 @@ def test_an_operator_that_has_no_conversion_is_named(opset: int, wrong: onnx.Nod
     assert "%" not in error.why and "opset_version" in error.remedy
 
 
+@pytest.mark.long
 def test_a_transformer_of_set_11_is_rewritten(tmp_path: Path) -> None:
     path = tmp_path / "bert.onnx"
     by_tracing(11, fused_attention=False)("masked/bert", path)

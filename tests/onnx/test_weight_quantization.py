@@ -306,6 +306,7 @@ def test_the_file_is_small_and_says_what_was_done(exported: tuple[Any, Path], tm
     assert stored < 0.45 * sum(one.nbytes for one in model.parameters())
 
 
+@pytest.mark.long
 def test_tables_that_ids_look_up_have_rows_of_8_bits(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 97, "num_attention_heads": 2}

@@ -66,6 +66,7 @@ def test_sites_are_named_as_they_are_once_later_passes_have_wrapped_them(later: 
     assert len(kinds) == SIZES["num_hidden_layers"]
 
 
+@pytest.mark.long
 def test_a_recurrence_goes_around_a_mixture_that_lays_out_tokens_in_one_dimension() -> None:
     model = small_llama()
     apply_reported(model, "shared-moe(experts=3, groups=0)", "recurrence(rank=2)", count_flops=False)
@@ -74,6 +75,7 @@ def test_a_recurrence_goes_around_a_mixture_that_lays_out_tokens_in_one_dimensio
     assert not any(model.get_submodule(path).layout.flat for path in around), "it reads (batch, tokens, d)"  # type: ignore[union-attr]
 
 
+@pytest.mark.long
 def test_a_layer_is_found_to_take_a_mask_behind_hashes_that_show_keys_too() -> None:
     torch.manual_seed(0)
     model = BertForMaskedLM(BertConfig(**SIZES))
@@ -82,6 +84,7 @@ def test_a_layer_is_found_to_take_a_mask_behind_hashes_that_show_keys_too() -> N
     assert layer.mask is not None, "the recurrence learns of padding by it"
 
 
+@pytest.mark.long
 def test_a_recurrence_behind_hashed_attention_goes_along_tokens_and_is_continued() -> None:
     """Its rows do not depend on each other, and decoding goes on from the state of the tokens before."""
     torch.manual_seed(0)

@@ -121,6 +121,7 @@ def test_minutes_limit_the_whole_plan_and_what_they_do_not_suffice_for_is_left_o
     assert found.planned[0].predicted.costs["memory"] <= 0.98
 
 
+@pytest.mark.long
 def test_a_candidate_of_which_some_sites_were_measured_can_be_chosen(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_candidate_of_which_some_sites_were_measured_can_be_chosen(
     assert planned(model, "memory 0.98x", folder=tmp_path / "kept", measure=False).left_out == {}
 
 
+@pytest.mark.long
 def test_a_plan_without_a_limit_goes_on_from_a_limited_one(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the tokens that were measured on, and it says so; with `force` it starts over."""
     monkeypatch.setattr(planning_data, "seconds_of_run", lambda *given: 1.0)  # 48 of the tokens are affordable
@@ -157,6 +159,7 @@ def stored(folder: Path) -> dict[str, Any]:
     return values
 
 
+@pytest.mark.long
 def test_times_of_few_rounds_are_measured_again_where_time_is_not_limited(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +190,7 @@ def test_a_forward_of_a_window_decides_on_how_many_tokens_is_measured(model: Any
     assert [(one.fitted, one.measured, one.held_out) for one in found] == [(200, 100, 200), (7, 100, 200)]
 
 
+@pytest.mark.long
 def test_a_candidate_fitted_in_a_few_layers_is_planned_in_others_like_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fit takes 20 seconds a layer: of eight layers four fit into the time, and what they lose tells what the others do."""
     clock, build = Clock(), measuring.build_variant
@@ -216,6 +220,7 @@ def test_a_candidate_fitted_in_a_few_layers_is_planned_in_others_like_them(tmp_p
     assert whole.uniform[0].worth.distance == pytest.approx(setting.worth.distance, rel=0.5)
 
 
+@pytest.mark.long
 def test_what_takes_more_than_its_share_of_the_time_is_tried_again_with_what_is_left(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

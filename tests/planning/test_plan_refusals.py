@@ -61,6 +61,7 @@ def test_what_saves_nothing_that_is_asked_for_is_not_fitted(model: Any, tmp_path
     assert not list((tmp_path / "kept").glob("*.safetensors"))
 
 
+@pytest.mark.long
 def test_a_passs_first_setting_is_fitted_first_and_then_what_a_target_asks_for(model: Any, tmp_path: Path) -> None:
     """What reaches it with the least to spare, then what comes nearest to it; of several targets each in turn."""
     given = [f"sparse-loss(modules={count})" for count in (4, 2, 8)]
@@ -207,6 +208,7 @@ class Branching(Own):
         return super().forward(x) if plain else super().forward(x).relu()
 
 
+@pytest.mark.long
 def test_a_graph_is_not_tried_on_arguments_that_it_does_not_have() -> None:
     model, batches = Branching(tokens=256).eval(), [{"x": part, "plain": True} for part in windows().split(4)]
     with refused(PlanningError, "plain", "graph"):

@@ -59,6 +59,7 @@ def test_a_plan_loses_no_more_than_a_setting_in_all_layers_that_reaches_its_targ
     assert one.predicted.distance == pytest.approx(least.worth.distance)
 
 
+@pytest.mark.long
 def test_a_choice_that_later_timings_put_just_out_of_reach_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of six layers reach the first target, until four are timed for the second and each is found to save a little less."""
     shares = {6: 0.4, 2: 0.8, 4: 0.64, 5: 0.55}
@@ -132,6 +133,7 @@ def test_bad_usage_is_told_before_any_work(more: list[str], says: str, tmp_path:
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_masks_are_timed_with_their_thresholds_and_get_a_level_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer is taken to save a tenth of what the thresholds in it mask; without them it would save nothing."""
     deep = llama(vocab_size=256, num_hidden_layers=4)

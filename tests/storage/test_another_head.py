@@ -149,7 +149,7 @@ def part(name: str) -> str:
     return dense_name(name).rpartition(".")[0]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", PASSES)
 def test_the_shared_part_is_there_and_the_rest_is_new(family: str, spec: str, tmp_path: Path) -> None:

@@ -187,6 +187,7 @@ def test_other_heads_matter_to_what_depends_on_them(spec, fits, tmp_path):
         assert "num_attention_heads" in refusal.value.why
 
 
+@pytest.mark.long
 def test_other_heads_that_change_a_shape_in_a_rewritten_module_are_named(tmp_path):
     rewritten(llama(), "memory(beside=values)").save_pretrained(tmp_path)
     other = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}

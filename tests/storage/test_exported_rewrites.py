@@ -104,6 +104,7 @@ def test_a_rewritten_graph_trains_from_its_file_as_in_memory(dense: Path, spec: 
     assert same(step(again), step(model))
 
 
+@pytest.mark.long
 def test_ties_and_frozen_parameters_are_kept(tied: Path, tmp_path: Path) -> None:
     model = rewritten(tied, "sparse-ffn(sparsity=4)")
     frozen = next(name for name, _ in model.named_parameters() if name.endswith("c1"))
@@ -127,6 +128,7 @@ def test_the_file_holds_the_weights_once(tied: Path, tmp_path: Path) -> None:
     assert once <= sum(held) <= once + 8 * len(held)
 
 
+@pytest.mark.long
 def test_own_models_of_functions_and_their_buffers(tmp_path: Path) -> None:
     """A model whose modules a pass does not fit becomes a graph, which keeps the values of what it computes with."""
 
@@ -175,6 +177,7 @@ def test_parts_of_the_dense_program_that_are_code_are_refused(dense: Path, tmp_p
         retrofit.load(path)
 
 
+@pytest.mark.long
 def test_a_recipe_that_leads_elsewhere_gives_the_evaluation_graph_and_a_warning(
     dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,6 +256,7 @@ class Configured(Model):
         self.config = config
 
 
+@pytest.mark.long
 def test_the_dense_model_is_known_again_whatever_its_parameters_are_called(tmp_path: Path) -> None:
     """In a graph they are named after the regions that read them, and in the model after its own modules."""
     dense = Functional(2).eval()

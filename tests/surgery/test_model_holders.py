@@ -77,7 +77,7 @@ def accelerator() -> Iterator[Any]:
     AcceleratorState._reset_state(True)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("make", [gptj, t5])
 @pytest.mark.parametrize("recipe", REPLACED)
 def test_accelerate_unwraps_a_replaced_forward(recipe: str, make: Any, accelerator: Any) -> None:

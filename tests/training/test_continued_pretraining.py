@@ -52,6 +52,7 @@ def test_every_kind_of_model_learns(name: str) -> None:
     assert run.eval_losses[0][1] == pytest.approx(math.log(300), abs=1.0)  # nothing is known at first
 
 
+@pytest.mark.long
 def test_parameters_that_no_gradient_reached_are_named(tmp_path: Path) -> None:
     """A controller learns in training only, and the program of rewritten modules holds what is computed in evaluation mode."""
     rewritten = retrofit.apply(llama(), "sparse-ffn(sparsity=4)", verify=False)

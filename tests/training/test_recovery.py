@@ -360,6 +360,7 @@ def test_sites_that_are_frozen_are_not_aligned() -> None:
         continue_pretraining(model, TEXTS, dataclasses.replace(settings, align=1), teacher=dense)
 
 
+@pytest.mark.long
 def test_on_the_command_line_weights_may_be_held_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, dense = pair("sparse-qkv")
     retrofit.save(model.half(), tmp_path / "model.pt")

@@ -432,6 +432,7 @@ def rates(model: Any, **more: Any) -> dict[str, float]:
     return {name: by_id[id(parameter)] for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.long
 def test_each_pass_has_its_own_rate_wherever_the_model_comes_from(tmp_path: Path) -> None:
     model = retrofit.apply(llama(), "altup(k=2)", "memory", verify=False)
     one_by_one = retrofit.apply(retrofit.apply(llama(), "altup(k=2)", verify=False), "memory", verify=False)

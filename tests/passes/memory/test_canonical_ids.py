@@ -138,6 +138,7 @@ def test_a_padded_table_is_folded_as_far_as_the_tokenizer_goes() -> None:
     assert torch.equal(table_of(model), torch.cat([own, torch.arange(40, tiny_models.VOCABULARY)])) and own[4] == 1
 
 
+@pytest.mark.long
 def test_a_small_tokenizer_that_came_with_the_model_is_the_models(tmp_path: Path) -> None:
     tiny_models.llama().save_pretrained(tmp_path)
     byte_tokenizer(WORDS[:6], 6).save_pretrained(tmp_path)

@@ -383,6 +383,7 @@ def test_as_a_graph_and_as_a_program_it_is_the_same_function_at_other_sizes(tmp_
     torch.testing.assert_close(zoo.logits(read(others)), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_in_a_program_the_layers_get_tables_too(tmp_path: Path) -> None:
     program = retrofit.apply(tiny_models.llama(**LAYER), "sum", emit="graph", verify=False)
     retrofit.save(program, tmp_path / "sum.pt2")
@@ -400,6 +401,7 @@ def test_an_onnx_decoder_carries_the_last_ids(tmp_path: Path) -> None:
     assert torch.equal(decode_greedily(OnnxSession(tmp_path / "model.onnx"), prompt, 5, mask), expected)
 
 
+@pytest.mark.long
 def test_out_to_onnx_and_back_it_is_the_same_function(tmp_path: Path) -> None:
     model = trained("bert", GATED)
     made = retrofit.export_onnx(model, tmp_path / "model.onnx")

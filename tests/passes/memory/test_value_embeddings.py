@@ -157,6 +157,7 @@ def test_other_mixers_are_left_alone_with_the_reason() -> None:
     assert "not recognized as an attention" in refused.value.why
 
 
+@pytest.mark.long
 def test_layers_that_read_the_values_of_others_are_left_alone_with_the_reason() -> None:
     """Gemma 3n's last layer computes no keys and values."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 8}

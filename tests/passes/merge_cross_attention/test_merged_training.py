@@ -52,6 +52,7 @@ def run(path: Path, **more: Any) -> TrainingRun:
     return continue_pretraining(copy.deepcopy(rewritten()), TEXTS, BY_ITS_DIAL, teacher=copy.deepcopy(dense()), output=path, **more)
 
 
+@pytest.mark.long
 def test_at_the_beginning_of_its_dial_it_is_the_dense_model_bit_for_bit() -> None:
     model = copy.deepcopy(rewritten())
     teacher = Teacher.of(copy.deepcopy(dense()), model)

@@ -258,6 +258,7 @@ def test_checkpointed_and_compiled_steps_have_the_same_gradients() -> None:
         torch.testing.assert_close(parameter.grad, other, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_compiled_code_copies_no_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 cannot trace the copies of modules by which plain calls inject keywords."""
     model, tokens = copy.deepcopy(trained("llama")).eval(), ids(2, 11)

@@ -112,6 +112,7 @@ def counting(model: Any, **given: Any) -> int:
     return sum(name in ("cumsum", "gather", "scatter", "argmax") for name in found)
 
 
+@pytest.mark.long
 def test_anchors_of_unpadded_sequences_follow_from_the_shape() -> None:
     """Nothing more is counted or gathered than in the dense model where no mask shows padding; it is where one does."""
     dense, unpadded, shown = BUILDERS["llama"](), {"input_ids": tokens()}, {"attention_mask": padded("left")}

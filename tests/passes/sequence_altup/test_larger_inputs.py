@@ -95,6 +95,7 @@ class Paired(Layer):
         return super().forward(x, first.repeat_interleave(2, 1)[:, : x.shape[1]])
 
 
+@pytest.mark.long
 def test_a_layer_that_receives_one_entry_for_several_tokens_is_refused() -> None:
     model = Pooled()
     model.layers = nn.ModuleList(Paired() for _ in range(4))

@@ -146,6 +146,7 @@ def test_a_compiled_step_is_one_graph_and_gives_the_same_gradients(form: str) ->
         torch.testing.assert_close(compiled[f"_orig_mod.{name}"], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.long
 def test_a_file_and_a_directory_give_it_back(tmp_path: Any) -> None:
     model, given = strided("llama"), batch()
     model.save_pretrained(tmp_path / "folder")

@@ -374,12 +374,14 @@ def test_one_token_compiled_copies_no_matrix(form: dict[str, Any]) -> None:
     assert len(sizes) < 16
 
 
+@pytest.mark.long
 def test_a_sliced_mixture_is_exported(tmp_path: Path) -> None:
     """For few tokens and for many; the exporter compares it with torch."""
     model = retrofit.apply(llama(), SLICED, verify=False)
     retrofit.export_onnx(model, tmp_path / "model.onnx")
 
 
+@pytest.mark.long
 def test_no_architecture_has_slices() -> None:
     model = retrofit.apply(llama(), SLICED, verify=False)
     with pytest.raises(DoesNotFitError) as refused:

@@ -530,6 +530,7 @@ def test_a_mask_of_whatever_kind_keeps_padding_from_the_convolutions(mask: str) 
     torch.testing.assert_close(model(x, hidden)[1:, 4:], model(x[1:, 4:], hidden[1:, 4:]))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["causal/recurrent_gemma", "causal/llama4_text"])
 def test_chunks_and_windows_of_the_attention_hold_for_the_convolutions_and_positions_are_no_mask(name: str) -> None:
     """An attention that is given positions before its mask, which is computed from them; and one that sees its own chunk alone."""
@@ -539,7 +540,7 @@ def test_chunks_and_windows_of_the_attention_hold_for_the_convolutions_and_posit
     assert made.report is not None and [check.status for check in made.report.checks] == ["passed", "passed"]
 
 
-@pytest.mark.first(1)
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "spec"), [("image/pvt_v2", "sparse-qkv(kernel=2)"), ("causal/trocr", "sparse-qkv(kernel=1)")])
 def test_where_the_code_of_an_attention_reads_its_width_its_projections_compute_for_themselves(name: str, spec: str) -> None:
     entry = zoo.entry(name)
