@@ -70,12 +70,13 @@ def output_for(model: nn.Module, output: Path, force: bool, chosen: bool) -> Pat
 
     Raises an error instead if the user has chosen `output`.
     """
+    from retrofit.inputs.usable_models import transformer_inside
     from retrofit.storage.checkpoint import require_savable
 
     try:
         require_savable(model, output)
     except CheckpointError as error:
-        if chosen or error.code != "no-config":
+        if chosen or error.code != "no-config" or transformer_inside(model) is not model:  # whose graph is not that of the model
             raise
         return check_model_output(output.with_suffix(EXPORTED), force)
     return output
@@ -85,9 +86,12 @@ def form_for(model: nn.Module, output: Path) -> str:
     """Return the form to rewrite: "graph" for modules of the user's in a `.pt2` file, which trains only what is rewritten there."""
     from torch.fx import GraphModule
 
+    from retrofit.inputs.usable_models import transformer_inside
     from retrofit.surgery.transformers_bookkeeping import is_transformers
 
-    return "graph" if output.suffix == EXPORTED and not is_transformers(model) and not isinstance(model, GraphModule) else "module"
+    if output.suffix != EXPORTED or is_transformers(model) or isinstance(model, GraphModule):
+        return "module"
+    return "graph" if transformer_inside(model) is model else "module"
 
 
 def require_companions(source: Path, output: Path) -> None:

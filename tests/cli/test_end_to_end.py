@@ -241,6 +241,27 @@ def test_modules_that_no_file_of_tensors_can_rebuild_become_a_graph_that_trains(
     torch.testing.assert_close(rewritten(IDS), dense(IDS), atol=1e-4, rtol=1e-4)
 
 
+class Pipeline(nn.Module):
+    """Takes a dict, so that only the model inside can be captured; the head is not in that graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.head = gpt2(), nn.Linear(1, 2)
+
+    def forward(self, features: dict[str, torch.Tensor]) -> torch.Tensor:
+        return self.head(self.model(features["input_ids"]).logits[..., :1])
+
+
+@pytest.mark.parametrize("output", [[], ["-o", "own.pt2"]])
+def test_the_model_inside_a_pipeline_is_not_written_in_its_place(
+    output: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save(Pipeline(), "pipeline.pt")
+    assert main([*APPLY, "--allow-pickle", "pipeline.pt", *output]) == 2
+    assert os.listdir() == ["pipeline.pt"]
+
+
 def test_a_model_that_becomes_a_graph_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -113,6 +113,18 @@ def test_no_attention_is_worse_on_windows_held_out(name: str, output: str) -> No
     assert model(ids).logits.shape == dense(ids).logits.shape
 
 
+def test_attentions_fitted_at_once_are_those_fitted_one_by_one() -> None:
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (2, 1):
+            torch.set_num_threads(threads)
+            found.append(fitted("causal/llama", SparseQKV(layers="0-1"))[0].state_dict())
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
 LOUD, WIDTH = 4, 16  # the input features that the model's activations have, of all
 
 
