@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from retrofit.passes.sparse_ffn.indexed_rows import indexed_sums
 from retrofit.sdk import ArgumentPlace, Wrapper, find_argument
 from retrofit.sdk.modules import child_modules, is_exporting, is_transposed, weights_are_mapped
 from retrofit.sdk.program import ADDED_PRODUCT, is_product, op_name
@@ -202,7 +201,7 @@ FEW = {torch.float32: 3, torch.bfloat16: 4}  # tokens
 # In bfloat16 two to four tokens take longer by columns (one by one or densely) than densely by rows, so batches keep the rows.
 OFTEN_BATCHED = (torch.bfloat16,)
 LOCK = threading.Lock()
-FIRST = torch.zeros(1, dtype=torch.long, device="cpu")  # start of the only bag
+FIRST = torch.zeros(1, dtype=torch.long, device="cpu")  # start of the only bag of one thread
 
 
 def column_product(module: MaskedProjection, x: Tensor) -> Tensor | None:
@@ -260,13 +259,14 @@ def sums_of_columns(x: Tensor, columns: Tensor) -> Tensor:
 
 
 def sum_of_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return the same for one token, as one bag of rows: (inputs) to (1, outputs)."""
+    """Return the same for one token: (inputs) to (1, outputs). Each thread sums a part of the rows, a bag of its own."""
     kept = x.nonzero().view(-1)
     if not len(kept):
         return columns.new_zeros(1, columns.shape[1])
-    if torch.get_num_threads() > 1:
-        return indexed_sums(x[kept].unsqueeze(0), kept.unsqueeze(0), columns)
-    return torch.embedding_bag(columns, kept, FIRST, False, 0, False, x.index_select(0, kept))[0]
+    parts = min(torch.get_num_threads(), len(kept))
+    starts = FIRST if parts == 1 else torch.tensor([part * len(kept) // parts for part in range(parts)], device="cpu")
+    sums = torch.embedding_bag(columns, kept, starts, False, 0, False, x.index_select(0, kept))[0]
+    return sums if parts == 1 else sums.sum(0, keepdim=True)
 
 
 OPERATIONS = torch.library.Library("retrofit", "FRAGMENT")  # `custom_op` takes 8 µs a call, as long as half of a small product

@@ -39,6 +39,7 @@ from retrofit.planning.targets import QUANTITIES, Target, parse_targets
 from retrofit.planning.variants import candidates_of, layers_by_depth, rewritten_copy, short_spec
 from retrofit.preview import plan_of, prepare_model
 from retrofit.process import serialized
+from retrofit.surgery.dequantization import refuse_packed
 from retrofit.training.teaching import hash_settings, hash_weights
 
 ROUNDS = 6  # of choosing and measuring
@@ -87,6 +88,7 @@ def plan(
     require_in_memory(model, "measured")
     require_values(model, "measured", "load its weights first")
     part = transformer_inside(model, example_inputs)
+    refuse_packed(part, "rewritten")
     if recipe_storage.stored_recipe(part):
         raise PlanningError(
             "the model is already rewritten",

@@ -14,15 +14,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from support import row_quantizer
 from support.own_models import Own
 from support.plans import HEAD, QKV, TARGETS, planned, windows
 from support.refusals import refused
+from support.row_quantizer import RowConfig
 from support.tiny_models import gpt2, llama
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 import retrofit
 from retrofit.emitted import graph_module
-from retrofit.errors import PlanningError, SpecError
+from retrofit.errors import CheckpointError, PlanningError, SpecError
 from retrofit.inputs.calibration import Calibration
 from retrofit.passbase.protocol import parse_spec
 from retrofit.planning import costs, measuring, planner
@@ -103,6 +106,16 @@ def test_a_model_that_was_rewritten_is_refused() -> None:
     rewritten = retrofit.apply(llama(vocab_size=256), "sum", verify=False)
     with refused(PlanningError, "sum()", code="rewritten"):
         retrofit.plan(rewritten, windows(), "memory 0.9x", passes=[QKV])
+
+
+def test_a_quantized_model_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    row_quantizer.register()
+    llama(vocab_size=256).save_pretrained(tmp_path)
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=RowConfig())
+    stages: list[str] = []
+    with refused(CheckpointError, "dequantize", code="quantized"):
+        retrofit.plan(packed, windows(), "decode 1.1x", passes=["activation-sparsity"], progress=stages.append)
+    assert stages == []
 
 
 def test_where_no_candidate_fits_the_reasons_are_told() -> None:

@@ -97,11 +97,21 @@ def test_what_is_not_a_number_stays_that() -> None:
 
 
 @torch.no_grad()
-def test_several_threads_compute_the_same(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    module = masked(nn.Linear(IN, 4096))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # the sum goes piece by piece
-    torch.testing.assert_close(module(tokens(1, 1)), expected(module, tokens(1, 1)), **CLOSE[torch.float32])
-    assert calls == [1]
+@DTYPES
+@pytest.mark.parametrize("threads", [2, 5, 99])
+def test_each_thread_sums_a_part_of_the_columns(threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    bags: list[int] = []
+
+    def bag(columns: Tensor, kept: Tensor, starts: Tensor, *more: Any) -> Any:
+        bags.append(len(starts))
+        return embedding_bag(columns, kept, starts, *more)
+
+    embedding_bag = torch.embedding_bag
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(torch, "embedding_bag", bag)
+    module, x = masked(dtype=dtype), tokens(1, 1, dtype=dtype)
+    torch.testing.assert_close(module(x), expected(module, x), **CLOSE[dtype])
+    assert bags == [min(threads, int((x.abs() >= 0.7).sum()))]
 
 
 def test_training_reads_rows_again(calls: list[int]) -> None:
