@@ -201,7 +201,10 @@ FEW = {torch.float32: 3, torch.bfloat16: 4}  # tokens
 # In bfloat16 two to four tokens take longer by columns (one by one or densely) than densely by rows, so batches keep the rows.
 OFTEN_BATCHED = (torch.bfloat16,)
 LOCK = threading.Lock()
-FIRST = torch.zeros(1, dtype=torch.long, device="cpu")  # start of the only bag of one thread
+FIRST = torch.zeros(1, dtype=torch.long, device="cpu")  # start of the only bag
+# A bag is summed some columns at a time. Where its rows are so long, this is faster for a few of them: their next numbers are
+# fetched before they are needed.
+LONG, BAG = 2048, 128
 
 
 def column_product(module: MaskedProjection, x: Tensor) -> Tensor | None:
@@ -259,14 +262,15 @@ def sums_of_columns(x: Tensor, columns: Tensor) -> Tensor:
 
 
 def sum_of_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return the same for one token: (inputs) to (1, outputs). Each thread sums a part of the rows, a bag of its own."""
+    """Return the same for one token, (inputs) to (1, outputs): the sum of bags of rows, at least one for each thread."""
     kept = x.nonzero().view(-1)
     if not len(kept):
         return columns.new_zeros(1, columns.shape[1])
-    parts = min(torch.get_num_threads(), len(kept))
-    starts = FIRST if parts == 1 else torch.tensor([part * len(kept) // parts for part in range(parts)], device="cpu")
+    bags = max(torch.get_num_threads(), -(-len(kept) // BAG) if columns.shape[1] >= LONG else 1)
+    bags = min(bags, len(kept))
+    starts = FIRST if bags == 1 else torch.tensor([bag * len(kept) // bags for bag in range(bags)], device="cpu")
     sums = torch.embedding_bag(columns, kept, starts, False, 0, False, x.index_select(0, kept))[0]
-    return sums if parts == 1 else sums.sum(0, keepdim=True)
+    return sums if bags == 1 else sums.sum(0, keepdim=True)
 
 
 OPERATIONS = torch.library.Library("retrofit", "FRAGMENT")  # `custom_op` takes 8 µs a call, as long as half of a small product

@@ -98,20 +98,25 @@ def test_what_is_not_a_number_stays_that() -> None:
 
 @torch.no_grad()
 @DTYPES
-@pytest.mark.parametrize("threads", [2, 5, 99])
-def test_each_thread_sums_a_part_of_the_columns(threads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    bags: list[int] = []
+@pytest.mark.parametrize(("threads", "rows", "bags"), [(1, 99, 1), (2, 99, 2), (99, 99, 13), (1, 5, 3), (4, 5, 4)])
+def test_columns_are_summed_in_bags(
+    threads: int, rows: int, bags: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
 
-    def bag(columns: Tensor, kept: Tensor, starts: Tensor, *more: Any) -> Any:
-        bags.append(len(starts))
+    def counted(columns: Tensor, kept: Tensor, starts: Tensor, *more: Any) -> Any:
+        found.append(len(starts))
         return embedding_bag(columns, kept, starts, *more)
 
     embedding_bag = torch.embedding_bag
+    monkeypatch.setattr(torch, "embedding_bag", counted)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(torch, "embedding_bag", bag)
+    monkeypatch.setattr(masked_products, "LONG", OUT)
+    monkeypatch.setattr(masked_products, "BAG", rows)
     module, x = masked(dtype=dtype), tokens(1, 1, dtype=dtype)
+    assert int((x.abs() >= module.mask.threshold).sum()) == 13
     torch.testing.assert_close(module(x), expected(module, x), **CLOSE[dtype])
-    assert bags == [min(threads, int((x.abs() >= 0.7).sum()))]
+    assert found == [bags]
 
 
 def test_training_reads_rows_again(calls: list[int]) -> None:
