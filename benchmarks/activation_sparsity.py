@@ -163,8 +163,7 @@ class Matrix:
         self.layer = MaskedProjection(linear, (0, "input"), ActivationMask(self.rows)).eval()
         self.layer.mask.threshold.fill_(threshold)
         self.layer(torch.zeros(1, width, dtype=dtype))
-        assert linear.weight.t().is_contiguous(), "the pass does not read columns here"
-        self.columns = linear.weight.t()
+        self.columns = linear.weight.t().contiguous()  # the layer's own where the pass reads columns of so large a weight
 
 
 def products(options: argparse.Namespace) -> None:

@@ -9,6 +9,9 @@ interruption the rest is measured.
     python benchmarks/planning.py --model minilm --cost prefill
     python benchmarks/planning.py --model smollm2 --cost decode --minutes 30
     python benchmarks/planning.py --model smollm2 --pass activation-sparsity --targets "decode 1.1x" "decode 1.2x" "decode 1.3x"
+
+With `--read` a decoded token takes as long as its weights take to be read, which are counted and not timed: whether levels by layer
+are better than equal ones, wherever reading is what takes the time.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ import torch
 from torch import nn
 
 import retrofit
+from retrofit.inputs.model_memory import own_bytes
+from retrofit.passes.activation_sparsity.masked_products import MaskedProjection
+from retrofit.planning import costs
 from retrofit.planning.model_plan import ModelPlan, PlannedRecipe, Worth
 from retrofit.planning.targets import QUANTITIES
 
@@ -60,13 +66,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--seconds", type=float, default=6.0, help="that a time is measured for")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--read", action="store_true", help="a token takes as long as its weights take to be read")
     parser.add_argument("--folder", type=Path, default=Path("build/planning"), help="of the trained model and the measurements")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     options.folder.mkdir(parents=True, exist_ok=True)
+    if options.read:
+        costs.seconds_of = seconds_to_read
     which = MODELS[options.model]() if options.model in MODELS else DenseModel(steps=options.steps)
     model = which.trained(options.folder).eval()
-    measured = options.folder / f"{options.model}.{options.steps}.{options.threads}.measured"
+    read = ".read" if options.read else ""
+    measured = options.folder / f"{options.model}.{options.steps}.{options.threads}{read}.measured"
 
     def planned(targets: list[str]) -> ModelPlan:
         return retrofit.plan(
@@ -113,6 +123,26 @@ def main() -> None:
         report(one, result)
         name = "-".join(str(one.target).replace(",", "").split())
         result.save(one, options.folder / f"{options.model}.{name}.json", force=True)
+
+
+@torch.no_grad()
+def seconds_to_read(quantity: str, model: nn.Module, window: Any, tokens: int = 0) -> float:
+    """The seconds in which the weights that a decoded token needs are read at 10 GB/s; a forward of a window multiplies densely."""
+    if quantity != "decode":
+        return 1.0
+    unread: list[float] = []
+
+    def watch(layer: Any, given: Any) -> None:
+        unread.append(float((given[0] == 0).float().mean()) * layer.weight.nbytes)
+
+    masked = [module.get_submodule("layer") for module in model.modules() if isinstance(module, MaskedProjection)]
+    hooks = [layer.register_forward_pre_hook(watch) for layer in masked]
+    try:
+        model(**window)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return (own_bytes(model) - sum(unread)) / 1e10
 
 
 def saves(cost: str, worth: Worth, plan: ModelPlan) -> bool:

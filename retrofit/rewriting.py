@@ -151,10 +151,12 @@ def apply_reported(
     progress: Progress | None = None,
     count_flops: bool = True,
     dense: Program | None = None,
+    fitted: bool = True,
 ) -> Applied:
     """Apply passes like `apply`, and return an account of the changes, their cost and the results of the checks.
 
-    With `dense`, the program of an equal model, the modules are rewritten without capturing the model again.
+    With `dense`, the program of an equal model, the modules are rewritten without capturing the model again. Without `fitted`,
+    passes that need calibration data are applied without it: the values in the result are to be replaced.
     """
     progress = progress or (lambda stage: None)
     chosen = parse_passes(passes)
@@ -163,7 +165,8 @@ def apply_reported(
     refuse_packed(model, "rewritten")
     if verify:
         require_values(model, "verified", "load its weights first, or use verify=False")
-    require_use(calibration, chosen, tokenizer)
+    if fitted or calibration is not None:
+        require_use(calibration, chosen, tokenizer)
     run_checks = named_checks(checks) if verify else ()
     refuse_early(model, chosen)
     calibration = readable_calibration(model, calibration)

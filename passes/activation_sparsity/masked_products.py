@@ -196,7 +196,7 @@ class Thresholds:
 
 
 # Columns are faster than the dense product within these limits, at a level of 0.4 (benchmarks/activation_sparsity.py):
-SMALLEST = 1 << 18  # entries of a weight
+SMALLEST = {torch.float32: 1 << 19, torch.bfloat16: 1 << 18}  # entries of a weight for each thread: a call costs as much
 FEW = {torch.float32: 3, torch.bfloat16: 4}  # tokens
 # In bfloat16 two to four tokens take longer by columns (one by one or densely) than densely by rows, so batches keep the rows.
 OFTEN_BATCHED = (torch.bfloat16,)
@@ -212,7 +212,7 @@ def column_product(module: MaskedProjection, x: Tensor) -> Tensor | None:
     layer: Any = child_modules(module)["layer"]
     transposed = is_transposed(layer)
     plain = transposed or type(layer) is nn.Linear
-    if not plain or layer.weight.numel() < SMALLEST or not reads_columns(module, layer, x):
+    if not plain or layer.weight.numel() < SMALLEST.get(layer.weight.dtype, 0) or not reads_columns(module, layer, x):
         return None
     weight, bias = layer.weight, layer.bias
     columns = weight if transposed else weight.t()
@@ -292,10 +292,12 @@ def lay_out(module: MaskedProjection, *, at_once: bool = False) -> bool:
     if module.mask.centre is not None:
         return False
     layer: Any = child_modules(module)["layer"]
-    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter or layer.weight.numel() < SMALLEST:
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
         return False
     weight = layer.weight
     if weight.device.type != "cpu" or weight.dtype not in FEW or not weight.is_contiguous():
+        return False
+    if weight.numel() < SMALLEST[weight.dtype] * torch.get_num_threads():
         return False
     if at_once and weight.dtype in OFTEN_BATCHED:
         return False

@@ -150,6 +150,7 @@ def rewritten_copy(
             verify=False,
             count_flops=False,
             dense=program,
+            fitted=calibration is not None,
         )
     return applied.model, originals
 

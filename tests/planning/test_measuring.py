@@ -66,6 +66,24 @@ def test_an_interrupted_plan_goes_on_to_the_same_plan_and_fits_nothing_again(
     assert json.loads(record.read_text())["values"].keys() >= set(lost)
 
 
+def test_thresholds_are_stored_and_read_again(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that needs calibration data is applied without it, and gets the values that were found with it."""
+    options: dict[str, Any] = {"passes": ["activation-sparsity(level=0.4, allocation=uniform)"], "folder": tmp_path}
+    found = planned(model, [], **options)
+    record = tmp_path / "measured.json"
+    kept = json.loads(record.read_text())
+    lost = {name for name in kept["values"] if "alone 1" in name or "uniform measured" in name}
+    kept["values"] = {name: value for name, value in kept["values"].items() if name not in lost}
+    record.write_text(json.dumps(kept))
+
+    def never(*given: Any) -> Any:
+        raise AssertionError("fitted again")
+
+    monkeypatch.setattr(measuring.Measurements, "fitted", never)
+    again = planned(model, [], **options)
+    assert len(lost) == 2 and [one.worth.distance for one in again.uniform] == [one.worth.distance for one in found.uniform]
+
+
 def test_a_moment_in_which_something_else_runs_does_not_count_when_there_is_time_for_two_rounds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -28,7 +28,7 @@ DTYPES = pytest.mark.parametrize("dtype", list(FEW), ids=["float32", "bfloat16"]
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked_products, "SMALLEST", 1)
+    monkeypatch.setattr(masked_products, "SMALLEST", dict.fromkeys(FEW, 1))
 
 
 @pytest.fixture
