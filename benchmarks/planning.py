@@ -66,6 +66,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--seconds", type=float, default=6.0, help="that a time is measured for")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument(
+        "--no-measure", action="store_true", help="report what was predicted, and what hybrids of the sites measured"
+    )
     parser.add_argument("--read", action="store_true", help="a token takes as long as its weights take to be read")
     parser.add_argument("--folder", type=Path, default=Path("build/planning"), help="of the trained model and the measurements")
     options = parser.parse_args()
@@ -89,6 +92,7 @@ def main() -> None:
             minutes=options.minutes,
             tokens=options.tokens,
             seconds=options.seconds,
+            measure=not options.no_measure,
             progress=show,
         )
 
@@ -160,10 +164,12 @@ def target_of(cost: str, worth: Worth) -> str:
 
 def report(one: PlannedRecipe, plan: ModelPlan) -> None:
     """What was predicted and what came out, and the best uniform setting that costs no more."""
-    assert one.measured is not None
     print(f"\n{one.target}")
     for spec in one.layers:
         print(f"  {spec.spec} in {', '.join(map(str, spec.depths)) or 'the whole model'}")
+    if one.measured is None:
+        print(f"  predicted {figures(one.predicted)}")
+        return
     print(f"  predicted {figures(one.predicted)}\n  measured  {figures(one.measured)}")
     for name in one.predicted.costs:
         apart = one.predicted.costs[name] / one.measured.costs[name] - 1
