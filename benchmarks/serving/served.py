@@ -120,27 +120,38 @@ SETTINGS = (
 )
 
 
-def prompts() -> list[list[int]]:
-    """Return prompts of unlike lengths; the second, third and fourth have one beginning."""
+def prompts(model: Any = None) -> list[list[int]]:
+    """Return prompts of unlike lengths; the second, third and fourth have one beginning.
+
+    It is longer for a model with a sliding window: where its layers need blocks of unlike sizes, vLLM reuses 96 tokens at a time.
+    """
     import torch
 
     draw = torch.Generator().manual_seed(7)
-    beginning = torch.randint(3, VOCABULARY, (70,), generator=draw).tolist()
+    shared = 96 if model is not None and has_window(model) else 64
+    beginning = torch.randint(3, VOCABULARY, (shared + 6,), generator=draw).tolist()
     own = [torch.randint(3, VOCABULARY, (length,), generator=draw).tolist() for length in (5, 3, 17, 33, 1)]
-    return [own[0], beginning + own[1], beginning + own[2], beginning[:64], own[3], own[4]]
+    return [own[0], beginning + own[1], beginning + own[2], beginning[:shared], own[3], own[4]]
+
+
+def has_window(model: Any) -> bool:
+    return bool(getattr(model.config, "sliding_window", None))
 
 
 def dense(family: str) -> Any:
-    """Return a small random model of a family, or the one in a directory."""
+    """Return a small random model of a family, or the one in a directory.
+
+    Its attention is the eager one: transformers' others leave out a cap of attention scores, which Gemma 2 has.
+    """
     import torch
     import transformers
 
     torch.manual_seed(0)
     if Path(family).is_dir():
-        return transformers.AutoModelForCausalLM.from_pretrained(family, dtype=torch.float32).eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(family, dtype=torch.float32, attn_implementation="eager").eval()
     sizes = {**SIZES, **OWN.get(family, {})}
     config = transformers.AutoConfig.for_model(family, **{name: value for name, value in sizes.items() if value is not None})
-    return transformers.AutoModelForCausalLM.from_config(config).eval()
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 def written(model: Any, spec: str, folder: Path, noise: float) -> Any:
@@ -199,7 +210,7 @@ def continuations(model: Any) -> list[list[int]]:
     import torch
 
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts()]
+    return [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts(model)]
 
 
 @contextlib.contextmanager
@@ -253,11 +264,11 @@ def compare(folder: Path, model: Any, expected: list[list[int]], setting: Settin
     asked = [SamplingParams(temperature=0, prompt_logprobs=1, **common)]  # for which a prompt is computed, known or not
     if setting.again:
         asked += [SamplingParams(temperature=0, **common), SamplingParams(temperature=1, n=2, **common)]
-    requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts()]
+    requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts(model)]
     with engine(folder, setting.options) as llm:
         for sampling in asked:
             results = llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)
-            for prompt, following, result in zip(prompts(), expected, results, strict=True):
+            for prompt, following, result in zip(prompts(model), expected, results, strict=True):
                 found.known += result.num_cached_tokens or 0
                 for output in result.outputs:
                     tokens = list(output.token_ids)
@@ -334,7 +345,7 @@ def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str
     """Return what came of a family after a pass, by setting; "not made" where the pass does not fit."""
     from retrofit.errors import DoesNotFitError
 
-    row: dict[str, Any] = {"family": family, "pass": spec}
+    row: dict[str, Any] = {"family": Path(family).name, "pass": spec}
     with tempfile.TemporaryDirectory() as place:
         try:
             model = written(dense(family), spec, Path(place), 0.003 if Path(family).is_dir() else 0.03)
@@ -346,7 +357,7 @@ def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str
                 if setting.options.get("enable_lora"):
                     write_adapter(model, Path(place, "adapter"))
                     expected = continuations(model)
-                if getattr(model.config, "sliding_window", None) and "num_gpu_blocks_override" in setting.options:
+                if has_window(model) and "num_gpu_blocks_override" in setting.options:
                     blocks = 2 * setting.options["num_gpu_blocks_override"]  # two kinds of layers, each with blocks of its own
                     setting = dataclasses.replace(setting, options={**setting.options, "num_gpu_blocks_override": blocks})
                 if spec == DENSE:
@@ -417,7 +428,8 @@ def main() -> int:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles helpers of its own, for each size anew
     rows, wrong = read_table(arguments.output) if arguments.output is not None else {}, 0
     for family, spec in rows_of(arguments.only, arguments.passes, arguments.everything):
-        known = rows.get((family, spec), {})
+        name = Path(family).name
+        known = rows.get((name, spec), {})
         wanted = SETTINGS if family == arguments.only[0] else SETTINGS[:2]
         settings = [one.name for one in wanted if one.name in arguments.settings and not {one.name, "not made"} & known.keys()]
         if not settings:
@@ -425,10 +437,10 @@ def main() -> int:
         row = row_of(family, spec, settings, arguments.fault)
         fine = is_as_wanted(row, arguments.fault)
         wrong += not fine
-        rows[family, spec] = {**known, **row}
-        for name, value in [item for item in row.items() if item[0] not in ("family", "pass")]:
+        rows[name, spec] = {**known, **row}
+        for setting, value in [item for item in row.items() if item[0] not in ("family", "pass")]:
             said = value[:200] if isinstance(value, str) else Found(**value)
-            print(f"{'' if fine else 'WRONG ':6}{family:9} {spec:45} {name:9} {said}", flush=True)
+            print(f"{'' if fine else 'WRONG ':6}{name:9} {spec:45} {setting:9} {said}", flush=True)
         if arguments.output is not None:
             write_table(rows, arguments.output)
     print(f"{len(rows)} rows, {wrong} wrong")
