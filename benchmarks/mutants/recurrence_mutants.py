@@ -12,67 +12,65 @@ DECODING = on(DECODERS, "recurrence(rank=4)")
 BOTH = on(ENCODERS, "recurrence(rank=4, bidirectional=true)")
 EXPORTED = on("gpt2", "recurrence(rank=4)", "onnx")
 
-scan = functools.partial(Mutant, "recurrence", "passes/recurrence/simple_recurrent_unit.py")
 unit = functools.partial(Mutant, "recurrence", "passes/recurrence/simple_recurrent_unit.py")
-layer = functools.partial(Mutant, "recurrence", "passes/recurrence/recurrent_feed_forward.py")
 whole = functools.partial(Mutant, "recurrence", "passes/recurrence/recurrence.py")
 
 MUTANTS = [
-    scan(
+    unit(
         "the rounds end one too early: a token reads only those near it",
         "while reach < c.shape[1]:",
         "while 2 * reach < c.shape[1]:",
         trials=DEFAULT,
     ),
-    scan(
+    unit(
         "the factors of a round are those of the round before",
         "f = torch.cat([f[:, :reach], f[:, reach:] * f[:, :-reach]], 1)",
         "f = torch.cat([f[:, :reach], f[:, reach:]], 1)",
         trials=DEFAULT,
     ),
-    scan(
+    unit(
         "the gradient is carried back by the gate of the token itself, not of the next",
         "following = torch.cat([f[:, 1:], torch.zeros_like(f[:, :1])], 1)",
         "following = f",
         trials=DEFAULT,
     ),
-    scan(
+    unit(
         "the gradient of a gate is that of the state it leads to, not of the one it keeps",
         "return g * earlier, g, g[:, 0] * f[:, 0]",
         "return g * c, g, g[:, 0] * f[:, 0]",
         trials=DEFAULT,
     ),
-    scan(
+    unit(
         "the gradient stops at the token itself",
         "g = doubled(following.flip(1), gradient.flip(1)).flip(1)",
         "g = gradient",
         trials=DEFAULT,
     ),
-    scan(
+    unit(
         "many tokens begin without the state before them",
         "torch.cat([x[:, :1] + f[:, :1] * before.unsqueeze(1), x[:, 1:]], 1)",
         "x",
         trials=DECODING,
     ),
-    scan(
+    unit(
         "one token begins without the state before it",
         "first = f[:, :1] * before.unsqueeze(1) + x[:, :1]",
         "first = x[:, :1]",
         trials=DECODING,
     ),
-    scan(
+    unit(
         "the second of two tokens forgets the first",
         "return torch.cat([first, f[:, 1:] * first + x[:, 1:]], 1)",
         "return torch.cat([first, x[:, 1:]], 1)",
         trials=DECODING,
     ),
-    scan(
+    unit(
         "an exported program leaves a token out of its own state",
         "later = (position.unsqueeze(1) > position).unsqueeze(-1)",
         "later = (position.unsqueeze(1) >= position).unsqueeze(-1)",
         trials=EXPORTED,
     ),
-    scan(
+    unit(
         "an exported program forgets what came before a chunk",
         "c = inner + total.exp() * states[:, :-1].unsqueeze(2)",
         "c = inner",
@@ -169,38 +167,38 @@ MUTANTS = [
         "self.w_in.normal_(std=self.w_in.shape[1] ** -0.5)",
         trials=DEFAULT,
     ),
-    layer(
+    whole(
         "the recurrence reads what the feed-forward made",
         "added = self.added(x, call",
         "added = self.added(y, call",
         trials=on("gpt2 llama", "recurrence(rank=4)"),
     ),
-    layer(
+    whole(
         "the recurrence gets no gradient",
         "y + added.to(y.dtype)",
         "y + added.detach().to(y.dtype)",
         trials=DEFAULT,
     ),
-    layer(
+    whole(
         "no state is kept in the cache",
         '"cache": cache,',
         '"cache": None,',
         trials=DECODING,
     ),
-    layer(
+    whole(
         "the state of the first token is kept, not of the last",
         "histories[name].push(c)",
         "histories[name].push(c[:, :1])",
         trials=DECODING,
     ),
-    layer(
+    whole(
         "all layers have one state",
         'f"{layer}.{self.name_in_layer}".strip(".")',
         "self.name_in_layer",
         trials=DECODING,
         test="tests/passes/recurrence/test_recurrence.py::test_a_state_in_the_cache_goes_on_in_steps_and_in_chunks",
     ),
-    layer(
+    whole(
         "a checkpointed layer reads what its first run left in the cache",
         "checkpointed = bool(self.training and ",
         "checkpointed = bool(False and ",

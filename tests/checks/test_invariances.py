@@ -17,7 +17,7 @@ import retrofit
 from retrofit.checks import Reference
 from retrofit.emitted import from_exported
 from retrofit.errors import RetrofitError
-from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward
+from retrofit.passes.recurrence.recurrence import RecurrentFeedForward
 from retrofit.passes.sequence_altup.strided_layers import StridedLayer
 
 

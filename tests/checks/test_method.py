@@ -28,7 +28,7 @@ from retrofit.passes.memory.external_memory import ExternalMemory, SoftmaxMemory
 from retrofit.passes.memory.memory_layer import TokenIdReader
 from retrofit.passes.merge_cross_attention.joint_attention import JointAttention
 from retrofit.passes.merge_cross_attention.merged_layer import NoCrossAttention
-from retrofit.passes.recurrence import recurrent_feed_forward
+from retrofit.passes.recurrence import recurrence as recurrence_pass
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence as RecurrentUnit
 from retrofit.passes.sequence_altup.arguments import EvenAnchors
 from retrofit.passes.sequence_altup.growing_anchors import GrowingAnchorLayer
@@ -387,7 +387,7 @@ fault("the fused kernel sees one key too few", "lsh-attention(rounds=2, buckets=
     around(seen_keys, "last_keys", lambda old, q, k, v, first, chunk, scale: old(q, k, v, first, chunk - 1, scale))
 )
 fault("the recurrence keeps no state in the cache", "recurrence(rank=3)", "decodes on a cache, and it receives none")(
-    lambda monkeypatch: monkeypatch.setattr(recurrent_feed_forward, "cache_among", lambda *_: None)
+    lambda monkeypatch: monkeypatch.setattr(recurrence_pass, "cache_among", lambda *_: None)
 )
 fault("a causal stack is read backwards too", "recurrence(rank=3, bidirectional=true)", "it reads both directions", t5)(
     around(RecurrentUnit, "__init__", lambda old, self, width, rank, _, like: old(self, width, rank, True, like))

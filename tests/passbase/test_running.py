@@ -36,7 +36,7 @@ from retrofit.passbase.calibration import calibration_windows, refuse_short_text
 from retrofit.passbase.protocol import as_pass, load_pass, pass_names
 from retrofit.passbase.running import WeightSizes
 from retrofit.passbase.tokenization import read_tokenizer
-from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward
+from retrofit.passes.recurrence.recurrence import RecurrentFeedForward
 from retrofit.rewriting import apply_reported, rewrites
 
 LSH = "lsh-attention(rounds=1, buckets=4, chunk=4)"

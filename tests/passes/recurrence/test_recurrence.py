@@ -20,7 +20,7 @@ import retrofit
 from retrofit.anatomy.layer_calls import LayerCalls
 from retrofit.errors import DoesNotFitError, RetrofitError
 from retrofit.passes import Recurrence
-from retrofit.passes.recurrence.recurrent_feed_forward import RecurrentFeedForward, RecurrentLayer
+from retrofit.passes.recurrence.recurrence import RecurrentFeedForward, RecurrentLayer
 from retrofit.passes.recurrence.simple_recurrent_unit import SimpleRecurrentUnit
 from retrofit.rewriting import apply_reported
 from retrofit.surgery import Edit
