@@ -207,8 +207,8 @@ def different_sites(a: nn.Module, b: nn.Module) -> Iterable[SiteDifference]:
 
 def sites_of(model: nn.Module) -> dict[tuple[str, str], None]:
     """Return the places that were rewritten, with the method, in order."""
-    accounts = rewrites(model) or ()
-    return {(account.spec.partition("(")[0], site.name): None for account in accounts for site in account.sites}
+    found = rewrites(model) or ()
+    return {(rewrite.spec.partition("(")[0], site.name): None for rewrite in found for site in rewrite.sites}
 
 
 def config_of(model: nn.Module) -> dict[str, Any]:

@@ -267,18 +267,18 @@ def rewrite_once(
     try:
         recipe_storage.make_room(model, edit)
         config = recipe_storage.dense_config(model)
-        accounts, dense_flops = run_passes(model, passes, inputs, edit, progress, dense, anatomy)
+        done, dense_flops = run_passes(model, passes, inputs, edit, progress, dense, anatomy)
         transformers_bookkeeping.keep_on_one_device(model, modules.values(), edit)
         if note:
-            accounts = (dataclasses.replace(accounts[0], notes=(note, *accounts[0].notes)), *accounts[1:])
-        for pass_, account in zip(passes, accounts, strict=True):
-            if account.unseen and example_inputs is None:
-                raise unseen_refusal(pass_, account.unseen)
-        record = recipe_storage.new_record(model, config, accounts)
-        recipe_storage.store_recipe(model, (*earlier, *(account.spec for account in accounts)), record)
+            done = (dataclasses.replace(done[0], notes=(note, *done[0].notes)), *done[1:])
+        for pass_, rewrite in zip(passes, done, strict=True):
+            if rewrite.unseen and example_inputs is None:
+                raise unseen_refusal(pass_, rewrite.unseen)
+        record = recipe_storage.new_record(model, config, done)
+        recipe_storage.store_recipe(model, (*earlier, *(rewrite.spec for rewrite in done)), record)
         before_these = with_current_names(rewrites(model) or (), edit.dense, modules, edit)
         layouts = {**provenance_of(model).rearranged, **rearranged(edit)}
-        edit.record_provenance(rewrites=(*before_these, *accounts), rearranged=layouts, added=added(edit))
+        edit.record_provenance(rewrites=(*before_these, *done), rearranged=layouts, added=added(edit))
         if "name_or_path" in vars(model):  # adapters store it as the name of the model that they were trained on
             edit.set_attribute(model, "name_or_path", "")
         progress("capturing the result")
@@ -295,7 +295,7 @@ def rewrite_once(
             report = check_rewrite(
                 model,
                 reference,
-                accounts,
+                done,
                 edit.account(),
                 program=result,
                 checks=checks,
@@ -320,7 +320,7 @@ def rewrite_once(
     flops = flops_per_token(result) if count_flops and result is not None else 0
     after = sum(parameter.numel() for parameter in model.parameters())
     return Applied(
-        whole if model is fed else model, accounts, report, before, after, dense_flops, flops, edit.account(), unit_of(dense)
+        whole if model is fed else model, done, report, before, after, dense_flops, flops, edit.account(), unit_of(dense)
     )
 
 

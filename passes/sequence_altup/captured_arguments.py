@@ -117,7 +117,7 @@ class ReceivedArguments:
 
     @property
     def kinds(self) -> tuple[Any, ...]:
-        """What the layers receive, in all but its extents."""
+        """Everything the layers receive, except its extents."""
         kinds = {
             call: {path: (len(shape), dtype) for path, (shape, dtype) in received.items()}
             for call, received in self.tensors.items()

@@ -192,7 +192,7 @@ class GrowingAnchorLayer(AnchorLayer):
 
     @property
     def records_past(self) -> bool:
-        """Whether tokens may be removed after a window is full, which assisted decoding requests from a cache."""
+        """True if tokens may be removed after a window is full, which assisted decoding requests from a cache."""
         return bool(getattr(self.counter, "record_past", False))
 
     def keep_left(self, out: RaggedAnchors) -> None:

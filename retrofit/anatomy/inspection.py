@@ -86,7 +86,7 @@ class Stream:
 
     @property
     def mixes(self) -> bool:
-        """Whether a branch of the stream mixes tokens."""
+        """True if a branch of the stream mixes tokens."""
         return any(is_mixer(branch) for branches in self.branches for branch in branches)
 
 

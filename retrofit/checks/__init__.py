@@ -239,21 +239,21 @@ def verify(
         dense = reference if recipe(reference) else as_dense_graph_of(model, reference, inputs)
         measured = {*checks, "parameters"}  # to find dense parameters again
         reference = Reference.of(dense, inputs, checks=measured, optional=example_inputs is None)
-    accounts, passes = rewrites(model), recipe(model) or ()
+    done, passes = rewrites(model), recipe(model) or ()
     if reference is not None and tuple(applied.spec() for applied in passes[: len(reference.recipe)]) == reference.recipe:
         passes = passes[len(reference.recipe) :]  # only later passes are judged
-        accounts = None if accounts is None else accounts[len(reference.recipe) :]
-    exact = all(rewrite.exact for rewrite in (accounts if accounts is not None else passes))
+        done = None if done is None else done[len(reference.recipe) :]
+    exact = all(rewrite.exact for rewrite in (done if done is not None else passes))
     if reference is None:
         inputs = distinct_lengths(model, named_inputs(model, example_inputs))
         others = [shape for shape in other_shapes(model, inputs) if admits(model, shape)]
         optional = with_optional(model, inputs) if example_inputs is None else ()
         subject = Subject(model, (inputs, *others, *optional))
-        return run_checks(Context(subject, has_reference=False, rewrites=accounts, exact=exact), None, checks)
+        return run_checks(Context(subject, has_reference=False, rewrites=done, exact=exact), None, checks)
     context = Context(
         compared_subject(model, reference),
         has_reference=True,
-        rewrites=accounts,
+        rewrites=done,
         fates=match_parameters(reference.parameters.prints, model) if reference.parameters is not None else {},
         exact=exact,
         dense=dense,

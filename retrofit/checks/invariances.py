@@ -65,7 +65,7 @@ class CausalityMeasurement:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether later tokens of every input change earlier outputs."""
+        """True if later tokens of every input change earlier outputs."""
         return bool(self.leaks) and not self.causal
 
 

@@ -437,7 +437,7 @@ def dense_path(model: nn.Module, path: str) -> str:
 def passes_of(context: Context) -> tuple[Any, ...]:
     """Return the passes that rewrote the model, in order."""
     model = context.subject.model
-    accounts = rewrites(model) or context.rewrites
-    if accounts is not None:
-        return tuple(parse_spec(account.spec) for account in accounts)
+    done = rewrites(model) or context.rewrites
+    if done is not None:
+        return tuple(parse_spec(rewrite.spec) for rewrite in done)
     return tuple(recipe(model) or ())

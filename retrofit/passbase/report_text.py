@@ -47,9 +47,9 @@ def plan_rows(spec: str, exact: bool, plan: Plan) -> list[Cells]:
     return [*rows, *note_rows(plan.notes)]
 
 
-def separated(accounts: Iterable[list[Cells]]) -> list[Cells]:
+def separated(reports: Iterable[list[Cells]]) -> list[Cells]:
     """Return the rows of several passes, separated by empty rows."""
-    each = list(accounts)
+    each = list(reports)
     gap = [("", "")] if len(each) > 1 else []
     return [row for rows in each for row in (*rows, *gap)]
 

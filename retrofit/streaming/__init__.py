@@ -224,7 +224,7 @@ def apply_streamed(
         with resumable_directory(output, identity, force=force) as unfinished:
             place = unfinished.folder / folder.relative_to(source)
             place.mkdir(parents=True, exist_ok=True)
-            accounts = write_weights(folder, place, layouts, mapped, recipe, seed, unfinished, progress)
+            rewrites = write_weights(folder, place, layouts, mapped, recipe, seed, unfinished, progress)
             del mapped  # its files may belong to parameters that were set aside
             progress(f"writing {output}")
             keep_weights_alone(unfinished.folder, place, layouts.result)
@@ -234,8 +234,8 @@ def apply_streamed(
             if verify:
                 gc.collect()  # the model whose parameters were set aside is gone
                 shutil.rmtree(unfinished.aside)
-                report = verify_streamed(folder, place, layouts.applied, accounts, unfinished.aside, progress)
-    return dataclasses.replace(layouts.applied, rewrites=accounts, report=report)
+                report = verify_streamed(folder, place, layouts.applied, rewrites, unfinished.aside, progress)
+    return dataclasses.replace(layouts.applied, rewrites=rewrites, report=report)
 
 
 def require_directories(source: Path, output: Path) -> None:
@@ -359,7 +359,7 @@ def write_weights(
     unfinished: Unfinished,
     progress: Progress,
 ) -> tuple[Rewrite, ...]:
-    """Write every tensor of the result to its file in `place`; return the accounts of the passes."""
+    """Write every tensor of the result to its file in `place`; return what each pass did."""
     files = TensorFiles() if mapped is None else mapped.files
     if layouts.data is not None:  # some are fitted in place: a file may hold values of an incomplete fit
         unfinished.steps.difference_update(tensor.name for tensor in layouts.new)
@@ -392,11 +392,11 @@ def write_weights(
             torch.set_rng_state(mapped.random_state)
         recipe_storage.make_room(model, edit)
         with recordings_kept_by(RecordingsOnDisk(unfinished.aside, files)):
-            accounts, _ = run_passes(model, passes, inputs, edit, progress, None if mapped is None else mapped.program)
+            rewrites, _ = run_passes(model, passes, inputs, edit, progress, None if mapped is None else mapped.program)
         files.release()
-        require_same(accounts, layouts.applied.rewrites)
+        require_same(rewrites, layouts.applied.rewrites)
         write_rest(model, result, {*layouts.loaded.values()}, progress)
-    return accounts
+    return rewrites
 
 
 def write_rest(model: nn.Module, result: ResultFiles, dense: set[str], progress: Progress) -> None:
@@ -432,11 +432,11 @@ def saved_by_layout(model: nn.Module, layout: ModelLayout) -> dict[str, torch.Te
     return tensors
 
 
-def require_same(accounts: Sequence[Rewrite], planned: Sequence[Rewrite]) -> None:
+def require_same(rewrites: Sequence[Rewrite], planned: Sequence[Rewrite]) -> None:
     """Raises `CheckpointError` unless the passes made the same changes with weights as without."""
-    for account, other in zip(accounts, planned, strict=True):
-        if (account.spec, account.sites) != (other.spec, other.sites):
-            raise differs(f"{account.spec} was {other.spec} without weights, or rewrote other sites")
+    for rewrite, other in zip(rewrites, planned, strict=True):
+        if (rewrite.spec, rewrite.sites) != (other.spec, other.sites):
+            raise differs(f"{rewrite.spec} was {other.spec} without weights, or rewrote other sites")
 
 
 def keep_weights_alone(folder: Path, place: Path, layout: ModelLayout) -> None:
