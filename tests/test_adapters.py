@@ -97,6 +97,7 @@ def test_an_adapter_that_the_model_goes_around_is_not_merged() -> None:
         retrofit.merge_adapters(Bypass())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("spec", "names"),
     [
@@ -245,7 +246,7 @@ def test_hooks_that_rename_weights_on_loading_are_seen_through() -> None:
         model.load_state_dict(tiny_models.llama().state_dict(), strict=False)
 
 
-@pytest.mark.first(9)
+@pytest.mark.first(4)
 @pytest.mark.parametrize("gone", [False, True], ids=["its own base there", "its own base gone"])
 @pytest.mark.parametrize(
     ("own", "other", "says"),

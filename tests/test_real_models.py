@@ -41,12 +41,14 @@ def test_the_reactions_are_read_as_in_training() -> None:
     assert loss < 0.4
 
 
+@pytest.mark.long
 def test_altup_keeps_what_a_trained_albert_computes() -> None:
     real, outputs, loss = dense("rxnmapper")
     model = retrofit.apply(real.load(), "altup(k=2)")
     assert real.measure(model, outputs) == pytest.approx(loss, abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", [pytest.param("sparse-ffn(sparsity=8, active=4)", marks=pytest.mark.long), "sparse-loss"])
 def test_calibrated_starts_are_no_worse_on_a_trained_albert(spec: str) -> None:
     """The loss on reactions that nothing was fitted on is at most that without calibration."""
@@ -56,6 +58,7 @@ def test_calibrated_starts_are_no_worse_on_a_trained_albert(spec: str) -> None:
     assert real.measure(calibrated, outputs) <= real.measure(uncalibrated, outputs)
 
 
+@pytest.mark.long
 def test_an_exact_pass_keeps_what_an_ocr_model_reads() -> None:
     """An ONNX file of operator set 11: converted, captured, rewritten, and every character as before."""
     real, outputs, _ = dense("rapidocr")

@@ -271,6 +271,7 @@ class Brought(PreTrainedModel):
         return logits
 
 
+@pytest.mark.long
 @pytest.mark.tries_graph
 def test_a_transformers_model_stays_one_and_the_refusal_names_the_graph() -> None:
     model, given = Brought(PretrainedConfig(vocab_size=VOCABULARY)).eval(), padded()

@@ -112,7 +112,7 @@ def scale(model: nn.Module, last: str = "") -> int:
     return len(found)
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(3)
 @pytest.mark.parametrize(("name", "kind"), LAST)
 @torch.no_grad()
 def test_what_is_wrapped_is_what_was_asked_for_and_nothing_else(name: str, kind: str) -> None:
@@ -142,6 +142,7 @@ def test_an_attention_of_two_modules_passes_every_check_as_one() -> None:
     assert method.status == "skipped" and "formula" in method.why and "scale-sites" in method.why
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "last"), [("ffn", (6, 7)), ("attention", (2,))])
 @torch.no_grad()
 def test_parts_of_code_are_wrapped_in_the_graph(kind: str, last: tuple[int, ...]) -> None:

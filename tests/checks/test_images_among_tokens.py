@@ -17,6 +17,7 @@ from retrofit.errors import DoesNotFitError, VerificationError
 from retrofit.inputs.probes import placeholders, resized
 
 
+@pytest.mark.long
 def test_every_check_passes() -> None:
     model = retrofit.apply(llava(), "sparse-ffn(sparsity=4)", example_inputs=images_among_tokens(), verify=False)
     report = retrofit.verify(model, llava(), images_among_tokens())

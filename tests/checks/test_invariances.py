@@ -82,6 +82,7 @@ class WithoutPositionsOfTwoSides(WithoutPositions):
         return self.decoder.lm_head(self.decoder.model.embed_tokens(decoder_input_ids)) + mean  # type: ignore[no-any-return]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", [WithoutPositions, WithoutPositionsOfTwoSides])
 def test_an_approximation_of_shifted_positions_is_held_to_what_padding_may_not_do(kind: type[WithoutPositions]) -> None:
     model, ids = kind(), torch.arange(5, 29).view(2, 12)

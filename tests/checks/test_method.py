@@ -143,6 +143,7 @@ def test_passes_after_each_other_are_each_held_to_their_own() -> None:
     assert "7 modules" in found.measured
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("specs", [("memory", STRIDED), (STRIDED, "sparse-qkv")], ids=" + ".join)
 def test_modules_inside_a_strided_layer_are_compared_on_its_tokens(specs: tuple[str, ...]) -> None:
     found = verdict(llama(), *specs, nudge=True)

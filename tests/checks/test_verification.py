@@ -313,6 +313,7 @@ def loud_t5(seed: int) -> Any:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_a_model_that_rounds_much_is_not_blamed(seed: int) -> None:

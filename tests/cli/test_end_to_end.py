@@ -101,6 +101,7 @@ def test_passes_are_applied_in_the_order_given(here: Path, capsys: pytest.Captur
     torch.testing.assert_close(logits(rewritten), logits(gpt2()), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_verify_tells_the_dense_model_from_another(
     rewritten: tuple[Path, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,6 +225,7 @@ def without_config() -> nn.Module:
     return model
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("build", [Blocks, without_config])
 def test_modules_that_no_file_of_tensors_can_rebuild_become_a_graph_that_trains(
     build: Callable[[], nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -58,6 +58,7 @@ def shown(text: str) -> str:
     return printable(text, lines=True)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("form", ["directory", ".pt", ".pt2", ".onnx", ".onnx without a cache"])
 def test_every_form_goes_on_alike(
     form: str, llama, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -130,6 +131,7 @@ def test_a_gguf_file_becomes_a_directory_that_transformers_loads(kind: str, tmp_
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("suffix", ["", ".pt", ".pt2"])
 def test_a_recipe_stays(suffix: str, llama, tmp_path: Path) -> None:
     retrofit.save(llama, tmp_path / "dense")

@@ -254,6 +254,7 @@ def test_a_part_is_a_module_to_whoever_captures_it_again() -> None:
     assert torch.equal(again(ids(4, 4)), graph(ids(4, 4)))
 
 
+@pytest.mark.long
 def test_verified_layers_that_share_a_module_still_learn() -> None:
     """The round trip restores every weight, once where one module is used in several layers."""
     model = retrofit.apply(Functional(), "shared-moe(experts=2)", example_inputs=ids())

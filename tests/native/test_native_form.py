@@ -45,6 +45,7 @@ def upcycled(dense: Any, options: str = "") -> Any:
     return model
 
 
+@pytest.mark.long
 def test_a_llama_becomes_a_mixtral(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = upcycled(tiny_models.llama(hidden_size=32, intermediate_size=48))
     retrofit.save(model, tmp_path / "model")

@@ -146,6 +146,7 @@ def test_a_rotation_is_one_operator_where_its_halves_share_their_angles(halves: 
     assert max(distance(found[name], value) for name, value in expected.items()) < PARITY
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "rotations"),
     [

@@ -214,6 +214,7 @@ def test_translating_greedily_gives_the_tokens_of_generate():
     assert torch.equal(translate(running, {"input_ids": source, "attention_mask": mask}, 0, NEW), expected)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (4, 3), (2, 20)])
 def test_an_encoder_takes_any_batch_and_length(batch, length):
     model, made, (running,) = out("bert")
@@ -224,6 +225,7 @@ def test_an_encoder_takes_any_batch_and_length(batch, length):
     assert distance(running(given)["logits"], logits(model, **given)) <= PARITY
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["vit", "plain"])
 def test_what_is_no_language_model_goes_out_too(form):
     model, _, (running,) = out(form)

@@ -94,6 +94,7 @@ def test_passes_rewrite_what_came_in_and_every_check_holds(spec: str) -> None:
     assert applied.report is not None and applied.report.ok and applied.rewrites[0].sites
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("source", ["exported, set 18", "exported, set 23", "with its cache, not fused"])
 def test_weights_are_parameters_under_the_models_own_names(source: str) -> None:
@@ -208,6 +209,7 @@ def test_the_example_learns_and_goes_out(capsys: pytest.CaptureFixture[str]) -> 
 # ── The states of earlier tokens ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["causal/llama", pytest.param("causal/gpt_neox", marks=pytest.mark.long)])
 def test_states_stay_inputs_and_outputs_on_request(name: str) -> None:
     path = file_of("with its cache", name)

@@ -217,6 +217,7 @@ def goes_out(model, path, lengths):
             assert distance(running({"tokens": tokens})["output"], model(tokens)) <= 1e-4
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", [Bent, Choosy, Pooled, pytest.param(Turned, marks=pytest.mark.long)])
 def test_what_torch_alone_stumbles_over_goes_out(kind, tmp_path):
     goes_out(kind(), tmp_path / "model.onnx", (1, 40))

@@ -260,6 +260,7 @@ def with_numbers_of(model: Any, file: Any) -> Any:
     return model
 
 
+@pytest.mark.long
 def test_the_model_computes_with_the_numbers_in_its_file(exported: tuple[Any, Path], tmp_path: Path) -> None:
     model, path = exported
     file = onnx.load(path)

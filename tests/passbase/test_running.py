@@ -47,6 +47,7 @@ def small_llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**SIZES))
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("later", ["recurrence(rank=2)", "memory", "altup(k=2)"])
 @pytest.mark.parametrize("together", [True, False], ids=["in one call", "one after the other"])

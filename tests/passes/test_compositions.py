@@ -227,7 +227,7 @@ def test_three_passes_are_refused_only_where_two_of_them_are(kind: str, recipe: 
     assert said or not any(first and second for _, first, second in two), "two of these forms are refused by themselves"
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox", "opt", "granite", "cohere"])
 def test_convolutions_in_strided_layers_go_on_behind_the_anchors_of_their_row(family: str) -> None:
     """Rows padded on the left reach their anchors at different steps, and tokens are taken back: each row is what it is alone.
@@ -260,6 +260,7 @@ def test_convolutions_in_strided_layers_go_on_behind_the_anchors_of_their_row(fa
             torch.testing.assert_close(torch.cat(parts, 1)[row, pad:], alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["sparse-qkv(output=mult-conv)", "recurrence"])
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"cache_implementation": "static"}], ids=["beams", "static"])
 def test_beams_and_static_caches_keep_what_modules_in_strided_layers_remember(how: dict[str, Any], spec: str) -> None:

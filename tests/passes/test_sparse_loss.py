@@ -136,6 +136,7 @@ def test_the_embedding_of_a_tied_head_stays() -> None:
     assert not any(parameter is table for parameter in model.lm_head.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "init"),

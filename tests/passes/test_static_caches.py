@@ -125,6 +125,7 @@ def test_captured_step_goes_on_when_it_is_replayed(spec: str) -> None:
     torch.testing.assert_close(captured.replay(logits), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @both
 def test_compiled_steps_write_where_plain_calls_read_and_are_compiled_once(spec: str) -> None:
     model, ids = rewritten(spec), tokens()

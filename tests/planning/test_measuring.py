@@ -31,6 +31,7 @@ from retrofit.planning.variants import (
 from retrofit.training.teaching import hash_settings, hash_weights
 
 
+@pytest.mark.long
 def test_a_plan_that_was_measured_is_not_measured_again(
     found: ModelPlan, model: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,6 +282,7 @@ def test_sites_that_were_not_measured_have_the_mean_cosine_of_those_that_were() 
     assert numpy.array_equal(found, found.T)
 
 
+@pytest.mark.long
 def test_a_time_that_suffices_for_nothing_is_an_error_and_the_same_plan_goes_on(model: Any, tmp_path: Path) -> None:
     with pytest.raises(PlanningError) as refused:
         planned(model, "memory 0.98x", minutes=1e-6, folder=tmp_path / "kept")

@@ -115,6 +115,7 @@ def account(capsys: pytest.CaptureFixture[str], *command: str) -> tuple[dict[str
     return {name: value for name, value in rows if len(name) > 1}, said.err
 
 
+@pytest.mark.long
 def test_an_account_ends_with_the_cost_and_the_next_command(dense: Path, capsys: pytest.CaptureFixture[str]) -> None:
     apply = ("apply", "--no-verify", "dense", "--pass")
     told, said = account(capsys, *apply, "sparse-qkv", "--calibrate", "text.txt")

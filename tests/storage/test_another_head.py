@@ -183,6 +183,7 @@ def test_the_shared_part_is_there_and_the_rest_is_new(family: str, spec: str, tm
                 assert place in wide and value.shape[-1] == 32, (name, place)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("spec", [*EXACT, "altup(k=2)"])  # the last makes a stream that a new pooler reads narrow
 def test_a_classifier_computes_what_it_computes_from_dense_weights(spec: str, tmp_path: Path) -> None:
     dense("BertForMaskedLM").save_pretrained(tmp_path / "dense")
@@ -195,7 +196,6 @@ def test_a_classifier_computes_what_it_computes_from_dense_weights(spec: str, tm
 
 
 @pytest.mark.first(3)
-@pytest.mark.first(5)
 @pytest.mark.parametrize(
     ("saved", "first", "then"),
     [
@@ -304,6 +304,7 @@ def test_adapters_and_further_passes_find_what_is_new(tmp_path: Path) -> None:
     assert added == {name for name in other.state_dict() if ".memory." in name}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["reversible", "altup(k=2)"])  # the second widens the stream, and a masked model's head with it
 def test_another_head_is_rewritten_further(spec: str, tmp_path: Path) -> None:
     trained(dense("BertForMaskedLM"), "memory(lookup=softmax)").save_pretrained(tmp_path / "saved")
@@ -319,7 +320,7 @@ def test_another_head_is_rewritten_further(spec: str, tmp_path: Path) -> None:
         assert loaded(tmp_path / "further", "BertForMaskedLM")[0](IDS).logits.shape == (1, 16, 96)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "shared-moe(groups=0)", "reversible", "altup(k=2,embedding=recycled)"])
 def test_a_composite_of_rewritten_masked_models_is_the_dense_one_and_is_saved(spec: str, tmp_path: Path) -> None:
     dense("BertForMaskedLM").save_pretrained(tmp_path / "dense")
@@ -358,7 +359,7 @@ def projected(model: Any, projection: str, output: Any) -> torch.Tensor:
     return model.get_submodule(projection)(output.pooler_output) if projection else output.last_hidden_state
 
 
-@pytest.mark.first(8)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "altup(k=2)", "shared-moe(groups=1)"])
 @pytest.mark.parametrize(
     ("whole", "name", "place", "projection"),
@@ -388,6 +389,7 @@ def test_a_part_is_read_from_the_directory_of_the_whole(
         assert retrofit.recipe(copied) == retrofit.recipe(model)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "place", "new"),
     [
@@ -442,6 +444,7 @@ def test_a_part_saved_by_itself_gets_the_ends_of_another_class(
             assert torch.equal(copied.eval().base_model(**inputs)[0], expected)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("spec", ["altup(k=2,embedding=recycled)", "memory(lookup=softmax)"])
 @pytest.mark.parametrize("name", ["ViTForImageClassification", "MixtralForCausalLM"])
 def test_a_base_model_whose_weights_have_other_names_in_files_is_saved_by_itself(name: str, spec: str, tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def test_shared_layers_called_less_often_are_refused(tmp_path):
         transformers.AlbertForMaskedLM.from_pretrained(tmp_path, num_hidden_layers=2)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(("spec", "fits"), [("sparse-qkv(output=keep)", False), ("memory(lookup=softmax)", True), ("sum", True)])
 def test_other_heads_matter_to_what_depends_on_them(spec, fits, tmp_path):
     """With another number of heads the dense weights have the same shapes."""
@@ -518,7 +519,7 @@ PARTS = {
 }
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", PARTS)
 @pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "reversible", "shared-moe(groups=0)", "altup(k=2, embedding=recycled)"])
 def test_a_part_of_a_rewritten_model_is_saved_and_loaded_by_itself(spec, name, tmp_path):

@@ -24,6 +24,7 @@ def exported(model: nn.Module, path: Path, *ids: Tensor) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("ids", [torch.zeros(SIZE, dtype=torch.long), torch.ones(SIZE, dtype=torch.long), COUNTED])
 def test_a_program_exported_on_ids_that_say_nothing_is_checked_on_others(ids: Tensor, tmp_path: Path) -> None:

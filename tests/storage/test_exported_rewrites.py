@@ -87,6 +87,7 @@ def equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_rewritten_graph_trains_from_its_file_as_in_memory(dense: Path, spec: str, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def oracle(quantized: Any, plain: Any) -> Any:
     return plain
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("kind", "spec"), [*((llama, spec) for spec in RECIPES), (gpt2, "altup(k=2)"), (gpt2, "sparse-ffn(sparsity=8)")]
 )

@@ -56,6 +56,7 @@ def test_the_round_trip_is_bit_identical(form, way):
     assert frozen[0] == frozen[1]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["llama", "mixtral"])
 def test_another_dtype_is_that_of_the_weights_rounded(form):
     model, path, _, _, _ = saved(form)

@@ -113,7 +113,7 @@ EVERY_PASS = [
 ]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("case", EVERY_PASS, ids=" ".join)
 def test_it_writes_what_apply_in_memory_writes(case: tuple[str, ...], models: Path, tmp_path: Path) -> None:
     source, *specs = case
@@ -301,6 +301,7 @@ def test_a_companion_that_was_cut_short_is_copied_again(models: Path, tmp_path: 
     assert differences(tmp_path / "whole", output) == []
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("equal", [True, False])
 def test_weights_that_the_files_hold_twice_are_tied_where_they_are_equal(equal: bool, tmp_path: Path) -> None:
     model = tiny_models.llama(tie_word_embeddings=True)

@@ -77,7 +77,7 @@ def accelerator() -> Iterator[Any]:
     AcceleratorState._reset_state(True)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("make", [gptj, t5])
 @pytest.mark.parametrize("recipe", REPLACED)
 def test_accelerate_unwraps_a_replaced_forward(recipe: str, make: Any, accelerator: Any) -> None:
@@ -139,7 +139,7 @@ class TakingKeywords(ForwardReplacement):
         return type(self.module).forward(module, *args, **{name: value for name, value in kwargs.items() if name not in "ab"})
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", SPLIT)
 def test_new_parts_stay_on_the_device_of_their_layer(recipe: str) -> None:
     """As in a model that was loaded; a failing rewrite leaves what was there."""

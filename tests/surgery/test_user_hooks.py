@@ -37,7 +37,7 @@ def hooked(make: Callable[..., Any], path: str) -> Any:
     return model
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("make", "recipe", "path"),
     [
@@ -101,6 +101,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_of_every_kind(kind: str) -> None:
     """On a module that a pass would replace, and on one that it keeps."""

@@ -158,6 +158,7 @@ def test_a_small_vocabulary_is_computed_whole() -> None:
     assert ChunkedLoss.of(student, teacher, first(batch), shift, 3) is None
 
 
+@pytest.mark.long
 def test_a_run_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Held-out losses too, with a rewritten head and a loss that a pass adds; and no hook or forward is left."""
     dense = without_dropout(llama())

@@ -248,6 +248,7 @@ def test_an_output_that_could_not_be_saved_is_refused_before_any_step(tmp_path: 
     assert not steps
 
 
+@pytest.mark.long
 def test_a_compiled_model_is_trained_saved_and_resumed(tmp_path: Path) -> None:
     def compiled() -> Any:
         return torch.compile(llama(), backend="eager")

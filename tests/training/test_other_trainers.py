@@ -234,6 +234,7 @@ def test_the_model_compiles_as_one_graph(form):
     torch.testing.assert_close(retrofitted.logits(compiled, given), retrofitted.logits(model, given))
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["llama", "bert"])
 def test_a_compiled_step_gives_the_same_gradients(form):

@@ -203,6 +203,7 @@ def test_layers_that_are_computed_again_for_their_gradients_are_mixed_as_they_we
         torch.testing.assert_close(checkpointed.get_parameter(name), parameter, rtol=1e-4, atol=1e-6, msg=name)
 
 
+@pytest.mark.long
 def test_sites_in_layers_that_are_reversed_learn_in_every_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """As they do where two streams are added and nothing is reversed."""
     specs = ("sparse-qkv", "reversible(scheme=terraformer)")

@@ -245,6 +245,7 @@ def test_a_model_in_bfloat16_learns(spec: str) -> None:
         assert table.dtype == torch.bfloat16 and set(moved) <= set(looked_up) and moved, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["memory", pytest.param("memory(rank=2)", marks=pytest.mark.long)])
 def test_a_compiled_model_learns_the_same(spec: str) -> None:
     model = rewritten(spec)
@@ -360,6 +361,7 @@ def graph() -> Any:
     return retrofit.apply(llama(), "sum", emit="graph", verify=False)
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize("make", [llama, bert, t5, graph])
 def test_a_run_names_its_tables_and_moves_only_rows_that_it_read(make: Callable[..., Any], tmp_path: Path) -> None:
     model = retrofit.apply(make(), "memory", verify=False)

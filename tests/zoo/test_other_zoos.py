@@ -70,6 +70,7 @@ def test_what_only_the_class_token_reaches_is_tried_on_more_of_them() -> None:
     retrofit.apply(other_zoos.built(kind), "memory(lookup=softmax, buckets=8, rank=2)", example_inputs=other_zoos.examples(kind))
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["sparse-qkv(kernel=2)", "sparse-qkv(output=mult-conv)", "sequence-altup(k=3, layers=all)"])
 def test_tokens_may_come_before_the_batch(spec: str) -> None:
@@ -169,6 +170,7 @@ def test_nodes_know_their_values_and_the_line_they_come_from() -> None:
     assert all("functional_models.py" in node.meta["stack_trace"] for node in products)
 
 
+@pytest.mark.long
 def test_a_widened_graph_is_a_module_like_any_other(tmp_path: Path) -> None:
     """Copied, cast, pickled, its weights read back, compiled, run on other sizes, trained."""
     kind = "nn.TransformerEncoder"

@@ -225,6 +225,7 @@ def layouts(model: nn.Module) -> set[bool]:
     return {layer.weight.is_contiguous() for layer in found}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_a_model_decodes_what_it_computes_at_once(name: str, calls: list[int]) -> None:
     model = rewritten(name)  # every check is made

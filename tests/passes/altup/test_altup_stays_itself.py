@@ -70,6 +70,7 @@ def test_a_static_cache_gives_the_same_tokens(form):
     assert torch.equal(generate(model, ids, cache_implementation="static"), generate(model, ids))
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize("form", CAUSAL)
 def test_left_padding_does_not_change_a_row(form):
     model = retrofitted.trained(form)
@@ -82,6 +83,7 @@ def test_left_padding_does_not_change_a_row(form):
     assert torch.equal(together[1:, 9:], generate(model, long)[:, 9:])
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("form", ["llama", "gpt2", "mixtral", "t5"])
 def test_assisted_generation_gives_the_same_tokens(form):
     model, draft = retrofitted.trained(form), retrofitted.dense(form)
@@ -229,6 +231,7 @@ def test_ties_and_outputs_survive_saving_and_loading(form, tmp_path):
             assert torch.equal(low[name], tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor), name
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["seq2seq/t5", "seq2seq/bart", "causal/llama"])
 def test_extra_columns_are_projected_by_the_table_that_the_model_gives_out(name):
     entry = zoo.entry(name)

@@ -162,6 +162,7 @@ class Valued(Own):
         return {"logits": self.c(y), "value": self.value(y).squeeze(-1), "rows": rows}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("init", ["hop", "lockstep"])
 def test_every_product_that_makes_an_output_reads_the_wide_stream(init: str) -> None:
     torch.manual_seed(0)

@@ -517,6 +517,7 @@ def test_in_an_altup_model_the_narrow_layer_gets_the_table(identity: str, lookup
         assert layer.layer.memory.width == model.config.hidden_size
 
 
+@pytest.mark.long
 def test_in_an_exported_altup_model_the_ids_pass_through_the_graph_around_the_layer(tmp_path: Path) -> None:
     wide = retrofit.apply(tiny_models.llama(), "altup(k=2)", verify=False)
     retrofit.save(wide, tmp_path / "wide.pt2")
@@ -638,6 +639,7 @@ def test_two_stacks_of_the_same_ids_each_have_their_route() -> None:
     assert [site.name for site in rewrite.sites] == [f"{stack}.{depth}" for stack in "db" for depth in range(3)]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("lookup", ["softmax", "lsh"])
 def test_no_token_is_looked_up_in_a_stream_of_zeros(lookup: str) -> None:
     model = Asking(at_zero=True)

@@ -336,6 +336,7 @@ def test_half_precision_and_sparse_gradients() -> None:
         assert all(memory.multipliers.dtype == torch.int64 for memory in memories(low))
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 def test_compiled_it_is_one_graph_of_the_same_function() -> None:
     model = trained("llama", *TWICE, **LAYER)
@@ -356,6 +357,7 @@ def test_compiled_it_is_one_graph_of_the_same_function() -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("sparse", ["false", "true"])
 def test_a_compiled_training_step_is_one_graph_with_the_same_gradients(sparse: str) -> None:
@@ -371,6 +373,7 @@ def test_a_compiled_training_step_is_one_graph_with_the_same_gradients(sparse: s
         torch.testing.assert_close(mine.b.grad.to_dense(), theirs.b.grad.to_dense(), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 def test_as_a_graph_and_as_a_program_it_is_the_same_function_at_other_sizes(tmp_path: Path) -> None:
     model, others = trained("llama", *TWICE, **LAYER), IDS[:1, :7]

@@ -101,6 +101,7 @@ def adding(memory: Any, ids: Tensor, heads: int, columns: list[int]) -> Callable
     return hook
 
 
+@pytest.mark.first(5)
 @torch.no_grad()
 @pytest.mark.parametrize("identity", sorted(FAMILIES))
 def test_the_start_is_exact_and_a_trained_model_is_the_formula(identity: str) -> None:
@@ -122,6 +123,7 @@ def test_the_start_is_exact_and_a_trained_model_is_the_formula(identity: str) ->
     torch.testing.assert_close(logits(model, given), expected, atol=2e-4, rtol=2e-4)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("identity", ["causal/gpt2", "causal/gemma2", "seq2seq/bart"])
 def test_every_check_passes(identity: str) -> None:
     model = copy.deepcopy(dense(identity))
@@ -277,6 +279,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> Non
     assert any("memory.table" in name and gradient.any() for name, gradient in found[0].items())
 
 
+@pytest.mark.first(1)
 @speaking
 def test_torch_compile_makes_one_graph_of_the_same_function(identity: str) -> None:
     model, given = trained(identity), inputs(identity)
@@ -332,6 +335,7 @@ ORDERS = (
 )
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("order", ORDERS, ids=" ".join)
 def test_it_composes(order: tuple[str, ...], tmp_path: Path) -> None:
     model, given = tiny_models.llama(), {"input_ids": torch.arange(3, 15).view(2, 6)}
@@ -355,6 +359,7 @@ def test_an_attention_gets_one_table() -> None:
 # ── Models without modules ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     "dense_model", [lambda: tiny_models.gpt2(n_layer=1), lambda: tiny_models.llama(num_hidden_layers=1)], ids=["gpt2", "llama"]

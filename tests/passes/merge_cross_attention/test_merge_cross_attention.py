@@ -132,7 +132,7 @@ def t5_by_hand(model: Any, attentions: int, given: dict[str, Tensor], positions:
 BY_HAND = {"bart": bart_by_hand, "t5": t5_by_hand}
 
 
-@pytest.mark.first(5)
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -327,6 +327,7 @@ def test_a_compiled_step_has_the_same_gradients() -> None:
         torch.testing.assert_close(parameter.grad, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("options", [{}, {"attentions": 1, "positions": "first"}], ids=str)
 @torch.no_grad()
 def test_it_is_saved_and_loaded_as_a_model_of_transformers(options: dict[str, Any], tmp_path: Path) -> None:
@@ -346,6 +347,7 @@ def test_onnx_files_compute_it_and_the_decoder_with_past_gets_the_encoders_keys(
     assert found.status == "passed" and "3 files" in found.measured and not found.why, found
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("options", [{}, {"attentions": 1}], ids=str)
 @torch.no_grad()
 def test_merged_attentions_with_sparse_projections_are_those_with_the_matrices_that_these_multiply_by(
@@ -484,7 +486,7 @@ def merged_own(core: Any) -> Any:
     return retrofit.apply(Own(core), MergeCrossAttention(), example_inputs=OWN_INPUTS, verify=False)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("core", "emit", "positions"),
     [
@@ -533,7 +535,7 @@ def test_an_exported_program_is_merged_saved_and_loaded(core: Any, tmp_path: Pat
 OWN_INPUTS = {"source_ids": ids(2, 9), "input_ids": ids(2, 11, seed=1)}
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("build", "options", "code", "word"),
     [

@@ -141,7 +141,7 @@ def test_it_is_the_dense_model_whose_feed_forwards_have_a_loop_added(name: str) 
     torch.testing.assert_close(found[real], logits(expected, input_ids=ids(), attention_mask=mask)[real], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.first(6)
+@pytest.mark.first(3)
 @pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "opt", "xlnet", "albert", "bart", "vit", "llama", "gptj"])
 def test_step_0_is_the_dense_function_and_the_parameters_are_the_formulas(name: str) -> None:
     model, inputs = copy.deepcopy(dense(name)), given(name)
@@ -284,6 +284,7 @@ def test_compiled_code_copies_no_module(monkeypatch: pytest.MonkeyPatch) -> None
     assert dict(model.named_modules()) == modules
 
 
+@pytest.mark.long
 def test_compiled_training_step_makes_no_use_of_the_models_cache() -> None:
     """A model makes one by default; one that lacks the states is refused, not read as the beginning of a sequence."""
     model, tokens = copy.deepcopy(trained("llama")).train(), ids(2, 11)
@@ -364,6 +365,7 @@ def test_tokens_that_a_model_fills_its_window_with_do_not_turn_its_mask_round() 
     assert [check.status for check in report.checks] == ["passed", "passed"], report
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_of_whatever_kind_keeps_padding_from_the_recurrence(mask: str) -> None:
     torch.manual_seed(0)

@@ -75,6 +75,7 @@ def gradients(model: Any, call: Any, given: dict[str, Any]) -> tuple[Tensor, dic
 # Training and prompts.
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("form", "mask"),
     [("llama", "none"), *(pytest.param(*case, marks=pytest.mark.long) for case in TRAINED)],
@@ -143,7 +144,7 @@ def test_gradients_of_padded_rows_are_those_of_indexing() -> None:
         torch.testing.assert_close(gradient, other)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("static", [False, True], ids=["grows", "static"])
 @pytest.mark.parametrize("mask", ["none", "left"])
 @torch.no_grad()
@@ -211,6 +212,7 @@ def test_prompt_and_tokens_are_three_graphs_from_an_empty_cache() -> None:
     assert counter.frame_count == 3
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()

@@ -81,6 +81,7 @@ def scalars_of(model: torch.nn.Module) -> dict[str, list[float]]:
     return {path: [one.get_parameter(name).item() for name in ("a1", "a2", "b")] for path, one in layers.items()}
 
 
+@pytest.mark.long
 def test_a_calibrated_start_is_nearer_and_worse_in_no_layer() -> None:
     model, notes = strided(SequenceAltUp(k=2), calibrated=True)
     assert any(one != [1.0, 0.0, 1.0] for one in scalars_of(model).values())

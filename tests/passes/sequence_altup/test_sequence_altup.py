@@ -99,6 +99,7 @@ def test_later_tokens_change_nothing_earlier(name: str) -> None:
         close(run(model, other, use_cache=False)[:, :place], before[:, :place])
 
 
+@pytest.mark.long
 def test_a_t5_returns_its_bias_whole() -> None:
     """The first layer computes the relative bias; the strided ones return it, and the last, which sees every token, reads it."""
     model = original("seq2seq/t5")

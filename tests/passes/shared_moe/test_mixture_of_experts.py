@@ -279,6 +279,7 @@ def test_mixtures_whose_hidden_function_is_a_module_are_exported(tmp_path: Path)
     retrofit.export_onnx(model, tmp_path / "model.onnx")  # which compares it with torch
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("form", [{"gated": "two", "bias": True}, {"gated": "turns", "k": 2, "renormalize": False}, {"k": 3}])
 def test_exported_programs_compute_every_expert_of_many_tokens(form: dict[str, Any]) -> None:

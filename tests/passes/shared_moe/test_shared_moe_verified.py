@@ -33,6 +33,7 @@ def test_verification_passes(identity: str, spec: SharedMoE) -> None:
     assert report is not None and report.ok
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", [SharedMoE(groups=0), SharedMoE(experts=2, k=1), SharedMoE(groups=0, slices=2)])
 def test_what_the_rest_of_the_model_shares_is_copied(spec: SharedMoE) -> None:
     """As in an ONNX file, where biases that are equal, all of them zero, are one: their count is what was measured."""

@@ -293,6 +293,7 @@ def test_a_hidden_function_with_numbers_for_each_unit_is_not_divided() -> None:
     assert [miss.name for miss in one.skipped] == ["layers.0.f"]
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", [SLICED, SharedMoE(groups=0, experts=3, k=1), SharedMoE(experts=3)])
 def test_training_and_decoding_compile_without_a_graph_break(spec: SharedMoE) -> None:

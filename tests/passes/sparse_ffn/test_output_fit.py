@@ -148,6 +148,7 @@ def test_it_is_announced_and_the_dense_model_keeps_its_own() -> None:
     assert fitted < dense
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("fault", ["reversed", "not fitted", "negative"])
 def test_the_check_method_reports_a_matrix_that_was_not_fitted(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def faulty(block: SparseFeedForward, x: torch.Tensor, held_out: torch.Tensor) -> tuple[Errors, Errors]:
@@ -168,7 +169,7 @@ def test_the_check_method_reports_a_matrix_that_was_not_fitted(fault: str, monke
     assert "output matrix" in error.value.report["method"].why
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("text", [20_000, 2_500], ids=["long", "short"])
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("way", [{"active": 4}, {"active": 2}, {"active": 2, "controller": "gate"}], ids=str)

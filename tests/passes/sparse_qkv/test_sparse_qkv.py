@@ -522,6 +522,7 @@ def test_keys_and_values_that_the_model_returns_are_keys_and_values() -> None:
     assert len(plan.passes[0].plan.sites) == 2
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_mask_of_whatever_kind_keeps_padding_from_the_convolutions(mask: str) -> None:
     torch.manual_seed(0)
@@ -549,6 +550,7 @@ def test_where_the_code_of_an_attention_reads_its_width_its_projections_compute_
     assert rewrite.sites and not rewrite.skipped
 
 
+@pytest.mark.long
 def test_where_the_code_of_a_causal_attention_reads_its_width_a_plan_says_which_options_fit() -> None:
     """Its projections compute for themselves and receive no cache: a filter over earlier tokens would have none to read."""
     entry = zoo.entry("causal/trocr")
@@ -562,6 +564,7 @@ def test_where_the_code_of_a_causal_attention_reads_its_width_a_plan_says_which_
     assert not any(one._forward_pre_hooks for one in model.modules())
 
 
+@pytest.mark.long
 def test_values_projected_from_zeros_stay_as_they_are() -> None:
     model = Asking(at_zero=True)
     (rewrite,) = apply_reported(model, SparseQKV(), count_flops=False).rewrites  # verified: all of it learns
