@@ -68,6 +68,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert all(f"usage: retrofit {command} " in done.stdout for command in commands())
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize(
     ("options", "said"),
     [

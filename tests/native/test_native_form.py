@@ -66,6 +66,7 @@ def test_a_llama_becomes_a_mixtral(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "model.layers.1.block_sparse_moe.experts.3.w2.weight" in set(file.keys())
 
 
+@pytest.mark.long
 def test_a_model_in_half_precision_has_a_native_form(tmp_path: Path) -> None:
     dense = tiny_models.llama(hidden_size=32, intermediate_size=48)
     dense.save_pretrained(tmp_path)

@@ -172,6 +172,7 @@ def test_decoding_with_branches_gives_the_tokens_of_generate(strided) -> None:
         assert torch.equal(decode_greedily(OnnxSession(file.path), prompt, 9, mask), expected)
 
 
+@pytest.mark.long
 def test_an_import_reads_a_branch_as_a_choice(strided) -> None:
     _, file = strided
     running, model = OnnxSession(file.path), from_onnx(file.path, cache="past")
@@ -192,6 +193,7 @@ def test_an_import_reads_a_branch_as_a_choice(strided) -> None:
         states = next_step_states(outputs)
 
 
+@pytest.mark.long
 def test_another_If_by_values_is_still_refused(strided, tmp_path: Path) -> None:
     _, file = strided
     foreign = onnx.load(file.path)

@@ -284,6 +284,7 @@ def test_the_model_computes_with_the_numbers_in_its_file(exported: tuple[Any, Pa
     torch.testing.assert_close(torch.cat(steps, 1), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_a_step_unpacks_rows_that_were_gathered(exported: tuple[Any, Path]) -> None:
     file = onnx.load(exported[1])
     (choice,) = [node for node in file.graph.node if node.op_type == "If"]

@@ -46,6 +46,7 @@ def test_a_plan_that_was_measured_is_not_measured_again(
     assert survey.planned == () and survey.uniform == found.uniform
 
 
+@pytest.mark.long
 def test_an_interrupted_plan_goes_on_to_the_same_plan_and_fits_nothing_again(
     found: ModelPlan, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

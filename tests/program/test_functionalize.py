@@ -90,7 +90,7 @@ def checked(module: nn.Module, x: Tensor) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(list(STEPS)), st.integers(0, 9), st.integers(0, 9)), max_size=7))
 def test_any_code_computes_what_it_did_or_is_left_alone(steps: list[tuple[str, int, int]]) -> None:
     module, x = Code(steps), torch.randn(3, 4)

@@ -120,6 +120,7 @@ def test_ties_and_frozen_parameters_are_kept(tied: Path, tmp_path: Path) -> None
     assert {name: one.dtype for name, one in buffers.items()} == {name: one.dtype for name, one in model.named_buffers()}
 
 
+@pytest.mark.long
 def test_the_file_holds_the_weights_once(tied: Path, tmp_path: Path) -> None:
     model = rewritten(tied, "sparse-ffn(sparsity=4)")
     with zipfile.ZipFile(retrofit.save(model, tmp_path / "model.pt2")) as archive:

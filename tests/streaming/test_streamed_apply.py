@@ -190,6 +190,7 @@ def test_what_is_inspected_without_weights_is_what_is_inspected_with_them(
     assert capsys.readouterr().out == whole
 
 
+@pytest.mark.long
 def test_a_stream_fits_what_apply_fits_and_ends_with_its_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = tmp_path / "model"
     tiny_models.llama(**LLAMA, vocab_size=300).save_pretrained(model)

@@ -97,6 +97,7 @@ def test_assisted_generation_gives_the_same_tokens(form):
 # What it shows of itself
 
 
+@pytest.mark.first(5)
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "mamba"])  # mamba's own loop collects the stream instead
 def test_hidden_states_are_those_of_the_layers(form):
     """As many as before: what the first layer works on, and what each returns, d wide; the exact start's are the dense model's."""

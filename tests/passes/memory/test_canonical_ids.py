@@ -88,6 +88,7 @@ def test_a_sentencepiece_like_tokenizer_folds_too() -> None:
     assert unicodedata.normalize("NFKC", "STRAẞE").lower() == "straße"
 
 
+@pytest.mark.long
 def test_a_given_tokenizer_makes_the_hashes_see_canonical_ids() -> None:
     model = retrofit.apply(tiny_models.llama(), f"{NGRAMS})", tokenizer=byte_tokenizer())
     assert [applied.canonical for applied in retrofit.recipe(model) or ()] == ["fold"]

@@ -113,6 +113,7 @@ def test_no_attention_is_worse_on_windows_held_out(name: str, output: str) -> No
     assert model(ids).logits.shape == dense(ids).logits.shape
 
 
+@pytest.mark.long
 def test_attentions_fitted_at_once_are_those_fitted_one_by_one() -> None:
     before = torch.get_num_threads()
     try:
