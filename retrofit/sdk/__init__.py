@@ -8,7 +8,7 @@ own package, and from nothing else in `retrofit`. docs/write_a_pass.md builds a 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # The definition of a pass: options, a plan of the rewrite, an edit that makes it.
 from retrofit.passbase.protocol import Pass as Pass
@@ -67,7 +67,7 @@ RINGS = ("anatomy", "program", "modules", "data")
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """Return a name of a submodule: `retrofit.sdk` once had all names, and other packages may still import them from here."""
         for ring in () if name.startswith("__") else RINGS:
             module = importlib.import_module(f"{__name__}.{ring}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 # Replacements of feed-forwards.
 from retrofit.anatomy.feed_forwards import FeedForwardBlock as FeedForwardBlock
@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from retrofit.surgery.row_major import RowMajor as RowMajor
 else:
 
-    def __getattr__(name: str) -> Any:
+    def __getattr__(name: str) -> object:
         """Return `RowMajor`, imported on first use, because it imports transformers."""
         if name != "RowMajor":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
