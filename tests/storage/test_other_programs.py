@@ -116,7 +116,6 @@ def found(written: Path) -> dict[str, Any]:
     return dict(json.loads((written / "found.json").read_text()))
 
 
-@pytest.mark.first(3)
 @pytest.mark.parametrize("way", ["transformers", "device_map", "accelerate"])
 def test_the_model_is_the_retrofitted_one(way: str, found: dict[str, Any], written: Path) -> None:
     model = reloaded(written)
