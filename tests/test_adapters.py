@@ -54,6 +54,7 @@ def test_the_merged_model_computes_what_both_did(
     assert changed == {"self_attn.q_proj.weight", "mlp.moe.router.weight", "mlp.moe.up.weight", "mlp.moe.down.weight"}
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("native", [False, True], ids=["peft", "transformers"])
 def test_a_model_with_adapters_is_rewritten_then_merged_and_saved(native: bool, tmp_path: Path) -> None:
     model, config = tiny_models.llama(), peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
@@ -97,6 +98,7 @@ def test_an_adapter_that_the_model_goes_around_is_not_merged() -> None:
         retrofit.merge_adapters(Bypass())
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("spec", "names"),
@@ -246,7 +248,7 @@ def test_hooks_that_rename_weights_on_loading_are_seen_through() -> None:
         model.load_state_dict(tiny_models.llama().state_dict(), strict=False)
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("gone", [False, True], ids=["its own base there", "its own base gone"])
 @pytest.mark.parametrize(
     ("own", "other", "says"),

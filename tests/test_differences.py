@@ -59,6 +59,7 @@ def test_the_command_tells_recipes_apart(widened: Any, tmp_path: Path, capsys: p
     assert main(["diff", two, two, "--exit-code"]) == 0
 
 
+@pytest.mark.long
 def test_what_is_the_same_at_many_depths_is_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = tiny_models.llama(num_hidden_layers=6), tiny_models.llama(num_hidden_layers=6)
     with torch.no_grad():

@@ -179,7 +179,7 @@ STRICT = ("-W", "error::UserWarning")
 STATES = {"replaced": STRICT, "uninstalled": (), "elsewhere": (), "damaged": STRICT}
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("state", "filters"), dict.fromkeys([*STATES.items(), *((state, filters) for state in STATES for filters in ((), STRICT))])
 )

@@ -184,6 +184,7 @@ class TracedOtherwise(nn.Module):
         return out if get_proxy_mode() else out + 0 * self.more(x[..., :4]).sum()
 
 
+@pytest.mark.long
 def test_products_that_only_a_run_has_are_not_counted() -> None:
     model = llama()
     model.model.layers[0].input_layernorm = TracedOtherwise(model.model.layers[0].input_layernorm)
@@ -229,6 +230,7 @@ class ThreeMatrices(Block):
         self.r.register_forward_pre_hook(lambda module, given: torch.relu(self.s(given[0])))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("emit", ["module", "graph"])
 def test_no_fix_is_to_make_a_graph_where_the_graph_does_not_fit_either(emit: str) -> None:
     model = Own().eval()

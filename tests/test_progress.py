@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from retrofit import progress
 from retrofit.inputs import model_memory
+from retrofit.passes.sparse_ffn import controller_fit
 from retrofit.progress import MOST_ROWS, WORST_ROWS, Note, counted, fold_lines, fold_notes, reported_to, side_by_side, time_left
 from retrofit.rewriting import apply_reported
 
@@ -83,6 +84,7 @@ def test_an_estimate_is_near(seconds: float) -> None:
 @pytest.mark.parametrize("spec", ["sparse-ffn(sparsity=4, active=2)", "shared-moe(groups=1, experts=2)"])
 def test_layers_fitted_at_once_are_those_fitted_one_by_one(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On inputs that were recorded at once, too, or each in a run of its own."""
+    monkeypatch.setattr(controller_fit, "STEPS", 30)
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2, "vocab_size": 61}
     model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()

@@ -97,6 +97,7 @@ def learns(model: nn.Module, given: dict[str, Tensor]) -> bool:
 # ── torch's own layers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_what_the_layers_of_torch_cannot_hold_is_rewritten_on_their_graph() -> None:
     model, given = masked(layers=2), padded()
     before = copy.deepcopy(model)
@@ -110,6 +111,7 @@ def test_what_the_layers_of_torch_cannot_hold_is_rewritten_on_their_graph() -> N
     assert learns(applied.model, given)
 
 
+@pytest.mark.long
 def test_the_fused_code_of_torch_does_not_go_past_a_new_module() -> None:
     """With padding, in evaluation mode and without gradients, torch's encoder gives its layers nested tensors."""
     model, given = masked(), padded()
@@ -134,6 +136,7 @@ def test_switches_of_fused_code_are_those_around_a_new_module_and_come_back() ->
     assert model.encoder.use_nested_tensor and second.activation_relu_or_gelu == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("spec", ["sequence-altup(k=1)"])
 def test_a_mask_by_tokens_in_which_zero_is_real(spec: str) -> None:
     model, given = masked(), padded()
@@ -162,6 +165,7 @@ def test_every_pass_on_every_form_of_the_encoder(how: dict[str, object], one: st
     assert learns(applied.model, given)
 
 
+@pytest.mark.long
 def test_a_padded_input_that_torch_computes_as_a_nested_tensor_is_compared() -> None:
     applied = apply_reported(masked(), "sum", example_inputs=padded(), count_flops=False)
     assert applied.report is not None and applied.report.ok and applied.report["function"].status == "passed"
@@ -183,6 +187,7 @@ class Translator(nn.Module):
         return logits
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("spec", "graph"), [("memory", False), ("memory(beside=ffns)", True)])
 def test_two_stacks_in_one_module_look_up_ids_of_their_own(spec: str, graph: bool) -> None:

@@ -75,6 +75,7 @@ def test_one_stack_of_attention_and_ffn(identity: str) -> None:
         assert ffn.projections[-1].role == "down" and ffn.projections[-1].out_features == stack.width
 
 
+@pytest.mark.long
 def test_an_encoder_and_a_decoder() -> None:
     found = anatomy("seq2seq/t5")
     encoder, decoder = found.stacks
@@ -120,6 +121,7 @@ def test_mixtures_of_experts_and_their_routers_are_no_attention() -> None:
         assert (router.in_features, router.out_features) == (config.hidden_size, config.num_local_experts)
 
 
+@pytest.mark.long
 def test_other_mixers_are_named_so() -> None:
     assert {role for layer in anatomy("causal/mamba").layers for role in roles(layer)} == {"other mixer"}
     hybrid = {tuple(roles(layer)) for layer in anatomy("causal/jamba").layers}
@@ -175,6 +177,7 @@ def test_a_decoder_of_queries_is_whole_from_its_first_layer_on(at_zero: bool) ->
     assert [(layer.name, layer.stream_in, layer.stream_out) for layer in stack.layers] == [("b.0", 0, None), ("b.1", 0, None)]
 
 
+@pytest.mark.long
 def test_latent_attention_keeps_its_roles() -> None:
     for layer in anatomy("causal/deepseek_v3").layers:
         assert layer.branches[0].role == "self-attention"
@@ -275,6 +278,7 @@ class Branching(nn.Module):
         return self.inner(hidden_states) if hidden_states.abs().sum() >= 0 else hidden_states
 
 
+@pytest.mark.long
 def test_code_that_branches_on_values_is_captured_with_them_and_rewritten() -> None:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=99)).eval()
     found = retrofit.inspect(model)

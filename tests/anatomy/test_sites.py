@@ -142,6 +142,7 @@ def test_an_attention_of_two_modules_passes_every_check_as_one() -> None:
     assert method.status == "skipped" and "formula" in method.why and "scale-sites" in method.why
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "last"), [("ffn", (6, 7)), ("attention", (2,))])
 @torch.no_grad()
@@ -155,6 +156,7 @@ def test_parts_of_code_are_wrapped_in_the_graph(kind: str, last: tuple[int, ...]
     torch.testing.assert_close(model(ids=ids), dense(ids), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_modules_of_a_graph_are_sites_as_those_of_the_model() -> None:
     entry = zoo.entry("masked/bert")
@@ -253,6 +255,7 @@ def test_a_dropout_that_also_runs_elsewhere_stays_where_it_is() -> None:
     assert not any(isinstance(module, nn.Dropout) for module in site.hidden.modules()), "it would be applied twice"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("kind", "path"), [("ffn", "mlp"), ("attention", "self_attn")])
 @torch.no_grad()
 def test_adapters_are_of_the_branch_they_are_added_to(kind: str, path: str) -> None:

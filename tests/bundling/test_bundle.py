@@ -194,6 +194,7 @@ def test_a_bundle_loads_where_retrofit_is_installed_too(first: Path) -> None:
         retrofit.bundle(ours, first / "again")
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["sparse-qkv", "recurrence(rank=4)", "sequence-altup(k=2)", "sparse-ffn(sparsity=4, rank=4)"])
 def test_engines_that_keep_keys_and_values_alone_are_refused_where_that_is_not_enough(

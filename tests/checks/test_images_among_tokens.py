@@ -104,6 +104,7 @@ class SpoilsImages(sdk.Pass[sdk.Plan]):
         edit.replace_module(site.name, Spoiled(edit.model.get_submodule(site.name), self.raises))
 
 
+@pytest.mark.long
 def test_images_are_looked_at_though_no_inputs_are_given() -> None:
     with pytest.raises(VerificationError) as caught:
         retrofit.apply(llava(), SpoilsImages())

@@ -82,6 +82,7 @@ class WithoutPositionsOfTwoSides(WithoutPositions):
         return self.decoder.lm_head(self.decoder.model.embed_tokens(decoder_input_ids)) + mean  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("kind", [WithoutPositions, WithoutPositionsOfTwoSides])
 def test_an_approximation_of_shifted_positions_is_held_to_what_padding_may_not_do(kind: type[WithoutPositions]) -> None:
@@ -114,6 +115,7 @@ class Rationed(Own):
         return self.c(y + has_room * block.r(torch.relu(block.q(block.n(y)))))
 
 
+@pytest.mark.long
 def test_rows_that_take_room_from_each_other_are_causal_each_by_itself() -> None:
     causality = retrofit.verify(Rationed())["causality"]
     assert causality.status == "passed" and "rows of a batch depend on each other" in str(causality)

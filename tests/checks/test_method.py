@@ -137,12 +137,14 @@ def test_a_model_that_has_trained_on_is_not_held_to_its_start(spec: str) -> None
     assert verdict(llama(), spec, nudge=True).status == "passed"
 
 
+@pytest.mark.long
 def test_passes_after_each_other_are_each_held_to_their_own() -> None:
     found = verdict(llama(), "altup(k=2)", "memory(lookup=softmax, buckets=8, rank=2)", "sparse-ffn(sparsity=8)")
     assert found.status == "passed", found.why
     assert "7 modules" in found.measured
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("specs", [("memory", STRIDED), (STRIDED, "sparse-qkv")], ids=" + ".join)
 def test_modules_inside_a_strided_layer_are_compared_on_its_tokens(specs: tuple[str, ...]) -> None:
@@ -258,6 +260,7 @@ def test_a_model_that_leaves_its_mask_unread_is_not_held_to_it() -> None:
     assert not found.why
 
 
+@pytest.mark.long
 def test_only_modules_that_are_shown_the_padding_are_held_to_it() -> None:
     found = verdict(TwoDecoders(), "sparse-qkv(modules=4)", nudge=True)
     assert found.status == "passed", found.measured

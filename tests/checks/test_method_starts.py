@@ -25,6 +25,7 @@ WINDOWS = torch.randint(3, 60, (32, 16), generator=torch.Generator().manual_seed
 # ── No false alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_a_fitted_router_is_not_held_to_the_spread_of_one_that_is_not() -> None:
     model = llama(num_hidden_layers=4)
     found = verdict(model, "shared-moe(experts=2, groups=2)", calibration=WINDOWS)
@@ -54,6 +55,7 @@ def test_the_relaxation_is_a_number_where_logits_are_extreme(k: int) -> None:
     torch.testing.assert_close(found, unit_choice.relaxed_indicator(logits, k))
 
 
+@pytest.mark.long
 def test_values_that_absorb_an_output_layer_are_not_held_to_the_dense_values() -> None:
     found = verdict(llama(), "sparse-qkv", calibration=WINDOWS)
     assert found.status == "passed", found.why

@@ -64,6 +64,7 @@ def test_without_a_reference_or_a_pass_only_parameters_and_method_go_unchecked()
     assert [check.name for check in report.checks if check.status == "skipped"] == ["parameters", "method"]
 
 
+@pytest.mark.long
 def test_a_graph_alone_is_not_asked_for_a_cache() -> None:
     report = retrofit.verify(graph_module(llama()), checks=("cache",))
     assert [check.status for check in report.checks] == ["skipped"], str(report)
@@ -98,6 +99,7 @@ class Lagging(nn.Module):
         return self.layer(hidden + shifted, *args, past_key_values=past_key_values, **kwargs)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("forgets", "way"), [(False, "reordered steps"), (True, "steps")])
 def test_what_a_dense_cache_gets_wrong_is_not_held_against_a_rewrite(forgets: bool, way: str) -> None:
@@ -255,6 +257,7 @@ def test_an_approximate_rewrite_is_measured_and_not_failed() -> None:
     assert not check_rewrite(model, reference, (dataclasses.replace(rewrite, exact=True),), fates, checks=("function",)).ok
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("passes", [("sparse-ffn(sparsity=8)", "altup(k=2)"), ("altup(k=2)", "sparse-ffn(sparsity=8)")], ids=str)
 def test_a_model_rewritten_again_is_held_against_what_it_was_between(passes: tuple[str, str], tmp_path: Path) -> None:

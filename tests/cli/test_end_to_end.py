@@ -112,6 +112,7 @@ def test_verify_tells_the_dense_model_from_another(
     assert re.search(r"^function +failed", capsys.readouterr().out, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_quick_checks_are_named_with_those_left_out(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["apply", "--pass", "sum", "--checks", "quick", "model.pt"]) == 0
     out = capsys.readouterr().out
@@ -179,6 +180,7 @@ def test_a_pass_that_fits_nowhere_is_planned_and_counted_as_bad_input(here: Path
     assert main(["apply", "--pass", "sum", "vit"]) == 2
 
 
+@pytest.mark.long
 def test_a_recipe_does_what_its_passes_do_and_both_start_from_the_seed(here: Path) -> None:
     Path("passes.txt").write_text("sum  # first\naltup(k=3, selection=same)\n")
     assert main(["apply", "--no-verify", "--seed", "3", "--recipe", "passes.txt", "model.pt"]) == 0
@@ -225,6 +227,7 @@ def without_config() -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("build", [Blocks, without_config])
 def test_modules_that_no_file_of_tensors_can_rebuild_become_a_graph_that_trains(
@@ -264,6 +267,7 @@ def test_the_model_inside_a_pipeline_is_not_written_in_its_place(
     assert os.listdir() == ["pipeline.pt"]
 
 
+@pytest.mark.long
 def test_a_model_that_becomes_a_graph_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,6 +287,7 @@ def test_an_output_is_replaced_only_with_force(
     same_function(output, gpt2())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("output", ["x.pt2", pytest.param("x.onnx", marks=pytest.mark.long)])
 def test_a_directory_becomes_the_file_that_its_output_is_named_as(output: str, here: Path, untouched: None) -> None:
     assert main([*APPLY, "gpt2", "-o", output]) == 0

@@ -94,6 +94,7 @@ def test_an_encoder_and_a_decoder_in_files(cache: str, tmp_path: Path, capsys: p
     assert said(capsys, tmp_path / "decoder_t5.onnx", PROMPT, "--config", tmp_path / "dense") == whole
 
 
+@pytest.mark.long
 def test_draws_are_the_same_with_the_same_seed(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = [said(capsys, program, PROMPT, "--temperature", "3", "--seed", seed) for seed in "001"]
     assert drawn[0] == drawn[1] != drawn[2]

@@ -127,6 +127,7 @@ READERS = {
 }
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("command", READERS)
 def test_a_text_that_is_none(command: str, materials: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "out").mkdir()
@@ -148,6 +149,7 @@ def test_a_text_that_is_none(command: str, materials: Path, tmp_path: Path, caps
 # ── Models ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("values", [(float("nan"), float("inf")), (float("inf"), float("nan"))])
 def test_weights_that_are_no_numbers_in_every_format(

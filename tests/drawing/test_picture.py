@@ -249,6 +249,7 @@ def test_the_layers_in_the_table_add_up(sketch: Callable[[], Anatomy]) -> None:
     assert layers_told(table(anatomy)) == [len(stack.layers) for stack in anatomy.stacks]
 
 
+@pytest.mark.long
 @modest
 @given(anatomies)
 def test_the_table_holds_every_role_and_every_count_in_100_columns(anatomy: Anatomy) -> None:
@@ -536,6 +537,7 @@ PRINT = (
 )
 
 
+@pytest.mark.long
 def test_drawing_is_the_same_in_every_process_and_needs_no_torch() -> None:
     printed = []
     for seed in ("1", "2"):

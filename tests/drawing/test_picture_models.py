@@ -94,7 +94,7 @@ def test_the_table_in_the_documentation_is_the_real_one() -> None:
     assert textwrap.indent(str(anatomy_of(seven_billion)), "    ") in page
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @each
 def test_the_drawing_has_no_collisions(build: Callable[[], nn.Module]) -> None:
     for one, other in itertools.combinations(boxes(drawing(anatomy_of(build))), 2):
@@ -156,7 +156,7 @@ MODELS = ("llama", "gpt2", "bert", "t5")
 FIRST = (*zip(MODELS, REWRITES, strict=False), ("llama", "memory(lookup=softmax)"))  # every pass, and every model
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "spec"), dict.fromkeys((*FIRST, *itertools.product(MODELS, REWRITES))))
 def test_a_rewritten_model_shows_what_was_done_where(name: str, spec: str, tmp_path: Path) -> None:
     """Also once it was saved and loaded."""
@@ -177,6 +177,7 @@ def test_a_rewritten_model_shows_what_was_done_where(name: str, spec: str, tmp_p
             assert apart(box, other) or within(box, other) or within(other, box)
 
 
+@pytest.mark.long
 def test_the_blocks_of_a_stream_are_lines_next_to_one_another() -> None:
     def lines_of_stream(shown: Any) -> list[float]:
         thick = max(wires(shown, STREAM), key=lambda wire: abs(wire[0][1] - wire[1][1]))

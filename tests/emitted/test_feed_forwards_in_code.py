@@ -78,7 +78,7 @@ def own(write: Callable[[Layer, Tensor], Tensor], p: float = 0.0) -> Own:
     return model.eval()
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["sparse-ffn(sparsity=4)", "shared-moe(experts=2)"])
 @pytest.mark.parametrize("write", [summed_first, normed_twice])
 def test_a_feed_forward_in_a_layers_code_is_rewritten_on_the_graph(write: Callable[[Layer, Tensor], Tensor], spec: str) -> None:
@@ -104,6 +104,7 @@ def test_the_graph_is_the_model_and_learns_as_it_does(write: Callable[[Layer, Te
     torch.testing.assert_close(of_graph, of_model)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("write", "p"), [(normed_twice, 0.5), (normed_once_without_gradient, 0.0)])
 def test_steps_that_draw_or_learn_differently_are_not_one(write: Callable[[Layer, Tensor], Tensor], p: float) -> None:

@@ -65,6 +65,7 @@ def test_parts_that_were_no_modules_are_and_parameters_keep_their_names() -> Non
     assert retrofit.inspect(graph, ids()).stacks[0].layers[1].name == "layers.1"
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["altup(k=2)", "sparse-ffn(sparsity=8)"])
 def test_layers_that_share_their_weights_are_one_part_called_at_every_depth(spec: str) -> None:
@@ -109,6 +110,7 @@ def test_attention_weights_are_dropped_in_training_too() -> None:
     assert not torch.equal(graph(ids()), graph(ids()))
 
 
+@pytest.mark.long
 def test_dropout_of_an_exported_program_follows_the_mode_too(tmp_path: Path) -> None:
     model = made("encoder")
     sizes = ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
@@ -170,6 +172,7 @@ def test_tokens_that_are_flattened_for_a_product_stay_where_they_lie(spec: str) 
     assert applied.report is not None and applied.report.ok and applied.rewrites[0].sites
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", PASSES)
 def test_feed_forwards_inside_a_layers_code_are_found_on_the_graph(spec: str) -> None:
@@ -246,6 +249,7 @@ def test_a_file_that_is_no_program_is_said_to_be_none(tmp_path: Path) -> None:
         retrofit.apply(made("blocks"), "sum", emit="tree", example_inputs=ids())
 
 
+@pytest.mark.long
 def test_a_part_is_a_module_to_whoever_captures_it_again() -> None:
     graph = graph_module(made("functional"), ids())
     parts = [name for name, module in graph.named_modules() if isinstance(module, GraphPart)]
@@ -421,6 +425,7 @@ class Plainly(Answering):
         return {"logits": super().forward(ids).step.logits}
 
 
+@pytest.mark.long
 def test_a_class_that_a_file_cannot_hold_is_refused_with_a_fix_that_works(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as refusal:
         retrofit.save(graph_module(Answering().eval(), ids()), tmp_path / "model.pt2")

@@ -90,6 +90,7 @@ class Turned(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_complex_numbers_are_propagated_too() -> None:
     ids = torch.randint(11, (2, 5))
     model: Any = retrofit.apply(Turned().eval(), "sparse-ffn(sparsity=4)", example_inputs={"ids": ids}, emit="graph", verify=False)

@@ -66,6 +66,7 @@ def gradients(model: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> l
     return [torch.zeros_like(one) if gradient is None else gradient for one, gradient in zip(parameters, found, strict=True)]
 
 
+@pytest.mark.long
 def test_gradients_stop_where_the_models_code_stops_them() -> None:
     model = Truncated().eval()
     graph = graph_module(model, ids())
@@ -99,6 +100,7 @@ def exported(model: torch.nn.Module, path: Path) -> Path:
     return path
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("says_so", [False, True])
 def test_a_program_exported_with_gradients_learns_as_its_model(says_so: bool, tmp_path: Path) -> None:
     """torch exports what runs without gradients as a graph of its own."""
@@ -123,6 +125,7 @@ class Cast(Functional):
             return super().forward(ids)
 
 
+@pytest.mark.long
 def test_a_program_with_autocast(tmp_path: Path) -> None:
     """Switched off it is no more than its operations; switched on it changes their types, which no graph module could keep."""
     model = Cast(False).eval()

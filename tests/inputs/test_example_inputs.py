@@ -209,6 +209,7 @@ def test_what_is_no_text_has_the_sizes_that_the_config_says(
         model(**inputs)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("build", "_"), DERIVED[2:4])
 def test_models_of_time_series_and_sound_are_rewritten_and_read_again(build: Callable[[], nn.Module], _: Any) -> None:

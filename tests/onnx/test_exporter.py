@@ -214,6 +214,7 @@ def test_translating_greedily_gives_the_tokens_of_generate():
     assert torch.equal(translate(running, {"input_ids": source, "attention_mask": mask}, 0, NEW), expected)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("batch", "length"), [(1, 1), (4, 3), (2, 20)])
 def test_an_encoder_takes_any_batch_and_length(batch, length):
@@ -225,6 +226,7 @@ def test_an_encoder_takes_any_batch_and_length(batch, length):
     assert distance(running(given)["logits"], logits(model, **given)) <= PARITY
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["vit", "plain"])
 def test_what_is_no_language_model_goes_out_too(form):
@@ -406,6 +408,7 @@ def test_fused_operators_are_in_the_file():
 # ── The check ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_the_check_is_made_on_request_only():
     model = tiny_models.vit()
     assert "onnx" not in CHECKS
@@ -413,6 +416,7 @@ def test_the_check_is_made_on_request_only():
     assert [check.name for check in report.checks] == ["onnx"] and report["onnx"].status == "passed", str(report)
 
 
+@pytest.mark.long
 def test_a_model_that_goes_out_as_another_fails():
     model = Unlike()
     record_provenance(model, recipe=("sum()",))
@@ -438,6 +442,7 @@ def test_the_check_says_what_is_missing(monkeypatch):
     assert "bfloat16" in retrofit.verify(Plain().bfloat16(), checks=["onnx"])["onnx"].why
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("first", [torch.bfloat16, torch.float32])
 def test_what_onnx_runtime_does_not_compute_in_is_exported_as_it_is(first, tmp_path):
     model = Plain().bfloat16()

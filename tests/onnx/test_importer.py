@@ -359,6 +359,7 @@ def test_two_outputs_of_one_name_are_refused(tmp_path: Path) -> None:
         from_onnx(written(tmp_path / "m.onnx", nodes, outputs=("y.0", "y_0")))
 
 
+@pytest.mark.long
 def test_attention_that_is_causal_by_an_attribute_is_rewritten_at_every_length(tmp_path: Path) -> None:
     class Causal(nn.Module):
         def __init__(self) -> None:
@@ -380,6 +381,7 @@ def test_attention_that_is_causal_by_an_attribute_is_rewritten_at_every_length(t
         torch.testing.assert_close(next(iter(rewritten(other).values())), model(other), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_a_file_in_half_precision_is_rewritten(tmp_path: Path) -> None:
     """What such a file computes from numbers is of its type: masks, and what fills them. Weights of two types are not one."""
     path, model = tmp_path / "m.onnx", tiny_models.bert().half()
@@ -401,6 +403,7 @@ def test_files_that_are_no_models_are_refused(tmp_path: Path, content: bytes) ->
         from_onnx(path)
 
 
+@pytest.mark.long
 def test_a_file_cut_short_is_refused(tmp_path: Path) -> None:
     whole = file_of("with its cache", "causal/llama").read_bytes()
     path = tmp_path / "m.onnx"

@@ -37,7 +37,7 @@ def test_a_depth_that_only_a_deeper_stack_has_names_nothing_in_this_one() -> Non
 NAMES = ("sparse-qkv(", "sparse-ffn(sparsity=8, ", "altup(", "memory(lookup=token-id, ", "shared-moe(", "recurrence(")
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_depth_of_one_stack_is_rewritten_there_and_nowhere_else(name: str) -> None:
     model = t5(num_layers=3, num_decoder_layers=1)

@@ -104,6 +104,7 @@ def test_a_recurrence_behind_hashed_attention_goes_along_tokens_and_is_continued
     torch.testing.assert_close(rest, whole[:, -2:], atol=1e-4, rtol=1e-3)
 
 
+@pytest.mark.long
 def test_gradients_of_padding_that_a_model_sets_to_zero_are_nobodys() -> None:
     """Causal XLM's attention masks no padding: its tokens are multiplied by the mask, before and after."""
     torch.manual_seed(0)

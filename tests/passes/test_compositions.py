@@ -151,6 +151,7 @@ def test_every_pass_is_in_a_pair_of_every_run_of_the_tests() -> None:
     assert {name for _, *two in QUICK for name in two} == set(SPECS) == set(pass_names())
 
 
+@pytest.mark.first(4)
 @pytest.mark.parametrize(("kind", "first", "second"), pairs())
 def test_two_passes_come_through_every_check_or_are_refused(kind: str, first: str, second: str) -> None:
     said = rewritten(kind, SPECS[first], SPECS[second])
@@ -227,6 +228,7 @@ def test_three_passes_are_refused_only_where_two_of_them_are(kind: str, recipe: 
     assert said or not any(first and second for _, first, second in two), "two of these forms are refused by themselves"
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2", "gpt_neox", "opt", "granite", "cohere"])
 def test_convolutions_in_strided_layers_go_on_behind_the_anchors_of_their_row(family: str) -> None:
@@ -260,6 +262,7 @@ def test_convolutions_in_strided_layers_go_on_behind_the_anchors_of_their_row(fa
             torch.testing.assert_close(torch.cat(parts, 1)[row, pad:], alone, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["sparse-qkv(output=mult-conv)", "recurrence"])
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"cache_implementation": "static"}], ids=["beams", "static"])
@@ -273,6 +276,7 @@ def test_beams_and_static_caches_keep_what_modules_in_strided_layers_remember(ho
     assert torch.equal(model.generate(ids, **given, **how), expected)
 
 
+@pytest.mark.long
 def test_biases_that_are_tied_while_their_weights_are_gone_keep_their_size(tmp_path: Path) -> None:
     model = tiny_models.llama(attention_bias=True)
     retrofit.apply(model, SHARING, "sparse-qkv(kernel=1)", verify=False)
@@ -292,6 +296,7 @@ def test_modules_that_layers_share_do_not_hide_that_ids_are_handed_down() -> Non
     assert [layer.name for layer in stack.layers] == ["model.layers.0", "model.layers.1"]
 
 
+@pytest.mark.long
 def test_the_calls_of_a_module_are_told_apart_behind_a_binding() -> None:
     """Bloom does not hand its ids down, and its layers share a mixture: the tracer begins the paths of its norms anew."""
     config = transformers.BloomConfig(vocab_size=tiny_models.VOCABULARY, hidden_size=16, n_layer=2, n_head=2)

@@ -168,6 +168,7 @@ def test_layers_that_were_skipped_moved_or_repeated_are_missed(spec, change, nam
         assert outcomes == {number: f"{path}.{number}" for number in range(4)} | ({3: "same"} if last else {})
 
 
+@pytest.mark.first(1)
 @some
 @pytest.mark.parametrize("change", [hooked, replaced_forward, deleted])
 def test_two_streams_without_a_layer_are_those_of_a_smaller_model_or_refused(change):
@@ -185,6 +186,7 @@ def test_two_streams_without_a_layer_are_those_of_a_smaller_model_or_refused(cha
                 model(IDS)
 
 
+@pytest.mark.long
 def test_a_stack_whose_first_layers_are_compiled_runs():
     dense, model = llama(), rewritten(llama(), "altup(k=2)")
     for layers in (model.model.layers[:1], model.model.layers[:3]):
@@ -193,6 +195,7 @@ def test_a_stack_whose_first_layers_are_compiled_runs():
         assert gap(model, dense) < 1e-4
 
 
+@pytest.mark.long
 def test_the_record_of_a_run_breaks_no_graph():
     torch.compiler.reset()
     dense, model = llama(), rewritten(llama(), "altup(k=2)")

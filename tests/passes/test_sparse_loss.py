@@ -237,6 +237,7 @@ def test_a_head_that_was_widened_is_held_to_what_the_dense_one_computes(
     assert bool(list(sparse_loss.start(observed))) == wrong
 
 
+@pytest.mark.long
 def test_a_head_that_gets_its_weight_as_an_argument_is_replaced_like_others() -> None:
     entry = zoo.entry("masked/perceiver")
     model = zoo.build(entry)

@@ -52,7 +52,7 @@ def test_the_lookup_is_one_graph_when_it_is_compiled() -> None:
     torch.testing.assert_close(torch.compile(table, backend="eager", fullgraph=True)(ids), table(ids))
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("rows", [VOCABULARY + 3, VOCABULARY - 13])
 @pytest.mark.parametrize("make", [llama, gpt2, t5])
 def test_a_table_of_another_size(make: Any, rows: int, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_a_choice_in_no_time_is_made_of_one_linear_problem(monkeypatch: pytest.M
     assert problem.loss(choose(problem, limits, [best], seconds=0.0) or []) == problem.loss(best)
 
 
+@pytest.mark.long
 def test_the_choice_is_nearly_always_the_best_where_errors_depend_on_each_other() -> None:
     ratios = []
     for seed in range(8):

@@ -261,6 +261,7 @@ def test_what_takes_more_than_its_share_of_the_time_is_tried_again_with_what_is_
     assert began.count("sparse-qkv") == 2 and found.left_out == {}
 
 
+@pytest.mark.long
 def test_a_target_out_of_reach_names_what_the_candidates_take_and_lose(model: Any, tmp_path: Path) -> None:
     with pytest.raises(PlanningError) as refused:
         planned(model, "memory 0.01x", folder=tmp_path / "kept", measure=False)

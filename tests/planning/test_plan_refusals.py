@@ -149,6 +149,7 @@ def test_a_candidate_that_does_not_fit_is_named_once() -> None:
     assert error.value.why.count("merge-cross-attention:") == 1
 
 
+@pytest.mark.long
 def test_a_candidate_that_gives_no_numbers_is_left_out_with_the_reason(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     quality = measuring.Measurements.quality
 
@@ -161,6 +162,7 @@ def test_a_candidate_that_gives_no_numbers_is_left_out_with_the_reason(model: An
     assert QKV in error.value.why and "2 of its 2 sites" in error.value.why and "NaN" in error.value.why
 
 
+@pytest.mark.long
 def test_a_recipe_that_cannot_be_applied_does_not_cost_the_plans_for_the_others(
     found: ModelPlan, model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +201,7 @@ def test_why_there_is_no_loss_is_told() -> None:
             retrofit.plan(llama(), given, "loss +0.1", passes=[QKV])
 
 
+@pytest.mark.long
 def test_ids_are_given_by_the_name_that_a_model_of_ones_own_has_for_them() -> None:
     model = Own(tokens=256).eval()
     assert "x" in planning_data(model, windows()).window

@@ -70,7 +70,7 @@ LAYERS_IN_TURN = ("causal/gemma2", "causal/afmoe", "causal/hrm_text")  # of seve
 ARCHITECTURES = ("causal/llama", "causal/mixtral", "masked/deberta", "seq2seq/t5", "image/swin", *LAYERS_IN_TURN)
 
 
-@pytest.mark.first(4)
+@pytest.mark.first(2)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_equal_layers_are_traced_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build(entry := zoo.entry(name))
@@ -81,7 +81,7 @@ MIXTURES = ("sparse-ffn(sparsity=8)", "shared-moe(groups=0)")  # their hidden fu
 SPECS = ("altup(k=2)", "memory(beside=values)", "recurrence(rank=4)", "sparse-qkv(kernel=2)", *MIXTURES)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", SPECS)
 def test_so_are_those_of_rewritten_models(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build(entry := zoo.entry("causal/llama"), num_hidden_layers=3)

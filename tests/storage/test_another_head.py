@@ -149,6 +149,7 @@ def part(name: str) -> str:
     return dense_name(name).rpartition(".")[0]
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", PASSES)
@@ -195,7 +196,7 @@ def test_a_classifier_computes_what_it_computes_from_dense_weights(spec: str, tm
     assert torch.allclose(other(IDS).logits, plain(IDS).logits, atol=1e-5)
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("saved", "first", "then"),
     [
@@ -239,6 +240,7 @@ def test_what_was_not_saved_is_dense(tmp_path: Path) -> None:
     assert torch.equal(streams(again)["encoder"], streams(model)["encoder"])
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["sparse-loss(modules=4)", "merge-cross-attention"])
 def test_a_part_that_the_class_does_not_have_leaves_nothing_behind(spec: str, tmp_path: Path) -> None:
     trained(dense("T5ForConditionalGeneration"), spec).save_pretrained(tmp_path)
@@ -278,6 +280,7 @@ def test_what_a_class_changes_in_its_config_stays_its_own(tmp_path: Path) -> Non
     assert isinstance(retrofit.load(tmp_path / "encoder"), transformers.T5EncoderModel)
 
 
+@pytest.mark.long
 def test_a_head_that_a_wider_stream_does_not_fit_is_refused(tmp_path: Path) -> None:
     trained(dense("BertForMaskedLM"), "altup(k=2)").save_pretrained(tmp_path)
     with pytest.raises(CheckpointError) as error:
@@ -304,6 +307,7 @@ def test_adapters_and_further_passes_find_what_is_new(tmp_path: Path) -> None:
     assert added == {name for name in other.state_dict() if ".memory." in name}
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["reversible", "altup(k=2)"])  # the second widens the stream, and a masked model's head with it
 def test_another_head_is_rewritten_further(spec: str, tmp_path: Path) -> None:
@@ -320,6 +324,7 @@ def test_another_head_is_rewritten_further(spec: str, tmp_path: Path) -> None:
         assert loaded(tmp_path / "further", "BertForMaskedLM")[0](IDS).logits.shape == (1, 16, 96)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "shared-moe(groups=0)", "reversible", "altup(k=2,embedding=recycled)"])
 def test_a_composite_of_rewritten_masked_models_is_the_dense_one_and_is_saved(spec: str, tmp_path: Path) -> None:
@@ -359,7 +364,7 @@ def projected(model: Any, projection: str, output: Any) -> torch.Tensor:
     return model.get_submodule(projection)(output.pooler_output) if projection else output.last_hidden_state
 
 
-@pytest.mark.first(3)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["memory(lookup=softmax)", "altup(k=2)", "shared-moe(groups=1)"])
 @pytest.mark.parametrize(
     ("whole", "name", "place", "projection"),
@@ -389,6 +394,7 @@ def test_a_part_is_read_from_the_directory_of_the_whole(
         assert retrofit.recipe(copied) == retrofit.recipe(model)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "place", "new"),
@@ -444,7 +450,7 @@ def test_a_part_saved_by_itself_gets_the_ends_of_another_class(
             assert torch.equal(copied.eval().base_model(**inputs)[0], expected)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["altup(k=2,embedding=recycled)", "memory(lookup=softmax)"])
 @pytest.mark.parametrize("name", ["ViTForImageClassification", "MixtralForCausalLM"])
 def test_a_base_model_whose_weights_have_other_names_in_files_is_saved_by_itself(name: str, spec: str, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def untie_table(model):
     table.weight = nn.Parameter(table.weight + 0.1 * torch.randn_like(table.weight))
 
 
+@pytest.mark.first(1)
 @some
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("untie", [untie_head, untie_table])
@@ -169,7 +170,7 @@ def test_shared_layers_called_less_often_are_refused(tmp_path):
         transformers.AlbertForMaskedLM.from_pretrained(tmp_path, num_hidden_layers=2)
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("spec", "fits"), [("sparse-qkv(output=keep)", False), ("memory(lookup=softmax)", True), ("sum", True)])
 def test_other_heads_matter_to_what_depends_on_them(spec, fits, tmp_path):
     """With another number of heads the dense weights have the same shapes."""
@@ -329,6 +330,7 @@ def test_from_config_builds_a_rewritten_model_that_is_saved_and_loaded(spec, tmp
     assert gap(reloaded(fresh, tmp_path), fresh) == 0
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["llama", "t5"])
 def test_from_config_of_a_base_class_is_a_dense_model_that_is_saved_and_loaded(kind, tmp_path):
     model = rewritten(llama() if kind == "llama" else t5(), "shared-moe(groups=0)")
@@ -382,6 +384,7 @@ def test_a_dense_model_built_from_the_config_of_a_rewritten_one_is_saved_dense(s
     assert gap(reloaded(model, tmp_path / "rewritten"), model) == 0  # and its config is as it was
 
 
+@pytest.mark.long
 def test_so_is_a_composite(tmp_path):
     model = rewritten(llava(), "reversible")
     dense = transformers.LlavaForConditionalGeneration(model.config).eval()
@@ -557,6 +560,7 @@ def test_the_whole_model_loads_beside_its_parts_and_forgets_with_them(tmp_path):
     assert not recipe_storage.entry_of(back.config) and not recipe_storage.entry_of(back.model.language_model.config)
 
 
+@pytest.mark.long
 def test_each_part_of_what_was_recorded_attends_as_it_does_in_the_model(tmp_path):
     attention = {"": "eager", "text_config": "sdpa", "vision_config": "eager"}  # what lsh-attention replaces is in the text's alone
     model = llava()

@@ -65,6 +65,7 @@ def test_the_dtype_survives(dtype: torch.dtype, spec: str, tmp_path: Path) -> No
         require_same(model, again)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["shared-moe(groups=0, experts=2)", "sparse-ffn(sparsity=4)", "reversible"])
 def test_weights_that_transformers_keeps_in_float32_stay_so_in_new_modules(spec: str, tmp_path: Path) -> None:

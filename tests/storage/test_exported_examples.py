@@ -39,6 +39,7 @@ def test_a_program_exported_on_ids_that_say_nothing_is_checked_on_others(ids: Te
     assert checks["causality"].status == "passed" and checks["function"].status == "passed"
 
 
+@pytest.mark.long
 def test_ids_that_differ_are_kept(tmp_path: Path) -> None:
     ids = torch.randint(VOCABULARY, SIZE, generator=torch.Generator().manual_seed(3))
     assert torch.equal(provenance_of(retrofit.load(exported(Functional(), tmp_path / "model.pt2", ids))).examples["ids"], ids)
@@ -70,6 +71,7 @@ def test_given_ids_that_say_nothing_are_the_reason_that_is_given(ids: Tensor, wh
     assert checks["causality"].why == f"ids {why} in the example inputs, so no token could be changed"
 
 
+@pytest.mark.long
 def test_the_example_tensors_among_constants_and_inside_of_containers_are_found(tmp_path: Path) -> None:
     class Nesting(Functional):
         def forward(self, kind: str, flag: bool, nothing: None, batch: dict[str, tuple[Tensor, Tensor]]) -> Tensor:  # type: ignore[override]

@@ -169,6 +169,7 @@ def test_mixtures_of_experts(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(input_ids=IDS)["logits"], dense.eval()(input_ids=IDS).logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.long
 def test_parts_of_the_dense_program_that_are_code_are_refused(dense: Path, tmp_path: Path) -> None:
     def load_file(program: Any) -> Any:
         program["graph_module"]["graph"]["nodes"][0]["target"] = "os.system"
@@ -220,6 +221,7 @@ def test_undoing_a_graph_and_its_file(tied: Path, tmp_path: Path) -> None:
         assert torch.equal(undone(IDS)["logits"], wanted(IDS)["logits"])
 
 
+@pytest.mark.long
 def test_a_program_exported_in_training_mode_follows_the_mode(tmp_path: Path) -> None:
     model, sizes = Functional(2, 0.3), ({0: torch.export.Dim.AUTO, 1: torch.export.Dim.AUTO},)
     program = torch.export.export(model.train(), (IDS,), dynamic_shapes=sizes, strict=False)

@@ -23,6 +23,7 @@ def test_a_kind_of_file_that_is_not_written_is_refused(name: str, tmp_path: Path
         assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_transformers_model_becomes_the_file_that_its_name_says(tmp_path: Path) -> None:
     model, inputs = standin.tiny("llama")
     for name in ("x.pt", "x.pth", "x.pt2"):

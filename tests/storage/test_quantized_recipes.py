@@ -78,6 +78,7 @@ def assert_same_function(quantized: Any, oracle: Any) -> None:
 # ── Any quantizer of transformers ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", RECIPES)
 def test_a_rewritten_model_is_quantized_on_load_and_comes_back(folders: dict[str, Path], spec: str, tmp_path: Path) -> None:
     model = load(folders[spec], quantization_config=RowConfig())

@@ -72,7 +72,7 @@ def oracle(quantized: Any, plain: Any) -> Any:
     return plain
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("kind", "spec"), [*((llama, spec) for spec in RECIPES), (gpt2, "altup(k=2)"), (gpt2, "sparse-ffn(sparsity=8)")]
 )
@@ -93,6 +93,7 @@ def test_a_rewritten_model_is_quantized_saved_loaded_and_unpacked(kind: Any, spe
     assert torch.equal(logits(retrofit.dequantize(model)), logits(again)), "the model that was saved is unpacked too"
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("kind", [llama, gpt2])
 def test_a_quantized_base_is_unpacked_rewritten_and_quantized_again(kind: Any, tmp_path: Path) -> None:
     load(saved(kind(), tmp_path / "dense"), quantization_config=LayersConfig()).save_pretrained(tmp_path / "quantized")

@@ -60,6 +60,7 @@ def test_a_live_model_is_inspected_and_planned_as_its_transformer(tmp_path: Path
     assert retrofit.recipe(model) is not None and encoded(model).shape == (2, 16)
 
 
+@pytest.mark.long
 def test_a_graph_of_a_live_model_is_that_of_its_transformer(tmp_path: Path) -> None:
     model = sentence_model(tmp_path / "bert")
     graph = retrofit.apply(model, SUM, emit="graph", verify=False)
@@ -184,6 +185,7 @@ def test_calibration_that_is_not_there_or_not_used_is_refused_before_any_work(
     assert "calibration" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_an_export_says_what_is_not_in_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = saved_directory(tmp_path)
     assert main(["export", str(source), "--no-fuse"]) == 0

@@ -66,6 +66,7 @@ def test_another_dtype_is_that_of_the_weights_rounded(form):
     assert loaded.dtype == torch.bfloat16
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["llama", "bert"])
 def test_the_base_class_loads_the_base_as_it_is_in_the_model(form):
     model, path, given, _, _ = saved(form)
@@ -76,6 +77,7 @@ def test_the_base_class_loads_the_base_as_it_is_in_the_model(form):
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.long
 def test_a_class_without_the_head_returns_what_the_head_reads():
     model, path, given, _, _ = saved("t5")
     read = []
@@ -86,6 +88,7 @@ def test_a_class_without_the_head_returns_what_the_head_reads():
         assert torch.equal(transformers.AutoModel.from_pretrained(path / "whole")(**given)[0], read[0])
 
 
+@pytest.mark.long
 def test_what_the_class_freezes_is_trained_once_loaded_as_of_the_dense_model(tmp_path):
     """transformers trains every weight that it reads, Whisper's table of positions too."""
     config = transformers.WhisperConfig(

@@ -135,6 +135,7 @@ def test_a_model_that_lies_in_its_files_is_captured_once_and_its_result_once(
     assert len(captured) == captures
 
 
+@pytest.mark.long
 def test_weights_that_are_computed_without_a_sign_of_it_are_found_on_loading(
     models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +303,7 @@ def test_a_companion_that_was_cut_short_is_copied_again(models: Path, tmp_path: 
     assert differences(tmp_path / "whole", output) == []
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("equal", [True, False])
 def test_weights_that_the_files_hold_twice_are_tied_where_they_are_equal(equal: bool, tmp_path: Path) -> None:

@@ -77,6 +77,7 @@ def accelerator() -> Iterator[Any]:
     AcceleratorState._reset_state(True)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("make", [gptj, t5])
 @pytest.mark.parametrize("recipe", REPLACED)
@@ -121,6 +122,7 @@ def test_a_copy_of_a_replaced_forward_injects_into_a_nested_one() -> None:
     assert {"a", "b"} <= set(seen[-1]) and vars(model.transformer)["forward"] is inner
 
 
+@pytest.mark.long
 def test_a_copy_of_a_replaced_forward_is_compiled_in_one_graph() -> None:
     model = gpt2()
     expected = outputs(model)
@@ -139,6 +141,7 @@ class TakingKeywords(ForwardReplacement):
         return type(self.module).forward(module, *args, **{name: value for name, value in kwargs.items() if name not in "ab"})
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", SPLIT)
 def test_new_parts_stay_on_the_device_of_their_layer(recipe: str) -> None:
@@ -155,6 +158,7 @@ def test_new_parts_stay_on_the_device_of_their_layer(recipe: str) -> None:
         assert not [path for path in where if path.startswith("model.layers.") and path.count(".") > 2]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("recipe", ["shared-moe(groups=1)", "memory(lookup=softmax,rank=2), shared-moe(groups=0)"])
 @pytest.mark.parametrize("make", [llama, t5])
 def test_an_adapter_for_each_row_of_a_batch(recipe: str, make: Any) -> None:

@@ -37,7 +37,7 @@ def hooked(make: Callable[..., Any], path: str) -> Any:
     return model
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("make", "recipe", "path"),
     [

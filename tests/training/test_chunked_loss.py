@@ -181,6 +181,7 @@ def test_a_run_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [loss for _, loss in chunked.eval_losses] == pytest.approx([loss for _, loss in whole.eval_losses], rel=1e-4)
 
 
+@pytest.mark.long
 def test_bfloat16_and_recomputed_activations_go_together_with_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a teacher's predictions on disk; every parameter moves as it does with whole logits."""
     teach(without_dropout(llama()), TEXTS, tmp_path / "logits", length=32, top=300)

@@ -107,6 +107,7 @@ def test_of_two_streams_the_newer_one_learns_where_layers_are_reversed(monkeypat
             torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("distil", "anneal", "chunk"), [(0.0, 0, 10 * 259), (1.0, 1, distillation.CHUNK), (1.0, 0, distillation.CHUNK)]

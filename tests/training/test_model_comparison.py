@@ -64,6 +64,7 @@ def test_corrupted_spans_have_no_bits_a_byte() -> None:
     assert figures.bits_per_byte is None
 
 
+@pytest.mark.long
 def test_a_decoder_starts_as_in_training_where_the_config_does_not_say() -> None:
     dense = t5()
     assert dense.generation_config.decoder_start_token_id is dense.generation_config.bos_token_id is None
@@ -110,6 +111,7 @@ def test_the_picture_has_a_point_for_each_model(tmp_path: Path) -> None:
         assert [ink(path, colour) > 20 for colour in COLOURS[:2]] == [True, len(figures) == 2]
 
 
+@pytest.mark.long
 def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dense = llama()
     retrofit.save(dense, tmp_path / "dense.pt")

@@ -39,6 +39,7 @@ def on_disk(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=folder / "offloaded")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dial", ["mixture", pytest.param("own", marks=pytest.mark.long)])
 def test_it_teaches_what_the_same_model_in_memory_teaches(folder: Path, dial: str) -> None:
     results = []

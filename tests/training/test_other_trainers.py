@@ -152,6 +152,7 @@ def test_trainer_trains_saves_and_resumes(form, how, tmp_path):
 # LoRA
 
 
+@pytest.mark.first(3)
 @pytest.mark.parametrize(
     ("form", "targets"),
     [
@@ -225,6 +226,7 @@ def test_a_step_under_autocast_is_close_to_one_without(form):
 # Compile
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("form", ["llama", "llama-recycled", "gpt2", "mixtral", "bert", "albert", "vit"])
 def test_the_model_compiles_as_one_graph(form):

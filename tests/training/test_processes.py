@@ -56,6 +56,7 @@ def start_together(*arguments: str, folder: Path) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.long
 def test_two_processes_train_as_one_does_and_one_of_them_writes_and_speaks(tmp_path: Path) -> None:
     text, model = tmp_path / "text.txt", llama()
     text.write_text(TEXTS[0])

@@ -112,6 +112,7 @@ def test_alignment_lowers_the_error_of_the_sites_and_changes_nothing_else() -> N
     assert not any(parameter.data_ptr() in theirs for parameter in model.parameters())
 
 
+@pytest.mark.long
 def test_an_annealed_run_begins_at_the_dense_loss_and_ends_without_the_dense_part(tmp_path: Path) -> None:
     model, dense = pair("sparse-qkv")
     run = continue_pretraining(model, TEXTS, changed(align=0, anneal=4), teacher=dense, output=tmp_path / "model.pt")
@@ -186,7 +187,7 @@ def test_the_gap_is_told_as_a_part_of_what_there_was(start: float, end: float, w
     assert [line.split(None, 2)[2] for line in str(run).splitlines() if line.startswith("gap")] == [words]
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("specs", "dial"),
     [(("sparse-qkv",), "mixture"), (("reversible(scheme=terraformer)",), "own"), (("sparse-ffn(sparsity=8)",), "own")],
@@ -251,6 +252,7 @@ def test_a_dial_of_active_units_begins_at_the_dense_function_and_ends_at_the_met
     assert all(torch.equal(block.c1, before) for block, before in zip(blocks, controller, strict=True))
 
 
+@pytest.mark.long
 def test_a_dial_of_computed_tokens_begins_at_the_dense_function_and_ends_at_the_method() -> None:
     model, dense = pair("sequence-altup(k=3, layers=all)")
     with torch.no_grad():
@@ -341,6 +343,7 @@ def test_what_does_not_fit_is_refused() -> None:
         continue_pretraining(dense, TEXTS, SMALL, teacher=dense)
 
 
+@pytest.mark.long
 def test_sites_and_dense_modules_of_two_dtypes_are_refused_where_both_are_computed() -> None:
     model, dense = pair("sparse-qkv")
     settings = changed(steps=1, anneal=0, eval_fraction=0.0)
@@ -350,6 +353,7 @@ def test_sites_and_dense_modules_of_two_dtypes_are_refused_where_both_are_comput
     assert math.isfinite(run.losses[-1][1])
 
 
+@pytest.mark.long
 def test_sites_that_are_frozen_are_not_aligned() -> None:
     model, dense = pair("sparse-qkv")
     model.requires_grad_(False)

@@ -55,6 +55,7 @@ def test_a_loss_is_the_mean_over_the_same_steps_where_a_run_goes_on_between_two_
     assert resumed.losses == expected.losses
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("last", ["draw_run", "save", "finish_folder"])
 def test_a_run_that_is_killed_while_its_model_is_written_can_be_finished(
     last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

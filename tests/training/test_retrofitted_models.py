@@ -94,6 +94,7 @@ def test_it_is_trained_on_after_a_trip_to_disk(tmp_path: Path, name: str) -> Non
     assert all(torch.equal(again[key], value) for key, value in loaded.state_dict().items())
 
 
+@pytest.mark.long
 def test_what_the_passes_added_has_a_learning_rate_of_its_own(tmp_path: Path) -> None:
     model = retrofit.apply(dense(), "sparse-ffn(sparsity=4)", verify=False)
     model = retrofit.apply(model, "memory", verify=False)  # what the first pass added is still known

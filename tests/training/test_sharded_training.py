@@ -159,6 +159,7 @@ def names_of(model: Any) -> list[str]:
     return [named[group] for group in shard_groups(model)]
 
 
+@pytest.mark.long
 def test_what_several_layers_call_is_a_group_before_the_layers() -> None:
     model = tiny_models.llama(num_hidden_layers=3)
     assert names_of(model) == [f"model.layers.{depth}" for depth in range(3)]

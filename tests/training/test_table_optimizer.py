@@ -223,6 +223,7 @@ def test_the_state_goes_into_a_file_and_back(tmp_path: Path) -> None:
     assert same_weights(model, again)
 
 
+@pytest.mark.first(2)
 @pytest.mark.parametrize("spec", SPECS)
 def test_a_model_in_bfloat16_learns(spec: str) -> None:
     model = rewritten(spec).bfloat16()
@@ -345,6 +346,7 @@ def test_a_trainer_without_it_is_warned_and_told_the_line(tmp_path: Path, monkey
     assert len(said) == len(tables_of(model)) and all("optimizers=(retrofit.optimizer(model," in one for one in said)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("spec", ["memory", "altup(k=2); memory(rank=2)"])
 def test_a_resumed_run_ends_where_an_uninterrupted_one_does(spec: str, tmp_path: Path) -> None:
     start = retrofit.apply(llama(), *spec.split("; "), verify=False)

@@ -60,6 +60,7 @@ def test_parameters_that_were_trained_come_back_as_they_are_now(upcycled: Any) -
     assert float((undone(IDS).logits - upcycled(IDS).logits).abs().max()) > 0.1
 
 
+@pytest.mark.long
 def test_a_model_that_was_rounded_in_memory_comes_back_with_its_rounded_frequencies() -> None:
     """No file holds them: a model that is built makes them anew, in float32."""
     model = retrofit.apply(tiny_models.llama(), "memory", verify=False).to(torch.bfloat16)
@@ -77,6 +78,7 @@ def test_the_first_site_that_computes_something_else_is_named(upcycled: Any) -> 
         retrofit.undo(model)
 
 
+@pytest.mark.long
 def test_a_row_that_no_input_of_the_check_reads_counts() -> None:
     model = retrofit.apply(tiny_models.llama(vocab_size=4500), "memory(rank=2, layers=1)", verify=False)
     tables = {name: one for name, one in model.named_parameters() if name in provenance_of(model).added and one.shape[0] == 4500}
@@ -89,6 +91,7 @@ def test_a_row_that_no_input_of_the_check_reads_counts() -> None:
         retrofit.undo(model)
 
 
+@pytest.mark.long
 def test_a_pass_that_is_exact_up_to_a_length_is_tried_beyond_it() -> None:
     """No more tokens than a chunk attend as in the dense model; where the model takes no more it is undone."""
     with refused(VerificationError, code="differs"):

@@ -63,6 +63,7 @@ def test_every_pass_on_every_model(kind: str, one: str) -> None:
     check(kind, one)
 
 
+@pytest.mark.long
 def test_what_only_the_class_token_reaches_is_tried_on_more_of_them() -> None:
     """With this seed the hidden units that the class tokens of a small batch look up in the last block are all off."""
     kind = "vision transformer"
@@ -87,6 +88,7 @@ def test_tokens_may_come_before_the_batch(spec: str) -> None:
     torch.testing.assert_close(*made, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("kind", ["looped", "nn.TransformerEncoder"])
 def test_a_part_reads_its_sizes_off_its_arguments(kind: str) -> None:

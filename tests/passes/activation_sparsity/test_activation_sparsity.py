@@ -116,7 +116,7 @@ def test_it_computes_what_the_dense_model_does_on_masked_inputs(name: str, centr
     assert not torch.equal(logits(model, **given_inputs), logits(dense(name), **given_inputs))
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", each())
 def test_every_check_passes(name: str) -> None:
     model = retrofit.apply(copy.deepcopy(dense(name)), "activation-sparsity", calibration=[inputs_of(name)])
@@ -166,6 +166,7 @@ def test_code_around_a_site_resets_its_state() -> None:
     assert "state" not in vars(site) and site.weights == ("weight",)
 
 
+@pytest.mark.long
 def test_rows_of_codebooks_are_calibrated_together() -> None:
     entry = zoo.entry("causal/musicgen_melody")
     model = zoo.shallow(entry)
@@ -356,7 +357,7 @@ def test_at_level_zero_it_is_the_dense_model_bit_for_bit(name: str, centred: boo
     assert torch.equal(logits(model, **inputs_of(name)), logits(dense(name), **inputs_of(name)))
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", each(("llama", "gpt2", "mixtral", "t5")))
 def test_undo_gives_the_dense_model_back(name: str) -> None:
     undone = retrofit.undo(rewritten(name))

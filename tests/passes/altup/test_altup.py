@@ -182,6 +182,7 @@ def test_a_tower_that_reads_two_texts_is_rewritten_by_itself() -> None:
     torch.testing.assert_close(model(**given), before)
 
 
+@pytest.mark.long
 def test_one_stack_of_two() -> None:
     model, inputs, others = build("seq2seq/bart")
     expected = logits(model, others)
@@ -356,6 +357,7 @@ def test_every_start_passes_verification(options: dict[str, Any]) -> None:
     assert report is not None and report.ok and report["gradients"].status == "passed"
 
 
+@pytest.mark.long
 def test_weights_mapped_from_a_file_stay_where_they_are(tmp_path):
     tiny_models.llama().save_pretrained(tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)

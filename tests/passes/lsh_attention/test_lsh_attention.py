@@ -106,6 +106,7 @@ def test_padding_on_either_side_of_an_encoder_is_in_no_bucket(left: bool) -> Non
 # ── Verified, trained, saved ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("options", [FORM, {}], ids=["chunks", "one-chunk"])
 def test_every_check_passes_within_one_chunk_and_beyond(options: dict[str, Any]) -> None:
@@ -221,6 +222,7 @@ def test_an_attention_that_chooses_its_keys_by_what_tokens_hold_is_a_near_miss()
         retrofit.apply(own(Chooser(hides=True)), LSHAttention(**FORM), example_inputs={"input_ids": ids(2, 9)}, verify=False)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_bias_that_large_weights_make_leaves_an_attention_causal(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(causality, "LARGEST_MASK_INPUT", 200)  # smaller than the embedding
@@ -281,7 +283,7 @@ def test_torchs_own_module_whose_call_cannot_be_intercepted_becomes_a_graph() ->
     assert (model(long) - before[1]).abs().max() > 1e-3
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("build", "options", "why"),
     [

@@ -237,6 +237,7 @@ def test_an_ffn_with_code_between_its_modules_is_refused_with_that_code() -> Non
     assert "beside=layers" in caught.value.remedy and state(model) == before
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("identity", ["causal/llama", "causal/gpt_neox"])
 def test_layers_on_two_streams_are_refused_with_the_reason(identity: str) -> None:
@@ -508,6 +509,7 @@ def test_it_composes(identity: str, order: tuple[str, ...], tmp_path: Path) -> N
     assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path), others), logits(model, others))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(("identity", "lookup"), [("causal/llama", "softmax"), ("causal/gpt_neox", "ngram, buckets=64")])
 def test_in_an_altup_model_the_narrow_layer_gets_the_table(identity: str, lookup: str) -> None:
     model = build(identity)
@@ -633,12 +635,14 @@ class TwoRoutes(Forwarding):
         return super().forward(x, **keywords) + self.c(y)
 
 
+@pytest.mark.long
 def test_two_stacks_of_the_same_ids_each_have_their_route() -> None:
     model, given = TwoRoutes(), {"x": torch.arange(2, 14).view(2, 6)}
     (rewrite,) = apply_reported(model, "memory", example_inputs=given, count_flops=False).rewrites  # verified
     assert [site.name for site in rewrite.sites] == [f"{stack}.{depth}" for stack in "db" for depth in range(3)]
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("lookup", ["softmax", "lsh"])
 def test_no_token_is_looked_up_in_a_stream_of_zeros(lookup: str) -> None:

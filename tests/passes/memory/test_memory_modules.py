@@ -357,6 +357,7 @@ def test_keywords_reach_the_named_submodules_and_the_module_stays_as_it_was() ->
     assert InjectingCopy(tree, [], {}).copy is tree
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("fails", [False, True])
 def test_compiled_code_that_breaks_or_fails_leaves_the_module_as_it_was(fails: bool) -> None:
     class Broken(Tree):
@@ -463,6 +464,7 @@ class Frozen:
     width: int = 24
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("config", [{"width": 24}, Frozen()], ids=["a mapping", "a frozen dataclass"])
 def test_a_config_that_takes_no_attributes_stays_as_it_is(config: Any) -> None:
     model = Own()

@@ -279,6 +279,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(reentrant: bool) -> Non
     assert any("memory.table" in name and gradient.any() for name, gradient in found[0].items())
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @speaking
 def test_torch_compile_makes_one_graph_of_the_same_function(identity: str) -> None:
@@ -335,6 +336,7 @@ ORDERS = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("order", ORDERS, ids=" ".join)
 def test_it_composes(order: tuple[str, ...], tmp_path: Path) -> None:
@@ -380,6 +382,7 @@ def test_a_graph_an_exported_program_and_an_onnx_file(dense_model: Callable[[], 
     torch.testing.assert_close(zoo.logits(loaded(ids)), logits(model, {"input_ids": ids}), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.long
 def test_projections_in_a_models_own_code_become_modules_of_its_graph() -> None:
     class Attention(nn.Module):
         """Queries, keys and values are products in its own code."""

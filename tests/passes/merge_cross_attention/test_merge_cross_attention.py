@@ -132,7 +132,7 @@ def t5_by_hand(model: Any, attentions: int, given: dict[str, Tensor], positions:
 BY_HAND = {"bart": bart_by_hand, "t5": t5_by_hand}
 
 
-@pytest.mark.first(2)
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -161,6 +161,7 @@ def kl(one: Tensor, other: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["bart", "t5"])
 def test_two_attentions_are_the_dense_layer_where_neither_sees_what_it_did_not_have(name: str) -> None:
     model, given = copy.deepcopy(rewritten(name)), inputs()
@@ -377,6 +378,7 @@ def test_a_merged_decoder_is_a_causal_stack_that_attends_to_itself(build: Any) -
     assert [branch.role for branch in decoder.layers[0].branches] == ["self-attention", "self-attention", "ffn"]
 
 
+@pytest.mark.long
 def test_a_recurrence_in_merged_layers_goes_on_from_the_cache() -> None:
     model = moved(retrofit.apply(copy.deepcopy(rewritten("t5")), "recurrence(rank=4)", verify=False))
     given = {"attention_mask": inputs()["attention_mask"], "do_sample": False, **HOW}

@@ -182,6 +182,7 @@ class Model(nn.Module):
         return self.head(x) + sum(self.seen) if self.adds else self.head(x)  # type: ignore[no-any-return]
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize(
     ("model", "why"),
     [

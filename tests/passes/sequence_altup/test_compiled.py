@@ -144,6 +144,7 @@ def test_gradients_of_padded_rows_are_those_of_indexing() -> None:
         torch.testing.assert_close(gradient, other)
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("static", [False, True], ids=["grows", "static"])
 @pytest.mark.parametrize("mask", ["none", "left"])

@@ -60,6 +60,7 @@ def heard(length: int) -> dict[str, Tensor]:
     return {"input_ids": torch.arange(2 * length).view(2, -1) * 5 % WORDS, "sound": torch.randn(2, 5, 2 * length)}
 
 
+@pytest.mark.long
 def test_a_model_says_which_guess_it_runs_on() -> None:
     model: Any = retrofit.apply(Heard().eval(), SequenceAltUp(k=3, layers="all"), example_inputs=heard(11))
     assert [getattr(layer, "k", 1) for layer in model.layers] == [3, 3, 3, 3]

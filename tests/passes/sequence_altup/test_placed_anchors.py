@@ -117,6 +117,7 @@ class Step(nn.Module):
         return self.layer(x, cache=cache), cache.layers[0].carried()  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_an_exported_step_without_a_mask_sees_what_the_row_stores_and_no_more() -> None:
     """Several steps of an exported program, in which anchors of the rows fall on different steps."""
     layer = strided()

@@ -141,6 +141,7 @@ def partly_windowed() -> Own:
     return model
 
 
+@pytest.mark.long
 def test_a_layer_whose_code_does_not_run_on_the_anchors_alone_is_left_alone(tmp_path: Path) -> None:
     """That is tried on the dense model, on inputs of two lengths; the recipe names the layers that are strided."""
     model, inputs = partly_windowed(), {"x": torch.arange(32).view(2, 16)}
@@ -259,6 +260,7 @@ def test_generate_makes_the_same_tokens_with_every_cache(how: dict[str, Any], la
         assert torch.equal(decoded(model, tokens, mask, **how), decoded(model, tokens, mask, use_cache=False, **plain))
 
 
+@pytest.mark.long
 def test_an_encoder_decoder_generates_the_same_tokens() -> None:
     model, tokens = original("seq2seq/t5"), ids("seq2seq/t5")
     for beams in (1, 3):
@@ -423,6 +425,7 @@ class Shaped(Own):
         return self.c(y)
 
 
+@pytest.mark.long
 def test_the_inner_layers_of_a_stack_in_two_lists_are_strided() -> None:
     torch.manual_seed(0)
     applied = apply_reported(Shaped().eval(), "sequence-altup(k=2)", count_flops=False)

@@ -343,6 +343,7 @@ def test_one_token_on_a_cpu_copies_no_matrix(form: dict[str, Any]) -> None:
     torch.testing.assert_close(y, moe.combine_every(x, gates, selected, hidden))
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", [{"slices": 3, "experts": 2, "gated": "halves"}, {"k": 2, "gated": "two"}, {"k": 1}])
 def test_one_token_compiled_copies_no_matrix(form: dict[str, Any]) -> None:
     """Of what Inductor would run, nothing is written that is as large as a matrix of one expert; and it is few kernels."""

@@ -169,6 +169,7 @@ def test_the_check_method_reports_a_matrix_that_was_not_fitted(fault: str, monke
     assert "output matrix" in error.value.report["method"].why
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("text", [20_000, 2_500], ids=["long", "short"])
 @pytest.mark.parametrize("seed", range(2))

@@ -190,6 +190,7 @@ def energies(notes: Any) -> list[list[float]]:
     return [list(note.values.values()) for note in notes if getattr(note, "kind", "") == ENERGY]
 
 
+@pytest.mark.long
 def test_calibration_keeps_more_than_none_and_no_more_than_the_best_choice() -> None:
     model, _ = build("causal/llama")
     windows = torch.randint(10, 40, (40, 32), generator=torch.Generator().manual_seed(0))
@@ -262,6 +263,7 @@ def test_a_few_massive_tokens_are_kept_and_do_not_decide_for_the_others() -> Non
     assert ours > Kept.measure(contributions, others, 8, 1, [(led, units)])[0].of_tokens + 0.1
 
 
+@pytest.mark.long
 @torch.no_grad()
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 99), st.sampled_from([1, 2, 5]), st.booleans(), st.booleans(), st.integers(16, 80))
@@ -448,6 +450,7 @@ def test_a_plain_feed_forward_has_no_gate_to_select_by() -> None:
     assert "controller=low-rank" in str(caught.value)
 
 
+@pytest.mark.long
 def test_a_gate_with_weights_of_its_own_is_refused() -> None:
     model = stack(gated=True)
     for layer in model.layers:

@@ -98,6 +98,7 @@ def fitted(name: str, spec: SparseQKV) -> tuple[nn.Module, nn.Module, Tensor, tu
     return model, dense, ids, one.notes
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize(("name", "output"), [("causal/llama", "none"), ("masked/bert", "keep")])
 def test_no_attention_is_worse_on_windows_held_out(name: str, output: str) -> None:

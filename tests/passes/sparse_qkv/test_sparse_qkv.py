@@ -290,6 +290,7 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_never_been(form: str) -> N
     torch.testing.assert_close(torch.cat(pieces, 1), model(ids).logits[:, 5:], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.first(1)
 @pytest.mark.parametrize("form", DECODERS)
 def test_tokens_hidden_at_the_end_of_a_chunk_hide_no_others(form: str) -> None:
     model = rewritten(form)
@@ -531,6 +532,7 @@ def test_a_mask_of_whatever_kind_keeps_padding_from_the_convolutions(mask: str) 
     torch.testing.assert_close(model(x, hidden)[1:, 4:], model(x[1:, 4:], hidden[1:, 4:]))
 
 
+@pytest.mark.long
 @pytest.mark.first(1)
 @pytest.mark.parametrize("name", ["causal/recurrent_gemma", "causal/llama4_text"])
 def test_chunks_and_windows_of_the_attention_hold_for_the_convolutions_and_positions_are_no_mask(name: str) -> None:
