@@ -44,7 +44,7 @@ def dense(options: argparse.Namespace) -> nn.Module:
             )
         )
     shape: dict[str, Any] = {"hidden_size": width, "num_attention_heads": heads, "num_hidden_layers": options.layers}
-    return AutoModel.from_config(LlamaConfig(vocab_size=VOCABULARY, intermediate_size=8 * width // 3, **shape))
+    return AutoModel.from_config(LlamaConfig(vocab_size=VOCABULARY, intermediate_size=width // 6 * 16, **shape))
 
 
 def build(options: argparse.Namespace) -> dict[str, nn.Module]:

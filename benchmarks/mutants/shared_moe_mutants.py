@@ -215,8 +215,8 @@ MUTANTS = [
     ),
     mixture(
         "a few tokens: each has the expert of another row",
-        "        numbers = selected.flatten().tolist()\n",
-        "        numbers = selected.flatten().flip(0).tolist()\n",
+        "        chosen = selected.view(tokens, self.sent).tolist()\n",
+        "        chosen = selected.flip(1).view(tokens, self.sent).tolist()\n",
         trials=SLICED,
         test="tests/passes/shared_moe/test_slicing.py::test_outputs_gradients_and_balance_are_those_of_a_loop",
     ),

@@ -39,6 +39,7 @@ from retrofit.sdk.modules import FeedForwardBlock, cond, record_auxiliary_loss, 
 ROUTER_SPREAD = 0.02  # standard deviation of the router's random weights
 GROUPED = "grouped_mm"  # transformers' own function for many rows, which is computed here
 ROW = 16  # bytes; grouped kernels need rows of a multiple of it
+SINGLE = 4  # bytes of a number in single precision, of which torch has fast products of a matrix and a vector
 
 
 class Router(nn.Linear):
@@ -66,16 +67,17 @@ class ExpertMatrices(nn.Module):
         self.bias: nn.Parameter | None
         self.register_parameter("bias", bias)
 
-    def forward(self, rows: Tensor, expert: Tensor | Sequence[int], ends: Tensor | None) -> Tensor:
+    def forward(
+        self, rows: Tensor, expert: Tensor | Sequence[int], ends: Tensor | None, gates: Sequence[float] | None = None
+    ) -> Tensor:
         """Return each row times the matrix of its expert, plus its bias: (rows, in) to (rows, out).
 
-        `ends` is the index after the last row of each expert, for rows sorted by expert. None is for few rows: the matrix of each
-        is read in place if the experts are numbers, and gathered if they are a tensor.
+        `ends` is the index after the last row of each expert, for rows sorted by expert. None is for few rows: their matrices are
+        gathered, or, if the experts are numbers, read in place (`read_in_place`), summed with the weights `gates` if there are any.
         """
-        weight, bias = self.weight, self.bias  # read once, because adapters compute them at each access
         if not isinstance(expert, Tensor):
-            parts = zip(rows.split(1), expert, strict=True)
-            return torch.cat([F.linear(row, weight[e], None if bias is None else bias[e]) for row, e in parts])
+            return self.read_in_place(rows, expert, gates)
+        weight, bias = self.weight, self.bias  # read once, because adapters compute them at each access
         weight = weight.to(rows.dtype)  # type: ignore[assignment]
         if ends is not None:
             y = grouped_product(rows, weight.transpose(1, 2), ends)
@@ -84,6 +86,27 @@ class ExpertMatrices(nn.Module):
         else:
             y = torch.bmm(weight.index_select(0, expert), rows.unsqueeze(-1)).squeeze(-1)
         return y if bias is None else y + bias.to(y.dtype).index_select(0, expert)
+
+    def read_in_place(self, rows: Tensor, experts: Sequence[int], gates: Sequence[float] | None) -> Tensor:
+        """Return the products of one row, (in), with every expert's matrix, or of each of several, (experts, in): (experts, out).
+
+        With `gates` return their weighted sum: (out). In decoding each operation takes as long as a small product, so they are few.
+        """
+        weight, bias = self.weight, self.bias
+        pairs = [(rows, e) for e in experts] if rows.dim() == 1 else [*zip(rows.unbind(), experts, strict=True)]
+        if rows.element_size() < SINGLE:
+            y = torch.stack([F.linear(row, weight[e], None if bias is None else bias[e]) for row, e in pairs])
+            return y if gates is None else torch.tensor(gates).matmul(y.float()).to(rows.dtype)
+        if gates is None:
+            return torch.stack(
+                [torch.mv(weight[e], row) if bias is None else torch.addmv(bias[e], weight[e], row) for row, e in pairs]
+            )
+        y = rows.new_zeros(weight.shape[1])
+        for (row, e), gate in zip(pairs, gates, strict=True):
+            y.addmv_(weight[e], row, alpha=gate)
+            if bias is not None:
+                y.add_(bias[e], alpha=gate)
+        return y
 
     def of_every_expert(self, rows: Tensor) -> Tensor:
         """Return `rows` for every expert, (rows, in) or (E, rows, in), times its matrix plus its bias: (E, rows, out)."""
@@ -154,21 +177,21 @@ class MixtureOfExperts(nn.Module):
 
     def compute_in_place(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         """Return y of a few tokens from views of their experts' matrices, without sorting or copying."""
-        logits = self.router(x).view(-1, self.slices, self.experts)
-        gates = None
+        slices, experts, tokens = self.slices, self.experts, x.numel() // self.width
+        logits = self.router(x).view(tokens, slices, experts)
         if self.order is not None or (self.k == 1 and self.renormalize):
             selected = logits.topk(self.k, dim=-1).indices
+            gates = [[1.0] * self.sent] * tokens
         else:
-            gates, selected = logits.softmax(-1).topk(self.k, dim=-1)
-            gates = gates / gates.sum(-1, keepdim=True) if self.renormalize else gates
-        sent = self.sent
-        numbers = selected.flatten().tolist()
-        if self.slices > 1:
-            numbers = [e + self.experts * (place % self.slices) for place, e in enumerate(numbers)]  # with slices K is 1
-        rows = x.reshape(1, -1).expand(sent, -1) if len(numbers) == sent else x.reshape(-1, self.width).repeat_interleave(sent, 0)
-        y = self.run_experts(rows, numbers, None, hidden).view(-1, sent, self.width)
-        y = y if gates is None else y * gates.view(-1, sent, 1)
-        return (y if sent == 1 else y.sum(1)).to(x.dtype).view(x.shape)
+            weights, selected = logits.softmax(-1).topk(self.k, dim=-1)
+            weights = weights / weights.sum(-1, keepdim=True) if self.renormalize else weights
+            gates = weights.view(tokens, self.sent).tolist()
+        chosen = selected.view(tokens, self.sent).tolist()
+        if slices > 1:
+            chosen = [[e + place * experts for place, e in enumerate(of_token)] for of_token in chosen]  # with slices K is 1
+        rows = (x.view(-1),) if tokens == 1 else x.reshape(tokens, self.width).unbind()
+        y = [self.run_experts(row, numbers, None, hidden, of_row) for row, numbers, of_row in zip(rows, chosen, gates, strict=True)]
+        return (y[0] if tokens == 1 else torch.stack(y)).view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gates and experts of each token: (tokens, g·K), float32 and indices; above an expert's capacity the gate is 0.
@@ -259,11 +282,16 @@ class MixtureOfExperts(nn.Module):
         return (y.view(*gates.shape, self.width) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
 
     def run_experts(
-        self, rows: Tensor, expert: Tensor | Sequence[int], ends: Tensor | None, hidden: Callable[..., Tensor]
+        self,
+        rows: Tensor,
+        expert: Tensor | Sequence[int],
+        ends: Tensor | None,
+        hidden: Callable[..., Tensor],
+        gates: Sequence[float] | None = None,
     ) -> Tensor:
-        """Return the output of each row's expert; `ends` as in `ExpertMatrices`."""
+        """Return the output of each row's expert; `ends` and `gates` as in `ExpertMatrices`."""
         z = [self.get_submodule(name)(rows, expert, ends) for name in self.into]
-        return self.down(hidden(*self.units_of(z)), expert, ends)  # type: ignore[no-any-return]
+        return self.down(hidden(*self.units_of(z)), expert, ends, gates)  # type: ignore[no-any-return]
 
     def units_of(self, z: Sequence[Tensor]) -> list[Tensor]:
         """Return the inputs of the hidden function, from the outputs of the matrices: (…, units) each."""

@@ -316,10 +316,17 @@ def test_training_and_decoding_compile_without_a_graph_break(spec: SharedMoE) ->
             torch.testing.assert_close(step(input_ids=one).logits, model(input_ids=one).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])
 @pytest.mark.parametrize(
-    "form", [{"slices": 3, "experts": 2, "gated": "halves"}, {"k": 2, "gated": "two"}, {"k": 1, "bias": False}]
+    ("form", "tokens"),
+    [
+        ({"slices": 3, "experts": 2, "gated": "halves"}, 1),
+        ({"slices": 3, "experts": 4, "gated": "halves", "bias": False}, 4),
+        ({"k": 2, "gated": "two"}, 2),
+        ({"k": 1, "bias": False, "renormalize": False}, 3),
+    ],
 )
-def test_one_token_on_a_cpu_copies_no_matrix(form: dict[str, Any]) -> None:
+def test_a_few_tokens_on_a_cpu_copy_no_matrix(form: dict[str, Any], tokens: int, dtype: torch.dtype, tolerance: float) -> None:
     """The same as the other ways, and no operation makes as many numbers as a matrix of one expert has."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -333,14 +340,16 @@ def test_one_token_on_a_cpu_copies_no_matrix(form: dict[str, Any]) -> None:
                 self.numel = max(self.numel, result.numel())
             return result
 
-    moe, hidden = make(**form, units=16)
-    x = torch.randn(1, D)
+    moe, hidden = make(**form, units=16, dtype=dtype)
+    x = torch.randn(tokens, 1, D).to(dtype)
     gates, selected = moe.eval().route(x)
     with torch.no_grad(), Largest() as largest:
         y = moe(x, hidden)
     assert largest.numel < D * 16
-    torch.testing.assert_close(y, moe.combine_gathered(x, gates, selected, hidden))
-    torch.testing.assert_close(y, moe.combine_every(x, gates, selected, hidden))
+    assert y.dtype == dtype and y.shape == x.shape
+    close: dict[str, Any] = {"rtol": tolerance, "atol": tolerance}
+    torch.testing.assert_close(y.squeeze(1), moe.combine_gathered(x.squeeze(1), gates, selected, hidden), **close)
+    torch.testing.assert_close(y.squeeze(1), moe.combine_every(x.squeeze(1), gates, selected, hidden), **close)
 
 
 @pytest.mark.first(1)
@@ -469,6 +478,10 @@ def test_adapters_of_the_experts_are_part_of_what_is_computed(plugged: list[Any]
         model.config._experts_implementation = "plugged"
         torch.testing.assert_close(adapted(input_ids=ids).logits, expected)
         assert not plugged
+        adapted.config._experts_implementation = None
+        first = adapted(input_ids=ids[:1, :1]).logits  # whose experts are read in place
+        torch.testing.assert_close(first, expected[:1, :1], rtol=1e-4, atol=1e-5)
+        adapted.config._experts_implementation = "plugged"
         merged = retrofit.merge_adapters(adapted)
         torch.testing.assert_close(merged(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
     assert plugged
