@@ -171,11 +171,58 @@ def test_the_yardstick_says_which_aims_are_reached(gpu: Any) -> None:
         "steps, compiled": {"dense": 100.0, "pass": 70.0},
         "tokens, called": {"failed": "why"},
     }
-    results = {"yardstick: altup(k=2, embedding=recycled)": found, "yardstick: sequence-altup(k=2)": strided}
+    twice = {"tokens, compiled": {"dense": 1.0, "pass": 2.0, "bytes": 1.6}}
+    found_of = {"altup(k=2, embedding=recycled)": found, "sequence-altup(k=2)": strided, "shared-moe(groups=0, k=2)": twice}
+    results = {f"yardstick: {name}": one for name, one in found_of.items()}
     said = [line for line in page(results, list(results)).splitlines() if line.startswith("- `")]
-    assert [(line.count("×1.04"), line.count("×1.05"), "reached" in line) for line in said[:1]] == [(2, 1, True)]
-    assert "×0.80" in said[1] and "missed" in said[1]
-    assert "×0.70" in said[2] and "×0.66" in said[2] and "missed" in said[2] and len(said) == 3
+    assert len(said) == 3  # one line a pass
+    step_of, token_of = said[0].split("; ")
+    assert (step_of.count("×1.04"), step_of.count("×1.05"), "reached" in step_of) == (2, 1, True)
+    assert "×0.80" in token_of and "×0.97" in token_of and "missed" in token_of
+    assert "×0.70" in said[1] and "×0.66" in said[1] and "missed" in said[1]
+    assert "×0.50" in said[2] and "×0.56" in said[2] and "missed" in said[2]
+
+
+def test_ten_passes_have_a_line_each_at_the_beginning_of_the_page(gpu: Any) -> None:
+    from on_cuda import yardstick
+    from on_cuda.page import BARS, OF_BYTES, page
+
+    one = {"steps, compiled": {"dense": 1.0, "pass": 1.0}, "tokens, compiled": {"dense": 1.0, "pass": 1.0, "bytes": 1.0}}
+    results = {f"yardstick: {name}": one for name in yardstick.NAMES}
+    head = page(results, list(results)).partition("\n## ")[0]
+    assert head.count("\n- `") == len(yardstick.NAMES) == 10
+    assert OF_BYTES < 1 and set(BARS) <= set(yardstick.NAMES)
+
+
+def test_products_of_mixtures_are_those_of_the_experts_that_run(gpu: Any) -> None:
+    from on_cuda import yardstick
+    from on_cuda.random_models import TINY
+
+    ids = torch.randint(TINY.vocabulary, (2, 16))
+
+    def more(name: str) -> int:
+        made = yardstick.models(name, TINY, "cpu")
+        return yardstick.flops(made[yardstick.PASS], ids) - yardstick.flops(made[yardstick.DENSE], ids)
+
+    expert, router = TINY.layers * 6 * ids.numel() * TINY.width * TINY.units, TINY.layers * 2 * ids.numel() * TINY.width
+    assert more("shared-moe(groups=0, slices=4)") == 16 * router
+    assert more("shared-moe(groups=0, k=2)") == expert + 4 * router
+
+
+def test_a_token_reads_the_experts_that_it_is_sent_to(gpu: Any) -> None:
+    from on_cuda import yardstick
+    from on_cuda.random_models import TINY
+
+    def bytes_of(name: str) -> float:
+        return yardstick.bytes_read(yardstick.models(name, TINY, "cpu")[yardstick.PASS])
+
+    experts, routers = TINY.layers * 3 * TINY.width * TINY.units, TINY.layers * TINY.width
+    dense = bytes_of("")
+    assert dense == 4 * (
+        TINY.layers * (3 * TINY.width**2 + 2 * TINY.width + 3 * TINY.width * TINY.units) + TINY.width + TINY.vocabulary * TINY.width
+    )
+    assert bytes_of("shared-moe(groups=0, slices=4)") == dense + 4 * 16 * routers
+    assert bytes_of("shared-moe(groups=0, k=2)") == dense + 4 * (experts + 4 * routers)
 
 
 def crew_of(folder: Path, keys: list[str], seconds: float, most: int) -> tuple[dict[str, Any], int]:

@@ -87,20 +87,23 @@ def machine(results: Results) -> str:
     return f"**{one['device']}**, {one['processors']} multiprocessors, {one['CPUs']} CPUs; {versions}.\n{ceilings}."
 
 
-BARS = {  # aims: a compiled step's time over the dense one's (None, of strides: a tenth over its products), a token's speed
+BARS = {  # aims: a compiled step's time over the dense one's, a token's speed; two more depend on what was measured
     "altup(k=2, embedding=recycled)": (1.04, 0.97),
     "altup(k=4, embedding=recycled)": (1.08, None),
     "sequence-altup(k=2)": (None, None),
     "sequence-altup(k=4)": (None, 1.15),
+    "shared-moe(groups=0, slices=4)": (1.25, 0.95),
     "shared-moe(groups=0, k=1)": (None, 0.9),
     "sparse-ffn(sparsity=8)": (1.15, None),
 }
+STRIDED, OVER_PRODUCTS = "sequence-altup", 1.1  # a step's time over what its FLOPs say
+TWICE, OF_BYTES = "shared-moe(groups=0, k=2)", 0.9  # a token's speed over what the bytes that it reads allow
 
 
 def yardstick(results: Results) -> str:
     """The page's first lines, by which one decides, and the table that they are read from."""
     found = of(results, "yardstick: ")
-    said = [line for name, one in found.items() for line in in_words(name, one)]
+    said = [line for name, one in found.items() if (line := in_words(name, one))]
     lines = []
     for name, one in found.items():
         cells = [f"`{name}`"]
@@ -123,29 +126,31 @@ def yardstick(results: Results) -> str:
     return "\n\n".join(part for part in ("\n".join(said), table_of) if part)
 
 
-def in_words(name: str, one: Mapping[str, Any]) -> Iterator[str]:
-    """What the figures of a pass say, and whether they reach what was aimed at."""
+def in_words(name: str, one: Mapping[str, Any]) -> str:
+    """What the figures of a pass say, and whether they reach what was aimed at, in one line; empty where there are none."""
     step, token = (one.get(f"{what}, compiled", {}) for what in ("steps", "tokens"))
-    products, aims = one.get("steps, called", {}).get("products"), BARS.get(name, (None, None))
+    products, read = one.get("steps, called", {}).get("products"), token.get("bytes")
+    most, least = BARS.get(name, (None, None))
+    found = []
     if longer(step).startswith("×"):
-        most = aims[0] or (1.1 * products if name.startswith("sequence-altup") and products else None)
+        most = OVER_PRODUCTS * products if name.startswith(STRIDED) and products else most
         rest = without_heads(one, "compiled")
-        yield (
-            f"- `{name}`: a compiled training step takes {longer(step)} the dense model's time"
-            + (f", {rest} without the heads" if rest else "")
-            + reached(step["pass"] / step["dense"], most, at_most=True)
+        text = f"a compiled training step takes {longer(step)} the dense model's time" + (
+            f", {rest} without the heads" if rest else ""
         )
+        found.append(text + reached(step["pass"] / step["dense"], most, at_most=True))
     if times(token.get("dense"), token.get("pass")).startswith("×"):
-        speed = token["dense"] / token["pass"]
-        yield f"- `{name}`: a token is decoded at ×{speed:.2f} the dense model's speed" + reached(speed, aims[1], at_most=False)
+        speed, least = token["dense"] / token["pass"], OF_BYTES / read if name == TWICE and read else least
+        found.append(f"a token is decoded at ×{speed:.2f} the dense model's speed" + reached(speed, least, at_most=False))
+    return f"- `{name}`: {'; '.join(found)}." if found else ""
 
 
 def reached(value: float, aim: float | None, *, at_most: bool) -> str:
-    """Return whether the aim is reached, at the end of a sentence."""
+    """Return whether the aim is reached, in parentheses; empty without an aim."""
     if aim is None:
-        return "."
+        return ""
     met = value <= aim if at_most else value >= aim
-    return f" (aim: {'at most' if at_most else 'at least'} ×{aim:.2f}, {'reached' if met else 'missed'})."
+    return f" (aim: {'at most' if at_most else 'at least'} ×{aim:.2f}, {'reached' if met else 'missed'})"
 
 
 def longer(step: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ is compiled, in decoding the whole model.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from on_cuda.decoding import GROUP, Decoding
 from on_cuda.parts import Part, attempt, release_memory
 from on_cuda.random_models import TINY, Shape, rewritten
 from on_cuda.timing import captured, in_turns
+from retrofit.passes.shared_moe.mixture_of_experts import ExpertMatrices, MixtureOfExperts
 
 SHAPE, BATCH, LENGTH = Shape(2048, 8192, 16, 16, 4, 32000), 4, 2048
 NAMES = (
@@ -31,7 +33,9 @@ NAMES = (
     "altup(k=2)",
     "altup(k=4, embedding=recycled)",
     "sequence-altup(k=4)",
+    "shared-moe(groups=0, slices=4)",
     "shared-moe(groups=0, k=1)",
+    "shared-moe(groups=0, k=2)",
     "sparse-ffn(sparsity=8)",
     "recurrence",
 )
@@ -86,18 +90,42 @@ def steps(name: str, shape: Shape, way: str, device: str) -> dict[str, Any]:
 @torch.no_grad()
 def flops(model: Any, ids: Tensor) -> int:
     """The floating-point operations of a forward."""
-    with FlopCounterMode(display=False) as counter:
+    grouped = {torch.ops.aten._grouped_mm: grouped_flops, torch.ops.transformers.grouped_mm_fallback: grouped_flops}
+    with FlopCounterMode(display=False, custom_mapping=grouped) as counter:
         model(input_ids=ids, use_cache=False)
     return counter.get_total_flops()
 
 
+def grouped_flops(rows: Any, weight: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
+    """Those of rows, each by the matrix of its group, weight (E, in, out), which torch does not count."""
+    return 2 * math.prod(rows) * weight[-1]
+
+
 @torch.no_grad()
 def tokens(name: str, shape: Shape, way: str, device: str) -> dict[str, float]:
-    """Milliseconds a token at batch 1, in a CUDA graph of GROUP calls: a stride that divides GROUP has all its steps there."""
+    """Milliseconds a token at batch 1, in a CUDA graph of GROUP calls: a stride that divides GROUP has all its steps there.
+
+    And the bytes that a token reads after the pass, over those before.
+    """
     made = models(name, shape, device)
     called = {which: torch.compile(model, **compiler(device)) if way == "compiled" else model for which, model in made.items()}
     actions = {which: captured(Decoding(model, 1, device, called[which]), device) for which, model in made.items()}
-    return {which: time / GROUP for which, time in in_turns(actions, device).items()}
+    times = {which: time / GROUP for which, time in in_turns(actions, device).items()}
+    return {**times, "bytes": bytes_read(made[PASS]) / bytes_read(made[DENSE])}
+
+
+def bytes_read(model: Any) -> float:
+    """The bytes of the weights that a token reads: all but the embedding, and of the experts those that it is sent to."""
+    embedding = {id(parameter) for parameter in model.get_input_embeddings().parameters()}
+    share = {
+        id(parameter): module.sent / module.stacked
+        for module in model.modules()
+        if isinstance(module, MixtureOfExperts)
+        for matrices in module.children()
+        if isinstance(matrices, ExpertMatrices)
+        for parameter in matrices.parameters()
+    }
+    return sum(one.numel() * one.element_size() * share.get(id(one), 1.0) for one in model.parameters() if id(one) not in embedding)
 
 
 def heads(name: str, shape: Shape, device: str) -> dict[str, float]:
