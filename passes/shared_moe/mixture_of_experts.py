@@ -101,10 +101,12 @@ class ExpertMatrices(nn.Module):
             return torch.stack(
                 [torch.mv(weight[e], row) if bias is None else torch.addmv(bias[e], weight[e], row) for row, e in pairs]
             )
-        y = rows.new_zeros(weight.shape[1])
-        for (row, e), gate in zip(pairs, gates, strict=True):
+        y = torch.mv(weight[experts[0]], pairs[0][0])
+        y = y if gates[0] == 1.0 else y.mul_(gates[0])
+        for (row, e), gate in zip(pairs[1:], gates[1:], strict=True):
             y.addmv_(weight[e], row, alpha=gate)
-            if bias is not None:
+        if bias is not None:
+            for e, gate in zip(experts, gates, strict=True):
                 y.add_(bias[e], alpha=gate)
         return y
 
