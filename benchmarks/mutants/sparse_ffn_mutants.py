@@ -70,8 +70,8 @@ MUTANTS = [
     ),
     layer(
         "C1 gets no gradient",
-        "low = x.float() @ self.c1.float()",
-        "low = x.float() @ self.c1.detach().float()",
+        "low = x.to(self.c1.dtype) @ self.c1\n",
+        "low = x.to(self.c1.dtype) @ self.c1.detach()\n",
         trials=ONE,
     ),
     layer(

@@ -84,7 +84,11 @@ def both_indicators(choice: Tensor, relaxed: Tensor, k: int) -> tuple[Tensor, Te
     given, dim = laid_out(relaxed)
     noisy = given if choice is relaxed else laid_out(choice)[0]
     if k == 1:
-        soft, hard = given.softmax(dim), indicator_of_largest(noisy, 1, noisy.detach().amax(dim), dim)
+        soft = given.softmax(dim)
+        if torch.compiler.is_compiling():  # which makes one kernel of an index and its comparison, and another of a running sum
+            hard = indicator(largest_units(noisy.detach(), 1), noisy.shape[dim]).to(soft.dtype)
+        else:
+            hard = indicator_of_largest(noisy, 1, noisy.detach().amax(dim), dim)
     else:
         chosen = descending(noisy, dim)
         full = full_ones(chosen if noisy is given else descending(given, dim), k)

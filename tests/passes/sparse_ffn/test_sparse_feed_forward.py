@@ -15,6 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.feed_forward_models import ACTIVATIONS, IDS, Fused, Gated, Model, Plain
 from torch import Tensor, nn
+from torch._dynamo.utils import detect_fake_mode
+from torch._functorch.aot_autograd import make_boxed_func
+from torch._inductor.compile_fx import compile_fx, record_original_output_strides
+from torch._inductor.debug import DebugContext
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
 from torch.nn import functional as F
 
 import retrofit
@@ -259,6 +266,67 @@ def test_where_a_draw_cannot_be_read_both_masks_are_computed_and_one_is_taken(
         gradients += torch.autograd.grad((masks[-1] * torch.arange(4.0)).sum(), logits)
     torch.testing.assert_close(*masks)
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_in_training_no_product_is_in_more_precision_than_the_layers_own(autocast: bool) -> None:
+    """A GPU multiplies in float32 at a small part of its speed; the gradients are those in float32 but for rounding."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        dtypes: set[torch.dtype] = set()
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if "mm" in str(function):
+                self.dtypes.add(args[-1].dtype)
+            return function(*args, **(kwargs or {}))
+
+    exact = sparse_block(Gated(16, 64, "silu", True), 16, sparsity=8, hard=0.0).train()
+    block = copy.deepcopy(exact).to(torch.float32 if autocast else torch.bfloat16)
+    x = torch.randn(40, 16)
+    exact(x).square().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Products() as products:
+        logits = block.logits(x.to(block.c1.dtype))
+        y = block(x.to(block.c1.dtype))
+        y.float().square().sum().backward()
+    assert logits.dtype == torch.float32 and products.dtypes == {torch.bfloat16}
+    for name in ("c1", "c2", "bias"):
+        ours, theirs = getattr(block, name).grad.float(), getattr(exact, name).grad
+        assert float((ours - theirs).norm()) < 0.1 * float(theirs.norm()), name
+
+
+@pytest.mark.long
+def test_compiled_noise_and_mask_are_few_kernels() -> None:
+    """Counted without products, of what Inductor would run on a CPU.
+
+    Forward: a seed, whether the batch is hard, the noise, the softmax and the choice, the mask.
+    """
+
+    def kernels(block: nn.Module) -> list[int]:
+        counts: list[int] = []
+
+        def count(graph: torch.fx.GraphModule, inputs: list[Any], **how: Any) -> Any:
+            with V.set_fake_mode(detect_fake_mode(inputs)):
+                record_original_output_strides(graph)
+                post_grad_passes(graph, False)
+                lowered = GraphLowering(graph, example_inputs=inputs, is_backward=how.get("is_backward", False))
+                with V.set_graph_handler(lowered), V.set_debug_handler(DebugContext()):
+                    lowered.run(*inputs)
+                    lowered.init_wrapper_code()
+                    lowered._update_scheduler()
+                    counts.append(
+                        sum("mm" not in str(node.node and node.node.get_origin_node()) for node in lowered.scheduler.nodes)
+                    )
+            return make_boxed_func(graph.forward)
+
+        torch.compiler.reset()
+        compiled = torch.compile(block, backend=lambda *given: compile_fx(*given, inner_compile=count), fullgraph=True)
+        compiled(torch.randn(40, 16, requires_grad=True)).square().sum().backward()
+        return counts
+
+    dense = kernels(Gated(16, 64, "silu", True))
+    ours = kernels(sparse_block(Gated(16, 64, "silu", True), 16, sparsity=8).train())
+    assert all(many - few <= most for many, few, most in zip(ours, dense, (5, 2), strict=True))
 
 
 def test_of_equal_logits_the_first_are_chosen() -> None:
