@@ -139,9 +139,11 @@ Seen in the whole suite without long tests, with torch 2.11.0 and transformers 5
   error says to name another with `--tokenizer`. Three tests of `tests/storage/test_gguf.py` fail there.
 - The Switch router of that transformers drops no token, and T5's `set_attn_implementation` does not reach its decoder: what is
   compared with them is skipped.
-- torch 2.11 cannot trace the copy of a module that `recurrence`, `merge-cross-attention` and, in some models, `memory` run on.
-  Compiled models of theirs have breaks in their graph, and `fullgraph=True` fails (`pytest -k compil` in their tests). It compiles
-  mixtures of experts as every expert on every token, because the gradient of grouped products on a CPU cannot be compiled there.
+- torch 2.11 cannot trace the copy of a module that `merge-cross-attention` and, in some models, `memory` run on: compiled models of
+  theirs have breaks in their graph, and `fullgraph=True` fails. Those of `altup`, `recurrence`, `sequence-altup`, `shared-moe` and
+  `sparse-ffn` have none (`pytest -k "compil or graph"` in their tests), but where transformers' own code has: T5 copies its config.
+  It compiles mixtures of experts as every expert on every token, because the gradient of grouped products on a CPU cannot be
+  compiled there.
 - The interpreter of Triton 3.6 does not run with numpy 2.4: one test of kernels is skipped. That they are built is tested.
 - torch 2.11 writes attention to ONNX with a test for what is no number, which no fusion knows: exported decoders are right there,
   and their attention stays in single operators. Two tests are skipped.

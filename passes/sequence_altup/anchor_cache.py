@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import abc
 import copy
+import dis
+import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -67,7 +69,7 @@ class AnchorKeys(CacheLayerMixin):
     def replace(self, layer: Any) -> None:
         """Replace `layer`, which is empty, from here on."""
         self.require_empty(layer)
-        self.counter = copy.copy(layer)
+        self.counter = layer if torch.compiler.is_dynamo_compiling() else copy.copy(layer)  # torch 2.11 cannot trace copies
         self.counter.is_initialized = False
 
     def require_empty(self, layer: Any) -> None:
@@ -424,6 +426,8 @@ class AnchorCacheView(Cache):
 
 
 VIEWS: dict[type[Cache], type[Cache]] = {}
+TRACES_ATTRIBUTES = torch.__version__ >= "2.13"  # whether compiled code may loop over the attributes of an object
+OURS = ("histories", "staying")  # attributes of caches that passes add
 
 
 def view_class(kind: type[Cache]) -> type[Cache]:
@@ -444,13 +448,28 @@ def view_of(cache: Cache, layer: AnchorLayer, staying: Tensor | None = None) -> 
     Modules keep their histories in it too: of anchors, of which `staying` (batch, anchors) are no fillers of shorter rows.
     """
     view: Any = object.__new__(view_class(type(cache)))
-    view.__dict__.update(cache.__dict__)
+    for name, value in attributes_of(cache).items():
+        setattr(view, name, value)
     if isinstance(cache, EncoderDecoderCache):
         view.self_attention_cache = view_of(cache.self_attention_cache, layer, staying)
     else:
         view.anchor_layer = layer
     view.histories, view.staying = layer.histories, staying
     return view  # type: ignore[no-any-return]
+
+
+def attributes_of(cache: Cache) -> dict[str, Any]:
+    """Return the attributes of a cache by name; in code compiled by a torch that cannot trace `vars`, those that its class sets."""
+    if not torch.compiler.is_dynamo_compiling() or TRACES_ATTRIBUTES:
+        return dict(vars(cache))
+    return {name: getattr(cache, name) for name in (*initialized_names(type(cache)), *OURS) if hasattr(cache, name)}
+
+
+@torch.compiler.assume_constant_result  # type: ignore[misc]
+def initialized_names(kind: type) -> tuple[str, ...]:
+    """Return the names of the attributes that the initializers of a class and of its bases assign."""
+    codes = [inspect.unwrap(vars(base)["__init__"]) for base in kind.__mro__ if "__init__" in vars(base) and base is not object]
+    return tuple(dict.fromkeys(step.argval for code in codes for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"))
 
 
 def self_attention(cache: Cache) -> Cache:
@@ -487,7 +506,7 @@ def states_in(cache: Cache) -> dict[StateKey, Tensor]:
         if isinstance(layer, LinearAttentionCacheLayerMixin):
             for name in ("conv_states", "recurrent_states"):
                 found.update({(name, index, key): value for key, value in getattr(layer, name).items()})
-    for name, value in vars(held).items():
+    for name, value in attributes_of(held).items():
         if name not in ("layers", "histories"):
             found.update({(name, "", key): item for key, item in entries(value)})
     return {key: value for key, value in found.items() if isinstance(value, Tensor)}

@@ -12,10 +12,11 @@ from support import tiny_models
 from support.retrofitted import moved
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import EncoderDecoderCache, StaticCache
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 import retrofit
 from retrofit.passes import SequenceAltUp
+from retrofit.passes.sequence_altup import anchor_cache
 from retrofit.passes.sequence_altup.arguments import CountedAnchors
 
 K, ROOM, PROMPT, LENGTH = 3, 16, 5, 12
@@ -97,6 +98,31 @@ def test_training_step_is_one_graph_with_the_gradients_of_a_plain_one(form: str,
     assert counter.frame_count == 1 and found.keys() == plain.keys() and any(".a1" in name for name in found)
     for name, gradient in plain.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["llama", "t5"])
+def test_compiled_code_needs_no_loop_over_attributes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no copy of an object: torch 2.11 cannot trace either. With a cache, which the model makes, and without."""
+    model, ids = strided(form), tokens()
+    given = {"input_ids": ids, "labels": ids}
+    expected, plain = gradients(model, model, given)
+    monkeypatch.setattr(anchor_cache, "TRACES_ATTRIBUTES", False)
+    monkeypatch.setattr(anchor_cache, "copy", None)
+    step, counter = compiled(model)
+    loss, found = gradients(model, step, given)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    assert counter.frame_count == 1 and found.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_attributes_that_a_cache_begins_with_are_those_that_its_class_assigns() -> None:
+    config = BUILDERS["llama"]().config
+    caches: list[Any] = [DynamicCache(config=config), StaticCache(config=config, max_cache_len=ROOM)]
+    caches.append(EncoderDecoderCache(*caches))
+    for cache in caches:
+        assert set(anchor_cache.initialized_names(type(cache))) >= set(vars(cache))
 
 
 def counting(model: Any, **given: Any) -> int:
