@@ -21,6 +21,7 @@ import copy
 import csv
 import dataclasses
 import gc
+import itertools
 import json
 import math
 import os
@@ -109,14 +110,17 @@ class Setting:
     name: str
     options: dict[str, Any]
     again: bool  # whether the prompts come twice, the second time with known prefixes, and then with two samples for each
+    compiled: bool = False
 
 
 AT_ONCE = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 512, "enforce_eager": False}
+IN_CHUNKS = {"enable_prefix_caching": True, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 12}
 RANK = 4  # of an adapter
 SETTINGS = (
     Setting("at once", AT_ONCE, again=False),
-    Setting("in chunks", {"enable_prefix_caching": True, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 12}, again=True),
-    Setting("LoRA", {**AT_ONCE, "enable_lora": True, "max_lora_rank": 8}, again=False),  # of the first family
+    Setting("in chunks", IN_CHUNKS, again=True),
+    Setting("LoRA", {**AT_ONCE, "enable_lora": True, "max_lora_rank": 8}, again=False),  # of the first family, as is the next
+    Setting("compiled", {**IN_CHUNKS, "enforce_eager": False}, again=True, compiled=True),
 )
 
 
@@ -218,9 +222,7 @@ def engine(folder: Path, options: dict[str, Any]) -> Iterator[Any]:
     """vLLM with the model, gone afterwards."""
     from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.model_executor.models.transformers.base import Base
 
-    Base._decorate_for_torch_compile = lambda self: None  # of classes with which this process computes what is expected
     made = None
     try:
         made = LLM(str(folder), skip_tokenizer_init=True, disable_log_stats=False, **{**BASE, **options})
@@ -255,9 +257,12 @@ class Found:
 
 def compare(folder: Path, model: Any, expected: list[list[int]], setting: Setting) -> Found:
     """Return how far vLLM is from transformers."""
+    import torch
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
+    from vllm.model_executor.models.transformers.base import Base
 
+    Base._decorate_for_torch_compile = lambda self: None  # of classes with which this process computes what is expected
     found = Found()
     adapter = LoRARequest("adapter", 1, str(folder / "adapter")) if setting.options.get("enable_lora") else None
     common: dict[str, Any] = {"max_tokens": NEW, "logprobs": 1, "ignore_eos": True, "detokenize": False}
@@ -265,7 +270,8 @@ def compare(folder: Path, model: Any, expected: list[list[int]], setting: Settin
     if setting.again:
         asked += [SamplingParams(temperature=0, **common), SamplingParams(temperature=1, n=2, **common)]
     requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts(model)]
-    with engine(folder, setting.options) as llm:
+    compiling = torch._dynamo.config.patch(disable=not setting.compiled)  # vLLM compiles helpers of its own, for each size anew
+    with compiling, engine(folder, setting.options) as llm:
         for sampling in asked:
             results = llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)
             for prompt, following, result in zip(prompts(model), expected, results, strict=True):
@@ -281,37 +287,42 @@ def compare(folder: Path, model: Any, expected: list[list[int]], setting: Settin
     return found
 
 
-def speed(folder: Path, options: dict[str, Any]) -> float:
-    """Return the tokens a second of eight greedy continuations at once."""
+def speeds(folder: Path, options: dict[str, Any], sequences: int) -> list[tuple[float, float]]:
+    """Return the tokens a second of greedy continuations at once, and per second of processor time, three times."""
     from vllm import SamplingParams
 
     asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-    requests: Any = [{"prompt_token_ids": prompt} for prompt in (*prompts(), *prompts()[:2])]
-    with engine(folder, {"enable_prefix_caching": False, **options}) as llm:
-        llm.generate(requests, asked, use_tqdm=False)  # shapes that are new to it
-        begin = time.perf_counter()
-        llm.generate(requests, asked, use_tqdm=False)
-        return len(requests) * NEW / (time.perf_counter() - begin)
+    requests: Any = [{"prompt_token_ids": prompt} for prompt in itertools.islice(itertools.cycle(prompts()), sequences)]
+    found = []
+    with engine(folder, {"enable_prefix_caching": False, "max_num_seqs": sequences, **options}) as llm:
+        for _ in range(4):  # the first has shapes that are new to it
+            begin, used = time.perf_counter(), time.process_time()
+            llm.generate(requests, asked, use_tqdm=False)
+            seconds = time.perf_counter() - begin, time.process_time() - used
+            found.append((len(requests) * NEW / seconds[0], len(requests) * NEW / seconds[1]))
+    return found[1:]
 
 
-def write_speeds(directory: str, specs: Iterable[str], rounds: int) -> None:
+def write_speeds(directory: str, specs: Iterable[str], rounds: int, sequences: int, compiled: bool) -> None:
     """Print for each model the median of rounds, in which each has its turn."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[tuple[float, float]]] = {}
+    common: dict[str, Any] = {"enforce_eager": not compiled}
     with tempfile.TemporaryDirectory() as place:
         models: dict[str, tuple[Path, dict[str, Any]]] = {
-            "dense, vLLM's own": (Path(directory), {"model_impl": "vllm"}),
-            "dense, Transformers backend": (Path(directory), {"model_impl": "transformers"}),
+            "dense, vLLM's own": (Path(directory), {"model_impl": "vllm", **common}),
+            "dense, Transformers backend": (Path(directory), {"model_impl": "transformers", **common}),
         }
         for number, spec in enumerate(specs):
-            models[spec] = Path(place, str(number)), {}
+            models[spec] = Path(place, str(number)), common
             written(dense(directory), spec, models[spec][0], 0)
         for _ in range(rounds):
             for name, (folder, options) in models.items():
-                found.setdefault(name, []).append(speed(folder, options))
-    first = statistics.median(next(iter(found.values())))
-    for name, speeds in found.items():
-        middle = statistics.median(speeds)
-        print(f"{name:45} {middle:7.1f} tokens/s ({min(speeds):.1f} to {max(speeds):.1f}), {middle / first:.2f} of dense")
+                found.setdefault(name, []).extend(speeds(folder, options, sequences))
+    first = [statistics.median(column) for column in zip(*next(iter(found.values())), strict=True)]
+    for name, values in found.items():
+        for kind, column, of_dense in zip(("second", "second of processor time"), zip(*values, strict=True), first, strict=True):
+            middle, spread = statistics.median(column), f"{min(column):.1f} to {max(column):.1f}"
+            print(f"{name:45} {middle:7.1f} tokens a {kind} ({spread}), {middle / of_dense:.2f} of dense")
 
 
 @contextlib.contextmanager
@@ -420,12 +431,13 @@ def main() -> int:
     parser.add_argument(
         "--speed", metavar="DIR", help="instead: tokens a second of the model in a directory, dense and after passes"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of --speed")
+    parser.add_argument("--rounds", type=int, default=3, help="of --speed: three measurements of each model")
+    parser.add_argument("--sequences", type=int, default=8, help="of --speed: continued at once")
+    parser.add_argument("--compiled", action="store_true", help="of --speed: compiled, as vLLM runs models unless told otherwise")
     arguments = parser.parse_args()
     if arguments.speed is not None:
-        write_speeds(arguments.speed, arguments.passes or TIMED, arguments.rounds)
+        write_speeds(arguments.speed, arguments.passes or TIMED, arguments.rounds, arguments.sequences, arguments.compiled)
         return 0
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # vLLM compiles helpers of its own, for each size anew
     rows, wrong = read_table(arguments.output) if arguments.output is not None else {}, 0
     for family, spec in rows_of(arguments.only, arguments.passes, arguments.everything):
         name = Path(family).name

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -22,24 +23,28 @@ from torch.nn import functional as F
 from transformers import AutoModel, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context, is_forward_context_available, set_forward_context
 from vllm.lora.layers.utils import LoRAMapping
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.model_executor.models.transformers import vllm_attention_forward
 from vllm.model_executor.models.transformers.base import Base
 from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL
-from vllm.model_executor.models.transformers.utils import init_on_device_without_buffers
+from vllm.model_executor.models.transformers.utils import can_enable_torch_compile, init_on_device_without_buffers
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
-from retrofit.errors import CheckpointError, DoesNotFitError, first_few
+from retrofit.errors import CheckpointError, DoesNotFitError, first_few, first_line
 from retrofit.serving import CLASSES, RECIPE
 from retrofit.serving.slot_tables import Places, RowLayout, SlotCache
 from retrofit.storage.filling import transformers_class
 from retrofit.surgery.transformers_bookkeeping import shared_names
 from retrofit.surgery.wrappers import Wrapper
+
+logger = logging.getLogger(__name__)
 
 # ── The table of states ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -95,6 +100,11 @@ class SlotTable(AttentionLayerBase):
             return None
         size = vllm_config.cache_config.block_size
         return FullAttentionSpec(block_size=size, num_kv_heads=1, head_size=self.layout.width, head_size_v=0, dtype=torch.uint8)
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether a layer stores a state; True until the model has run once."""
+        return bool(self.layout.width) or not self.layout.is_final
 
     def places(self, positions: Tensor) -> Places | None:
         """Return the places of the current batch's tokens; None before there is a table."""
@@ -187,6 +197,23 @@ def built_skeleton(config: Any) -> Any:
     return model.eval()
 
 
+class HeadLinear(nn.Linear):
+    """A linear layer of a head, computed as vLLM computes its own heads: on a CPU from a packed copy of the weight."""
+
+    quant_method: UnquantizedEmbeddingMethod
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.quant_method.apply(self, x, self.bias)
+
+
+def pack_head(head: nn.Module) -> None:
+    """Make vLLM compute the linear layers of a head; their weights stay as they are, to be read or tied."""
+    for module in head.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = HeadLinear
+            module.quant_method = UnquantizedEmbeddingMethod()  # type: ignore[assignment]
+
+
 class KeptLinear(nn.Module):
     """A linear layer while vLLM builds the model: vLLM neither fuses nor replaces it."""
 
@@ -246,6 +273,29 @@ def named_in(module: nn.Module, path: str) -> Iterator[str]:
     return (f"{path}.{name}" for name, _ in persistent_tensors(module))
 
 
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0}, enable_if=can_enable_torch_compile)
+class Body(nn.Module):
+    """The part of a model that vLLM compiles, unless layers store states: all except the head, with the hooks of its modules."""
+
+    def __init__(self, model: RetrofittedForCausalLM, *, vllm_config: VllmConfig) -> None:
+        super().__init__()
+        self.__dict__["model"] = model
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.__dict__.get("compiled", False) or self.__dict__.get("aot_compiled_fn") is not None
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **keywords: Any,
+    ) -> Any:
+        return self.__dict__["model"].last_states(input_ids, positions, intermediate_tensors, inputs_embeds, **keywords)
+
+
 class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
     """A rewritten decoder in vLLM."""
 
@@ -266,6 +316,8 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
             [served_name(name, own) for name in names] for names in shared_names(whole.named_parameters(remove_duplicate=False))
         ]
         kept = keep_from_fusions(base)
+        kind = type(base)  # another model of this class may be compiled, and vLLM then calls the class without its hooks
+        base.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": nn.Module.__call__})
         self.__dict__["known"] = {name for name, _ in persistent_tensors(whole)}
         self.__dict__["ignored"] = tuple(base._keys_to_ignore_on_load_unexpected or ())
         base._keys_to_ignore_on_load_unexpected = None  # a pattern that matches a name of the model's own would drop it
@@ -277,6 +329,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         whole.config._attn_implementation = ATTENTION  # vLLM checks its own only while it builds
         setattr(whole, own, ReturnedStates(base))
         self.head = whole
+        pack_head(whole)
         self.init_parameters(self.head)
         self.ties = self.tie(ties)
         self.fill_buffers()
@@ -285,6 +338,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         self.states = SlotCache(RowLayout())
         self.table = SlotTable(f"slots.{self.text_config.num_hidden_layers}", self.states.layout, self.run_once)
         vllm_config.compilation_config.static_forward_context[self.table.name] = self.table
+        self.__dict__["body"] = Body(self, vllm_config=vllm_config)
 
     @property
     def _from_config_kwargs(self) -> dict[str, Any]:  # type: ignore[override]
@@ -293,7 +347,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         return {"config": config}
 
     def _decorate_for_torch_compile(self) -> None:
-        """Leave the model's class unchanged: reading a batch's slots is not part of a compiled graph."""
+        """Leave the model's class unchanged: vLLM compiles `Body`."""
 
     def _vocab_embeddings(self) -> set[nn.Embedding]:
         return set()  # tables stay as they are: on one device there is nothing to distribute
@@ -326,7 +380,21 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
 
     def forward(self, input_ids: Tensor | None, positions: Tensor, *arguments: Any, **keywords: Any) -> Any:
         self.states.begin(positions, self.table.places(positions))
-        return super().forward(input_ids, positions, *arguments, past_key_values=self.states, **keywords)
+        if self.table.is_used:
+            return self.last_states(input_ids, positions, *arguments, past_key_values=self.states, **keywords)
+        body = self.__dict__["body"]
+        try:
+            return body(input_ids, positions, *arguments, **keywords)
+        except Exception as error:
+            if body.do_not_compile or body.is_compiled:
+                raise
+            logger.warning("%s does not compile, and runs uncompiled: %s", type(self.model).__name__, first_line(error))
+            body.do_not_compile = True
+            return body(input_ids, positions, *arguments, **keywords)
+
+    def last_states(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the states that the head reads, computed without compiling."""
+        return super().forward(*arguments, **keywords)
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         logits: Tensor = self.head.forward(inputs_embeds=hidden_states.unsqueeze(0), use_cache=False).logits  # without its guards
