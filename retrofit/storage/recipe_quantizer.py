@@ -138,6 +138,8 @@ class RecipeReplay(HfQuantizer):
 
         Raises `CheckpointError` if the names in the files are not those of the rewritten modules.
         """
+        if is_built_by(model, self.quantization_config):
+            self.quantization_config = dataclasses.replace(self.quantization_config, recipe=[], applied_to={})
         entry = self.quantization_config
         self.dense, before = set(model.modules()), shapes_of(model)
         unfreeze(model)
@@ -308,6 +310,13 @@ def require_saved_recipes(model: Any) -> None:
                 code="no-recipe",
                 site=path,
             )
+
+
+def is_built_by(model: Any, entry: RecipeConfig) -> bool:
+    """Return whether the recipe is a part's, which was built by it: transformers loads a composite with its decoder's entry."""
+    parts = [part for _, part in transformers_bookkeeping.transformers_parts(model) if part.config is not model.config]
+    found = [recipe_storage.entry_of(part.config) for part in parts if recipe_storage.stored_recipe(part) == tuple(entry.recipe)]
+    return bool(entry.recipe) and any(own.get("applied_to") == entry.applied_to for own in found)
 
 
 BUILDING = contextvars.ContextVar("building", default=False)  # true within `from_config`, by which models also build their parts
