@@ -104,6 +104,7 @@ class RecipeReplay(HfQuantizer):
     quantization_config: RecipeConfig
     new: frozenset[str] = frozenset()  # the names of tensors that files may lack: another head's, as its class initializes it
     widened: frozenset[str] = frozenset()  # the names of tensors that the recipe made larger where the class is the saved one
+    of_part: bool = False  # whether transformers has built a part by the recipe, and the rest of the model is dense
     openings: Collection[Any] = ()  # the renamings that find a part's weights in a file of the whole model
 
     def __new__(cls, quantization_config: RecipeConfig, **kwargs: Any) -> Any:
@@ -138,7 +139,8 @@ class RecipeReplay(HfQuantizer):
 
         Raises `CheckpointError` if the names in the files are not those of the rewritten modules.
         """
-        if is_built_by(model, self.quantization_config):
+        self.of_part = is_built_by(model, self.quantization_config)
+        if self.of_part:
             self.quantization_config = dataclasses.replace(self.quantization_config, recipe=[], applied_to={})
         entry = self.quantization_config
         self.dense, before = set(model.modules()), shapes_of(model)
@@ -170,7 +172,10 @@ class RecipeReplay(HfQuantizer):
         """Check that every new parameter and buffer has its value; remove the traces of a quantizer from the model."""
         del model.hf_quantizer
         transformers_bookkeeping.keep_own_names(model)
-        recipe_storage.store_recipe(model, self.quantization_config.recipe, self.quantization_config.applied_to)
+        if self.of_part:
+            del model.config.quantization_config  # the part's stays
+        else:
+            recipe_storage.store_recipe(model, self.quantization_config.recipe, self.quantization_config.applied_to)
         self.finish(model)
 
     def rewritten(self, model: Any) -> set[str]:

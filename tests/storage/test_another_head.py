@@ -345,6 +345,9 @@ def test_a_composite_of_rewritten_masked_models_is_the_dense_one_and_is_saved(sp
         assert torch.allclose(logits, wanted, atol=1e-4)
         assert torch.equal(again.eval()(**inputs).logits, logits) and not info["missing_keys"]
     assert "quantization_config" not in again.config.to_dict()  # its parts' configs hold their recipes
+    again.save_pretrained(tmp_path / "again")
+    first, second = ((tmp_path / name / "config.json").read_text() for name in ("composite", "again"))
+    assert first == second
 
 
 TEXT = BASE | {"max_position_embeddings": 32, "projection_dim": 24, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
