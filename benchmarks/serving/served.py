@@ -3,6 +3,7 @@
     VLLM/bin/python benchmarks/serving/served.py -o TABLE             make vllm; goes on after the rows that TABLE has
     VLLM/bin/python benchmarks/serving/served.py --only llama --passes altup sum
     VLLM/bin/python benchmarks/serving/served.py --only llama --passes sparse-qkv recurrence "memory(lookup=ngram" --fault
+    VLLM/bin/python benchmarks/serving/served.py --only llama gpt2 phi --processes 2 --settings "at once"
     VLLM/bin/python benchmarks/serving/served.py --speed DIR          tokens a second beside a dense model, on an idle machine
 
 Every parameter is moved away from where the pass put it. Prompts of unlike lengths, some with a common beginning, are continued
@@ -26,6 +27,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +39,10 @@ os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))  # set by `launch`
+IS_FIRST = os.environ.get("RANK", "0") == "0"  # of the processes
+PORTS = itertools.count(29600)  # one for each model that is divided
 
 VOCABULARY = 200
 SIZES = {
@@ -113,7 +119,7 @@ class Setting:
     compiled: bool = False
 
 
-AT_ONCE = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 512, "enforce_eager": False}
+AT_ONCE = {"enable_prefix_caching": False, "enable_chunked_prefill": False, "max_num_batched_tokens": 512}
 IN_CHUNKS = {"enable_prefix_caching": True, "max_num_batched_tokens": 24, "num_gpu_blocks_override": 12}
 RANK = 4  # of an adapter
 SETTINGS = (
@@ -122,6 +128,10 @@ SETTINGS = (
     Setting("LoRA", {**AT_ONCE, "enable_lora": True, "max_lora_rank": 8}, again=False),  # of the first family, as is the next
     Setting("compiled", {**IN_CHUNKS, "enforce_eager": False}, again=True, compiled=True),
 )
+
+
+def label(setting: Setting) -> str:
+    return setting.name if PROCESSES == 1 else f"{setting.name}, {PROCESSES} processes"
 
 
 def prompts(model: Any = None) -> list[list[int]]:
@@ -224,6 +234,9 @@ def engine(folder: Path, options: dict[str, Any]) -> Iterator[Any]:
     from vllm.distributed import cleanup_dist_env_and_memory
 
     made = None
+    if PROCESSES > 1:
+        os.environ["MASTER_PORT"] = str(next(PORTS))
+        options = {**options, "tensor_parallel_size": PROCESSES, "distributed_executor_backend": "external_launcher"}
     try:
         made = LLM(str(folder), skip_tokenizer_init=True, disable_log_stats=False, **{**BASE, **options})
         yield made
@@ -287,61 +300,79 @@ def compare(folder: Path, model: Any, expected: list[list[int]], setting: Settin
     return found
 
 
-def speeds(folder: Path, options: dict[str, Any], sequences: int) -> list[tuple[float, float]]:
-    """Return the tokens a second of greedy continuations at once, and per second of processor time, three times."""
+def speed(llm: Any, sequences: int) -> tuple[float, float]:
+    """Return the tokens a second of greedy continuations at once, and per second of processor time."""
     from vllm import SamplingParams
 
     asked = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
     requests: Any = [{"prompt_token_ids": prompt} for prompt in itertools.islice(itertools.cycle(prompts()), sequences)]
-    found = []
-    with engine(folder, {"enable_prefix_caching": False, "max_num_seqs": sequences, **options}) as llm:
-        for _ in range(4):  # the first has shapes that are new to it
-            begin, used = time.perf_counter(), time.process_time()
-            llm.generate(requests, asked, use_tqdm=False)
-            seconds = time.perf_counter() - begin, time.process_time() - used
-            found.append((len(requests) * NEW / seconds[0], len(requests) * NEW / seconds[1]))
-    return found[1:]
+    begin, used = time.perf_counter(), time.process_time()
+    llm.generate(requests, asked, use_tqdm=False)
+    tokens = sequences * NEW
+    return tokens / (time.perf_counter() - begin), tokens / (time.process_time() - used)
 
 
-def write_speeds(directory: str, specs: Iterable[str], rounds: int, sequences: int, compiled: bool) -> None:
-    """Print for each model the median of rounds, in which each has its turn."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    common: dict[str, Any] = {"enforce_eager": not compiled}
-    with tempfile.TemporaryDirectory() as place:
-        models: dict[str, tuple[Path, dict[str, Any]]] = {
-            "dense, vLLM's own": (Path(directory), {"model_impl": "vllm", **common}),
-            "dense, Transformers backend": (Path(directory), {"model_impl": "transformers", **common}),
+def write_speeds(directory: str, specs: Iterable[str], rounds: int, sequences: list[int], compiled: bool) -> None:
+    """Print for each model the medians of rounds, in which each has its turn. All models are in memory from the beginning."""
+    common: dict[str, Any] = {"enforce_eager": not compiled, "enable_prefix_caching": False, "max_num_seqs": max(sequences)}
+    found: dict[int, dict[str, list[tuple[float, float]]]] = {count: {} for count in sequences}
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(engine(Path(directory), {"model_impl": kind, **common}))
+            for name, kind in (("dense, vLLM's own", "vllm"), ("dense, Transformers backend", "transformers"))
         }
         for number, spec in enumerate(specs):
-            models[spec] = Path(place, str(number)), common
-            written(dense(directory), spec, models[spec][0], 0)
+            folder = Path(place, str(number))
+            written(dense(directory), spec, folder, 0)
+            engines[spec] = stack.enter_context(engine(folder, common))
+        for llm, count in itertools.product(engines.values(), sequences):
+            speed(llm, count)  # shapes that are new to it
+        print("all models are ready", flush=True)
         for _ in range(rounds):
-            for name, (folder, options) in models.items():
-                found.setdefault(name, []).extend(speeds(folder, options, sequences))
-    first = [statistics.median(column) for column in zip(*next(iter(found.values())), strict=True)]
-    for name, values in found.items():
-        for kind, column, of_dense in zip(("second", "second of processor time"), zip(*values, strict=True), first, strict=True):
-            middle, spread = statistics.median(column), f"{min(column):.1f} to {max(column):.1f}"
-            print(f"{name:45} {middle:7.1f} tokens a {kind} ({spread}), {middle / of_dense:.2f} of dense")
+            for count, (name, llm) in itertools.product(sequences, engines.items()):
+                found[count].setdefault(name, []).append(speed(llm, count))
+    for count, of_models in found.items():
+        first = [statistics.median(column) for column in zip(*next(iter(of_models.values())), strict=True)]
+        for name, values in of_models.items():
+            for kind, column, of_dense in zip(
+                ("second", "second of processor time"), zip(*values, strict=True), first, strict=True
+            ):
+                middle, spread = statistics.median(column), f"{min(column):.1f} to {max(column):.1f}"
+                said = f"{count} at once {middle:7.1f} tokens a {kind} ({spread}), {middle / of_dense:.2f} of dense"
+                print(f"{name:45} {said}", flush=True)
 
 
 @contextlib.contextmanager
 def shifted() -> Iterator[None]:
-    """A fault: states are read a slot too far."""
+    """A fault: states are read a slot too far; in several processes, the parts of all but the first begin an entry too early."""
+    from retrofit.anatomy.feed_forwards import TensorShare
+    from retrofit.serving import vllm_model
     from retrofit.serving.slot_tables import Places
 
-    own = Places.before
+    own, own_share, own_heads = Places.before, TensorShare.of, vllm_model.own_heads
 
     def before(self: Any, *arguments: Any) -> Any:
         late = copy.copy(self)
         late.positions = self.positions + 1
         return own(late, *arguments)
 
-    Places.before = before  # type: ignore[method-assign]
+    def share(self: Any, whole: Any) -> Any:
+        entries = self.entries
+        if self.part and entries is not None:
+            entries = slice(entries.start - 1, entries.stop - 1) if isinstance(entries, slice) else entries - 1
+        return own_share(dataclasses.replace(self, entries=entries), whole)
+
+    def heads(x: Any, count: int) -> Any:
+        return own_heads(x if IS_FIRST else x.roll(1, 1), count)
+
+    if PROCESSES > 1:
+        TensorShare.of, vllm_model.own_heads = share, heads  # type: ignore[method-assign]
+    else:
+        Places.before = before  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Places.before = own  # type: ignore[method-assign]
+        Places.before, TensorShare.of, vllm_model.own_heads = own, own_share, own_heads  # type: ignore[method-assign]
 
 
 def rows_of(families: list[str], passes: list[str], everything: bool) -> Iterator[tuple[str, str]]:
@@ -375,9 +406,9 @@ def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str
                     setting = dataclasses.replace(setting, options={**setting.options, "model_impl": "transformers"})
                 try:
                     with shifted() if fault else contextlib.nullcontext():
-                        row[setting.name] = dataclasses.asdict(compare(Path(place), model, expected, setting))
+                        row[label(setting)] = dataclasses.asdict(compare(Path(place), model, expected, setting))
                 except Exception as error:
-                    row[setting.name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    row[label(setting)] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return row
 
 
@@ -420,21 +451,38 @@ def read_table(path: Path) -> Rows:
     return {key: row for key, row in rows.items() if is_as_wanted(row, fault=False)}
 
 
+def launch(processes: int) -> int:
+    """Run this command in so many processes, each of which has a part of every model; return the highest exit status."""
+    for left in Path("/dev/shm").glob("-tp:*-cpushm_*"):  # by a run that was stopped: vLLM names them alike
+        left.unlink()
+    common = {**os.environ, "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
+    running = [
+        subprocess.Popen([sys.executable, *sys.argv], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(processes)
+    ]
+    return max(process.wait() for process in running)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=list(FAMILIES), help="families, or directories of trained models")
     parser.add_argument("--passes", nargs="*", default=[], help="beginnings of their specs")
     parser.add_argument("--settings", nargs="*", default=[setting.name for setting in SETTINGS])
     parser.add_argument("--everything", action="store_true", help="every pass of every family")
-    parser.add_argument("--fault", action="store_true", help="with states read a slot too far: every row has to be off")
+    parser.add_argument("--processes", type=int, default=1, help="among which each model is divided")
+    parser.add_argument(
+        "--fault", action="store_true", help="with states, or parts of tensors, a place off: every row has to be off"
+    )
     parser.add_argument("-o", "--output", type=Path, help="the rows as a table (CSV), added to those that it has")
     parser.add_argument(
         "--speed", metavar="DIR", help="instead: tokens a second of the model in a directory, dense and after passes"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="of --speed: three measurements of each model")
-    parser.add_argument("--sequences", type=int, default=8, help="of --speed: continued at once")
+    parser.add_argument("--rounds", type=int, default=3, help="of --speed: measurements of each model")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[8], help="of --speed: numbers that are continued at once")
     parser.add_argument("--compiled", action="store_true", help="of --speed: compiled, as vLLM runs models unless told otherwise")
     arguments = parser.parse_args()
+    if arguments.processes > PROCESSES:
+        return launch(arguments.processes)
     if arguments.speed is not None:
         write_speeds(arguments.speed, arguments.passes or TIMED, arguments.rounds, arguments.sequences, arguments.compiled)
         return 0
@@ -443,19 +491,22 @@ def main() -> int:
         name = Path(family).name
         known = rows.get((name, spec), {})
         wanted = SETTINGS if family == arguments.only[0] else SETTINGS[:2]
-        settings = [one.name for one in wanted if one.name in arguments.settings and not {one.name, "not made"} & known.keys()]
+        settings = [one.name for one in wanted if one.name in arguments.settings and not {label(one), "not made"} & known.keys()]
         if not settings:
             continue
         row = row_of(family, spec, settings, arguments.fault)
         fine = is_as_wanted(row, arguments.fault)
         wrong += not fine
         rows[name, spec] = {**known, **row}
+        if not IS_FIRST:
+            continue
         for setting, value in [item for item in row.items() if item[0] not in ("family", "pass")]:
             said = value[:200] if isinstance(value, str) else Found(**value)
             print(f"{'' if fine else 'WRONG ':6}{name:9} {spec:45} {setting:9} {said}", flush=True)
         if arguments.output is not None:
             write_table(rows, arguments.output)
-    print(f"{len(rows)} rows, {wrong} wrong")
+    if IS_FIRST:
+        print(f"{len(rows)} rows, {wrong} wrong")
     return int(bool(wrong))
 
 

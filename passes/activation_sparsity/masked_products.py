@@ -80,6 +80,11 @@ class MaskedProjection(Wrapper):
         super().__init__(layer)
         self.stream_in, self.mask = stream_in, mask
 
+    @property
+    def is_by_entry(self) -> bool:  # type: ignore[override]
+        """Return whether no entry has a centre of its own."""
+        return self.mask.centre is None
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = list(args)
         container, key = find_argument(self.stream_in, given, kwargs)
@@ -109,6 +114,11 @@ class MaskedCode(Wrapper):
         super().__init__(layer)
         self.weights = tuple(weights)
         self.masks = nn.ModuleList(masks)
+
+    @property
+    def is_by_entry(self) -> bool:  # type: ignore[override]
+        """Return whether no entry has a centre of its own."""
+        return all(mask.centre is None for mask in self.masks)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute, that of `layer` if it has one: code around it may reset a state that its own code keeps."""

@@ -34,7 +34,15 @@ from torch.nn import functional as F
 from retrofit.sdk import DoesNotFitError
 from retrofit.sdk.anatomy import FeedForward, Port
 from retrofit.sdk.data import calibration_from
-from retrofit.sdk.modules import FeedForwardBlock, cond, record_auxiliary_loss, without_autocast
+from retrofit.sdk.modules import (
+    FeedForwardBlock,
+    TensorShare,
+    cond,
+    is_by_unit,
+    record_auxiliary_loss,
+    shares_of_units,
+    without_autocast,
+)
 
 ROUTER_SPREAD = 0.02  # standard deviation of the router's random weights
 GROUPED = "grouped_mm"  # transformers' own function for many rows, which is computed here
@@ -155,6 +163,7 @@ class MixtureOfExperts(nn.Module):
         self.order: Tensor | None
         self.register_buffer("order", order)
         self.config: Any = None  # the model's, if it has one
+        self.parts = 1  # processes that divide the units of its experts
         self.activation = ""  # transformers' name of the hidden function, alone or times the second argument
         self.k, self.renormalize, self.capacity, self.balance, self.noise = k, renormalize, capacity, balance, noise
         like = down.weight
@@ -370,6 +379,32 @@ class MoEBlock(FeedForwardBlock):
 
     def compute(self, x: Tensor) -> Tensor:
         return self.moe(x, self.hidden)  # type: ignore[no-any-return]
+
+
+def share_of_experts(block: MoEBlock, part: int, parts: int) -> list[TensorShare] | None:
+    """Keep one of `parts` equal shares of every expert's units, as `FeedForwardBlock` says; once for layers with one mixture."""
+    moe = block.moe
+    if moe.parts == parts:
+        return []
+    if moe.units % parts or not is_by_unit(block.hidden):
+        return None
+    count = moe.units // parts
+    units = torch.arange(part * count, (part + 1) * count, device="cpu")
+    shares, ports = shares_of_units([moe.get_submodule(name) for name in moe.into], moe.ports, units, part, 1)
+    shares.append(TensorShare(moe.down, "weight", part, 2, units))
+    shares += [TensorShare(moe.down, "bias", part)] if moe.down.bias is not None else []
+    for share in shares:
+        share.install()
+    moe.units, moe.ports, moe.parts = count, ports, parts
+    return shares
+
+
+def use_shares() -> None:
+    """Make processes divide the experts' units; a bundle, which contains only definitions, has no need of it."""
+    MoEBlock.keep_share = share_of_experts
+
+
+use_shares()
 
 
 FULL, GRID = "#5b9bd5", "#cbd5e1"  # colours: of at least twice an even share, of the lines between cells

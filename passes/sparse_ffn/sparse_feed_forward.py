@@ -43,7 +43,17 @@ from retrofit.passes.sparse_ffn.unit_choice import (
     straight_through,
 )
 from retrofit.sdk.anatomy import FeedForward, Port
-from retrofit.sdk.modules import FeedForwardBlock, PackableRows, cond, is_exporting, is_packed, without_autocast
+from retrofit.sdk.modules import (
+    FeedForwardBlock,
+    PackableRows,
+    TensorShare,
+    cond,
+    is_by_unit,
+    is_exporting,
+    is_packed,
+    shares_of_units,
+    without_autocast,
+)
 
 if TYPE_CHECKING:
     from retrofit.sdk.modules import RowMajor
@@ -360,6 +370,37 @@ class ActiveUnits:
         """Make N units active at `share` 0, k at 1, interpolated in between."""
         for block in sparse_feed_forwards(site):
             block.activate(round(block.sparsity - share * (block.sparsity - block.chosen)))
+
+
+def share_of_blocks(block: SparseFeedForward, part: int, parts: int) -> list[TensorShare] | None:
+    """Keep one of `parts` equal shares of the units, whole blocks of N, as `FeedForwardBlock` says."""
+    into: list[Any] = [block.get_submodule(role) for role in block.roles]
+    plain = all(type(matrix) is nn.Linear for matrix in into) and is_by_unit(block.hidden)
+    if not plain or block.units % (parts * block.sparsity):
+        return None
+    count = block.units // parts
+    units = torch.arange(part * count, (part + 1) * count, device="cpu")
+    shares, ports = shares_of_units(into, block.ports, units, part, 0)
+    shares += [TensorShare(block.down, "weight", part, 0, units), TensorShare(block, "order", part, 0, units)]
+    shares += [TensorShare(block.down, "bias", part)] if block.down.bias is not None else []
+    if block.controller == "low-rank":
+        shares += [TensorShare(block, "c2", part, 1, units), TensorShare(block, "bias", part, 0, units)]
+    for share in shares:
+        share.install()
+    block.units, block.ports = count, ports
+    for matrix in into:
+        matrix.out_features = len(matrix.weight)
+    if block.controller == "gate":
+        TensorShare(block, "lengths", part, 0, units).install()
+    return shares
+
+
+def use_shares() -> None:
+    """Make processes divide sparse feed-forwards; a bundle, which contains only definitions, has no need of it."""
+    SparseFeedForward.keep_share = share_of_blocks
+
+
+use_shares()
 
 
 def sparse_feed_forwards(site: nn.Module) -> list[SparseFeedForward]:

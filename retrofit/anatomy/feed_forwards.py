@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -93,7 +94,14 @@ def no_feed_forward(branch: Branch, why: str, remedy: str = "", *, in_any_form: 
 
 
 class FeedForwardBlock(nn.Module):
-    """Module that replaces the feed-forward `site`, until then part of `old`; subclasses define `compute`."""
+    """Module that replaces the feed-forward `site`, until then part of `old`; subclasses define `compute`.
+
+    `keep_share(part, parts)`, where retrofit is installed, keeps one of `parts` equal shares of the hidden units: the outputs of
+    all shares add up to y. It returns a `TensorShare` for each tensor that changes; None, and changes nothing, if the units do not
+    divide.
+    """
+
+    keep_share: ClassVar[Callable[[Any, int, int], Any] | None] = None
 
     def __init__(self, site: FeedForward, old: nn.Module) -> None:
         super().__init__()
@@ -108,6 +116,57 @@ class FeedForwardBlock(nn.Module):
     def compute(self, x: Tensor) -> Tensor:
         """Return y: (…, d) to (…, d)."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorShare:
+    """What one of several processes keeps of a module's tensor.
+
+    These are `entries` of the dimension `dim`. Without entries the tensor is one that is added to a result: the first process keeps
+    it, the others have zeros.
+    """
+
+    module: nn.Module
+    name: str
+    part: int
+    dim: int = 0
+    entries: Tensor | slice | None = None
+
+    def of(self, whole: Tensor) -> Tensor:
+        """Return what is kept of the whole tensor."""
+        if self.entries is None:
+            return torch.zeros_like(whole) if self.part else whole
+        if isinstance(self.entries, Tensor):
+            return whole.index_select(self.dim, self.entries.to(whole.device))
+        return whole[(slice(None),) * self.dim + (self.entries,)].clone()
+
+    def install(self) -> None:
+        """Replace the module's tensor by what is kept of it."""
+        old = getattr(self.module, self.name)
+        new = self.of(old.detach())
+        setattr(self.module, self.name, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
+
+
+def shares_of_units(
+    into: Sequence[nn.Module], ports: Sequence[Port], units: Tensor, part: int, dim: int
+) -> tuple[list[TensorShare], tuple[Port, ...]]:
+    """Return what is kept of the matrices `into` for some hidden units, and the ports of these units.
+
+    `dim` is the dimension of a weight with the columns of its result; in a bias it is the same.
+    """
+    shares, kept = [], list(ports)
+    for index, matrix in enumerate(into):
+        places = [place for place, port in enumerate(ports) if port.matrix == index]
+        columns = torch.cat([ports[place].columns(units) for place in places])
+        shares += [TensorShare(matrix, name, part, dim, columns) for name, _ in matrix.named_parameters(recurse=False)]
+        for number, place in enumerate(places):
+            kept[place] = Port(index, number * len(units), 1)
+    return shares, tuple(kept)
+
+
+def is_by_unit(hidden: nn.Module) -> bool:
+    """Return whether no tensor of a hidden function has an entry for each unit."""
+    return all(tensor.numel() <= 1 for tensor in (*hidden.parameters(), *hidden.buffers()))
 
 
 class PackableRows(nn.Linear):

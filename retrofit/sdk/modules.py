@@ -9,6 +9,9 @@ from retrofit.anatomy.feed_forwards import FeedForwardBlock as FeedForwardBlock
 from retrofit.anatomy.feed_forwards import PackableRows as PackableRows
 from retrofit.anatomy.feed_forwards import install_feed_forward as install_feed_forward
 from retrofit.anatomy.feed_forwards import linear as linear
+from retrofit.anatomy.feed_forwards import TensorShare as TensorShare
+from retrofit.anatomy.feed_forwards import shares_of_units as shares_of_units
+from retrofit.anatomy.feed_forwards import is_by_unit as is_by_unit
 
 # Arguments and results of a wrapped module.
 from retrofit.surgery.wrappers import tensor_argument as tensor_argument

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -25,6 +26,12 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
 from vllm.forward_context import get_forward_context, is_forward_context_available, set_forward_context
 from vllm.lora.layers.utils import LoRAMapping
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -32,15 +39,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.models.interfaces_base import VllmModelForTextGeneration
 from vllm.model_executor.models.transformers import vllm_attention_forward
 from vllm.model_executor.models.transformers.base import Base
-from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL
+from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL, interface_call
 from vllm.model_executor.models.transformers.utils import can_enable_torch_compile, init_on_device_without_buffers
 from vllm.v1.attention.backend import AttentionBackend, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
+from retrofit.anatomy.feed_forwards import FeedForwardBlock, TensorShare
 from retrofit.errors import CheckpointError, DoesNotFitError, first_few, first_line
 from retrofit.serving import CLASSES, RECIPE
 from retrofit.serving.slot_tables import Places, RowLayout, SlotCache
 from retrofit.storage.filling import transformers_class
+from retrofit.surgery.row_tables import RowTables
 from retrofit.surgery.transformers_bookkeeping import shared_names
 from retrofit.surgery.wrappers import Wrapper
 
@@ -121,11 +130,23 @@ class SlotTable(AttentionLayerBase):
 ATTENTION = "retrofit_vllm"  # the name in transformers' attention interface
 
 
-def attention_by_heads(module: nn.Module, query: Tensor, *arguments: Any, **keywords: Any) -> tuple[Tensor, None]:
-    """Attend by vLLM, (batch, heads, tokens, width) each; return (batch, tokens, heads, width), as models expect."""
-    found, _ = vllm_attention_forward(module, query, *arguments, **keywords)
-    batch, heads, tokens, _ = query.shape
-    return found.view(batch, tokens, heads, -1), None
+def attention_by_heads(module: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **keywords: Any) -> tuple[Tensor, None]:
+    """Attend by vLLM, (batch, heads, tokens, width) each; return (batch, tokens, heads, width), as models expect.
+
+    Where its projections are not divided among processes, each process attends with its heads of all.
+    """
+    heads = module.attn.num_heads
+    if is_whole := query.shape[1] > heads:
+        query = own_heads(query, heads)
+        key, value = (own_heads(x, module.attn.num_kv_heads) for x in (key, value))
+    found, _ = vllm_attention_forward(module, query, key, value, *rest, **keywords)
+    found = found.view(query.shape[0], query.shape[2], heads, -1)
+    return tensor_model_parallel_all_gather(found, 2) if is_whole else found, None
+
+
+def own_heads(x: Tensor, count: int) -> Tensor:
+    """Return this process's heads of all: (batch, heads, tokens, width) to (batch, count, tokens, width)."""
+    return x.narrow(1, get_tensor_model_parallel_rank() * x.shape[1] // get_tensor_model_parallel_world_size(), count)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attention_by_heads)
@@ -214,6 +235,138 @@ def pack_head(head: nn.Module) -> None:
             module.quant_method = UnquantizedEmbeddingMethod()  # type: ignore[assignment]
 
 
+# ── Several processes ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# vLLM divides the linear layers of transformers' own modules, by its fusions and the dense model's plan. Here hidden units, rows of
+# tables and linear layers behind an element-wise mask are divided. What is left is the same in all processes.
+
+WIDTHS = {"colwise": (0, "out_features"), "rowwise": (1, "in_features")}  # styles of a plan: what they divide of a linear layer
+
+
+class SummedUnits(FeedForwardBlock):
+    """A feed-forward of which each process has some hidden units."""
+
+    def compute(self, x: Tensor) -> Tensor:
+        return tensor_model_parallel_all_reduce(super().compute(x))
+
+
+class SummedLinear(nn.Linear):
+    """A linear layer of which each process has the columns for some inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = tensor_model_parallel_all_reduce(F.linear(x, self.weight))
+        return y if self.bias is None else y + self.bias
+
+
+class RowsOfAll:
+    """Looks up rows in a table of which this process has those from `first` on."""
+
+    def __init__(self, module: RowTables, first: int) -> None:
+        self.read, self.first = module.plain_rows, first
+
+    def __call__(self, table: Tensor, i: Tensor) -> Tensor:
+        own = i - self.first
+        rows = self.read(table, own.clamp(0, len(table) - 1))
+        held = ((own >= 0) & (own < len(table))).view(*i.shape, *[1] * (rows.dim() - i.dim()))
+        return tensor_model_parallel_all_reduce(rows.masked_fill(~held, 0))
+
+
+class Division:
+    """Keeps one process's part of a model; the parts of all processes compute the model.
+
+    `shares` has what it keeps of tensors; `plan` the styles by which vLLM divides linear layers, by path; `own` the linear layers
+    that vLLM must leave as they are.
+    """
+
+    def __init__(self, base: Any, part: int, parts: int, head_size: int) -> None:
+        self.base, self.part, self.parts, self.head_size = base, part, parts, head_size
+        self.dense_plan: dict[str, str] = base.tp_plan
+        self.plan: dict[str, str] = {}
+        self.shares, self.own = list[TensorShare](), list[nn.Linear]()
+        around: dict[nn.Module, bool | None] = {}  # modules in a wrapper: its `is_by_entry`
+        for path, module in list(base.named_modules()):
+            if isinstance(module, Wrapper):
+                around[module.layer] = around.get(module) if module.is_by_entry is None else module.is_by_entry
+            if isinstance(module, FeedForwardBlock):
+                self.divide_units(module, around.get(module) is not False)
+            elif isinstance(module, RowTables):
+                self.divide_tables(module)
+            elif is_stock(module):
+                self.divide_linears(path, module)
+
+    def divide_units(self, block: FeedForwardBlock, is_free: bool) -> None:
+        """Divide the hidden units of a feed-forward."""
+        shares = block.keep_share(self.part, self.parts) if is_free and block.keep_share is not None else None
+        if shares is not None:
+            self.shares += shares
+            block.__class__ = type(type(block).__name__, (SummedUnits, type(block)), {"__module__": type(block).__module__})
+
+    def divide_tables(self, module: RowTables) -> None:
+        """Divide the tables that are looked up by ids by their rows."""
+        for name in module.tables():
+            each = -(-len(module.get_parameter(name)) // self.parts)
+            self.keep(TensorShare(module, name, self.part, 0, slice(self.part * each, (self.part + 1) * each)))
+            module.reader = RowsOfAll(module, self.part * each)  # type: ignore[misc]
+
+    def divide_linears(self, path: str, module: nn.Module) -> None:
+        """Divide the linear layers of one of transformers' modules by the dense model's plan; none where one cannot be."""
+        children: dict[str, Any] = dict(module.named_children())
+        styles = {name: self.style(path, name) for name in children}
+        names = [name for name, child in children.items() if isinstance(child, (nn.Linear, Wrapper)) or styles[name] in WIDTHS]
+        plain = [children[name] for name in names if isinstance(children[name], nn.Linear)]
+        if len(plain) == len(names):
+            self.plan |= {re.escape(f"{path}.{name}") + "$": styles[name] for name in names if styles[name]}
+            return
+        linears = {name: masked_linear(children[name]) for name in names}
+        size = self.head_size if interface_call(type(module).forward) is not None else 1
+        if WIDTHS.keys() <= {styles[name] for name in names} and all(
+            linear is not None and styles[name] in WIDTHS and getattr(linear, WIDTHS[styles[name]][1]) % (self.parts * size) == 0
+            for name, linear in linears.items()
+        ):
+            for name, linear in linears.items():
+                self.divide_linear(linear, styles[name])
+        self.own += plain
+
+    def style(self, path: str, name: str) -> str:
+        """Return how the dense model's plan divides a module, in whose path there were no wrappers; "" if not at all."""
+        module, steps = self.base, list[str]()
+        for step in f"{path}.{name}".strip(".").split("."):
+            if not (isinstance(module, Wrapper) and step == "layer"):
+                steps.append(step)
+            module = module.get_submodule(step)
+        return next((style for pattern, style in self.dense_plan.items() if re.match(pattern, ".".join(steps))), "")
+
+    def divide_linear(self, linear: Any, style: str) -> None:
+        dim, width = WIDTHS[style]
+        each = getattr(linear, width) // self.parts
+        for name, value in list(linear.named_parameters()):
+            if dim < value.dim():
+                self.keep(TensorShare(linear, name, self.part, dim, slice(self.part * each, (self.part + 1) * each)))
+        setattr(linear, width, each)
+        if style == "rowwise":
+            linear.__class__ = SummedLinear
+
+    def keep(self, share: TensorShare) -> None:
+        share.install()
+        self.shares.append(share)
+
+    def set_loaders(self) -> None:
+        """Make vLLM load what this process keeps of each tensor in a file."""
+        for share in self.shares:
+            getattr(share.module, share.name).weight_loader = functools.partial(load_share, share)
+
+
+def load_share(share: TensorShare, kept: Tensor, whole: Tensor) -> None:
+    kept.data.copy_(share.of(whole))
+
+
+def masked_linear(module: nn.Module) -> nn.Linear | None:
+    """Return a linear layer, or the one in a wrapper that changes what it reads entry by entry."""
+    while isinstance(module, Wrapper) and module.is_by_entry:
+        module = module.layer
+    return module if type(module) is nn.Linear else None
+
+
 class KeptLinear(nn.Module):
     """A linear layer while vLLM builds the model: vLLM neither fuses nor replaces it."""
 
@@ -224,22 +377,28 @@ class KeptLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def keep_from_fusions(model: nn.Module) -> list[tuple[nn.Module, type[nn.Module]]]:
-    """Keep vLLM from replacing linear layers whose weights a pass may read, and from fusing those that it wraps in a call.
+def keep_from_fusions(model: nn.Module, own: Iterable[nn.Linear] = ()) -> list[tuple[nn.Module, type[nn.Module]]]:
+    """Keep vLLM from replacing linear layers whose weights a pass may read or that are `own`, and from fusing wrapped ones.
 
     Return these layers and their classes, to be restored after vLLM has built the model: on a CPU vLLM's own layers lose their
     weights. vLLM fuses by the class of the module that calls the projections, and the names of its children: each module of
     transformers with children that are neither transformers' nor torch's gets a class of its own.
     """
     kept: list[tuple[nn.Module, type[nn.Module]]] = []
+
+    def keep(linear: nn.Module) -> None:
+        if isinstance(linear, nn.Linear):
+            kept.append((linear, type(linear)))
+            linear.__class__ = KeptLinear  # type: ignore[assignment]
+
+    for linear in own:
+        keep(linear)
     for module in list(model.modules()):
         parts: Iterable[nn.Module] = () if is_stock(module) else held_modules(module)
         if isinstance(module, Wrapper) and module.opens_layer:
             parts = module.layer.modules()
         for part in parts:
-            if isinstance(part, nn.Linear):
-                kept.append((part, type(part)))
-                part.__class__ = KeptLinear  # type: ignore[assignment]
+            keep(part)
         kind = type(module)
         if is_stock(module) and not all(map(is_stock, module.children())):
             module.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__})
@@ -266,11 +425,6 @@ def persistent_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in part._buffers.items():
             if buffer is not None and name not in part._non_persistent_buffers_set:
                 yield f"{path}.{name}".strip("."), buffer
-
-
-def named_in(module: nn.Module, path: str) -> Iterator[str]:
-    """Yield the names, from outside, of the tensors of a module at a path."""
-    return (f"{path}.{name}" for name, _ in persistent_tensors(module))
 
 
 @support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": -1, "inputs_embeds": 0}, enable_if=can_enable_torch_compile)
@@ -301,11 +455,11 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         parallel = vllm_config.parallel_config
-        if max(parallel.tensor_parallel_size, parallel.pipeline_parallel_size, parallel.decode_context_parallel_size) > 1:
+        if max(parallel.pipeline_parallel_size, parallel.decode_context_parallel_size) > 1:
             raise DoesNotFitError(
-                "a rewritten model runs in vLLM on one device",
-                why="the modules that a recipe adds cannot be distributed over several",
-                remedy="use data parallelism: data_parallel_size=N, tensor_parallel_size=1",
+                "the layers of a rewritten model run in vLLM on the same devices",
+                why="what a recipe adds reads values of other layers, and tables of states are not divided by tokens",
+                remedy="use tensor parallelism: tensor_parallel_size=N",
                 code="not-served",
             )
         with init_on_device_without_buffers("meta"):  # type: ignore[arg-type]
@@ -315,9 +469,14 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         ties = [
             [served_name(name, own) for name in names] for names in shared_names(whole.named_parameters(remove_duplicate=False))
         ]
-        kept = keep_from_fusions(base)
+        division = None
+        if (parts := parallel.tensor_parallel_size) > 1:
+            division = Division(base, get_tensor_model_parallel_rank(), parts, vllm_config.model_config.get_head_size())
+        kept = keep_from_fusions(base, () if division is None else division.own)
         kind = type(base)  # another model of this class may be compiled, and vLLM then calls the class without its hooks
         base.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": nn.Module.__call__})
+        if division is not None:
+            base._tp_plan = division.plan
         self.__dict__["known"] = {name for name, _ in persistent_tensors(whole)}
         self.__dict__["ignored"] = tuple(base._keys_to_ignore_on_load_unexpected or ())
         base._keys_to_ignore_on_load_unexpected = None  # a pattern that matches a name of the model's own would drop it
@@ -333,8 +492,10 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         self.init_parameters(self.head)
         self.ties = self.tie(ties)
         self.fill_buffers()
+        if division is not None:
+            division.set_loaders()
         attentions = [(path, part) for path, part in self.named_modules() if isinstance(part, AttentionLayerBase)]
-        self.given = {name for path, part in attentions for name in named_in(part, path)}
+        self.given = {f"{path}.{name}" for path, part in attentions for name, _ in persistent_tensors(part)}
         self.states = SlotCache(RowLayout())
         self.table = SlotTable(f"slots.{self.text_config.num_hidden_layers}", self.states.layout, self.run_once)
         vllm_config.compilation_config.static_forward_context[self.table.name] = self.table
@@ -350,7 +511,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         """Leave the model's class unchanged: vLLM compiles `Body`."""
 
     def _vocab_embeddings(self) -> set[nn.Embedding]:
-        return set()  # tables stay as they are: on one device there is nothing to distribute
+        return set()  # tables stay as they are: the head may read them
 
     def tie(self, groups: Iterable[Iterable[str]]) -> list[list[str]]:
         """Tie the parameters in each group of names; return the groups without the names that vLLM's fusions took."""

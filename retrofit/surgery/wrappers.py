@@ -109,12 +109,13 @@ OF_ADAPTERS = "base_layer"  # PEFT mistakes a module with this attribute for an 
 
 
 class Wrapper(nn.Module):
-    """Wraps the module `layer` and forwards its public attributes, except for three that describe the wrapper.
+    """Wraps the module `layer` and forwards its public attributes, except for those that describe the wrapper.
 
     `stays_outermost`: no module may wrap it. `adds_branches`: it adds the branches of its layer to a stream itself; anything that
     another pass adds to the layer's output would be lost. `opens_layer`: it calls its layer with other modules in place of some
-    inside it; only those modules compute what they did before. `guards` names methods that are hooks and change nothing: they raise
-    or do nothing.
+    inside it; only those modules compute what they did before. `is_by_entry`: what it changes of the inputs of its layer's products
+    it changes entry by entry, so the layer may have a part of the entries; None if it changes none. `guards` names methods that
+    are hooks and change nothing: they raise or do nothing.
     """
 
     stores_histories = False  # whether it stores what it needs of earlier tokens in the model's cache (`histories_of`)
@@ -122,6 +123,7 @@ class Wrapper(nn.Module):
     stays_outermost = False
     adds_branches = False
     opens_layer = False
+    is_by_entry: bool | None = None
     guards: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, layer: nn.Module) -> None:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import sys
@@ -13,13 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support.refusals import refused
-from support.tiny_models import llama
+from support.tiny_models import built, gpt2, llama
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import retrofit
 from retrofit import serving
+from retrofit.anatomy.feed_forwards import FeedForwardBlock
 from retrofit.errors import CheckpointError, DoesNotFitError, RetrofitError
 from retrofit.passbase.protocol import load_pass, pass_names
 from retrofit.passes.recurrence.simple_recurrent_unit import Recurrence
@@ -109,10 +112,10 @@ class Engine:
 STATEFUL = ("sparse-qkv", "recurrence", "memory(lookup=ngram, buckets=64, canonical=none)")
 
 
-def rewritten(*specs: str) -> Any:
-    """A small Llama after some passes, every parameter moved."""
+def rewritten(*specs: str, model: Any = None) -> Any:
+    """A small model, a Llama if none is given, after some passes, every parameter moved."""
     torch.manual_seed(0)
-    model = llama()
+    model = llama() if model is None else model
     retrofit.apply(model, *specs, verify=False)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -224,6 +227,64 @@ def test_sequences_in_one_row_are_scanned_each_from_its_own_state() -> None:
         parts = [unit(x[:, first:last], before[first : first + 1]) for first, last in ((0, 3), (3, 4), (4, 9))]
     torch.testing.assert_close(y, torch.cat([part for part, _ in parts], 1))
     torch.testing.assert_close(c, torch.cat([part for _, part in parts], 1))
+
+
+# A part of a model for each of several processes
+
+
+def phi3() -> Any:
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "pad_token_id": 0}
+    config = transformers.Phi3Config(vocab_size=61, max_position_embeddings=64, **sizes)
+    return built(config, transformers.Phi3ForCausalLM)
+
+
+DIVIDED = (  # a feed-forward with biases, one whose matrix has two columns for a unit, and gated ones
+    (gpt2, "sparse-ffn(sparsity=4)"),
+    (gpt2, "shared-moe(experts=3, k=2, groups=0)"),
+    (gpt2, "shared-moe(experts=2, slices=2, groups=0)"),
+    (phi3, "sparse-ffn(sparsity=4)"),
+    (phi3, "shared-moe(experts=2, groups=1)"),
+    (llama, "sparse-ffn(sparsity=4, active=2, controller=gate)"),
+)
+
+
+@pytest.mark.parametrize(("family", "spec"), DIVIDED, ids=str)
+def test_the_outputs_of_shares_of_hidden_units_add_up(family: Any, spec: str) -> None:
+    model = rewritten(spec, model=family())
+    x = torch.randn(2, 40, model.config.hidden_size)
+    parts = [copy.deepcopy(model) for _ in range(2)]
+    paths = [path for path, module in model.named_modules() if isinstance(module, FeedForwardBlock)]
+    assert paths
+    for part, of_model in enumerate(parts):
+        for path in paths:
+            assert of_model.get_submodule(path).keep_share(part, 2) is not None
+    for path in paths:
+        whole, *blocks = (of_model.get_submodule(path) for of_model in (model, *parts))
+        for tokens in (x, x[:1, :1]):
+            with torch.no_grad():
+                torch.testing.assert_close(sum(block.compute(tokens) for block in blocks), whole.compute(tokens))
+        own, of_all = (sum(value.numel() for value in block.parameters()) for block in (blocks[0], whole))
+        assert own < 0.8 * of_all
+
+
+def test_what_shares_keep_is_loaded_from_whole_tensors() -> None:
+    model = rewritten("sparse-ffn(sparsity=4)", model=gpt2())
+    other = copy.deepcopy(model)
+    block = next(module for module in other.modules() if isinstance(module, FeedForwardBlock))
+    path = next(path for path, module in other.named_modules() if module is block)
+    for share in block.keep_share(1, 2) or ():  # type: ignore[misc]
+        module = model.get_submodule(
+            f"{path}.{next(name for name, inner in block.named_modules() if inner is share.module)}".strip(".")
+        )
+        torch.testing.assert_close(share.of(getattr(module, share.name)), getattr(share.module, share.name))
+
+
+def test_units_that_do_not_divide_stay_whole() -> None:
+    model = rewritten("sparse-ffn(sparsity=4)")
+    block: Any = next(module for module in model.modules() if isinstance(module, FeedForwardBlock))
+    before = {name: value.shape for name, value in block.named_parameters()}
+    assert block.keep_share(0, 5) is None
+    assert {name: value.shape for name, value in block.named_parameters()} == before
 
 
 # What vLLM is given
