@@ -24,7 +24,6 @@ import dataclasses
 import gc
 import itertools
 import json
-import math
 import os
 import statistics
 import subprocess
@@ -211,12 +210,32 @@ def write_adapter(model: Any, folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({**config, "target_modules": targets}))
 
 
-def log_probabilities(model: Any, ids: list[int]) -> Any:
-    """Return those of transformers after every token: (tokens, vocabulary)."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A sequence, and what vLLM says of the likeliest and chosen tokens of each step."""
+
+    prompt: list[int]
+    tokens: list[int]
+    of_prompt: list[Any]
+    of_tokens: list[Any]
+
+    def entries(self) -> Iterator[tuple[int, int, Any]]:
+        """Yield a position, the token that may follow, and what is said of it."""
+        for first, steps in ((0, self.of_prompt), (len(self.prompt) - 1, self.of_tokens)):
+            for position, step in enumerate(steps, first):
+                yield from ((position, token, entry) for token, entry in step.items())
+
+
+def log_probabilities(model: Any, cases: Iterable[Case]) -> Any:
+    """Return what transformers computes for the entries of each case."""
     import torch
 
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+    found = []
+    for case in cases:
+        with torch.no_grad():
+            rows = model(torch.tensor([case.prompt + case.tokens])).logits[0].double().log_softmax(-1)
+        found += [rows[position, token] for position, token, _ in case.entries()]
+    return torch.stack(found)
 
 
 def continuations(model: Any) -> list[list[int]]:
@@ -255,21 +274,15 @@ class Found:
     others: int = 0  # continuations with another token
     known: int = 0  # tokens whose keys, values and states were there already
     preemptions: int = 0
-
-    def add(self, steps: Iterable[Any], rows: Iterable[Any]) -> None:
-        """Compare what vLLM says of the likeliest and chosen tokens of each step with a row of transformers."""
-        for step, row in zip(steps, rows, strict=False):
-            for token, entry in step.items():
-                gap = abs(entry.logprob - row[token].item())
-                self.gap = math.nan if math.isnan(gap) else max(self.gap, gap)
-                self.compared += 1
+    rounding: float = 0.0  # of a trained model: the largest difference between transformers in float32 and float64
 
     def __str__(self) -> str:
-        return f"{self.gap:.1e} ({self.compared}), {self.others} other, {self.known} known, {self.preemptions} preempted"
+        own = f", float32 {self.rounding:.1e}" if self.rounding else ""
+        return f"{self.gap:.1e}{own} ({self.compared}), {self.others} other, {self.known} known, {self.preemptions} preempted"
 
 
-def compare(folder: Path, model: Any, expected: list[list[int]], setting: Setting) -> Found:
-    """Return how far vLLM is from transformers."""
+def compare(folder: Path, model: Any, expected: list[list[int]], setting: Setting, is_trained: bool = False) -> Found:
+    """Return how far vLLM is from transformers; for a trained model, from transformers in float64."""
     import torch
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -284,6 +297,7 @@ def compare(folder: Path, model: Any, expected: list[list[int]], setting: Settin
         asked += [SamplingParams(temperature=0, **common), SamplingParams(temperature=1, n=2, **common)]
     requests: Any = [{"prompt_token_ids": prompt} for prompt in prompts(model)]
     compiling = torch._dynamo.config.patch(disable=not setting.compiled)  # vLLM compiles helpers of its own, for each size anew
+    cases: list[Case] = []
     with compiling, engine(folder, setting.options) as llm:
         for sampling in asked:
             results = llm.generate(requests, sampling, use_tqdm=False, lora_request=adapter)
@@ -292,11 +306,16 @@ def compare(folder: Path, model: Any, expected: list[list[int]], setting: Settin
                 for output in result.outputs:
                     tokens = list(output.token_ids)
                     found.others += not sampling.temperature and tokens != following
-                    rows = log_probabilities(model, prompt + tokens)
-                    found.add(output.logprobs, rows[len(prompt) - 1 :])
-                    found.add((result.prompt_logprobs or [None])[1:], rows)
+                    cases.append(Case(prompt, tokens, (result.prompt_logprobs or [None])[1:], output.logprobs))
         counts = [metric.value for metric in llm.get_metrics() if metric.name == "vllm:num_preemptions"]
         found.preemptions = int(sum(counts))
+    said = torch.tensor([entry.logprob for case in cases for _, _, entry in case.entries()], dtype=torch.float64)
+    computed = log_probabilities(model, cases)
+    if is_trained:
+        exact = log_probabilities(model.double(), cases)
+        found.rounding, computed = (computed - exact).abs().max().item(), exact
+        model.float()
+    found.gap, found.compared = (said - computed).abs().max().item(), len(said)
     return found
 
 
@@ -317,10 +336,7 @@ def write_speeds(directory: str, specs: Iterable[str], rounds: int, sequences: l
     common: dict[str, Any] = {"enforce_eager": not compiled, "enable_prefix_caching": False, "max_num_seqs": max(sequences)}
     found: dict[int, dict[str, list[tuple[float, float]]]] = {count: {} for count in sequences}
     with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
-        engines = {
-            name: stack.enter_context(engine(Path(directory), {"model_impl": kind, **common}))
-            for name, kind in (("dense, vLLM's own", "vllm"), ("dense, Transformers backend", "transformers"))
-        }
+        engines = {"dense, vLLM's own": stack.enter_context(engine(Path(directory), {"model_impl": "vllm", **common}))}
         for number, spec in enumerate(specs):
             folder = Path(place, str(number))
             written(dense(directory), spec, folder, 0)
@@ -406,7 +422,9 @@ def row_of(family: str, spec: str, settings: list[str], fault: bool) -> dict[str
                     setting = dataclasses.replace(setting, options={**setting.options, "model_impl": "transformers"})
                 try:
                     with shifted() if fault else contextlib.nullcontext():
-                        row[label(setting)] = dataclasses.asdict(compare(Path(place), model, expected, setting))
+                        row[label(setting)] = dataclasses.asdict(
+                            compare(Path(place), model, expected, setting, Path(family).is_dir())
+                        )
                 except Exception as error:
                     row[label(setting)] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return row
@@ -420,11 +438,11 @@ def is_as_wanted(row: dict[str, Any], fault: bool) -> bool:
         return not found
     if row["pass"] in REFUSED:
         return not found and all("does not run in vLLM" in text for text in said)
-    equal = all(one["gap"] <= CLOSE and not one["others"] for one in found)
+    equal = all(one["gap"] <= max(CLOSE, 2 * one["rounding"]) and not one["others"] for one in found)
     return not said and (bool(found) and not equal if fault else equal)
 
 
-COLUMNS = ("largest difference", "compared", "other tokens", "known tokens", "preempted")  # of `Found`
+COLUMNS = ("largest difference", "compared", "other tokens", "known tokens", "preempted", "of float32")  # of `Found`
 Rows = dict[tuple[str, str], dict[str, Any]]  # by family and pass
 
 
@@ -436,8 +454,9 @@ def write_table(rows: Rows, path: Path) -> None:
         for (family, spec), row in rows.items():
             for name, value in [item for item in row.items() if item[0] not in ("family", "pass")]:
                 said = isinstance(value, str)
-                found = [*[""] * len(COLUMNS), value] if said else [f"{value['gap']:.1e}", *list(value.values())[1:], ""]
-                table.writerow([family, spec, name, *found])
+                gap, *counts, own = [""] * len(COLUMNS) if said else value.values()
+                of_float32 = f"{own:.1e}" if own else ""
+                table.writerow([family, spec, name, gap if said else f"{gap:.1e}", *counts, of_float32, value if said else ""])
 
 
 def read_table(path: Path) -> Rows:
@@ -445,8 +464,8 @@ def read_table(path: Path) -> Rows:
     rows: Rows = {}
     if path.exists():
         with path.open(newline="", encoding="utf-8") as file:
-            for family, spec, name, gap, *counts, said in list(csv.reader(file))[1:]:
-                value = said or dataclasses.asdict(Found(float(gap), *map(int, counts)))
+            for family, spec, name, gap, *counts, own, said in list(csv.reader(file))[1:]:
+                value = said or dataclasses.asdict(Found(float(gap), *map(int, counts), float(own or 0)))
                 rows.setdefault((family, spec), {"family": family, "pass": spec})[name] = value
     return {key: row for key, row in rows.items() if is_as_wanted(row, fault=False)}
 
