@@ -3,10 +3,10 @@
 `products`: y = W x̃ for a token of whose input a share is zero, W column by column (in × out), a column being a stretch of memory:
 
 - `dense`: the product with all columns, W as `nn.Linear` stores it, x masked already;
-- `bag`: the sum of an embedding bag, which reads the columns in place: what the pass uses, for one token after the other;
+- `compiled`: the sum in C++ that the pass uses where there is a compiler, of the columns that some token needs, in place;
+- `bag`: the sum of an embedding bag, which it uses elsewhere, for one token after the other;
 - `copy`: the columns that some token needs are gathered, then multiplied;
 - `blocks`: the same for a block of columns after the other, whose copy stays in a core's cache;
-- `kernel`: a loop over the columns of one token in C++ with prefetches, left out where there is no compiler;
 - `layer`: the layer of the pass as it is called, its mask included, with `--tokens` of them.
 
 `block`: a token through a layer of a Llama, before and after the pass. `smollm2`: the loss of SmolLM2-135M on held-out text, and a
@@ -16,7 +16,7 @@ All in one process and in turns; a figure is the ratio of the least times of the
 dense one. Matrices are taken in turns too, so that they come from memory and not from a cache.
 
     python benchmarks/activation_sparsity.py products
-    python benchmarks/activation_sparsity.py products --tokens 4 --ways bag copy blocks
+    python benchmarks/activation_sparsity.py products --tokens 4 --ways compiled bag blocks
     python benchmarks/activation_sparsity.py block --dtypes float32 bfloat16
     python benchmarks/activation_sparsity.py smollm2 --compile --specs "activation-sparsity(loss=+0.02)"
 """
@@ -25,13 +25,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
-import os
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,78 +36,8 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.passes.activation_sparsity.activation_sparsity import MaskedProjection
-from retrofit.passes.activation_sparsity.masked_products import ActivationMask
+from retrofit.passes.activation_sparsity.masked_products import ActivationMask, sum_of_columns, sums_of_columns
 
-SOURCE = """
-#include <cstdint>
-#include <cstring>
-#include <vector>
-
-typedef float Numbers __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-
-static inline Numbers read(const float* p) { return *(const Numbers*)p; }
-static inline Numbers read(const uint16_t* p) {
-  Bits bits = __builtin_convertvector(*(const Halves*)p, Bits) << 16;
-  Numbers found;
-  std::memcpy(&found, &bits, 64);
-  return found;
-}
-static inline float one(const float* p) { return *p; }
-static inline float one(const uint16_t* p) {
-  uint32_t bits = uint32_t(*p) << 16;
-  float found;
-  std::memcpy(&found, &bits, 4);
-  return found;
-}
-static inline void write(float* p, float value) { *p = value; }
-static inline void write(uint16_t* p, float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  *p = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-}
-
-constexpr int AHEAD = 16, EACH = 16, TILE = 16 * EACH;
-
-template <typename T>
-void add_columns(const T* x, const T* columns, T* y, int64_t inputs, int64_t outputs) {
-  std::vector<int64_t> kept;
-  std::vector<float> values;
-  for (int64_t i = 0; i < inputs; ++i)
-    if (one(x + i) != 0.0f) { kept.push_back(i); values.push_back(one(x + i)); }
-  const int64_t count = kept.size();
-  kept.resize(count + AHEAD, count ? kept.back() : 0);
-  int64_t first = 0;
-  for (; first + TILE <= outputs; first += TILE) {
-    Numbers sums[EACH] = {};
-    for (int64_t k = 0; k < count; ++k) {
-      const T* column = columns + kept[k] * outputs + first;
-      const char* next = (const char*)(columns + kept[k + AHEAD] * outputs + first);
-      for (size_t byte = 0; byte < TILE * sizeof(T); byte += 64) __builtin_prefetch(next + byte);
-      for (int j = 0; j < EACH; ++j) sums[j] += values[k] * read(column + 16 * j);
-    }
-    for (int o = 0; o < TILE; ++o) write(y + first + o, sums[o / 16][o % 16]);
-  }
-  for (; first + 16 <= outputs; first += 16) {
-    Numbers sum = {};
-    for (int64_t k = 0; k < count; ++k) sum += values[k] * read(columns + kept[k] * outputs + first);
-    for (int o = 0; o < 16; ++o) write(y + first + o, sum[o]);
-  }
-  for (; first < outputs; ++first) {
-    float sum = 0;
-    for (int64_t k = 0; k < count; ++k) sum += values[k] * one(columns + kept[k] * outputs + first);
-    write(y + first, sum);
-  }
-}
-
-extern "C" void float32(const float* x, const float* w, float* y, int64_t inputs, int64_t outputs) {
-  add_columns(x, w, y, inputs, outputs);
-}
-extern "C" void bfloat16(const uint16_t* x, const uint16_t* w, uint16_t* y, int64_t inputs, int64_t outputs) {
-  add_columns(x, w, y, inputs, outputs);
-}
-"""
 APART = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # how far a way may lie from the dense product, of its largest entry
 PROMPT, STEPS, LONGEST = 32, 12, 512  # tokens: before those that are timed, in a turn, in the cache
 
@@ -123,7 +48,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs="+", default=[576, 2048, 4096], help="of square matrices, or of the block")
     parser.add_argument("--levels", type=float, nargs="+", default=[0.25, 0.4, 0.5, 0.7])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--ways", nargs="+", default=["bag", "copy", "kernel", "layer"])
+    parser.add_argument("--ways", nargs="+", default=["compiled", "bag", "copy", "layer"])
     parser.add_argument("--tokens", type=int, default=1)
     parser.add_argument("--specs", nargs="+", default=["activation-sparsity(loss=+0.02)"])
     parser.add_argument("--compile", action="store_true", help="both models")
@@ -169,11 +94,7 @@ class Matrix:
 def products(options: argparse.Namespace) -> None:
     ways: dict[str, Way] = {"dense": lambda x, matrix: F.linear(x, matrix.rows), "bag": bag, "copy": copied, "blocks": blocks}
     ways["layer"] = lambda x, matrix: matrix.layer(x)
-    if "kernel" in options.ways:
-        try:
-            ways["kernel"] = built_kernel()
-        except (OSError, subprocess.CalledProcessError) as error:  # no compiler, say
-            print(f"no kernel: {error}")
+    ways["compiled"] = lambda x, matrix: sums_of_columns(x, matrix.columns)
     ways = {name: ways[name] for name in ("dense", *options.ways) if name in ways}
     print(f"| d, dtype, zeros | dense, µs | {' | '.join(name for name in ways if name != 'dense')} |")
     print("| --- |" + " ---: |" * len(ways), flush=True)
@@ -202,33 +123,9 @@ def measured(ways: dict[str, Way], x: Tensor, matrices: list[Matrix], rounds: in
     return {name: times["dense"] / taken for name, taken in times.items() if name != "dense"}, times["dense"] / len(matrices)
 
 
-def built_kernel() -> Way:
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "kernel.cpp", Path(folder) / "kernel.so"
-        source.write_text(SOURCE)
-        flags = ["-O3", "-march=native", "-ffast-math", "-shared", "-fPIC"]
-        subprocess.run([os.environ.get("CXX", "c++"), *flags, source, "-o", library], check=True)
-        loaded = ctypes.CDLL(str(library))
-
-    def kernel(x: Tensor, matrix: Matrix) -> Tensor:
-        columns = matrix.columns
-        y = x.new_empty(columns.shape[1])
-        places = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, columns, y))
-        getattr(loaded, str(x.dtype).removeprefix("torch."))(*places, *map(ctypes.c_int64, columns.shape))
-        return y
-
-    return kernel
-
-
 def bag(x: Tensor, matrix: Matrix) -> Tensor:
     """The columns of each token, one after the other."""
-    first = torch.zeros(1, dtype=torch.long)
-    kept = [token.nonzero().view(-1) for token in x]
-    sums = [
-        torch.embedding_bag(matrix.columns, some, first, False, 0, False, token.index_select(0, some))[0]
-        for token, some in zip(x, kept, strict=True)
-    ]
-    return torch.cat(sums)
+    return torch.cat([sum_of_columns(token, matrix.columns) for token in x])
 
 
 def copied(x: Tensor, matrix: Matrix) -> Tensor:

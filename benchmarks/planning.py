@@ -11,12 +11,13 @@ interruption the rest is measured.
     python benchmarks/planning.py --model smollm2 --pass activation-sparsity --targets "decode 1.1x" "decode 1.2x" "decode 1.3x"
 
 With `--read` a decoded token takes as long as its weights take to be read, which are counted and not timed: whether levels by layer
-are better than equal ones, wherever reading is what takes the time.
+are better than equal ones, wherever reading is what takes the time. An encoder's forward is counted as that of one token.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
 from pathlib import Path
@@ -75,7 +76,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     options.folder.mkdir(parents=True, exist_ok=True)
     if options.read:
-        costs.seconds_of = seconds_to_read
+        costs.seconds_of = functools.partial(seconds_to_read, "prefill" if options.model == "minilm" else "decode")
     which = MODELS[options.model]() if options.model in MODELS else DenseModel(steps=options.steps)
     model = which.trained(options.folder).eval()
     read = ".read" if options.read else ""
@@ -130,9 +131,9 @@ def main() -> None:
 
 
 @torch.no_grad()
-def seconds_to_read(quantity: str, model: nn.Module, window: Any, tokens: int = 0) -> float:
-    """The seconds in which the weights that a decoded token needs are read at 10 GB/s; a forward of a window multiplies densely."""
-    if quantity != "decode":
+def seconds_to_read(counted: str, quantity: str, model: nn.Module, window: Any, tokens: int = 0) -> float:
+    """The seconds in which the weights that a token needs are read at 10 GB/s; what is not counted takes one second."""
+    if quantity != counted:
         return 1.0
     unread: list[float] = []
 
@@ -146,7 +147,10 @@ def seconds_to_read(quantity: str, model: nn.Module, window: Any, tokens: int = 
     finally:
         for hook in hooks:
             hook.remove()
-    return (own_bytes(model) - sum(unread)) / 1e10
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    multiplied = {module.weight for module in model.modules() if isinstance(module, nn.Linear)}  # a tied table among them
+    looked_up = sum(weight.nbytes for weight in tables - multiplied)
+    return (own_bytes(model) - looked_up - sum(unread)) / 1e10
 
 
 def saves(cost: str, worth: Worth, plan: ModelPlan) -> bool:

@@ -171,7 +171,8 @@ class Pass(abc.ABC, Generic[SomePlan]):
     rewrites: ClassVar[str] = "site"  # the word for a site in a refusal: "feed-forward", "attention", …
     reference: ClassVar[Any] = None  # a `MethodReference`: an independent implementation of its modules, for the check `method`
     recovery: ClassVar[Recovery] = Recovery()
-    only_masks: ClassVar[bool] = False  # its dial at 0 gives the dense function, which `undo` compares; thresholds set its time
+    # Its dial at 0 gives the dense function, which `undo` compares; thresholds set its time, the least with the dial at infinity.
+    only_masks: ClassVar[bool] = False
     not_served: ClassVar[str] = ""  # why an engine with its own attention, such as vLLM, cannot run the model; "": it can
     candidates: ClassVar[tuple[str, ...]] = ()  # settings that `retrofit plan` tries: options of a spec, "active=4, rank=16"
     remedy: ClassVar[str] = "retrofit inspect shows what was found in the model"  # if no site fits and no near miss has a fix

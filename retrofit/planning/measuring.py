@@ -16,6 +16,7 @@ from retrofit.inputs.model_memory import own_bytes
 from retrofit.passbase.protocol import AnyPass
 from retrofit.planning.costs import CHOICES, COSTS, LOSSES, PATIENCE, SECONDS, Deadline, Hybrid, OutOfTime, beside
 from retrofit.planning.measurements import (
+    NOISE,
     CandidateRecord,
     MeasurementStore,
     Site,
@@ -101,7 +102,7 @@ class Measurements:
         least to spare first, then those closest to them. In a limited time all are first fitted in a few layers. `left_out` names
         what the time did not suffice for.
         """
-        known = self.with_costs()
+        known = self.with_costs(wanted)
         self.unfitted.clear()
         saving = []
         for record in self.in_turn(known, wanted, limits):
@@ -128,14 +129,17 @@ class Measurements:
                 if text := record.missing_text():
                     self.left_out[record.name] = text
 
-    def with_costs(self) -> list[CandidateRecord]:
-        """Return the candidates that fit, with their costs, the first setting of every pass first, as far as the time allows."""
+    def with_costs(self, wanted: Collection[str]) -> list[CandidateRecord]:
+        """Return the candidates that fit, with their costs, the first setting of every pass first, as far as the time allows.
+
+        Left out are masks that could reduce no `wanted` cost.
+        """
         known: list[CandidateRecord] = []
         ordered = firsts_first(self.records)
         for place, record in enumerate(ordered):
             left = self.deadline.left(COSTS) if known else self.deadline.left(LOSSES) / 2  # so that a slow one does not take all
             self.allowance = left / ((len(ordered) - place) * max(1, len(self.quantities)))
-            if self.in_time(record, self.measure_costs, left):
+            if self.in_time(record, functools.partial(self.measure_costs, wanted=wanted), left) and record.get("sites") is not None:
                 known.append(record)
         self.allowance = math.inf
         return sorted(known, key=lambda record: record.number)
@@ -185,8 +189,18 @@ class Measurements:
         numbers = dict.fromkeys(record.number for in_order in zip(*orders, strict=True) for record in in_order)
         return [*firsts, *(self.records[number] for number in numbers)]
 
-    def measure_costs(self, record: CandidateRecord) -> None:
-        """Measure the sites of one candidate, and the times that they add, on an unfitted variant."""
+    def measure_costs(self, record: CandidateRecord, wanted: Collection[str]) -> None:
+        """Measure the sites of one candidate, and the times that they add, on an unfitted variant.
+
+        Masks have no such variant, and are fitted only if they reduce a `wanted` cost when everything is masked.
+        """
+        if record.candidate.only_masks and wanted and record.get("sites") is None:
+            least = {name: self.fully_masked_share(record, name) for name in wanted if name in self.quantities}
+            if not any(share < 1 - NOISE for share in least.values()):
+                texts = [f"{name} would take {share:.2f} times as much" for name, share in least.items()]
+                why = f"even with every input zero, {', '.join(texts)}" if texts else "masks save no memory"
+                self.left_out[record.name] = f"saves nothing here: {why}"
+                return
         self.store.measure(record.key("sites"), lambda: self.describe(self.unfitted_variant(record)))
         self.measure_times(record, self.unfitted_variant)
 
@@ -308,6 +322,23 @@ class Measurements:
         for kind, indices in members.items():
             for quantity in self.quantities:
                 self.measure_time(record.key(quantity, kind), functools.partial(added, quantity, indices))
+
+    def fully_masked_share(self, record: CandidateRecord, quantity: str) -> float:
+        """Return the least time that masks in the candidate's sites can reach, as a share of the dense model's."""
+        dial = record.candidate.recovery.dial
+        if dial is None:
+            return 0.0
+        variant = self.built(record.candidate, fit=False)
+        paths = [path for replacement in variant for path in replacement.paths]
+        for replacement in variant:
+            for module in replacement.modules.values():
+                dial.turn(module, math.inf)
+
+        def share() -> float:
+            self.progress(f"{record.name}: timing {quantity} with every input zero")
+            return self.share(variant, quantity)
+
+        return self.measure_time(f"{quantity} fully masked {short_hash(' '.join(paths).encode())}", share)
 
     def measure_time(self, name: str, action: Callable[[], float]) -> float:
         """Return the time `name`, measured by `action` if not known; a time from few rounds is marked as such."""

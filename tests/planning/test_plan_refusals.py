@@ -28,6 +28,7 @@ from retrofit.emitted import graph_module
 from retrofit.errors import CheckpointError, PlanningError, SpecError
 from retrofit.inputs.calibration import Calibration
 from retrofit.passbase.protocol import parse_spec
+from retrofit.passes.activation_sparsity.masked_products import ActivationMask
 from retrofit.planning import costs, measuring, planner
 from retrofit.planning.model_plan import ModelPlan
 from retrofit.planning.planner import Planner
@@ -121,6 +122,31 @@ def test_a_quantized_model_is_refused_before_anything_is_measured(tmp_path: Path
 def test_where_no_candidate_fits_the_reasons_are_told() -> None:
     with refused(PlanningError, "d_ff", code="no-candidate"):
         retrofit.plan(llama(vocab_size=256), windows(), "memory 0.9x", passes=["sparse-ffn(sparsity=7)"], seconds=0.02)
+
+
+@pytest.mark.parametrize(
+    ("target", "says"), [("decode 1.1x", "every input zero, decode would take 1.30"), ("memory 0.9x", "no memory")]
+)
+def test_masks_that_save_nothing_when_everything_is_masked_are_refused_without_a_fit(
+    target: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One time stands for all settings of the same layers."""
+    times = []
+
+    def share(self: measuring.Measurements, replacements: Any, quantity: str) -> float:
+        masks = [part for one in replacements for module in one.modules.values() for part in module.modules()]
+        times.append({float(part.threshold) for part in masks if isinstance(part, ActivationMask)})
+        return 1.3
+
+    def never(*given: Any) -> Any:
+        raise AssertionError("fitted")
+
+    monkeypatch.setattr(measuring.Measurements, "share", share)
+    monkeypatch.setattr(measuring.Measurements, "fitted", never)
+    with refused(PlanningError, says, code="no-candidate"):
+        specs = [f"activation-sparsity(level={level}, allocation=uniform)" for level in (0.2, 0.9)]
+        retrofit.plan(llama(vocab_size=256), windows(), target, passes=specs)
+    assert times == ([{math.inf}] if "decode" in target else [])
 
 
 def test_what_gives_no_numbers_together_is_no_plan(

@@ -11,12 +11,13 @@ import torch
 import transformers
 from support import tiny_models, zoo
 from torch import Tensor, nn
+from torch._inductor.codecache import CppCodeCache
 
 import retrofit
 from retrofit.files.memory import mapped_weights
 from retrofit.passes.activation_sparsity import masked_products
 from retrofit.passes.activation_sparsity.activation_sparsity import MaskedProjection
-from retrofit.passes.activation_sparsity.masked_products import FEW, ActivationMask, sums_of_columns
+from retrofit.passes.activation_sparsity.masked_products import FEW, ActivationMask, lay_out, sums_of_columns
 
 IN, OUT = 24, 40
 CLOSE: dict[torch.dtype, dict[str, Any]] = {
@@ -29,6 +30,22 @@ DTYPES = pytest.mark.parametrize("dtype", list(FEW), ids=["float32", "bfloat16"]
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked_products, "SMALLEST", dict.fromkeys(FEW, 1))
+    monkeypatch.setattr(masked_products, "SMALLEST_COMPILED", dict.fromkeys(FEW, 1))
+
+
+@pytest.fixture(params=[True, False], ids=["compiled", "no compiler"])
+def compiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    if not request.param:
+        no_compiler(monkeypatch)
+    return bool(request.param)
+
+
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(source: str) -> Any:
+        raise RuntimeError("no C++ compiler")
+
+    monkeypatch.setattr(CppCodeCache, "load", missing)
+    monkeypatch.setattr(masked_products, "compiled_sums", masked_products.compiled_sums.__wrapped__)
 
 
 @pytest.fixture
@@ -68,7 +85,8 @@ def expected(module: MaskedProjection, x: Tensor) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
 @DTYPES
-def test_few_tokens_read_columns(kind: str, dtype: torch.dtype, calls: list[int]) -> None:
+def test_few_tokens_read_columns(kind: str, dtype: torch.dtype, calls: list[int], compiles: bool) -> None:
+    assert bool(masked_products.compiled_sums()) == compiles
     layers = {"linear": nn.Linear(IN, OUT), "no bias": nn.Linear(IN, OUT, bias=False)}
     module = masked(layers.get(kind) or transformers.pytorch_utils.Conv1D(OUT, IN), dtype=dtype)
     before = copy.deepcopy(module.layer.weight)
@@ -80,7 +98,7 @@ def test_few_tokens_read_columns(kind: str, dtype: torch.dtype, calls: list[int]
 
 
 @torch.no_grad()
-def test_tokens_of_which_nothing_or_everything_is_left(calls: list[int]) -> None:
+def test_tokens_of_which_nothing_or_everything_is_left(calls: list[int], compiles: bool) -> None:
     module = masked()
     x = torch.stack([torch.zeros(IN), torch.full((IN,), 2.0)])
     torch.testing.assert_close(module(x), expected(module, x), **CLOSE[torch.float32])
@@ -89,11 +107,34 @@ def test_tokens_of_which_nothing_or_everything_is_left(calls: list[int]) -> None
 
 
 @torch.no_grad()
-def test_what_is_not_a_number_stays_that() -> None:
-    module = masked()
-    x = tokens(1)
+@DTYPES
+def test_what_is_not_a_number_stays_that(dtype: torch.dtype, compiles: bool) -> None:
+    module = masked(dtype=dtype)
+    x = tokens(1, dtype=dtype)
     x[0, 3] = float("nan")
     assert bool(module(x).isnan().all())
+
+
+@torch.no_grad()
+@DTYPES
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_compiled_sums_of_any_width_in_any_number_of_threads(
+    dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes that are no multiples of the columns, or numbers, that are added at a time, and an input that is a part of another."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for count, width, outputs in ((1, 77, 99), (2, 16, 3), (3, 8, 16), (4, 41, 65)):
+        x = torch.randn(count, 2 * width).to(dtype)[:, ::2]
+        x = x.masked_fill(x.abs() < 0.7, 0.0)
+        columns = torch.randn(width, outputs).to(dtype)
+        torch.testing.assert_close(sums_of_columns(x, columns), (x.double() @ columns.double()).to(dtype), **CLOSE[dtype])
+
+
+def test_without_a_compiler_only_larger_weights_are_read_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masked_products, "SMALLEST", dict.fromkeys(FEW, IN * OUT + 1))
+    assert lay_out(masked()) and masked_products.compiled_sums()
+    no_compiler(monkeypatch)
+    assert not lay_out(masked())
 
 
 @torch.no_grad()
@@ -115,6 +156,7 @@ def test_columns_are_summed_in_bags(
     monkeypatch.setattr(masked_products, "BAG", rows)
     module, x = masked(dtype=dtype), tokens(1, 1, dtype=dtype)
     assert int((x.abs() >= module.mask.threshold).sum()) == 13
+    no_compiler(monkeypatch)
     torch.testing.assert_close(module(x), expected(module, x), **CLOSE[dtype])
     assert found == [bags]
 
