@@ -22,6 +22,7 @@ import retrofit
 from retrofit.bundling import CODE
 from retrofit.cli import main
 from retrofit.errors import CheckpointError, RetrofitError
+from retrofit.passbase.protocol import parse_spec
 
 CAUSAL, SEQ2SEQ, MASKED, IMAGE = (f"AutoModelFor{task}" for task in ("CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification"))
 
@@ -42,6 +43,7 @@ FIRST: dict[str, Case] = {
     "merged attentions": (tiny_models.t5, SEQ2SEQ, ("merge-cross-attention(attentions=1, weight=0.5)",), "whole"),
 }
 OTHERS: dict[str, Case] = {
+    "activation-sparsity": (llama, CAUSAL, ("activation-sparsity",), "whole, bfloat16, saved again"),
     "altup, recycled": (llama, CAUSAL, ("altup(k=2, embedding=recycled, init=lockstep)",), "whole, bfloat16, placed"),
     "altup, dynamic": (llama, CAUSAL, ("altup(k=2, coefficients=dynamic)",), "whole"),
     "altup, dense": (llama, CAUSAL, ("altup(k=2, coefficients=dense, layers=0)",), "whole"),
@@ -86,7 +88,8 @@ OTHERS: dict[str, Case] = {
 def retrofitted(dense: Callable[[], Any], passes: tuple[str, ...]) -> Any:
     """The model as if it had trained on: every parameter has moved."""
     torch.manual_seed(0)
-    model = retrofit.apply(dense(), *passes, verify=False)
+    calibration = torch.randint(3, 30, (8, 16)) if any(parse_spec(one).needs_calibration for one in passes) else None
+    model = retrofit.apply(dense(), *passes, calibration=calibration, verify=False)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,13 @@ from torch import Tensor, nn
 
 import retrofit
 from retrofit.errors import DoesNotFitError, SpecError
+from retrofit.inputs.probes import resized
+from retrofit.onnx.importer import from_onnx
 from retrofit.passes import ActivationSparsity
 from retrofit.passes.activation_sparsity.levels import LayerPath, Magnitudes, Masks, RowSample
 from retrofit.passes.activation_sparsity.masked_products import ActivationMask, MaskedCode, MaskedProjection
 from retrofit.passes.activation_sparsity.sites import MaskedWeight
+from retrofit.provenance import provenance_of
 from retrofit.rewriting import apply_reported
 
 VOCABULARY = tiny_models.VOCABULARY
@@ -386,6 +390,8 @@ def test_a_dial_turns_the_thresholds() -> None:
     assert torch.equal(logits(model, input_ids=ids()), logits(dense("llama"), input_ids=ids()))
     dial.turn(model, 1.0)
     assert torch.equal(logits(model, input_ids=ids()), logits(rewritten("llama"), input_ids=ids()))
+    dial.turn(model, math.inf)
+    assert all(bool((mask(torch.ones(3)) == 0).all()) for mask in masks(model).values())
 
 
 @pytest.mark.parametrize("name", each(("llama", "mixtral")))
@@ -395,6 +401,25 @@ def test_a_saved_model_computes_the_same(name: str, tmp_path: Path) -> None:
     retrofit.save(model, tmp_path / "model.pt")
     for loaded in (type(model).from_pretrained(tmp_path / "folder"), retrofit.load(tmp_path / "model.pt")):
         assert torch.equal(logits(loaded, **inputs_of(name)), logits(model, **inputs_of(name)))
+
+
+@pytest.mark.first(1)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_graphs_and_onnx_files_compute_the_same(name: str, tmp_path: Path) -> None:
+    """A graph instead of modules; a file that is written; a file that is read, rewritten and written again."""
+    model, inputs = rewritten(name), inputs_of(name, batch=2)
+    graph = retrofit.apply(
+        copy.deepcopy(dense(name)), "activation-sparsity", calibration=[inputs_of(name)], emit="graph", verify=False
+    )
+    torch.testing.assert_close(logits(graph, **inputs), logits(model, **inputs), rtol=1e-4, atol=1e-4)
+    retrofit.export_onnx(copy.deepcopy(dense(name)), tmp_path / "dense.onnx")
+    read = from_onnx(tmp_path / "dense.onnx")
+    examples = resized(read, provenance_of(read).examples, 12, 16, seed=1)
+    read = retrofit.apply(read, "activation-sparsity", calibration=[examples], verify=False)
+    assert all(float(mask.threshold) > 0 for mask in masks(read).values()) and len(masks(read)) == len(masks(model))
+    for rewritten_model in (model, read):
+        made = retrofit.export_onnx(copy.deepcopy(rewritten_model), tmp_path / "out.onnx", force=True)
+        assert made.files[0].gap is not None and made.files[0].gap < 1e-4
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["down_proj.layer"]], ids=["all", "named"])
