@@ -82,13 +82,13 @@ MUTANTS = [
     ),
     layer(
         "the choice is drawn at random in evaluation too",
-        "        if self.training:\n            return self.apply_mask",
-        "        if True:\n            return self.apply_mask",
+        "        if self.training:\n            return self.compute_drawn",
+        "        if True:\n            return self.compute_drawn",
         trials=ONE,
     ),
     layer(
         "training chooses as evaluation does: without noise and without a gradient for the controller",
-        "        if self.training:\n            return self.apply_mask",
+        "        if self.training:\n            return self.compute_drawn",
         "        if False:\n            return self.apply_mask",
         trials=ONE,
     ),

@@ -39,6 +39,8 @@ from retrofit.passes.sparse_ffn.unit_choice import (
     gate_activation,
     indicator,
     largest_units,
+    mask_units,
+    masks_in_kernel,
     sampled_indicator,
     straight_through,
 )
@@ -128,7 +130,7 @@ class SparseFeedForward(FeedForwardBlock):
             return self.compute_chosen(x, *gate)
         logits = self.logits(x, *gate)
         if self.training:
-            return self.apply_mask(x, self.sample_mask(logits), *gate)
+            return self.compute_drawn(x, logits, *gate)
         unit, *weight = self.active_units(logits)
         return cond(self.prefers_gather(x), self.compute_gathered, self.compute_masked, x, unit, *gate, *weight, size=x.shape)
 
@@ -165,20 +167,28 @@ class SparseFeedForward(FeedForwardBlock):
         return [unit, logits.softmax(-1).gather(-1, unit)] if self.multiply else [unit]
 
     def logits(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """Return x C1 C2 + c, or the logarithm of the gate's magnitudes, in float32: (…, blocks, N).
+        """Return x C1 C2 + c, or the logarithm of the gate's magnitudes: (…, blocks, N).
 
-        The products are float32 too, but in training: there noise decides between logits that are close, and a GPU multiplies in
+        In float32, the products too, but in training: there noise decides between logits that are close, and a GPU multiplies in
         float32 at a small part of its speed.
         """
         if gate is None and self.training:
             low = x.to(self.c1.dtype) @ self.c1
-            return F.linear(low, self.c2.t(), self.bias).float().unflatten(-1, (-1, self.sparsity))
+            return F.linear(low, self.c2.t(), self.bias).unflatten(-1, (-1, self.sparsity))
         with without_autocast(x.device):
             if gate is not None:
                 magnitude = self.activation(gate).float().abs() * self.lengths.float()
                 return magnitude.clamp_min(LEAST).log().unflatten(-1, (-1, self.sparsity))
             low = x.float() @ self.c1.float()
             return F.linear(low, self.c2.float().t(), self.bias.float()).unflatten(-1, (-1, self.sparsity))
+
+    def compute_drawn(self, x: Tensor, logits: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return y in training, from all units and a mask drawn at random."""
+        h = self.all_units(x, gate)
+        if not self.multiply and (gate is not None or self.noise == "choice") and masks_in_kernel(h, logits, self.active):
+            drawn = (logits, self.temperature, self.hard) if gate is None else (logits / self.temperature, 0.0, 1.0)
+            return self.down(mask_units(h, self.active, *drawn))  # type: ignore[no-any-return]
+        return self.down(h * self.sample_mask(logits.float()).flatten(-2).to(h.dtype))  # type: ignore[no-any-return]
 
     def sample_mask(self, logits: Tensor) -> Tensor:
         """Return the factor of h in training: (…, blocks, N)."""
@@ -243,12 +253,16 @@ class SparseFeedForward(FeedForwardBlock):
         return rest[0] if self.controller == "gate" else None, rest[-1] if self.multiply else None
 
     def apply_mask(self, x: Tensor, mask: Tensor, gate: Tensor | None = None) -> Tensor:
+        h = self.all_units(x, gate)
+        return self.down(h * mask.flatten(-2).to(h.dtype))  # type: ignore[no-any-return]
+
+    def all_units(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Return h of all units, scaled: (…, d_ff)."""
         if gate is None:
             z = self.port_values(x)
         else:
             z = [gate if index == self.gate_port else self.port_value(port, x) for index, port in enumerate(self.ports)]
-        h = self.scale(self.hidden(*z))
-        return self.down(h * mask.flatten(-2).to(h.dtype))  # type: ignore[no-any-return]
+        return self.scale(self.hidden(*z))
 
     def port_values(self, x: Tensor) -> list[Tensor]:
         """Return the arguments of `hidden` for all units: (…, d_ff) each."""

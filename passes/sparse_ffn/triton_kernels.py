@@ -1,4 +1,4 @@
-"""The Triton kernels of `indexed_rows` and `chosen_units`; importing this file needs Triton.
+"""The Triton kernels of `indexed_rows` and `unit_choice`; importing this file needs Triton.
 
 A program keeps one sum for each element of its tile and reduces them once, at the end: the amount that it reads at a time limits
 its speed. Sums are float32, or float64 for float64 operands.
@@ -157,3 +157,119 @@ def tile_choice(  # type: ignore[no-untyped-def]
         tl.store(out + token * blocks * n + unit, (order < K).to(tl.float32).to(out.dtype.element_ty), mask=valid)
     else:
         tl.store(out + (token * blocks + block) * K + order, unit.to(tl.int64), mask=valid & (order < K))
+
+
+# ── The mask in training ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# A program reads (TILE_BLOCKS, PADDED) logits. Noise comes from a generator that counts (Philox), four draws a count: of a unit it
+# depends on the seed and the unit's place in the tile alone, so the backward pass draws it again.
+
+
+@triton.jit
+def places(blocks, n, PADDED: tl.constexpr, TILE_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the units of a program's tile, and which of them exist."""
+    block = tl.program_id(0).to(tl.int64) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)[:, None]
+    among = tl.arange(0, PADDED)[None, :]
+    return block * n + among, (block < blocks) & (among < n)
+
+
+@triton.jit
+def precedes(value, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return 1 where unit v is before unit u, of equal ones the first: (blocks, u, v)."""
+    among = tl.arange(0, PADDED)
+    earlier = among[None, None, :] < among[None, :, None]
+    larger, equal = value[:, None, :] > value[:, :, None], value[:, None, :] == value[:, :, None]
+    return (larger | (equal & earlier)).to(tl.float32)
+
+
+@triton.jit
+def drawn_indicator(value, seed, noise, K: tl.constexpr, PADDED: tl.constexpr, TILE_BLOCKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return 1 at the K largest of value + noise · g of each block, with Gumbel noise g, else 0."""
+    if noise > 0:
+        count = tl.program_id(0).to(tl.int64) * (TILE_BLOCKS * PADDED // 4) + tl.arange(0, TILE_BLOCKS * PADDED // 4)
+        a, b, c, d = tl.randint4x(seed, count)
+        bits = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (TILE_BLOCKS, PADDED))
+        uniform = ((bits.to(tl.uint32) >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # between 0 and 1, which it never is
+        value -= noise * tl.log(-tl.log(uniform))
+    if K == 1:
+        chosen = tl.arange(0, PADDED)[None, :] == tl.argmax(value, axis=1)[:, None]
+    else:
+        chosen = tl.sum(precedes(value, PADDED), axis=2) < K
+    return chosen.to(tl.float32)
+
+
+@triton.jit
+def relaxation(value, K: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return 1 at the units that are fully active in the relaxed indicator, a softmax over the others, and its factor."""
+    full = tl.zeros_like(value)
+    if K > 1:
+        before = precedes(value, PADDED)
+        rank = tl.sum(before, axis=2)
+        kth = tl.sum(tl.where(rank == K - 1, value, 0.0), axis=1)[:, None]
+        weight = tl.exp(tl.minimum(value - kth, 30.0))  # `unit_choice.HIGHEST`
+        rest = tl.sum((1.0 - before) * weight[:, None, :], axis=2)  # of a unit and those after it
+        exceeds = ((rank < K - 1) & ((K - rank) * weight > rest)).to(tl.float32)
+        full = tl.where((exceeds > 0) & (tl.sum(before * exceeds[:, None, :], axis=2) == rank), 1.0, 0.0)
+    value = tl.where(full > 0, float("-inf"), value)
+    weight = tl.exp(value - tl.max(value, axis=1)[:, None])
+    return full, weight / tl.sum(weight, axis=1)[:, None], K - tl.sum(full, axis=1)[:, None]
+
+
+@triton.jit
+def masked_units(  # type: ignore[no-untyped-def]
+    h,
+    logits,
+    seed,
+    y,
+    blocks,
+    n,
+    noise,
+    hard,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+):
+    """Compute y = h ⊙ mask: drawn with noise if the seed's lowest bits, as a number below 1, are less than `hard`, else relaxed."""
+    unit, valid = places(blocks, n, PADDED, TILE_BLOCKS)
+    value = tl.load(logits + unit, mask=valid, other=0.0).to(tl.float32)
+    value = tl.where(tl.arange(0, PADDED)[None, :] < n, value, float("-inf"))
+    number = tl.load(seed)
+    if (number & 0xFFFFFF) < hard * 16777216.0:
+        mask = drawn_indicator(value, number, noise, K, PADDED, TILE_BLOCKS)
+    else:
+        full, soft, factor = relaxation(value, K, PADDED)
+        mask = full + factor * soft
+    own = tl.load(h + unit, mask=valid, other=0.0).to(tl.float32)
+    tl.store(y + unit, (own * mask).to(y.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def masked_gradients(  # type: ignore[no-untyped-def]
+    grad,
+    h,
+    logits,
+    seed,
+    grad_h,
+    grad_logits,
+    blocks,
+    n,
+    noise,
+    hard,
+    K: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE_BLOCKS: tl.constexpr,
+):
+    """Compute grad ⊙ mask, and the gradient of the relaxed indicator's logits for that of the mask, grad ⊙ h."""
+    unit, valid = places(blocks, n, PADDED, TILE_BLOCKS)
+    value = tl.load(logits + unit, mask=valid, other=0.0).to(tl.float32)
+    value = tl.where(tl.arange(0, PADDED)[None, :] < n, value, float("-inf"))
+    number = tl.load(seed)
+    full, soft, factor = relaxation(value, K, PADDED)
+    mask = full + factor * soft
+    if (number & 0xFFFFFF) < hard * 16777216.0:
+        mask = drawn_indicator(value, number, noise, K, PADDED, TILE_BLOCKS)
+    of_y = tl.load(grad + unit, mask=valid, other=0.0).to(tl.float32)
+    of_mask = of_y * tl.load(h + unit, mask=valid, other=0.0).to(tl.float32)
+    of_logits = factor * soft * (of_mask - tl.sum(soft * of_mask, axis=1)[:, None])
+    tl.store(grad_h + unit, (of_y * mask).to(grad_h.dtype.element_ty), mask=valid)
+    tl.store(grad_logits + unit, of_logits.to(grad_logits.dtype.element_ty), mask=valid)

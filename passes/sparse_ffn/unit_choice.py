@@ -10,13 +10,15 @@ largest are a sample without replacement from softmax(l) (Kool et al., Stochasti
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.passes.sparse_ffn.indexed_rows import added_parts, reads_tiles, tiled_sums
+from retrofit.passes.sparse_ffn.indexed_rows import HAS_TRITON, added_parts, reads_tiles, tiled_sums
 from retrofit.sdk import unfit
 from retrofit.sdk.anatomy import FeedForward
+from retrofit.sdk.modules import is_exporting
 from retrofit.sdk.program import CAST, DROPOUT, backward_slice, op
 
 HIGHEST = 30.0  # limit of a logit's excess over the k-th largest; a unit is fully active if its excess is log N or more
@@ -231,6 +233,121 @@ def choose(low: Tensor, c2: Tensor | None, bias: Tensor | None, n: int, k: int, 
 def power_of_two(least: int) -> int:
     """Return the least power of two ≥ `least`."""
     return 1 << (least - 1).bit_length()
+
+
+# In training one kernel draws the noise and multiplies h by its mask; the backward pass is one more, which draws the same noise
+# again. Both are operations of torch, for compilers too. All that is random depends on one number that torch draws.
+
+TILE = 1024  # units that a program masks, and the limit of comparisons, eight times as many
+SEEDS = 1 << 62
+HALVES = 1 << 24  # the seed's lowest bits decide whether a batch is hard
+
+
+def masks_in_kernel(h: Tensor, logits: Tensor, k: int) -> bool:
+    """Return whether `mask_units` can mask h in training: on CUDA, in at most float32, unsharded, and not in an export."""
+    if not h.is_cuda or not HAS_TRITON or not h.numel() or h.dtype == torch.float64 or (k > 1 and logits.shape[-1] > LARGEST):
+        return False
+    return not (hasattr(h, "to_local") or is_exporting() or torch.jit.is_tracing())
+
+
+def mask_units(h: Tensor, k: int, logits: Tensor, noise: float, hard: float) -> Tensor:
+    """Return h, (…, d_ff), times the `sampled_indicator` of the logits, (…, blocks, N), with temperature `noise`."""
+    seed = torch.randint(SEEDS, (), device=h.device)
+    return masked_units(h, logits.flatten(-2), seed, logits.shape[-1], k, noise, hard)  # type: ignore[no-any-return]
+
+
+def composed_units(h: Tensor, logits: Tensor, seed: Tensor, n: int, k: int, noise: float, hard: float) -> Tensor:
+    """Return the masked h, computed by torch's operations."""
+    return (h * composed_masks(logits, seed, n, k, noise, hard)[0]).to(h.dtype)
+
+
+def composed_gradients(
+    grad: Tensor, h: Tensor, logits: Tensor, seed: Tensor, n: int, k: int, noise: float, hard: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of h and the logits, computed by torch's operations."""
+    mask, soft = composed_masks(logits, seed, n, k, noise, hard)
+    part, of_mask = (soft * (soft < 1)).unflatten(-1, (-1, n)), (grad.float() * h).unflatten(-1, (-1, n))
+    mean = (part * of_mask).sum(-1, keepdim=True) / part.sum(-1, keepdim=True).clamp_min(torch.finfo(part.dtype).tiny)
+    return (grad * mask).to(h.dtype), (part * (of_mask - mean)).flatten(-2).to(logits.dtype)
+
+
+def composed_masks(logits: Tensor, seed: Tensor, n: int, k: int, noise: float, hard: float) -> tuple[Tensor, Tensor]:
+    """Return the mask that the seed decides, and the relaxed indicator: (…, d_ff) each."""
+    value = logits.float().unflatten(-1, (-1, n))
+    soft = relaxed_indicator(value, k)
+    if int(seed) % HALVES >= hard * HALVES:
+        return soft.flatten(-2), soft.flatten(-2)
+    uniform = torch.rand(value.shape, device=value.device, generator=torch.Generator(value.device).manual_seed(int(seed)))
+    chosen = indicator(largest_units(value - noise * (-uniform.log()).log(), k), n)
+    return chosen.to(soft.dtype).flatten(-2), soft.flatten(-2)
+
+
+def launch_masked(h: Tensor, logits: Tensor, seed: Tensor, n: int, k: int, noise: float, hard: float) -> Tensor:
+    """Return the masked h, computed by a kernel."""
+    from retrofit.passes.sparse_ffn import triton_kernels
+
+    h, logits = h.contiguous(), logits.contiguous()
+    y = torch.empty_like(h)
+    blocks, tile = h.numel() // n, mask_tile(n, k)
+    with torch.cuda.device_of(h):
+        triton_kernels.masked_units[-(-blocks // tile[1]),](h, logits, seed, y, blocks, n, noise, hard, k, *tile)
+    return y
+
+
+def launch_gradients(
+    grad: Tensor, h: Tensor, logits: Tensor, seed: Tensor, n: int, k: int, noise: float, hard: float
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of h and the logits, computed by a kernel."""
+    from retrofit.passes.sparse_ffn import triton_kernels
+
+    grad, h, logits = grad.contiguous(), h.contiguous(), logits.contiguous()
+    made = torch.empty_like(h), torch.empty_like(logits)
+    blocks, tile = h.numel() // n, mask_tile(n, k)
+    with torch.cuda.device_of(h):
+        triton_kernels.masked_gradients[-(-blocks // tile[1]),](grad, h, logits, seed, *made, blocks, n, noise, hard, k, *tile)
+    return made
+
+
+def mask_tile(n: int, k: int) -> tuple[int, int]:
+    """Return the number of units that a program reads of a block, a power of two, and the number of blocks."""
+    padded = power_of_two(n)
+    return padded, max(1, (TILE if k == 1 else min(TILE, 8 * TILE // padded)) // padded)
+
+
+def keep_operands(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.how = inputs[3:]
+
+
+def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    h, logits, seed = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # torch's operations for second derivatives
+        n, k = ctx.how[:2]
+        mask = masked_units(torch.ones_like(h), logits.detach(), seed, *ctx.how)
+        soft = relaxed_indicator(logits.float().unflatten(-1, (-1, n)), k).flatten(-2)
+        made = torch.autograd.grad(h * (mask + (soft - soft.detach())), (h, logits), grad, create_graph=True)
+    else:
+        made = masked_gradients(grad, h, logits, seed, *ctx.how)
+    return *made, None, None, None, None, None
+
+
+def registered() -> tuple[Any, Any]:
+    """Return masked h and its gradients as operations that are opaque to compilers; a process registers them once."""
+    if not hasattr(torch.ops.retrofit, "masked_units"):
+        how = "Tensor h, Tensor logits, Tensor seed, int n, int k, float noise, float hard"
+        units = torch.library.custom_op("retrofit::masked_units", composed_units, mutates_args=(), schema=f"({how}) -> Tensor")
+        units.register_fake(lambda h, *rest: h.new_empty(h.shape))
+        units.register_kernel("cuda", launch_masked)
+        units.register_autograd(backward, setup_context=keep_operands)
+        gradients = torch.library.custom_op(
+            "retrofit::masked_gradients", composed_gradients, mutates_args=(), schema=f"(Tensor grad, {how}) -> (Tensor, Tensor)"
+        )
+        gradients.register_fake(lambda grad, h, logits, *rest: (h.new_empty(h.shape), logits.new_empty(logits.shape)))
+        gradients.register_kernel("cuda", launch_gradients)
+    return torch.ops.retrofit.masked_units, torch.ops.retrofit.masked_gradients
+
+
+masked_units, masked_gradients = registered()
 
 
 # ── The gate as the controller ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -289,7 +289,7 @@ def test_in_training_no_product_is_in_more_precision_than_the_layers_own(autocas
         logits = block.logits(x.to(block.c1.dtype))
         y = block(x.to(block.c1.dtype))
         y.float().square().sum().backward()
-    assert logits.dtype == torch.float32 and products.dtypes == {torch.bfloat16}
+    assert logits.dtype == torch.bfloat16 and products.dtypes == {torch.bfloat16}
     for name in ("c1", "c2", "bias"):
         ours, theirs = getattr(block, name).grad.float(), getattr(exact, name).grad
         assert float((ours - theirs).norm()) < 0.1 * float(theirs.norm()), name
