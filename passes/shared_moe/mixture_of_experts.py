@@ -39,6 +39,7 @@ from retrofit.sdk.modules import (
     TensorShare,
     cond,
     is_by_unit,
+    is_exporting,
     record_auxiliary_loss,
     shares_of_units,
     without_autocast,
@@ -244,7 +245,7 @@ class MixtureOfExperts(nn.Module):
     def combine(self, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
         """Return Σ_k gates_k e_{selected_k}(x)."""
         x = x.to(autocast_dtype(x.device) or self.down.weight.dtype)
-        if torch.compiler.is_exporting():  # programs that run without torch; in torch 2.11 also true while it compiles
+        if is_exporting():  # programs that run without torch
             return cond(
                 selected.numel() > self.stacked,
                 lambda x, gates, selected: self.combine_every(x, gates, selected, hidden),
@@ -256,10 +257,19 @@ class MixtureOfExperts(nn.Module):
             return plugged(ExpertsView(self, hidden), x, selected, gates)  # type: ignore[no-any-return]
         if selected.numel() <= self.stacked:  # no more products than matrices
             return self.combine_gathered(x, gates, selected, hidden)
+        if not self.trains_grouped(x):
+            return self.combine_every(x, gates, selected, hidden)
         expert, order = torch.sort(selected.flatten(), stable=True)  # rows sorted by expert, one grouped product for all
         ends = torch.searchsorted(expert, torch.arange(self.stacked, device=expert.device), right=True).to(torch.int32)
         y = self.run_experts(x.index_select(0, order // selected.shape[1]), expert, ends, hidden)
         return self.weigh(y.index_select(0, torch.argsort(order)), gates)
+
+    def trains_grouped(self, x: Tensor) -> bool:
+        """Return whether grouped products of x have gradients if these are wanted; compiled code has kernels for bfloat16 only."""
+        if not (torch.compiler.is_dynamo_compiling() and torch.is_grad_enabled()) or compiles_without_kernels():
+            return True
+        matrices: list[Any] = [self.get_submodule(name) for name in (*self.into, "down")]
+        return x.dtype == torch.bfloat16 and not any(is_unaligned(each.weight.shape, x.element_size()) for each in matrices)
 
     def plugged_function(self) -> Callable[..., Tensor] | None:
         """Return the function of transformers' interface that the config names; None if there is none or it does not fit.
@@ -356,9 +366,22 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return rows times the matrix of their group, weight (E, in, out), by a kernel, or a loop if no kernel supports them."""
     from transformers.integrations.moe import _grouped_mm  # deferred: slow to import
 
-    if rows.dtype == torch.float64 or any(size * rows.element_size() % ROW for size in weight.shape[1:]):
+    if rows.dtype == torch.float64 or is_unaligned(weight.shape, rows.element_size()):
         return torch.ops.transformers.grouped_mm_fallback(rows, weight, ends)  # type: ignore[no-any-return]
     return _grouped_mm(rows, weight, ends)  # type: ignore[no-any-return]
+
+
+@torch.compiler.assume_constant_result
+def compiles_without_kernels() -> bool:
+    """Return whether the gradient of grouped products without a kernel can be compiled: in transformers 5.17 it cannot."""
+    from transformers.integrations import moe  # deferred: slow to import
+
+    return hasattr(moe, "_grouped_mm_fallback_bwd")
+
+
+def is_unaligned(shape: Sequence[int], size: int) -> bool:
+    """Return whether no kernel multiplies by matrices of the shape (E, …, …) of numbers of `size` bytes."""
+    return any(extent * size % ROW for extent in shape[1:])
 
 
 def balance_loss(probabilities: Tensor, dispatched: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from support.tiny_models import llama
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import MixtralConfig, SwitchTransformersConfig
+from transformers.integrations import moe as moe_integration
 from transformers.models.mixtral import modeling_mixtral as mixtral
 from transformers.models.switch_transformers import modeling_switch_transformers as switch
 
@@ -252,6 +253,25 @@ def test_compiles_as_one_graph(training: bool) -> None:
         y.square().sum().backward(), z.square().sum().backward()
         for one, other in zip(moe.parameters(), twin.parameters(), strict=True):
             torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("training", [False, True])
+def test_compiled_products_are_grouped(training: bool, dtype: torch.dtype) -> None:
+    """But those with gradients in transformers 5.17 without a kernel, which it has in compiled code for bfloat16 alone."""
+    moe, hidden = make(gated="two", units=16)
+    moe.to(dtype).train(training)
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch.compiler.reset()
+    with torch.set_grad_enabled(training):
+        torch.compile(moe, fullgraph=True, backend=backend)(torch.randn(24, D).to(dtype), hidden)
+    left_out = training and dtype == torch.float32 and not hasattr(moe_integration, "_grouped_mm_fallback_bwd")
+    assert sum("grouped_mm" in name for name in names) == (0 if left_out else 3)
 
 
 def test_exports_for_any_number_of_tokens() -> None:
