@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from support import tiny_models
 from support.retrofitted import moved
 from torch import Tensor
@@ -19,6 +20,7 @@ from retrofit.passes import SequenceAltUp
 from retrofit.passes.sequence_altup import anchor_cache
 from retrofit.passes.sequence_altup.arguments import CountedAnchors
 
+OLD = torch.__version__ < "2.12"
 K, ROOM, PROMPT, LENGTH = 3, 16, 5, 12
 BUILDERS = {
     "llama": lambda: tiny_models.llama(num_hidden_layers=2),
@@ -48,6 +50,34 @@ def compiled(model: Any) -> tuple[Any, CompileCounterWithBackend]:
     torch.compiler.reset()
     counter = CompileCounterWithBackend("aot_eager")
     return torch.compile(model, fullgraph=True, backend=counter), counter
+
+
+@functools.cache
+def makes_a_cache(form: str) -> bool:
+    """Whether compiled code can make the dense model's cache: T5's copies its config, which torch 2.11 cannot trace."""
+    if form != "t5" or not OLD:
+        return True
+    torch.compiler.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"copy\.deepcopy\(\)"):
+        torch.compile(BUILDERS[form](), fullgraph=True, backend="eager")(input_ids=tokens(), labels=tokens())
+    return False
+
+
+@functools.cache
+def makes_masks() -> bool:
+    """Whether the dense model makes a mask in compiled code where it gets none: with transformers 5.17, or torch 2.11."""
+    masks: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        masks.extend(node.kwargs["attn_mask"] for node in graph.graph.nodes if "attn_mask" in node.kwargs)
+        return graph.forward
+
+    torch.compiler.reset()
+    with torch.no_grad():
+        torch.compile(BUILDERS["llama"](), fullgraph=True, backend=backend)(tokens())
+    made = [mask is not None for mask in masks]
+    assert made in ([True, True], [False, False]) and (OLD or not made[0] or transformers.__version__ < "5.23")
+    return made[0]
 
 
 def tokens(seed: int = 0, rows: int = 2, length: int = LENGTH) -> Tensor:
@@ -91,6 +121,8 @@ def test_training_step_is_one_graph_with_the_gradients_of_a_plain_one(form: str,
     given: dict[str, Any] = {"input_ids": ids, "labels": ids}
     if mask != "none":
         given["attention_mask"] = torch.ones_like(ids) if mask == "ones" else padded(mask)
+    if not makes_a_cache(form):
+        given["use_cache"] = False
     expected, plain = gradients(model, model, given)
     step, counter = compiled(model)
     loss, found = gradients(model, step, given)
@@ -105,7 +137,7 @@ def test_training_step_is_one_graph_with_the_gradients_of_a_plain_one(form: str,
 def test_compiled_code_needs_no_loop_over_attributes(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And no copy of an object: torch 2.11 cannot trace either. With a cache, which the model makes, and without."""
     model, ids = strided(form), tokens()
-    given = {"input_ids": ids, "labels": ids}
+    given = {"input_ids": ids, "labels": ids, "use_cache": makes_a_cache(form)}
     expected, plain = gradients(model, model, given)
     monkeypatch.setattr(anchor_cache, "TRACES_ATTRIBUTES", False)
     monkeypatch.setattr(anchor_cache, "copy", None)
@@ -141,12 +173,16 @@ def counting(model: Any, **given: Any) -> int:
 
 @pytest.mark.long
 def test_anchors_of_unpadded_sequences_follow_from_the_shape() -> None:
-    """Nothing more is counted or gathered than in the dense model where no mask shows padding; it is where one does."""
+    """Nothing more is counted or gathered than in the dense model where no mask shows padding; it is where one does.
+
+    Compiled code cannot read the mask that old versions make where none is given, so there it is counted too.
+    """
     dense, unpadded, shown = BUILDERS["llama"](), {"input_ids": tokens()}, {"attention_mask": padded("left")}
     cached = {
         "use_cache": True
     }  # without a cache transformers makes a mask in compiled code, which might tell packed sequences apart
-    assert counting(strided(), **unpadded, **cached) == counting(dense, **unpadded, **cached)
+    more = counting(strided(), **unpadded, **cached) - counting(dense, **unpadded, **cached)
+    assert more > 0 if makes_masks() else more == 0
     assert counting(strided(), **unpadded, **shown) > counting(dense, **unpadded, **shown)
 
 
@@ -230,13 +266,14 @@ def test_two_graphs_decode_unpadded_sequences(form: str) -> None:
 @pytest.mark.long
 @torch.no_grad()
 def test_prompt_and_tokens_are_three_graphs_from_an_empty_cache() -> None:
+    """Two where a mask is made in the prompt's graph: every step then runs the strided layers, and is one graph."""
     model, ids = strided(), tokens()
     step, counter = compiled(model)
     cache = StaticCache(config=model.config, max_cache_len=ROOM)
     made = [step(ids[:, :PROMPT], past_key_values=cache).logits]
     made += [step(ids[:, at : at + 1], past_key_values=cache).logits for at in range(PROMPT, LENGTH)]
     torch.testing.assert_close(torch.cat(made, 1), model(ids, use_cache=False).logits, rtol=1e-4, atol=2e-5)
-    assert counter.frame_count == 3
+    assert counter.frame_count == (2 if makes_masks() else 3)
 
 
 @pytest.mark.long
