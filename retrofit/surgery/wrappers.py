@@ -254,26 +254,38 @@ def with_keywords(keywords: Mapping[str, Any]) -> Callable[[nn.Module], nn.Modul
 def call_with_substitutes(
     module: nn.Module, paths: Iterable[str], substitute: Callable[[nn.Module], nn.Module], args: Any, kwargs: Mapping[str, Any]
 ) -> Any:
-    """Return the output of `module` with each of its submodules at `paths` replaced by its `substitute`.
-
-    Compiled code replaces them in place, because torch 2.11 does not compile copies of modules, unless the module may run again for
-    its gradient after they have been restored.
-    """
-    runs_again = module.training and getattr(module, "gradient_checkpointing", False)
-    if torch.compiler.is_dynamo_compiling() and not runs_again:
-        places = [place_of(module, path) for path in paths]
-        held = [siblings[name] for siblings, name in places]
-        try:  # dynamo cannot resume a graph in here: if it breaks, this runs uncompiled, on a copy
-            for (siblings, name), child in zip(places, held, strict=True):
-                siblings[name] = substitute(child)
-            return module(*args, **kwargs)
-        finally:
-            for (siblings, name), child in zip(places, held, strict=True):
-                siblings[name] = child
+    """Return the output of `module` with each of its submodules at `paths` replaced by its `substitute`."""
+    if replaces_in_place(module):
+        return run_in_place(module, paths, substitute, lambda: module(*args, **kwargs))
     injecting = InjectingCopy(module, paths, substitute)
     output = injecting.copy(*args, **kwargs)
     injecting.write_back()
     return output
+
+
+def replaces_in_place(module: nn.Module) -> bool:
+    """Return whether submodules are replaced in place: in compiled code, because torch 2.11 does not compile copies of modules.
+
+    Not if a part may run again for its gradient, after they have been restored.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    return not (module.training and any(getattr(part, "gradient_checkpointing", False) for part in module.modules()))
+
+
+def run_in_place(
+    module: nn.Module, paths: Iterable[str], substitute: Callable[[nn.Module], nn.Module], run: Callable[[], Any]
+) -> Any:
+    """Return what `run` returns while each submodule of `module` at `paths` is replaced by its `substitute`."""
+    places = [place_of(module, path) for path in paths]
+    held = [siblings[name] for siblings, name in places]
+    try:  # dynamo cannot resume a graph in here: if it breaks, this runs uncompiled, on a copy
+        for (siblings, name), child in zip(places, held, strict=True):
+            siblings[name] = substitute(child)
+        return run()
+    finally:
+        for (siblings, name), child in zip(places, held, strict=True):
+            siblings[name] = child
 
 
 def place_of(module: nn.Module, path: str) -> tuple[dict[str, nn.Module], str]:
@@ -353,13 +365,16 @@ class InjectingForward(ForwardReplacement):
         self.paths, self.keywords_from, self.inner = tuple(paths), keywords_from, inner
 
     def run(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        injecting = InjectingCopy(module, self.paths, with_keywords(self.keywords_from(args, kwargs)))
-        if self.inner is None:
-            output = type(self.module).forward(injecting.copy, *args, **kwargs)
-        else:
-            output = self.inner.run(injecting.copy, args, kwargs)
+        substitute = with_keywords(self.keywords_from(args, kwargs))
+        if replaces_in_place(module):
+            return run_in_place(module, self.paths, substitute, lambda: self.run_inner(module, args, kwargs))
+        injecting = InjectingCopy(module, self.paths, substitute)
+        output = self.run_inner(injecting.copy, args, kwargs)
         injecting.write_back()
         return output
+
+    def run_inner(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        return type(self.module).forward(module, *args, **kwargs) if self.inner is None else self.inner.run(module, args, kwargs)
 
 
 # ── Torch's fused attention ───────────────────────────────────────────────────────────────────────────────────────────────────────
