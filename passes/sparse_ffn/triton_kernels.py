@@ -216,7 +216,7 @@ def relaxation(value, K: tl.constexpr, PADDED: tl.constexpr):  # type: ignore[no
 
 
 @triton.jit
-def masked_units(  # type: ignore[no-untyped-def]
+def tile_masked(  # type: ignore[no-untyped-def]
     h,
     logits,
     seed,
@@ -244,7 +244,7 @@ def masked_units(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def masked_gradients(  # type: ignore[no-untyped-def]
+def tile_masked_gradients(  # type: ignore[no-untyped-def]
     grad,
     h,
     logits,

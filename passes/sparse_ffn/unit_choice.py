@@ -284,13 +284,13 @@ def composed_masks(logits: Tensor, seed: Tensor, n: int, k: int, noise: float, h
 
 def launch_masked(h: Tensor, logits: Tensor, seed: Tensor, n: int, k: int, noise: float, hard: float) -> Tensor:
     """Return the masked h, computed by a kernel."""
-    from retrofit.passes.sparse_ffn import triton_kernels
+    from retrofit.passes.sparse_ffn.triton_kernels import tile_masked
 
     h, logits = h.contiguous(), logits.contiguous()
     y = torch.empty_like(h)
     blocks, tile = h.numel() // n, mask_tile(n, k)
     with torch.cuda.device_of(h):
-        triton_kernels.masked_units[-(-blocks // tile[1]),](h, logits, seed, y, blocks, n, noise, hard, k, *tile)
+        tile_masked[-(-blocks // tile[1]),](h, logits, seed, y, blocks, n, noise, hard, k, *tile)
     return y
 
 
@@ -298,13 +298,13 @@ def launch_gradients(
     grad: Tensor, h: Tensor, logits: Tensor, seed: Tensor, n: int, k: int, noise: float, hard: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of h and the logits, computed by a kernel."""
-    from retrofit.passes.sparse_ffn import triton_kernels
+    from retrofit.passes.sparse_ffn.triton_kernels import tile_masked_gradients
 
     grad, h, logits = grad.contiguous(), h.contiguous(), logits.contiguous()
     made = torch.empty_like(h), torch.empty_like(logits)
     blocks, tile = h.numel() // n, mask_tile(n, k)
     with torch.cuda.device_of(h):
-        triton_kernels.masked_gradients[-(-blocks // tile[1]),](grad, h, logits, seed, *made, blocks, n, noise, hard, k, *tile)
+        tile_masked_gradients[-(-blocks // tile[1]),](grad, h, logits, seed, *made, blocks, n, noise, hard, k, *tile)
     return made
 
 

@@ -358,7 +358,7 @@ def built(capability: int) -> None:
             build(kernels.tile_choice, dtype, of, capability)
             if not flag and dtype != "fp64":
                 padded, each = unit_choice.mask_tile(n, k)
-                for kernel in (kernels.masked_units, kernels.masked_gradients):
+                for kernel in (kernels.tile_masked, kernels.tile_masked_gradients):
                     build(kernel, dtype, {"K": k, "PADDED": padded, "TILE_BLOCKS": each}, capability)
 
 
