@@ -248,7 +248,7 @@ DIVIDED = (  # a feed-forward with biases, one whose matrix has two columns for 
 )
 
 
-@pytest.mark.parametrize(("family", "spec"), DIVIDED, ids=str)
+@pytest.mark.parametrize(("family", "spec"), DIVIDED, ids=lambda given: getattr(given, "__name__", given))
 def test_the_outputs_of_shares_of_hidden_units_add_up(family: Any, spec: str) -> None:
     model = rewritten(spec, model=family())
     x = torch.randn(2, 40, model.config.hidden_size)
