@@ -371,7 +371,6 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return _grouped_mm(rows, weight, ends)  # type: ignore[no-any-return]
 
 
-@torch.compiler.assume_constant_result
 def compiles_without_kernels() -> bool:
     """Return whether the gradient of grouped products without a kernel can be compiled: in transformers 5.17 it cannot."""
     from transformers.integrations import moe  # deferred: slow to import
