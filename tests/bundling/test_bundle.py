@@ -151,7 +151,7 @@ def outputs_without_retrofit(jobs: dict[str, list[Any]], folder: Path) -> dict[s
 def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which the first bundles have been made and compared: the second of a live model."""
     folder = tmp_path_factory.mktemp("bundles")
-    require_same(FIRST, folder)
+    require_same(FIRST, folder, rounding=1e-6)  # the last bit of sums depends on where memory begins
     return folder
 
 
