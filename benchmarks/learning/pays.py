@@ -120,7 +120,7 @@ EVERY = (  # those that decide most first; three seeds of what is claimed
 EARLY = (
     *(Arm(seeds=3), Arm(longer=1.25, seeds=3)),
     *(Arm(NGRAMS, seeds=3), ngrams(ngrams="3-6", buckets="65536", seeds=3)),
-    *(ngrams(buckets="65536", seeds=3), ngrams(buckets="32768"), ngrams(buckets="131072")),
+    *(ngrams(buckets="32768"), ngrams(buckets="65536")),
     *(Arm(ALTUP, seeds=3), Arm(VALUES, seeds=3), Arm(TOKEN_ID, seeds=3)),
 )
 SMOLLM2 = (

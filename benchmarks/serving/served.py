@@ -472,8 +472,8 @@ def read_table(path: Path) -> Rows:
 
 def launch(processes: int) -> int:
     """Run this command in so many processes, each of which has a part of every model; return the highest exit status."""
-    for left in Path("/dev/shm").glob("-tp:*-cpushm_*"):  # by a run that was stopped: vLLM names them alike
-        left.unlink()
+    if left := sorted(Path("/dev/shm").glob("-tp:*-cpushm_*")):  # vLLM gives those of every run the same names
+        raise SystemExit(f"{', '.join(map(str, left))}: another vLLM runs, or was stopped; remove them if none runs")
     common = {**os.environ, "WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
     running = [
         subprocess.Popen([sys.executable, *sys.argv], env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
