@@ -73,7 +73,7 @@ MUTANTS = [
     ),
     layers(
         "padding is counted as tokens where anchors are chosen",
-        "real = call.real(0, 0)",
+        "real = self.real(call, 0, 0)",
         "real = None",
         trials=DEFAULT,
     ),

@@ -61,7 +61,7 @@ def uncompiled_step(strided: StridedLayer, call: LayerCall, cache: Cache, stored
 def step(strided: StridedLayer, call: LayerCall, cache: Cache, stored: AnchorLayer) -> Any:
     """Return the layer's output and keep its anchors in `stored`."""
     x, offset = call.x, stored.offset(call.x.shape[1])
-    real = call.real(stored.start, offset)
+    real = strided.real(call, stored.start, offset)
     anchors = stored.anchors(x.shape[1], real, x.shape[0])
     earlier, corrections = stored.earlier, None
     if anchors.count:

@@ -10,8 +10,8 @@ The last entry is for slots without an anchor; no query sees it. While no row ha
 next token is an anchor, and there are two compiled steps, one that runs the layer and one that does not. If rows differ, the layer
 runs at every compiled step, and its results for rows without an anchor are dropped.
 
-Compiled code cannot read a mask. It takes rows as equal if no mask shows padding, or if they were equal so far and the new token
-comes alone: with transformers, such a token was generated.
+Compiled code cannot read a mask. It takes rows as equal if nothing could show padding (`UnpaddedCalls`), or if they were equal so
+far and the new token comes alone: with transformers, such a token was generated.
 """
 
 from __future__ import annotations

@@ -21,11 +21,13 @@ from retrofit.passes.sequence_altup.layer_requirements import (
     Candidate,
     CrossLayerValue,
     Dims,
+    MaskSource,
     arguments_from_layers,
     cross_layer_values,
     infer_arguments,
     is_inside_strided,
     mask_argument,
+    mask_sources,
     require_all_calls,
     require_all_tokens_read,
     require_fitting_consumers,
@@ -41,7 +43,7 @@ from retrofit.passes.sequence_altup.layer_requirements import (
     returned_arguments,
 )
 from retrofit.passes.sequence_altup.scalar_fit import DenseModel, fit_scalars
-from retrofit.passes.sequence_altup.strided_layers import METHODS, ComputedTokens, OutputKey, StridedLayer
+from retrofit.passes.sequence_altup.strided_layers import METHODS, ComputedTokens, OutputKey, StridedLayer, UnpaddedCalls
 from retrofit.sdk import (
     Anatomy,
     DoesNotFitError,
@@ -95,9 +97,10 @@ class StridedLayerPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceAltUpPlan(Plan):
-    """The layers that are to be strided."""
+    """The layers that are to be strided, and the modules that make their masks."""
 
     layers: tuple[StridedLayerPlan, ...] = ()
+    sources: tuple[MaskSource, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +157,7 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             formula=f"{each} · {len(layers)} layers = {each * len(layers)}",
             spec=self.resolve(anatomy, layers, captures.values_decided, near_misses).spec() if layers else "",
             layers=layers,
+            sources=mask_sources(anatomy.model, anatomy.flow, {layer.path: layer.token_dims for layer in layers}),
         )
 
     def apply(self, plan: SequenceAltUpPlan, edit: Edit) -> None:
@@ -165,6 +169,13 @@ class SequenceAltUp(Pass[SequenceAltUpPlan]):
             if has_scalars and dense is None:  # at b = 1 the correction subtracts what a2 (with k = 1: a1 too) adds
                 for name in ("a2",) if self.k > 1 else ("a1", "a2"):
                     edit.expect_late_gradient(wrapper.get_parameter(name))
+        for source in plan.sources:
+            module = edit.model.get_submodule(source.path)
+            calls = UnpaddedCalls(module, source.arguments)
+            edit.add_handle(module.register_forward_pre_hook(calls.begin, with_kwargs=True))
+            edit.add_handle(module.register_forward_hook(calls.end))
+            for path in source.layers:
+                edit.set_attribute(edit.model.get_submodule(path), "unpadded_calls", calls)
         if dense is not None:
             fit_scalars(edit, dense)
 

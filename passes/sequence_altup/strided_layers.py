@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from retrofit.passes.sequence_altup.arguments import (
     NoAnchors,
     TokenDims,
     argument_path,
+    is_without_tokens,
+    named_arguments,
     positional_names,
 )
 from retrofit.sdk import Wrapper, item_at, with_item
@@ -43,19 +45,48 @@ from retrofit.sdk.modules import batch_first, cache_among, float_like
 OutputKey = int | str | None  # of an item in a layer's output; None: the output itself
 
 
+class UnpaddedCalls:
+    """Whether compiled code is in a call that pads nothing, of the module that makes the masks of strided layers.
+
+    Compiled code cannot read a mask. These masks depend on none of the module's `arguments`; if it gets no others that may follow
+    the tokens, none of the tokens is padding.
+    """
+
+    guards: ClassVar[tuple[str, ...]] = ("begin", "end")
+
+    def __init__(self, module: nn.Module, arguments: Collection[int | str]) -> None:
+        self.names, self.arguments, self.active = positional_names(module), tuple(arguments), False
+
+    def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Enter a call: a forward pre-hook of the module."""
+        if torch.compiler.is_dynamo_compiling():
+            given = named_arguments(args, kwargs, self.names)
+            self.active = all(name in self.arguments for name, value in given if follows_tokens(value))
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Leave the call: a forward hook of the module."""
+        self.active = False
+
+
+def follows_tokens(value: Any) -> bool:
+    """Return whether an argument, or a part of it, may follow the tokens."""
+    return value.dim() > 0 if isinstance(value, Tensor) else not is_without_tokens(value)
+
+
 class StridedLayer(Wrapper):
     """`layer` on every `k`-th token of the stream, its anchors; subclasses define the values of the tokens between.
 
     The stream, (batch, T, d), or (T, batch, d) if `tokens_first`, is the argument `stream_in` and the output `stream_out`.
     `token_dims` are the token dimensions of the other arguments; `returned` are the arguments that the layer returns, by their key
     in its output; `unread` those it only passes on. `mask_argument` is the argument with its mask. `name` is the layer's in a
-    cache.
+    cache. `unpadded_calls` tells where nothing is padded.
 
     While it is annealed, it also computes the share `dense_share` of the tokens between the anchors: with all of them, and scalars
     of 1, 0 and 1, it is the dense layer.
     """
 
     dense_share: float = 0.0
+    unpadded_calls: UnpaddedCalls | None = None
 
     def __init__(
         self,
@@ -97,12 +128,17 @@ class StridedLayer(Wrapper):
 
     def anchors(self, call: LayerCall) -> Anchors:
         """Return the anchors of a whole sequence."""
-        real = call.real(0, 0)
+        real = self.real(call, 0, 0)
         if real is None and not self.dense_share:
             return EvenAnchors(0, call.x.shape[1], self.k)
         if real is None:
             real = torch.ones(1, call.x.shape[1], dtype=torch.bool, device=call.x.device)
         return CountedAnchors(real, self.k, dense_share=self.dense_share)
+
+    def real(self, call: LayerCall, before: int | Tensor, offset: int) -> Tensor | None:
+        """Return the mask of real tokens after `before` others, (1 or batch, T); None if all are real."""
+        is_unpadded = self.unpadded_calls is not None and self.unpadded_calls.active
+        return None if is_unpadded else call.real(before, offset)
 
     def turn(self, stream: Tensor) -> Tensor:
         """Return the stream with the batch first, from the layer's own layout, and back."""

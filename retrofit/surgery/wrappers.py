@@ -480,10 +480,10 @@ def is_guard(hook: Any) -> bool:
     return getattr(hook, "__name__", None) in getattr(getattr(hook, "__self__", None), "guards", ())
 
 
-HOOKS_BEFORE = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
 
 
 def holds_guards(module: nn.Module, table: str, hooks: Collection[Any]) -> bool:
     """Return whether these hooks change nothing, so that a module of another class need not keep them."""
-    held = module._forward_pre_hooks
-    return table in HOOKS_BEFORE and all(is_guard(held.get(number)) for number in hooks)
+    held = {**module._forward_pre_hooks, **module._forward_hooks}
+    return table in HOOKS and all(is_guard(held.get(number)) for number in hooks)

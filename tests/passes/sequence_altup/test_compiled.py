@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from support import tiny_models
 from support.retrofitted import moved
 from torch import Tensor
@@ -61,23 +60,6 @@ def makes_a_cache(form: str) -> bool:
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"copy\.deepcopy\(\)"):
         torch.compile(BUILDERS[form](), fullgraph=True, backend="eager")(input_ids=tokens(), labels=tokens())
     return False
-
-
-@functools.cache
-def makes_masks() -> bool:
-    """Whether the dense model makes a mask in compiled code where it gets none: with transformers 5.17, or torch 2.11."""
-    masks: list[Any] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        masks.extend(node.kwargs["attn_mask"] for node in graph.graph.nodes if "attn_mask" in node.kwargs)
-        return graph.forward
-
-    torch.compiler.reset()
-    with torch.no_grad():
-        torch.compile(BUILDERS["llama"](), fullgraph=True, backend=backend)(tokens())
-    made = [mask is not None for mask in masks]
-    assert made in ([True, True], [False, False]) and (OLD or not made[0] or transformers.__version__ < "5.23")
-    return made[0]
 
 
 def tokens(seed: int = 0, rows: int = 2, length: int = LENGTH) -> Tensor:
@@ -172,18 +154,94 @@ def counting(model: Any, **given: Any) -> int:
 
 
 @pytest.mark.long
-def test_anchors_of_unpadded_sequences_follow_from_the_shape() -> None:
-    """Nothing more is counted or gathered than in the dense model where no mask shows padding; it is where one does.
+@pytest.mark.parametrize("form", ["llama", "gpt2", "bert", "t5"])
+def test_anchors_of_unpadded_sequences_follow_from_the_shape(form: str) -> None:
+    """Nothing more is counted or gathered than in the dense model, even where it makes a mask; it is where padding is shown."""
+    dense, given = BUILDERS[form](), {"input_ids": tokens()}
+    if form == "t5":
+        given["labels"] = tokens()
+    padded_too = {**given, "attention_mask": padded("left")}
+    assert counting(strided(form), **given) == counting(dense, **given)
+    assert counting(strided(form), **padded_too) > counting(dense, **padded_too)
+    if makes_a_cache(form):
+        assert counting(strided(form), **given, use_cache=True) == counting(dense, **given, use_cache=True)
 
-    Compiled code cannot read the mask that old versions make where none is given, so there it is counted too.
-    """
-    dense, unpadded, shown = BUILDERS["llama"](), {"input_ids": tokens()}, {"attention_mask": padded("left")}
-    cached = {
-        "use_cache": True
-    }  # without a cache transformers makes a mask in compiled code, which might tell packed sequences apart
-    more = counting(strided(), **unpadded, **cached) - counting(dense, **unpadded, **cached)
-    assert more > 0 if makes_masks() else more == 0
-    assert counting(strided(), **unpadded, **shown) > counting(dense, **unpadded, **shown)
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("order", "checkpointing"), [("none left right none", False), ("left none right", False), ("left none", True)]
+)
+def test_unpadded_and_padded_batches_have_a_graph_each(order: str, checkpointing: bool) -> None:
+    model, ids = strided(), tokens()
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    step, counter = compiled(model)
+    for mask in order.split():
+        given = {"input_ids": ids, "labels": ids, "use_cache": False}
+        given |= {} if mask == "none" else {"attention_mask": padded(mask)}
+        expected, plain = gradients(model, model, given)
+        loss, found = gradients(model, step, given)
+        torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+        for name, gradient in plain.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-3, atol=1e-5, msg=name)
+    assert counter.frame_count == 2
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_other_arguments_may_show_padding() -> None:
+    """Compiled calls with them, after one without, count anchors, and give what plain calls give."""
+    model, ids = strided(), tokens()
+    real, packed = padded("left").bool(), torch.cat([torch.arange(7), torch.arange(LENGTH - 7)])
+    by_queries = torch.ones(LENGTH, LENGTH).tril().bool() & real[:, None, None]
+    step, counter = compiled(model)
+    step(ids, use_cache=False)
+    for given in (
+        {"input_ids": ids, "position_ids": packed.expand(2, -1)},
+        {"input_ids": ids, "attention_mask": by_queries},
+        {"inputs_embeds": model.get_input_embeddings()(ids)},
+    ):
+        expected, found = (call(**given, use_cache=False).logits for call in (model, step))
+        torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=2e-5)
+    counted = [any("cumsum" in str(node.target) for node in graph.graph.nodes) for graph in counter.graphs]
+    assert counted[1:] == [True] * 3
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_inner_modules_called_alone_read_their_masks() -> None:
+    model, ids = strided("bert"), tokens()
+    step, _ = compiled(model)
+    step(ids)
+    encoder, x, real = model.bert.encoder, torch.randn(2, LENGTH, model.config.hidden_size), padded("left").bool()
+    shown = {"attention_mask": torch.where(real[:, None, None], 0.0, torch.finfo(x.dtype).min).expand(2, 1, LENGTH, LENGTH)}
+    expected = encoder(x, **shown)[0]
+    found = torch.compile(encoder, fullgraph=True, backend="aot_eager")(x, **shown)[0]
+    torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=2e-5)
+
+
+class PadsByIds(torch.nn.Module):
+    """A model whose ids show padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = BUILDERS["llama"]()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        logits: Tensor = self.inner(input_ids, attention_mask=(input_ids != 0).long(), use_cache=False).logits
+        return logits
+
+
+@pytest.mark.long
+@torch.no_grad()
+def test_ids_that_show_padding_are_read() -> None:
+    model = retrofit.apply(PadsByIds(), SequenceAltUp(k=K, layers="1"), example_inputs={"input_ids": tokens()}, verify=False).eval()
+    step, counter = compiled(model)
+    real = padded("left").bool()
+    for ids in (tokens(), tokens() * real):
+        torch.testing.assert_close(step(ids)[ids != 0], model(ids)[ids != 0], rtol=1e-4, atol=2e-5)
+    assert counter.frame_count == 1 and model.inner.model.layers[1].unpadded_calls is None
 
 
 def test_gradients_of_padded_rows_are_those_of_indexing() -> None:
@@ -266,14 +324,13 @@ def test_two_graphs_decode_unpadded_sequences(form: str) -> None:
 @pytest.mark.long
 @torch.no_grad()
 def test_prompt_and_tokens_are_three_graphs_from_an_empty_cache() -> None:
-    """Two where a mask is made in the prompt's graph: every step then runs the strided layers, and is one graph."""
     model, ids = strided(), tokens()
     step, counter = compiled(model)
     cache = StaticCache(config=model.config, max_cache_len=ROOM)
     made = [step(ids[:, :PROMPT], past_key_values=cache).logits]
     made += [step(ids[:, at : at + 1], past_key_values=cache).logits for at in range(PROMPT, LENGTH)]
     torch.testing.assert_close(torch.cat(made, 1), model(ids, use_cache=False).logits, rtol=1e-4, atol=2e-5)
-    assert counter.frame_count == (2 if makes_masks() else 3)
+    assert counter.frame_count == 3
 
 
 @pytest.mark.long
