@@ -27,7 +27,7 @@ from retrofit.passbase.protocol import as_pass
 from retrofit.passbase.replaying import added_parameters
 from retrofit.passbase.tokenization import codec_for, windows_of
 from retrofit.training.continued_pretraining import continue_pretraining
-from retrofit.training.runs import TrainingRun
+from retrofit.training.runs import TrainingRun, folder_of, has_checkpoint
 from retrofit.training.settings import Settings
 from retrofit.training.windows import is_held_out
 
@@ -132,12 +132,16 @@ def trained_on(
     teacher: nn.Module | None = None,
     tokenizer: Any = None,
     text: Text = DOCUMENTATION,
+    output: Path | None = None,
 ) -> TrainingRun:
     """The run that trained the model, in place; it holds out what its text says. New parameters have the rate of the others, unless
-    the settings name theirs, whatever their passes propose."""
+    the settings name theirs, whatever their passes propose. With `output`, one that was killed goes on from its last checkpoint."""
     new = settings.lr if settings.lr_new is None and added_parameters(model) else settings.lr_new
     settings = dataclasses.replace(settings, eval_fraction=text.held_out, lr_new=new)
-    return continue_pretraining(model, text.then(), settings, teacher=teacher, tokenizer=tokenizer)
+    given: dict[str, Any] = {"teacher": teacher, "tokenizer": tokenizer}
+    if output is not None:
+        given |= {"output": output, "resume": has_checkpoint(folder_of(output)), "force": True}
+    return continue_pretraining(model, text.then(), settings, **given)
 
 
 def held_out_losses(run: TrainingRun) -> list[float]:

@@ -5,8 +5,8 @@ the steps of `align` among them: the same windows in the same order for one seed
 With several `--steps` each way is a run of its own, with a schedule of its own, for each of these lengths.
 `--model demo` is the demo's byte-level Llama (2.8 million parameters, 500 steps), `converged` the same one trained four times as
 long, `fresh` one trained as long on half of the standard library's sources, where recovery sees the other half, which its teacher
-has not, `SmolLM2` a real one. Every run is kept in the JSON file; the next call goes on from there. Prints held-out losses, mean
-and standard deviation over the seeds, and draws them.
+has not, `SmolLM2` a real one. Every run is kept in the JSON file; the next call goes on from there, and from the last checkpoint of
+a run that was killed. Prints held-out losses, mean and standard deviation over the seeds, and draws them.
 
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3
     python benchmarks/learning/recovery.py -o recovery.json --model converged --seeds 3 --steps 125 250 --ways plain distil
@@ -22,6 +22,8 @@ import argparse
 import dataclasses
 import functools
 import itertools
+import re
+import shutil
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +33,8 @@ import torch
 from experiment import DenseModel, Kept, SmolLM2, mean_and_deviation, rewritten, run_settings, trained_on, with_error
 from seed_curves import draw_seed_curves
 from texts import LIBRARY
+
+from retrofit.training.runs import folder_of
 
 SPECS = ("sparse-ffn(sparsity=8)", "sparse-qkv", "shared-moe(groups=1)", "sequence-altup(k=2)")
 WAYS: dict[str, dict[str, float]] = {  # parts of all steps
@@ -47,6 +51,7 @@ WAYS: dict[str, dict[str, float]] = {  # parts of all steps
 ONLY_NAMED = ("align", "own dial, distil", "distil, hidden", "teacher alone")  # ways that are tried where --ways names them
 DENSE = ""
 ALIGN_LR = 1e-3
+CHECKPOINTS = 30  # of a run, at least 10 (the evaluations)
 MODELS = {
     "demo": DenseModel(),
     "converged": DenseModel(steps=2000),
@@ -72,7 +77,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     kept = Kept(options.output, 0.0 if options.pictures else options.minutes)
-    for seed, steps, spec in itertools.product(range(1, options.seeds + 1), options.steps, (DENSE, *options.specs)):
+    for seed, steps, spec in itertools.product(range(1, options.seeds + 1), options.steps, (*options.specs, DENSE)):
         for way in ("plain",) if spec == DENSE else options.ways:
             key = key_of(spec, way, steps, seed, options)
             kept.measure(key, functools.partial(one_run, spec, way, steps, seed, options))
@@ -100,7 +105,8 @@ def one_run(spec: str, way: str, steps: int, seed: int, options: argparse.Namesp
     model = rewritten(dense, spec, seed, tokenizer=start.tokenizer, text=start.text)
     parts = WAYS[way]
     align, anneal = (round(parts.get(stage, 0.0) * steps) for stage in ("align", "anneal"))
-    settings = run_settings(steps - align, options.lr, seed, lr_new=options.lr_new if spec else None, bf16=options.bf16)
+    given = {"lr_new": options.lr_new if spec else None, "bf16": options.bf16, "save_every": max(1, steps // CHECKPOINTS)}
+    settings = run_settings(steps - align, options.lr, seed, **given)
     if parts:
         settings = dataclasses.replace(
             settings,
@@ -111,7 +117,10 @@ def one_run(spec: str, way: str, steps: int, seed: int, options: argparse.Namesp
             distil_hidden=parts.get("hidden", 0.0),
             dial="own" if "own_dial" in parts else "mixture",
         )
-    run = trained_on(model, settings, dense if parts else None, start.tokenizer, start.text)
+    output = options.output.with_name(re.sub(r"[^\w.]+", "-", key_of(spec, way, steps, seed, options)) + ".pt")
+    run = trained_on(model, settings, dense if parts else None, start.tokenizer, start.text, output)
+    output.unlink()
+    shutil.rmtree(folder_of(output))
     known = ("alignment", "dense_loss", "start_loss", "seconds_per_step", "eval_losses")
     numbers = run.to_dict()
     return {"align": align, **{name: numbers[name] for name in known if name in numbers}}
