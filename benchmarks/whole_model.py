@@ -115,8 +115,10 @@ def recipe_of(text: str) -> tuple[str, list[str]]:
 
 
 def prepare(recipes: dict[str, list[str]], kept: Kept, options: argparse.Namespace) -> None:
-    """Every model is in its files, for torch and for ONNX Runtime, and so is the text that is measured on."""
-    missing = [name for name, recipe in recipes.items() if kept.values.get(f"files: {name}", {}).get("recipe") != recipe]
+    """Every model is in its files, for torch and, where that is a way, for ONNX Runtime, and so is the text that is measured on."""
+    made = {name: kept.values.get(f"files: {name}", {}) for name in recipes}
+    other = [name for name, recipe in recipes.items() if made[name].get("recipe") != recipe]
+    missing = [name for name in recipes if name in other or (in_onnx(options) and "onnx" not in made[name])]
     if not missing:
         return
     which = {"tiny": TinyModel, "small": DenseModel, "smollm2": SmolLM2}[options.model]()
@@ -125,7 +127,7 @@ def prepare(recipes: dict[str, list[str]], kept: Kept, options: argparse.Namespa
     torch.save(torch.cat([batch["input_ids"] for batch in data.held_out]).long(), options.folder / "held_out.pt")
     for name in missing:
         print(f"{name}: making its files", flush=True)
-        for key in [key for key in kept.values if key.startswith(f"{name}, ")]:
+        for key in [key for key in kept.values if name in other and key.startswith(f"{name}, ")]:
             del kept.values[key]  # of another recipe
         kept.keep(
             f"files: {name}",
@@ -145,6 +147,21 @@ def make(name: str, recipe: list[str], dense: nn.Module, data: PlanningData, opt
         model = retrofit.apply(model, *passes, calibration=calibration, verify=False)
     retrofit.save(model, files.torch, force=True)
     found: dict[str, Any] = {"parameters": sum(one.numel() for one in model.parameters())}
+    if in_onnx(options):
+        found |= make_onnx(name, model, options)
+    retrofit.save(model.bfloat16(), files.bfloat16, force=True)
+    return found
+
+
+def in_onnx(options: argparse.Namespace) -> bool:
+    """Whether a way is by ONNX Runtime, whose files take minutes to make."""
+    return options.ways is None or any(way.startswith("ONNX") for way in options.ways)
+
+
+def make_onnx(name: str, model: nn.Module, options: argparse.Namespace) -> dict[str, Any]:
+    """The files of one model for ONNX Runtime."""
+    files = files_of(options.folder, name)
+    found: dict[str, Any] = {}
     found["onnx"] = attempt(lambda: str(retrofit.export_onnx(model, files.onnx, force=True)))
     found["int8"] = attempt(lambda: write_int8(files.onnx, files.int8))
     for weights in WEIGHTS:
@@ -152,7 +169,6 @@ def make(name: str, recipe: list[str], dense: nn.Module, data: PlanningData, opt
         found[f"--weights {weights}"] = attempt(
             lambda weights=weights, path=path: str(retrofit.export_onnx(model, path, weights=weights, force=True))
         )
-    retrofit.save(model.bfloat16(), files.bfloat16, force=True)
     return found
 
 
