@@ -16,8 +16,12 @@ when it comes first by its last measured cost (lazy greedy).
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import heapq
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +35,8 @@ HIGHEST = 0.9  # of one mask, unless the overall level is higher
 ROWS = 512  # tokens in the sample of a quantile
 VALUES = 1 << 18  # entries in the sample of a quantile
 NEAR = 0.001  # tolerance of a threshold's level
+HALF = 0.5  # level of all masks of a layer whose error identifies it
+KEPT = 512  # layers whose steps are kept
 
 Levels = Mapping[str, float]  # by the path of a mask
 
@@ -117,6 +123,13 @@ class Masks:
         for path, level in levels.items():
             self.modules[path].threshold.fill_(self.magnitudes[path].threshold(level))
 
+    def hash(self, paths: Iterable[str]) -> str:
+        """Return a hash of the samples of these masks."""
+        digest = hashlib.sha256()
+        for path in paths:
+            digest.update(self.magnitudes[path].ordered.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
     def size(self, paths: Iterable[str]) -> int:
         """Return the size of the weights behind these masks."""
         return sum(self.weights[path].elements for path in paths)
@@ -126,42 +139,61 @@ class Masks:
         return sum(level * self.weights[path].elements for path, level in levels.items()) / max(1, self.size(levels))
 
 
+@dataclasses.dataclass
+class Steps:
+    """The levels of the masks of one layer at the steps taken so far, and what the next one depends on."""
+
+    levels: dict[str, float]
+    taken: list[tuple[float, dict[str, float]]]  # the level of the layer, and the levels of its masks
+    waiting: list[tuple[float, int, str]]  # masks by the cost of a step, as last measured
+    reached: float = 0.0  # the error at the last step
+
+
+@functools.lru_cache(KEPT)
+def steps_of(paths: tuple[str, ...], *facts: Any) -> Steps:
+    """Return the steps in a layer with masks at these paths: those taken before, if all facts are the same.
+
+    The greedy levels do not depend on the overall level: several levels, and a recipe after a plan, take the steps once.
+    """
+    levels = dict.fromkeys(paths, 0.0)
+    return Steps(levels, [(0.0, dict(levels))], [(float("-inf"), number, path) for number, path in enumerate(paths)])
+
+
 class LayerPath:
     """The levels of the masks of one layer as the layer's level rises; further steps are computed on demand."""
 
     def __init__(self, masks: Masks, paths: Sequence[str], error: Callable[[], float], highest: float = HIGHEST) -> None:
         self.masks, self.error, self.highest = masks, error, max(highest, HIGHEST)
-        self.levels = dict.fromkeys(paths, 0.0)
-        self.steps: list[tuple[float, dict[str, float]]] = [(0.0, dict(self.levels))]  # level of the layer, levels of its masks
-        self.reached = 0.0  # the error at the last step
-        self.waiting: list[tuple[float, int, str]] = [(float("-inf"), number, path) for number, path in enumerate(paths)]
+        sizes = tuple(masks.weights[path].elements for path in paths)
+        masks.set_levels(dict.fromkeys(paths, HALF))
+        self.steps = steps_of(tuple(paths), sizes, self.highest, masks.hash(paths), error())
 
     def at(self, level: float) -> dict[str, float]:
         """Return the levels of the masks at a level of the layer, interpolated between steps."""
-        while self.steps[-1][0] < level and self.waiting:
+        taken = self.steps.taken
+        while taken[-1][0] < level and self.steps.waiting:
             self.rise()
-        (low, before), (high, after) = next(
-            (pair for pair in zip(self.steps, self.steps[1:], strict=False) if pair[1][0] >= level), (self.steps[-1],) * 2
-        )
+        (low, before), (high, after) = next((pair for pair in itertools.pairwise(taken) if pair[1][0] >= level), (taken[-1],) * 2)
         part = (level - low) / (high - low) if high > low else 1.0
         return {path: before[path] + part * (after[path] - before[path]) for path in before}
 
     def rise(self) -> None:
-        """Take the next step."""
+        """Take the next step; if it is interrupted, it was not begun."""
+        steps, waiting = self.steps, list(self.steps.waiting)
         fresh: dict[str, float] = {}  # errors measured in this step
         while True:
-            _, number, path = heapq.heappop(self.waiting)
-            higher = min(self.levels[path] + STEP, self.highest)
+            _, number, path = heapq.heappop(waiting)
+            higher = min(steps.levels[path] + STEP, self.highest)
             if path in fresh:
                 break
-            self.masks.set_levels({**self.levels, path: higher})
+            self.masks.set_levels({**steps.levels, path: higher})
             fresh[path] = self.error()
-            saved = (higher - self.levels[path]) * self.masks.weights[path].elements
-            heapq.heappush(self.waiting, ((fresh[path] - self.reached) / saved, number, path))
-        self.levels[path], self.reached = higher, fresh[path]
+            saved = (higher - steps.levels[path]) * self.masks.weights[path].elements
+            heapq.heappush(waiting, ((fresh[path] - steps.reached) / saved, number, path))
         if higher < self.highest:
-            heapq.heappush(self.waiting, (float("-inf"), number, path))
-        self.steps.append((self.masks.share(self.levels), dict(self.levels)))
+            heapq.heappush(waiting, (float("-inf"), number, path))
+        steps.levels[path], steps.reached, steps.waiting = higher, fresh[path], waiting
+        steps.taken.append((self.masks.share(steps.levels), dict(steps.levels)))
 
 
 class Allocation:
@@ -169,7 +201,7 @@ class Allocation:
 
     def __init__(self, masks: Masks, layers: Mapping[str, LayerPath]) -> None:
         self.masks, self.layers = masks, layers
-        apart = {path for layer in layers.values() for path in layer.levels}
+        apart = {path for layer in layers.values() for path in layer.steps.levels}
         self.uniform = [path for path in masks.magnitudes if path not in apart]
 
     def at(self, level: float) -> dict[str, float]:

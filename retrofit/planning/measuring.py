@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -190,7 +191,7 @@ class Measurements:
         return [*firsts, *(self.records[number] for number in numbers)]
 
     def measure_costs(self, record: CandidateRecord, wanted: Collection[str]) -> None:
-        """Measure the sites of one candidate, and the times that they add, on an unfitted variant.
+        """Measure the sites of one candidate, and the times that they add, on an unfitted variant: all only if it is to be fitted.
 
         Masks have no such variant, and are fitted only if they reduce a `wanted` cost when everything is masked.
         """
@@ -202,13 +203,15 @@ class Measurements:
                 self.left_out[record.name] = f"saves nothing here: {why}"
                 return
         self.store.measure(record.key("sites"), lambda: self.describe(self.unfitted_variant(record)))
-        self.measure_times(record, self.unfitted_variant)
+        self.measure_times(record, self.unfitted_variant, [name for name in self.quantities if name in wanted])
+        if not wanted or any(map(record.saves, wanted)):
+            self.measure_times(record, self.unfitted_variant, self.quantities)
 
     def measure_losses(self, record: CandidateRecord) -> None:
         """Measure the effect on the outputs of each site of one candidate by itself, and of all together."""
         if not record.is_fitted:  # a fit may find more to change than was visible without it
             self.store.put(record.key("sites"), self.describe(self.variant(record)))
-            self.measure_times(record, self.variant)
+            self.measure_times(record, self.variant, self.quantities)
         self.measure_uniform(record)
         count = len(record.sites)
         for index in spread(count) if self.deadline.is_set else range(count):
@@ -308,8 +311,10 @@ class Measurements:
 
     # Times.
 
-    def measure_times(self, record: CandidateRecord, variant: Callable[[CandidateRecord], Variant]) -> None:
-        """Measure what a site of each structure of one candidate adds to the dense model's times, as shares of them."""
+    def measure_times(
+        self, record: CandidateRecord, variant: Callable[[CandidateRecord], Variant], quantities: Collection[str]
+    ) -> None:
+        """Measure what a site of each structure of one candidate adds to some of the dense model's times, as shares of them."""
         members: dict[str, list[int]] = {}
         for index, site in enumerate(record.sites):
             members.setdefault(site["structure"], []).append(index)
@@ -320,25 +325,27 @@ class Measurements:
             return (self.share(replacements, quantity) - 1.0) / len(indices)
 
         for kind, indices in members.items():
-            for quantity in self.quantities:
+            for quantity in quantities:
                 self.measure_time(record.key(quantity, kind), functools.partial(added, quantity, indices))
 
     def fully_masked_share(self, record: CandidateRecord, quantity: str) -> float:
         """Return the least time that masks in the candidate's sites can reach, as a share of the dense model's."""
-        dial = record.candidate.recovery.dial
+        candidate = record.candidate
+        dial = candidate.recovery.dial
         if dial is None:
             return 0.0
-        variant = self.built(record.candidate, fit=False)
-        paths = [path for replacement in variant for path in replacement.paths]
-        for replacement in variant:
-            for module in replacement.modules.values():
-                dial.turn(module, math.inf)
 
         def share() -> float:
+            variant = self.built(candidate, fit=False)
+            for replacement in variant:
+                for module in replacement.modules.values():
+                    dial.turn(module, math.inf)
             self.progress(f"{record.name}: timing {quantity} with every input zero")
             return self.share(variant, quantity)
 
-        return self.measure_time(f"{quantity} fully masked {short_hash(' '.join(paths).encode())}", share)
+        values = [getattr(candidate, field.name) for field in dataclasses.fields(candidate)]
+        kind = ", ".join([candidate.name, *(str(value) for value in values if isinstance(value, (bool, str)))])  # not how much
+        return self.measure_time(f"{quantity} fully masked, {kind}", share)
 
     def measure_time(self, name: str, action: Callable[[], float]) -> float:
         """Return the time `name`, measured by `action` if not known; a time from few rounds is marked as such."""

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,6 +38,7 @@ from retrofit.process import replace_attributes
 from retrofit.training.objectives import IGNORED, without_labels
 
 SKETCH = 32  # projections of a token's u
+PART = 2**20  # logits that are compared at a time
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -46,6 +50,9 @@ def vocabularies(model: nn.Module) -> set[int]:
     return found
 
 
+Part = tuple[Tensor, Tensor, Tensor | None]  # dense outputs, or log-probabilities, those found, and labels
+
+
 @dataclasses.dataclass(frozen=True)
 class MeasuredBatch:
     """Inputs of some windows, the targets of the outputs, and the dense model's outputs."""
@@ -53,6 +60,13 @@ class MeasuredBatch:
     inputs: Mapping[str, Any]
     labels: Tensor | None  # (tokens), in the order of the outputs; IGNORED where nothing is predicted
     dense: Tensor  # log-probabilities, (tokens, V), or outputs, (tokens, d)
+
+    def parts(self, logits: Tensor) -> Iterator[Part]:
+        """Yield log-probabilities, dense and of these logits, and labels: some tokens at a time, which stay in a cache."""
+        rows = max(1, PART // logits.shape[-1])
+        labels = itertools.repeat(None) if self.labels is None else self.labels.split(rows)
+        for dense, found, part in zip(self.dense.split(rows), logits.split(rows), labels, strict=False):
+            yield dense, found.float().log_softmax(-1), part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,17 +136,16 @@ class MeasuredWindows:
                         remedy="drop the pass that changes the output shape",
                         code="other-output",
                     )
-                if self.are_logits:
-                    found = outputs.float().log_softmax(-1)
-                    far, u = divergence(batch.dense, found)
-                    if batch.labels is not None:
-                        losses += float(F.nll_loss(found, batch.labels, ignore_index=IGNORED, reduction="sum"))
-                        labelled += int((batch.labels != IGNORED).sum())
-                else:
-                    far, u = squared_error(batch.dense, outputs.float())
-                distances, tokens = distances + float(far.sum()), tokens + len(far)
-                if sketch:
-                    sketches.append((u @ projections(u.shape[-1], u.device)).flatten().cpu())
+                compare = divergence if self.are_logits else squared_error
+                whole: Part = (batch.dense, outputs, None)
+                for dense, found, labels in batch.parts(outputs) if self.are_logits else [whole]:
+                    far, u = compare(dense, found.float())
+                    if labels is not None:
+                        losses += float(F.nll_loss(found, labels, ignore_index=IGNORED, reduction="sum"))
+                        labelled += int((labels != IGNORED).sum())
+                    distances, tokens = distances + float(far.sum()), tokens + len(far)
+                    if sketch:
+                        sketches.append((u @ projections(u.shape[-1], u.device)).flatten().cpu())
         joined = torch.cat(sketches) / tokens**0.5 if sketch else None
         return Quality(distances / max(1, tokens), losses / labelled if labelled else None, joined)
 
@@ -155,6 +168,7 @@ def squared_error(dense: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
     return u.square().sum(-1) / 2, u
 
 
+@functools.lru_cache(1)
 def projections(width: int, device: torch.device) -> Tensor:
     """Return random signs, the same for all hybrids: (width, SKETCH)."""
     signs = torch.randint(0, 2, (width, SKETCH), generator=torch.Generator().manual_seed(0))
@@ -174,8 +188,8 @@ Batch = Mapping[str, Any]
 class PrefixCache:
     """The outputs of each call of each layer for each batch, in the order in which the layers run.
 
-    Nothing is cached if the model's outputs change when its first layers' outputs are replayed, for any number of layers: some
-    layers pass more to a later one than their output, such as keys and values.
+    Nothing is cached if the model's outputs change when the outputs of all layers are replayed, or of all but one: some layers pass
+    more to a later one than their output, such as keys and values.
     """
 
     def __init__(self, model: nn.Module, paths: Sequence[str], batches: Sequence[Batch]) -> None:
@@ -206,27 +220,30 @@ class PrefixCache:
         return calls
 
     def is_faithful(self, batch: Batch) -> bool:
-        """Return whether the model returns the same bits with its layers' outputs replayed: all, and those before each layer."""
+        """Return whether the model returns the same bits with its layers' outputs replayed: all, and all but each one."""
         layers = dict.fromkeys(path for path, _ in self.calls[0])
         try:
             with evaluation_mode(self.model):
                 expected = logits_of(run(self.model, batch))
-                for replaced in ((), *((path,) for path in layers)):
-                    with self.recalled(0, replaced):
+                for live in ((), *((path,) for path in layers)):
+                    with self.replayed(0, live):
                         if not same_bits(logits_of(run(self.model, batch)), expected):
                             return False
         except Exception:  # of any type: the model's own code may need layers that did not run
             return False
         return True
 
-    @contextlib.contextmanager
-    def recalled(self, number: int, replaced: Sequence[str]) -> Iterator[None]:
+    def recalled(self, number: int, replaced: Sequence[str]) -> AbstractContextManager[None]:
         """Replay, in this context, the outputs for the batch of the layers that run before any module at the paths `replaced`."""
         count = min((self.returned.get(path, 0) for path in replaced), default=len(self.calls[number]))
-        known, later = self.calls[number][:count], {path for path, _ in self.calls[number][count:]}  # a shared layer runs later too
+        return self.replayed(number, {path for path, _ in self.calls[number][count:]})  # a shared layer runs later too
+
+    @contextlib.contextmanager
+    def replayed(self, number: int, live: Collection[str]) -> Iterator[None]:
+        """Replay, in this context, the outputs for the batch of all layers but those at the paths `live`."""
         outputs: dict[str, list[Any]] = {}
-        for path, output in known:
-            if path not in later:
+        for path, output in self.calls[number]:
+            if path not in live:
                 outputs.setdefault(path, []).append(output)
         with contextlib.ExitStack() as stack:
             for path, values in outputs.items():

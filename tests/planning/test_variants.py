@@ -17,6 +17,7 @@ from retrofit.anatomy.inspection import inspect
 from retrofit.inputs.calibration import Calibration
 from retrofit.inputs.model_memory import own_bytes
 from retrofit.passbase.protocol import parse_spec
+from retrofit.planning import quality
 from retrofit.planning.costs import Interrupted, OutOfTime
 from retrofit.planning.quality import MeasuredWindows, PrefixCache
 from retrofit.planning.variants import (
@@ -100,6 +101,18 @@ def test_layers_before_the_change_are_recalled_and_nothing_is_different(model: A
         labels = torch.cat([batch["labels"] for batch in batches])
         expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
     assert one.loss == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_tokens_are_compared_some_at_a_time(model: Any, variant: tuple[Replacement, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = windows(3, seed=7)
+    seen = MeasuredWindows.of(model, [{"input_ids": ids, "labels": ids}], [], shift=1)
+    with hybrid(model, variant) as mixed:
+        at_once = seen.measure(mixed, sketch=True)
+        monkeypatch.setattr(quality, "PART", 7 * seen.batches[0].dense.shape[1])
+        in_parts = seen.measure(mixed, sketch=True)
+    assert in_parts.figures == pytest.approx(at_once.figures)
+    assert at_once.sketch is not None and in_parts.sketch is not None
+    assert torch.allclose(in_parts.sketch, at_once.sketch, atol=1e-6)
 
 
 class Remembering(nn.Module):

@@ -22,7 +22,7 @@ from retrofit.errors import DoesNotFitError, SpecError
 from retrofit.inputs.probes import resized
 from retrofit.onnx.importer import from_onnx
 from retrofit.passes import ActivationSparsity
-from retrofit.passes.activation_sparsity.levels import LayerPath, Magnitudes, Masks, RowSample
+from retrofit.passes.activation_sparsity.levels import LayerPath, Magnitudes, Masks, RowSample, steps_of
 from retrofit.passes.activation_sparsity.masked_products import ActivationMask, MaskedCode, MaskedProjection
 from retrofit.passes.activation_sparsity.sites import MaskedWeight
 from retrofit.provenance import provenance_of
@@ -290,7 +290,7 @@ def test_the_greedy_path_takes_the_cheapest_step() -> None:
     path = LayerPath(found, list(cost), error)
     path.at(0.5)
     levels = dict.fromkeys(cost, 0.0)
-    for share, step in path.steps[1:]:
+    for share, step in path.steps.taken[1:]:
         rises = {one: cost[one] * ((levels[one] + 0.1) ** 2 - levels[one] ** 2) / sizes[one] for one in cost if levels[one] < 0.85}
         cheapest = min(rises, key=lambda one: rises[one])
         levels[cheapest] += 0.1
@@ -298,6 +298,21 @@ def test_the_greedy_path_takes_the_cheapest_step() -> None:
         assert share == pytest.approx(sum(levels[one] * sizes[one] for one in cost) / 120)
     between = path.at(0.333)
     assert sum(between[one] * sizes[one] for one in cost) / 120 == pytest.approx(0.333)
+
+
+def test_another_level_of_the_same_layers_takes_no_step_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And it has the same thresholds as one whose steps are its own."""
+
+    def thresholds(level: float) -> dict[str, float]:
+        model = rewritten.__wrapped__("llama", f"level={level}")
+        return {path: float(mask.threshold) for path, mask in masks(model).items()}
+
+    steps_of.cache_clear()
+    alone = thresholds(0.3)
+    steps_of.cache_clear()
+    thresholds(0.5)
+    monkeypatch.setattr(LayerPath, "rise", lambda path: pytest.fail("a step was taken again"))
+    assert thresholds(0.3) == alone
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 30))
