@@ -46,7 +46,7 @@ from retrofit.sdk.modules import (
 )
 
 ROUTER_SPREAD = 0.02  # standard deviation of the router's random weights
-GROUPED = "grouped_mm"  # transformers' own function for many rows, which is computed here
+OWN = (None, "eager", "grouped_mm")  # transformers' names for what is computed here
 ROW = 16  # bytes; grouped kernels need rows of a multiple of it
 SINGLE = 4  # bytes of a number in single precision, of which torch has fast products of a matrix and a vector
 
@@ -136,8 +136,8 @@ class MixtureOfExperts(nn.Module):
 
     With `order`, the dense hidden units in the order of the slices, there are `slices`, and one expert of each is selected.
 
-    If `config.experts_implementation` names a function of transformers' `ExpertsInterface` other than `GROUPED`, that function
-    computes the experts (`ExpertsView`).
+    If `config.experts_implementation` names a function of transformers' `ExpertsInterface` not among `OWN`, that function computes
+    the experts (`ExpertsView`).
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class MixtureOfExperts(nn.Module):
         It fits if one matrix reads x, both matrices have a bias or neither has, and no adapter wraps them.
         """
         name = getattr(self.config, "_experts_implementation", None)
-        if name in (None, GROUPED) or len(self.into) != 1:
+        if name in OWN or len(self.into) != 1:
             return None
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # deferred: slow to import
 
@@ -311,7 +311,7 @@ class MixtureOfExperts(nn.Module):
         gates: Sequence[float] | None = None,
     ) -> Tensor:
         """Return the output of each row's expert; `ends` and `gates` as in `ExpertMatrices`."""
-        z = [self.get_submodule(name)(rows, expert, ends) for name in self.into]
+        z = [getattr(self, name)(rows, expert, ends) for name in self.into]
         return self.down(hidden(*self.units_of(z)), expert, ends, gates)  # type: ignore[no-any-return]
 
     def units_of(self, z: Sequence[Tensor]) -> list[Tensor]:
