@@ -373,9 +373,9 @@ def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 def compiles_without_kernels() -> bool:
     """Return whether the gradient of grouped products without a kernel can be compiled: in transformers 5.17 it cannot."""
-    from transformers.integrations import moe  # deferred: slow to import
+    from transformers.integrations.moe import _grouped_mm  # deferred: slow to import; torch 2.11 cannot trace that of a module
 
-    return hasattr(moe, "_grouped_mm_fallback_bwd")
+    return "_grouped_mm_fallback_bwd" in _grouped_mm.__globals__
 
 
 def is_unaligned(shape: Sequence[int], size: int) -> bool:
