@@ -174,8 +174,6 @@ Seen in the whole suite without long tests, with torch 2.11.0 and transformers 5
 - torch 2.11 cannot trace the copy of a module that `merge-cross-attention` runs on: its compiled models have breaks in their graph,
   and `fullgraph=True` fails; four tests say so. Those of all other passes have none, but where transformers' own code has: T5
   copies its config as it makes a cache, so compile it with `use_cache=False` or a cache of yours.
-- With torch 2.11, or transformers 5.17, compiled code makes a mask where none is given, and cannot read it: `sequence-altup` counts
-  anchors in the graph, and if a prompt is compiled, every step runs the strided layers.
 - Transformers 5.17 cannot compile the gradient of grouped products but in bfloat16: compiled mixtures of experts train with every
   expert on every token there.
 - The interpreter of Triton 3.6 does not run with numpy 2.4: one test of kernels is skipped. That they are built is tested.
