@@ -59,9 +59,9 @@ class UnpaddedCalls:
 
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Enter a call: a forward pre-hook of the module."""
-        if torch.compiler.is_dynamo_compiling():
-            given = named_arguments(args, kwargs, self.names)
-            self.active = all(name in self.arguments for name, value in given if follows_tokens(value))
+        self.active = torch.compiler.is_dynamo_compiling() and all(
+            name in self.arguments for name, value in named_arguments(args, kwargs, self.names) if follows_tokens(value)
+        )
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the call: a forward hook of the module."""
