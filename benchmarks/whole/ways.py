@@ -103,12 +103,13 @@ class InOnnxRuntime:
 
 
 def in_int8(model: nn.Module, dense: nn.Module) -> nn.Module:
-    """The model with int8 weights in the linear layers that the dense model has too, by torch's dynamic quantization.
+    """The model with int8 weights in the linear layers that the dense model has too, masked or not, by torch's own quantization.
 
     Layers that a pass has put in read some rows of a matrix only, which a quantized layer cannot give: they stay as they are.
     """
     known = {name: module.weight.shape for name, module in dense.named_modules() if type(module) is nn.Linear}
-    same = {name for name, module in model.named_modules() if type(module) is nn.Linear and known.get(name) == module.weight.shape}
+    plain = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    same = {name for name, module in plain.items() if known.get(name.removesuffix(".layer")) == module.weight.shape}
     setting = torch.ao.quantization.default_dynamic_qconfig
     found: nn.Module = torch.ao.quantization.quantize_dynamic(copy.deepcopy(model), dict.fromkeys(sorted(same), setting))
     return found
