@@ -100,13 +100,15 @@ STARTS = {
     ),
     "tokens": Start(
         DenseModel(320, 896, 8, vocabulary=8192),
-        steps=2000,
-        first=4000,
+        steps=1000,
+        first=2400,
         lr=1e-3,
         bytes_a_token=4.5,
+        reserve=2.5,
+        longest=3.5,
         bf16=True,
-        words="A Llama of 12.8 million parameters with 8,192 byte pairs made from the text it was trained on, 4,000 steps of 2,048 "
-        "tokens in bfloat16, then 2,000.",
+        words="A Llama of 12.8 million parameters with 8,192 byte pairs made from the text it was trained on, 2,400 steps of 2,048 "
+        "tokens in bfloat16, then 1,000.",
     ),
     "documentation": again(DenseModel(), "The demo's Llama (2.8 million parameters)"),
     "documentation-small": again(DenseModel(128, 384, 4), "A Llama of 0.9 million parameters (d = 128)"),

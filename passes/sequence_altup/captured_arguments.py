@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 from retrofit.passes.sequence_altup.arguments import (
     ArgumentPath,
     TokenDims,
+    argument_path,
     named_arguments,
     positional_names,
     tensors_in,
@@ -346,3 +348,47 @@ def new_arguments_with_cache(
     with recording(model, known, record), preserve_state(model), torch.no_grad():
         model(**{**inputs, "use_cache": True})
     return found
+
+
+# ── Modules that make masks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskSource:
+    """The module that makes the masks of `layers`, and those of its arguments that they do not depend on."""
+
+    path: str
+    arguments: tuple[int | str, ...]
+    layers: tuple[str, ...]
+
+
+def mask_sources(
+    model: nn.Module, flow: Dataflow, layers: Mapping[str, Mapping[ArgumentPath, TokenDims]]
+) -> tuple[MaskSource, ...]:
+    """Return the innermost module around each layer of which no argument enters the layer's masks.
+
+    A layer has none where the inputs of the capture show padding: they contain masks, or ids that do.
+    """
+    found: dict[str, tuple[set[int | str], list[str]]] = {}
+    for path, dims in layers.items():
+        layer, masks = model.get_submodule(path), {argument for argument, known in dims.items() if known.shows_padding}
+        sources = [source_of(flow, call, layer, masks) for call in flow.program.calls if call.path == path]
+        made = [source for source in sources if source is not None]
+        if len(made) < len(sources) or len({source.path for source in made}) != 1:
+            continue
+        module = model.get_submodule(made[0].path)
+        given = [{argument_path(module, key)[0] for key in source.inputs if key is not None} for source in made]
+        arguments, inside = found.setdefault(made[0].path, (given[0], []))
+        arguments.intersection_update(*given)
+        inside.append(path)
+    return tuple(MaskSource(path, tuple(sorted(arguments, key=str)), tuple(inside)) for path, (arguments, inside) in found.items())
+
+
+def source_of(flow: Dataflow, call: Call, layer: nn.Module, masks: Collection[ArgumentPath]) -> Call | None:
+    """Return the innermost call around a layer's of which no argument enters the layer's `masks`; None if there is none."""
+    nodes = [node for key, node in call.inputs.items() if key is not None and argument_path(layer, key) in masks]
+    if any(len(path) > 1 for path in masks) or any(node in flow.depends for node in nodes):
+        return None
+    around = itertools.islice(call.chain, 1, None)
+    entered = [(outer, itertools.product(outer.inputs.values(), nodes)) for outer in around]
+    return next((outer for outer, pairs in entered if not any(itertools.starmap(flow.reaches, pairs))), None)

@@ -16,18 +16,22 @@ from torch import fx, nn
 
 from retrofit.passes.sequence_altup import reference as method_reference
 from retrofit.passes.sequence_altup.arguments import ArgumentPath, MaskArgument, TokenDims, argument_path
-from retrofit.passes.sequence_altup.captured_arguments import ArgumentCaptures, CapturedArguments, new_arguments_with_cache
+from retrofit.passes.sequence_altup.captured_arguments import (
+    ArgumentCaptures,
+    CapturedArguments,
+    MaskSource,
+    mask_sources,
+    new_arguments_with_cache,
+)
 from retrofit.passes.sequence_altup.layer_requirements import (
     Candidate,
     CrossLayerValue,
     Dims,
-    MaskSource,
     arguments_from_layers,
     cross_layer_values,
     infer_arguments,
     is_inside_strided,
     mask_argument,
-    mask_sources,
     require_all_calls,
     require_all_tokens_read,
     require_fitting_consumers,
