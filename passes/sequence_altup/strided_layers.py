@@ -59,9 +59,9 @@ class UnpaddedCalls:
 
     def begin(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Enter a call: a forward pre-hook of the module."""
-        self.active = torch.compiler.is_dynamo_compiling() and all(
-            name in self.arguments for name, value in named_arguments(args, kwargs, self.names) if follows_tokens(value)
-        )
+        if torch.compiler.is_dynamo_compiling():
+            given = named_arguments(args, kwargs, self.names)
+            self.active = all(name in self.arguments for name, value in given if follows_tokens(value))
 
     def end(self, module: nn.Module, args: Any, output: Any) -> None:
         """Leave the call: a forward hook of the module."""
@@ -137,8 +137,9 @@ class StridedLayer(Wrapper):
 
     def real(self, call: LayerCall, before: int | Tensor, offset: int) -> Tensor | None:
         """Return the mask of real tokens after `before` others, (1 or batch, T); None if all are real."""
-        is_unpadded = self.unpadded_calls is not None and self.unpadded_calls.active
-        return None if is_unpadded else call.real(before, offset)
+        if torch.compiler.is_dynamo_compiling() and self.unpadded_calls is not None and self.unpadded_calls.active:
+            return None
+        return call.real(before, offset)
 
     def turn(self, stream: Tensor) -> Tensor:
         """Return the stream with the batch first, from the layer's own layout, and back."""

@@ -18,6 +18,7 @@ import retrofit
 from retrofit.passes import SequenceAltUp
 from retrofit.passes.sequence_altup import anchor_cache
 from retrofit.passes.sequence_altup.arguments import CountedAnchors
+from retrofit.passes.sequence_altup.strided_layers import StridedLayer
 
 OLD = torch.__version__ < "2.12"
 K, ROOM, PROMPT, LENGTH = 3, 16, 5, 12
@@ -219,6 +220,15 @@ def test_inner_modules_called_alone_read_their_masks() -> None:
     expected = encoder(x, **shown)[0]
     found = torch.compile(encoder, fullgraph=True, backend="aot_eager")(x, **shown)[0]
     torch.testing.assert_close(found[real], expected[real], rtol=1e-4, atol=2e-5)
+
+
+@torch.no_grad()
+def test_a_plain_call_reads_its_mask_after_a_compiled_one_that_failed() -> None:
+    model, given = strided(), {"input_ids": tokens(), "attention_mask": padded("left"), "use_cache": False}
+    expected = model(**given).logits
+    (calls,) = {layer.unpadded_calls for layer in model.modules() if isinstance(layer, StridedLayer)}
+    calls.active = True  # it was not left
+    assert torch.equal(model(**given).logits, expected)
 
 
 class PadsByIds(torch.nn.Module):
