@@ -36,7 +36,8 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.passes.activation_sparsity.activation_sparsity import MaskedProjection
-from retrofit.passes.activation_sparsity.masked_products import ActivationMask, sum_of_columns, sums_of_columns
+from retrofit.passes.activation_sparsity.masked_products import ActivationMask
+from retrofit.passes.compiled_products import sum_of_columns, sums_of_columns
 
 APART = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # how far a way may lie from the dense product, of its largest entry
 PROMPT, STEPS, LONGEST = 32, 12, 512  # tokens: before those that are timed, in a turn, in the cache

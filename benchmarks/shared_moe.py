@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import side_by_side
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, GPT2Config, LlamaConfig
+from transformers import AutoModel, GPT2Config, LlamaConfig, StaticCache
 
 import retrofit
 from retrofit.passes.shared_moe.mixture_of_experts import expert_load
@@ -70,6 +71,19 @@ def decode(model: nn.Module, ids: Tensor) -> None:
         cache = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
 
 
+def compiled_decode(model: Any, ids: Tensor) -> Callable[[], None]:
+    """The same with a cache of fixed size and the model compiled."""
+    cache, step = StaticCache(config=model.config, max_cache_len=ids.shape[1]), torch.compile(model, fullgraph=True, dynamic=False)
+
+    @torch.no_grad()
+    def run() -> None:
+        cache.reset()
+        for at, token in enumerate(ids.split(1, dim=1)):
+            step(input_ids=token, past_key_values=cache, position_ids=torch.tensor([[at]], device=ids.device))
+
+    return run
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="base")
@@ -77,6 +91,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--compile", action="store_true", help="the models that decode")
     parser.add_argument("--decode", type=int, default=16, help="tokens decoded in a round")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--parts", nargs="+", choices=("train", "decode", "load"), default=["train", "decode", "load"])
@@ -96,8 +111,9 @@ def main() -> None:
     for model in models.values():
         model.eval().zero_grad(set_to_none=True)
     if "decode" in options.parts:
-        print(f"\n{options.decode} tokens with the cache, batch 1")
-        side_by_side.compare({name: partial(decode, model, ids[:1, : options.decode]) for name, model in models.items()}, options)
+        print(f"\n{options.decode} tokens with the cache, batch 1{', compiled' if options.compile else ''}")
+        run = compiled_decode if options.compile else partial(partial, decode)
+        side_by_side.compare({name: run(model, ids[:1, : options.decode]) for name, model in models.items()}, options)
     for name in options.only if "load" in options.parts else ():
         print(f"\nload of the experts, {name}")
         print(expert_load(models[name], ids.cpu()))

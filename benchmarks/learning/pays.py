@@ -123,6 +123,10 @@ EARLY = (
     *(ngrams(buckets="32768"), ngrams(buckets="65536")),
     *(Arm(ALTUP, seeds=3), Arm(VALUES, seeds=3), Arm(TOKEN_ID, seeds=3)),
 )
+MIDDLE = (
+    *(Arm(), ngrams(ngrams="3-6"), ngrams(), ngrams(ngrams="3-6", buckets="65536")),
+    *(Arm(longer=1.25), ngrams(ngrams="3-8", buckets="131072")),
+)
 SMOLLM2 = (
     Arm(seeds=3),
     Arm(NGRAMS, seeds=3),
@@ -145,6 +149,7 @@ OF_ALTUP = (
 ARMS = {
     "demo": EVERY,
     "early": EARLY,
+    "middle": MIDDLE,
     "tokens": (*(arm for arm in EVERY if arm.seeds == 3 or not arm.spec), ngrams(canonical="none")),
     "documentation": OF_ALTUP,
     "documentation-small": OF_ALTUP,

@@ -98,6 +98,13 @@ STARTS = {
         lr=1e-3,
         words="The same model, whose curve is still steep: trained for 1,200 steps of 2,048 bytes, then for 400.",
     ),
+    "middle": Start(
+        DenseModel(),
+        steps=2000,
+        first=4000,
+        lr=1e-3,
+        words="The same model between the two: trained for 4,000 steps of 2,048 bytes, then for 2,000.",
+    ),
     "tokens": Start(
         DenseModel(320, 896, 8, vocabulary=8192),
         steps=1000,

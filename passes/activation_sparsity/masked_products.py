@@ -15,18 +15,15 @@ A product with a sparse input reads only the columns of the weight for nonzero e
 
 A column is contiguous only if W is stored by columns. So the weight of a linear layer is rearranged in place when the layer is
 first called on a CPU in evaluation, without gradient and with a threshold: the parameter, its shape and its values stay the same,
-and there is no second copy. Training, and removing the mask, rearrange it by rows again. Few tokens read columns, in `SOURCE`,
-which torch compiles if there is a C++ compiler, else in an embedding bag; more use the dense product (`FEW`). The dense product is
-also used in export, with gradients, on other devices, for packed weights, and for layers with hooks or of other classes.
+and there is no second copy. Training, and removing the mask, rearrange it by rows again. Few tokens read columns, compiled if there
+is a C++ compiler (`compiled_products.py`); more use the dense product (`FEW`). The dense product is also used in export, with
+gradients, on other devices, for packed weights, and for layers with hooks or of other classes.
 """
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 import math
-import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -36,6 +33,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from retrofit.passes.compiled_products import compiled_functions, sums_of_columns
 from retrofit.sdk import ArgumentPlace, Wrapper, find_argument
 from retrofit.sdk.modules import child_modules, is_exporting, is_transposed, weights_are_mapped
 from retrofit.sdk.program import ADDED_PRODUCT, is_product, op_name
@@ -221,98 +219,6 @@ FEW = {torch.float32: 4, torch.bfloat16: 4}  # tokens
 # In bfloat16 two to four tokens take longer by columns (one by one or densely) than densely by rows, so batches keep the rows.
 OFTEN_BATCHED = (torch.bfloat16,)
 LOCK = threading.Lock()
-FIRST = torch.zeros(1, dtype=torch.long, device="cpu")  # start of the only bag
-# A bag is summed some columns at a time. Where its rows are so long, this is faster for a few of them: their next numbers are
-# fetched before they are needed.
-LONG, BAG = 2048, 128
-
-# Columns that any of the tokens needs, eight at a time: one after the other is read at 0.7 of the speed. `omp` splits the outputs.
-SOURCE = """
-#include <cstdint>
-#include <cstring>
-#include <initializer_list>
-#include <vector>
-
-typedef float Numbers __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t Halves __attribute__((vector_size(32), aligned(2)));
-typedef uint32_t Bits __attribute__((vector_size(64)));
-
-static inline float number(const float* p) { return *p; }
-static inline float number(const uint16_t* p) {
-  uint32_t bits = uint32_t(*p) << 16;
-  float found;
-  std::memcpy(&found, &bits, 4);
-  return found;
-}
-static inline Numbers numbers(const float* p) { return *(const Numbers*)p; }
-static inline Numbers numbers(const uint16_t* p) {
-  Bits bits = __builtin_convertvector(*(const Halves*)p, Bits) << 16;
-  Numbers found;
-  std::memcpy(&found, &bits, 64);
-  return found;
-}
-static inline void write(float* p, float value) { *p = value; }
-static inline void write(uint16_t* p, float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  *p = value == value ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
-}
-
-template <int TOKENS, int COUNT, typename T>
-void add(float* sums, int64_t size, const T* x, int64_t inputs, const int64_t* kept, const T* columns, int64_t outputs) {
-  const T* column[COUNT];
-  float factor[COUNT][TOKENS];
-  for (int j = 0; j < COUNT; ++j) {
-    column[j] = columns + kept[j] * outputs;
-    for (int t = 0; t < TOKENS; ++t) factor[j][t] = number(x + t * inputs + kept[j]);
-  }
-  int64_t o = 0;
-  for (; o + 16 <= size; o += 16) {
-    for (int j = 0; j < COUNT; ++j) __builtin_prefetch(columns + kept[COUNT + j] * outputs + o);
-    Numbers sum[TOKENS];
-    for (int t = 0; t < TOKENS; ++t) sum[t] = numbers(sums + t * size + o);
-    for (int j = 0; j < COUNT; ++j) {
-      Numbers read = numbers(column[j] + o);
-      for (int t = 0; t < TOKENS; ++t) sum[t] += factor[j][t] * read;
-    }
-    for (int t = 0; t < TOKENS; ++t) *(Numbers*)(sums + t * size + o) = sum[t];
-  }
-  for (; o < size; ++o)
-    for (int j = 0; j < COUNT; ++j)
-      for (int t = 0; t < TOKENS; ++t) sums[t * size + o] += factor[j][t] * number(column[j] + o);
-}
-
-template <int TOKENS, typename T>
-void sums_of_columns(const T* x, const T* columns, T* y, int64_t inputs, int64_t outputs, int threads) {
-  constexpr int MANY = 8;
-  std::vector<int64_t> kept(inputs + MANY);  // and columns that are fetched after the last ones
-  int64_t count = 0;
-  for (int64_t i = 0; i < inputs; ++i) {
-    bool is_needed = false;
-    for (int t = 0; t < TOKENS; ++t) is_needed |= number(x + t * inputs + i) != 0;
-    kept[count] = i;
-    count += is_needed;
-  }
-  #pragma omp parallel for num_threads(threads)
-  for (int thread = 0; thread < threads; ++thread) {
-    const int64_t first = outputs * thread / threads, size = outputs * (thread + 1) / threads - first;
-    std::vector<float> sums(TOKENS * size, 0.0f);
-    int64_t k = 0;
-    for (; k + MANY <= count; k += MANY) add<TOKENS, MANY>(&sums[0], size, x, inputs, &kept[k], columns + first, outputs);
-    for (; k < count; ++k) add<TOKENS, 1>(&sums[0], size, x, inputs, &kept[k], columns + first, outputs);
-    for (int t = 0; t < TOKENS; ++t)
-      for (int64_t o = 0; o < size; ++o) write(y + t * outputs + first + o, sums[t * size + o]);
-  }
-}
-
-#define FOR(NAME, T) \
-  extern "C" void NAME(int tokens, const T* x, const T* columns, T* y, int64_t inputs, int64_t outputs, int threads) { \
-    auto sums = {sums_of_columns<1, T>, sums_of_columns<2, T>, sums_of_columns<3, T>, sums_of_columns<4, T>}; \
-    sums.begin()[tokens - 1](x, columns, y, inputs, outputs, threads); \
-  }
-FOR(sums_in_float32, float)
-FOR(sums_in_bfloat16, uint16_t)
-"""
 
 
 def column_product(module: MaskedProjection, x: Tensor) -> Tensor | None:
@@ -362,56 +268,6 @@ def reads_columns(module: MaskedProjection, layer: Any, x: Tensor) -> bool:
     )
 
 
-@functools.cache
-def compiled_sums() -> dict[torch.dtype, Callable[..., None]]:
-    """Return the compiled functions of SOURCE, of which torch keeps the file; none if there is no C++ compiler."""
-    try:
-        from torch._inductor.codecache import CppCodeCache
-
-        library = CppCodeCache.load(SOURCE)
-        found = {torch.float32: library.sums_in_float32, torch.bfloat16: library.sums_in_bfloat16}
-    except (ImportError, AttributeError, OSError, RuntimeError, subprocess.SubprocessError):
-        return {}
-    for function in found.values():
-        function.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 2, ctypes.c_int]
-        function.restype = None
-    return found
-
-
-def sums_of_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return x W from the rows of `columns` for which x is nonzero: (tokens, inputs) by (inputs, outputs)."""
-    compiled = compiled_sums().get(x.dtype)
-    if compiled is not None:
-        x, y = x.contiguous(), columns.new_empty(len(x), columns.shape[1])
-        compiled(len(x), x.data_ptr(), columns.data_ptr(), y.data_ptr(), *columns.shape, torch.get_num_threads())
-        return y
-    if len(x) == 1:
-        return sum_of_columns(x.view(-1), columns)
-    return torch.cat([sum_of_columns(token, columns) for token in x])
-
-
-def sum_of_columns(x: Tensor, columns: Tensor) -> Tensor:
-    """Return the same for one token without compiled code, (inputs) to (1, outputs): a sum of bags, one for each thread or more."""
-    kept = x.nonzero().view(-1)
-    if not len(kept):
-        return columns.new_zeros(1, columns.shape[1])
-    bags = max(torch.get_num_threads(), -(-len(kept) // BAG) if columns.shape[1] >= LONG else 1)
-    bags = min(bags, len(kept))
-    starts = FIRST if bags == 1 else torch.tensor([bag * len(kept) // bags for bag in range(bags)], device="cpu")
-    sums = torch.embedding_bag(columns, kept, starts, False, 0, False, x.index_select(0, kept))[0]
-    return sums if bags == 1 else sums.sum(0, keepdim=True)
-
-
-OPERATIONS = torch.library.Library("retrofit", "FRAGMENT")  # `custom_op` takes 8 µs a call, as long as half of a small product
-OPERATIONS.define("sums_of_columns(Tensor x, Tensor columns) -> Tensor")
-OPERATIONS.impl("sums_of_columns", sums_of_columns, "CPU")
-
-
-@torch.library.register_fake("retrofit::sums_of_columns", lib=OPERATIONS)
-def shaped_sums(x: Tensor, columns: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], columns.shape[1])
-
-
 def lay_out(module: MaskedProjection, *, at_once: bool = False) -> bool:
     """Store the weight of a linear layer by columns; return False if it is left as it is.
 
@@ -438,7 +294,7 @@ def lay_out(module: MaskedProjection, *, at_once: bool = False) -> bool:
 
 def smallest(dtype: torch.dtype) -> int:
     """Return the number of entries from which a weight is read by columns."""
-    return (SMALLEST_COMPILED if compiled_sums() else SMALLEST)[dtype] * torch.get_num_threads()
+    return (SMALLEST_COMPILED if compiled_functions() else SMALLEST)[dtype] * torch.get_num_threads()
 
 
 def lay_out_by_rows(module: MaskedProjection) -> None:

@@ -29,7 +29,16 @@ from retrofit.passes.memory.external_memory import (
     TokenIdMemory,
     activation_name,
 )
-from retrofit.passes.memory.memory_layer import TOKEN_IDS, MemoryLayer, find_token_id_source, takes_keyword
+from retrofit.passes.memory.memory_layer import (
+    TOKEN_IDS,
+    MemoryLayer,
+    StackTables,
+    TablePlaces,
+    find_token_id_source,
+    route_token_ids,
+    takes_keyword,
+    with_routes,
+)
 from retrofit.passes.memory.ngram_memory import (
     GatedNgramMemory,
     NgramLayer,
@@ -39,7 +48,6 @@ from retrofit.passes.memory.ngram_memory import (
     primes_from,
     require_of_model,
 )
-from retrofit.passes.memory.table_places import StackTables, TablePlaces, route_token_ids, with_routes
 from retrofit.passes.memory.value_embeddings import ValueAttention, ValueEmbedding, ValuePlace, value_formula, value_places
 from retrofit.sdk import (
     Anatomy,

@@ -24,13 +24,14 @@ import dataclasses
 import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
+from retrofit.passes.compiled_products import products_of_matrices
 from retrofit.sdk import DoesNotFitError
 from retrofit.sdk.anatomy import FeedForward, Port
 from retrofit.sdk.data import calibration_from
@@ -48,6 +49,7 @@ from retrofit.sdk.modules import (
 ROUTER_SPREAD = 0.02  # standard deviation of the router's random weights
 OWN = (None, "eager", "grouped_mm")  # transformers' names for what is computed here
 ROW = 16  # bytes; grouped kernels need rows of a multiple of it
+SMALLEST = 1 << 16  # entries of a matrix from which its products are compiled
 SINGLE = 4  # bytes of a number in single precision, of which torch has fast products of a matrix and a vector
 
 
@@ -68,7 +70,12 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix of every expert, `weight` (E, out, in) and `bias` (E, out) or None."""
+    """One matrix of every expert, `weight` (E, out, in) and `bias` (E, out) or None.
+
+    If retrofit is installed, the products of few rows on a CPU are compiled (`compiled_products`).
+    """
+
+    compiled_products: ClassVar[Callable[..., Tensor | None] | None] = None
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -102,6 +109,10 @@ class ExpertMatrices(nn.Module):
         With `gates` return their weighted sum: (out). In decoding each operation takes as long as a small product, so they are few.
         """
         weight, bias = self.weight, self.bias
+        if self.compiled_products is not None:
+            y = self.compiled_products(rows, weight, bias, experts, gates)
+            if y is not None:
+                return y
         pairs = [(rows, e) for e in experts] if rows.dim() == 1 else [*zip(rows.unbind(), experts, strict=True)]
         if rows.element_size() < SINGLE:
             y = torch.stack([F.linear(row, weight[e], None if bias is None else bias[e]) for row, e in pairs])
@@ -421,12 +432,24 @@ def share_of_experts(block: MoEBlock, part: int, parts: int) -> list[TensorShare
     return shares
 
 
-def use_shares() -> None:
-    """Make processes divide the experts' units; a bundle, which contains only definitions, has no need of it."""
+def compiled_products(
+    _: ExpertMatrices, rows: Tensor, weight: Tensor, bias: Tensor | None, experts: Sequence[int], gates: Sequence[float] | None
+) -> Tensor | None:
+    """Return the result of `read_in_place` from compiled code; None for small weights, and if a mode of torch observes products."""
+    if weight.numel() < SMALLEST * len(weight) or weight.dtype != rows.dtype or not weight.is_contiguous():
+        return None
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        return None
+    return products_of_matrices(rows, weight, bias, experts, gates)
+
+
+def use_installed() -> None:
+    """Let processes divide the experts' units, and few tokens use compiled code; a bundle has definitions of modules only."""
     MoEBlock.keep_share = share_of_experts
+    ExpertMatrices.compiled_products = compiled_products
 
 
-use_shares()
+use_installed()
 
 
 FULL, GRID = "#5b9bd5", "#cbd5e1"  # colours: of at least twice an even share, of the lines between cells

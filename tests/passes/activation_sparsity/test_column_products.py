@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from torch._inductor.codecache import CppCodeCache
 
 import retrofit
 from retrofit.files.memory import mapped_weights
+from retrofit.passes import compiled_products
 from retrofit.passes.activation_sparsity import masked_products
 from retrofit.passes.activation_sparsity.activation_sparsity import MaskedProjection
-from retrofit.passes.activation_sparsity.masked_products import FEW, ActivationMask, lay_out, sums_of_columns
+from retrofit.passes.activation_sparsity.masked_products import FEW, ActivationMask, lay_out
+from retrofit.passes.compiled_products import compiled_functions, sums_of_columns
 
 IN, OUT = 24, 40
 CLOSE: dict[torch.dtype, dict[str, Any]] = {
@@ -28,9 +31,11 @@ DTYPES = pytest.mark.parametrize("dtype", list(FEW), ids=["float32", "bfloat16"]
 
 
 @pytest.fixture(autouse=True)
-def every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(masked_products, "SMALLEST", dict.fromkeys(FEW, 1))
     monkeypatch.setattr(masked_products, "SMALLEST_COMPILED", dict.fromkeys(FEW, 1))
+    yield
+    compiled_functions.cache_clear()  # of `no_compiler`
 
 
 @pytest.fixture(params=[True, False], ids=["compiled", "no compiler"])
@@ -45,7 +50,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no C++ compiler")
 
     monkeypatch.setattr(CppCodeCache, "load", missing)
-    monkeypatch.setattr(masked_products, "compiled_sums", masked_products.compiled_sums.__wrapped__)
+    compiled_functions.cache_clear()
 
 
 @pytest.fixture
@@ -86,7 +91,7 @@ def expected(module: MaskedProjection, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["linear", "no bias", "conv1d"])
 @DTYPES
 def test_few_tokens_read_columns(kind: str, dtype: torch.dtype, calls: list[int], compiles: bool) -> None:
-    assert bool(masked_products.compiled_sums()) == compiles
+    assert bool(compiled_functions()) == compiles
     layers = {"linear": nn.Linear(IN, OUT), "no bias": nn.Linear(IN, OUT, bias=False)}
     module = masked(layers.get(kind) or transformers.pytorch_utils.Conv1D(OUT, IN), dtype=dtype)
     before = copy.deepcopy(module.layer.weight)
@@ -115,24 +120,9 @@ def test_what_is_not_a_number_stays_that(dtype: torch.dtype, compiles: bool) -> 
     assert bool(module(x).isnan().all())
 
 
-@torch.no_grad()
-@DTYPES
-@pytest.mark.parametrize("threads", [1, 2, 5])
-def test_compiled_sums_of_any_width_in_any_number_of_threads(
-    dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sizes that are no multiples of the columns, or numbers, that are added at a time, and an input that is a part of another."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    for count, width, outputs in ((1, 77, 99), (2, 16, 3), (3, 8, 16), (4, 41, 65)):
-        x = torch.randn(count, 2 * width).to(dtype)[:, ::2]
-        x = x.masked_fill(x.abs() < 0.7, 0.0)
-        columns = torch.randn(width, outputs).to(dtype)
-        torch.testing.assert_close(sums_of_columns(x, columns), (x.double() @ columns.double()).to(dtype), **CLOSE[dtype])
-
-
 def test_without_a_compiler_only_larger_weights_are_read_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(masked_products, "SMALLEST", dict.fromkeys(FEW, IN * OUT + 1))
-    assert lay_out(masked()) and masked_products.compiled_sums()
+    assert lay_out(masked()) and compiled_functions()
     no_compiler(monkeypatch)
     assert not lay_out(masked())
 
@@ -152,8 +142,8 @@ def test_columns_are_summed_in_bags(
     embedding_bag = torch.embedding_bag
     monkeypatch.setattr(torch, "embedding_bag", counted)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(masked_products, "LONG", OUT)
-    monkeypatch.setattr(masked_products, "BAG", rows)
+    monkeypatch.setattr(compiled_products, "LONG", OUT)
+    monkeypatch.setattr(compiled_products, "BAG", rows)
     module, x = masked(dtype=dtype), tokens(1, 1, dtype=dtype)
     assert int((x.abs() >= module.mask.threshold).sum()) == 13
     no_compiler(monkeypatch)

@@ -23,6 +23,9 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 
 import retrofit
 from retrofit.passbase.method_reference import SiteCall
+from retrofit.passes.activation_sparsity.masked_products import MaskedProducts
+from retrofit.passes.compiled_products import products_of_matrices
+from retrofit.passes.shared_moe import mixture_of_experts
 from retrofit.passes.shared_moe.mixture_of_experts import MixtureOfExperts, balance_loss, grouped_product
 from retrofit.passes.shared_moe.reference import moe_block
 from retrofit.passes.shared_moe.shared_moe import SharedMoE
@@ -236,6 +239,30 @@ def test_products_of_every_size(size: tuple[int, int], dtype: torch.dtype) -> No
     ends = torch.tensor([4, 4, 10], dtype=torch.int32)
     expected = torch.cat([rows[:4] @ weight[0], rows[4:] @ weight[2]])
     torch.testing.assert_close(grouped_product(rows, weight, ends), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [{"gated": "two", "bias": True}, {"gated": "turns", "k": 2, "renormalize": False}, {"k": 1}])
+def test_few_tokens_use_compiled_products(form: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless a mode of torch is there to see every product, as that of masked experts is."""
+    moe, hidden = make(**form)
+    moe.to(dtype).eval()
+    x = torch.randn(1, D).to(dtype)
+    calls: list[int] = []
+
+    def counted(rows: Tensor, *others: Any) -> Tensor | None:
+        calls.append(rows.dim())
+        return products_of_matrices(rows, *others)
+
+    monkeypatch.setattr(mixture_of_experts, "products_of_matrices", counted)
+    monkeypatch.setattr(mixture_of_experts, "SMALLEST", 1)
+    with torch.no_grad():
+        y = moe(x, hidden)
+        assert len(calls) == len(moe.into) + 1
+        with MaskedProducts([]):
+            torch.testing.assert_close(y, moe(x, hidden))
+    assert len(calls) == len(moe.into) + 1
+    torch.testing.assert_close(y, moe(x, hidden), rtol=2e-2, atol=2e-2)  # with gradients
 
 
 @pytest.mark.first(1)
