@@ -95,7 +95,7 @@ class Matrix:
 def products(options: argparse.Namespace) -> None:
     ways: dict[str, Way] = {"dense": lambda x, matrix: F.linear(x, matrix.rows), "bag": bag, "copy": copied, "blocks": blocks}
     ways["layer"] = lambda x, matrix: matrix.layer(x)
-    ways["compiled"] = lambda x, matrix: sums_of_columns(x, matrix.columns)
+    ways["compiled"] = lambda x, matrix: sums_of_columns(x, matrix.columns, torch.zeros((), dtype=x.dtype))
     ways = {name: ways[name] for name in ("dense", *options.ways) if name in ways}
     print(f"| d, dtype, zeros | dense, µs | {' | '.join(name for name in ways if name != 'dense')} |")
     print("| --- |" + " ---: |" * len(ways), flush=True)

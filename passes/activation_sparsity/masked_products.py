@@ -52,9 +52,13 @@ class ActivationMask(nn.Module):
         self.register_buffer("threshold", torch.zeros((), dtype=dtype, device=like.device))
         self.register_buffer("centre", None if width is None else torch.zeros(width, dtype=dtype, device=like.device))
 
+    def least(self, dtype: torch.dtype) -> Tensor:
+        """Return the threshold, times its share."""
+        threshold = self.threshold.to(dtype)
+        return threshold if self.share == 1.0 else self.share * threshold
+
     def forward(self, x: Tensor) -> Tensor:
-        threshold = self.threshold.to(x.dtype)
-        threshold = threshold if self.share == 1.0 else self.share * threshold
+        threshold = self.least(x.dtype)
         if self.centre is None:
             kept = x.masked_fill(x.abs() < threshold, 0.0)
         else:
@@ -90,9 +94,11 @@ class MaskedProjection(Wrapper):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = list(args)
         container, key = find_argument(self.stream_in, given, kwargs)
-        container[key] = self.mask(container[key])
         y = None if self.column_product is None else self.column_product(container[key])
-        return self.layer(*given, **kwargs) if y is None else y
+        if y is not None:
+            return y
+        container[key] = self.mask(container[key])
+        return self.layer(*given, **kwargs)
 
     def train(self, mode: bool = True) -> MaskedProjection:
         if mode:
@@ -214,7 +220,7 @@ class Thresholds:
 
 # Columns are faster than the dense product within these limits, at a level of 0.4 (benchmarks/activation_sparsity.py):
 SMALLEST = {torch.float32: 1 << 19, torch.bfloat16: 1 << 18}  # entries of a weight for each thread: a call costs as much
-SMALLEST_COMPILED = {torch.float32: 1 << 18, torch.bfloat16: 1 << 16}  # the same, summed by compiled code
+SMALLEST_COMPILED = {torch.float32: 1 << 16, torch.bfloat16: 1 << 16}  # the same, summed by compiled code
 FEW = {torch.float32: 4, torch.bfloat16: 4}  # tokens
 # In bfloat16 two to four tokens take longer by columns (one by one or densely) than densely by rows, so batches keep the rows.
 OFTEN_BATCHED = (torch.bfloat16,)
@@ -222,11 +228,11 @@ LOCK = threading.Lock()
 
 
 def column_product(module: MaskedProjection, x: Tensor) -> Tensor | None:
-    """Return the layer's output for x, which is masked, from the columns that it needs; None if the layer must be called."""
-    layer: Any = child_modules(module)["layer"]
+    """Return the layer's output for x̃ from the columns that it needs; None if mask and layer must be called."""
+    children: Any = child_modules(module)
+    layer, mask = children["layer"], children["mask"]
     transposed = is_transposed(layer)
-    plain = transposed or type(layer) is nn.Linear
-    if not plain or layer.weight.numel() < SMALLEST_COMPILED.get(layer.weight.dtype, 0) or not reads_columns(module, layer, x):
+    if not (transposed or type(layer) is nn.Linear) or not reads_columns(module, layer, mask, x):
         return None
     weight, bias = layer.weight, layer.bias
     columns = weight if transposed else weight.t()
@@ -241,26 +247,28 @@ def column_product(module: MaskedProjection, x: Tensor) -> Tensor | None:
     tokens = x.reshape(-1, inputs)
     # Opaque to a compiler, because the number of zeros is known only at run time.
     sums = torch.ops.retrofit.sums_of_columns if torch.compiler.is_compiling() else sums_of_columns
-    y = sums(tokens, columns)
+    y = sums(tokens, columns, mask.least(x.dtype))
     return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], outputs)
 
 
-def reads_columns(module: MaskedProjection, layer: Any, x: Tensor) -> bool:
+def reads_columns(module: MaskedProjection, layer: Any, mask: Any, x: Tensor) -> bool:
     """Return whether the layer only multiplies, by a plain weight, and nothing traces, hooks or differentiates the call."""
     weight = layer.weight
     return not (
         module.training
         or torch.is_grad_enabled()
-        or module.mask.centre is not None
-        or module.mask.share == 0.0
+        or mask.centre is not None
+        or mask.share == 0.0
         or x.device.type != "cpu"
         or weight.device.type != "cpu"
-        or x.dtype not in FEW
+        or weight.numel() < SMALLEST_COMPILED.get(x.dtype, math.inf)
         or weight.dtype != x.dtype
         or type(weight) is not nn.Parameter
         or (type(x) is not Tensor and not torch.compiler.is_compiling())
         or layer._forward_hooks
         or layer._forward_pre_hooks
+        or mask._forward_hooks
+        or mask._forward_pre_hooks
         or "forward" in vars(layer)
         or is_exporting()
         or torch.jit.is_tracing()

@@ -27,9 +27,9 @@ def test_sums_of_columns_of_any_width_in_any_number_of_threads(
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     for count, width, outputs in ((1, 77, 99), (2, 16, 3), (3, 8, 16), (4, 41, 65)):
         x = torch.randn(count, 2 * width).to(dtype)[:, ::2]
-        x = x.masked_fill(x.abs() < 0.7, 0.0)
-        columns = torch.randn(width, outputs).to(dtype)
-        torch.testing.assert_close(sums_of_columns(x, columns), (x.double() @ columns.double()).to(dtype), **CLOSE[dtype])
+        columns, threshold = torch.randn(width, outputs).to(dtype), torch.tensor(0.7, dtype=dtype)
+        expected = x.double().masked_fill(x.abs() < threshold, 0.0) @ columns.double()
+        torch.testing.assert_close(sums_of_columns(x, columns, threshold), expected.to(dtype), **CLOSE[dtype])
 
 
 @DTYPES

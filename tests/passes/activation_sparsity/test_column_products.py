@@ -58,9 +58,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tokens for which columns alone were read."""
     found: list[int] = []
 
-    def counted(x: Tensor, columns: Tensor) -> Tensor:
+    def counted(x: Tensor, columns: Tensor, threshold: Tensor) -> Tensor:
         found.append(len(x))
-        return sums_of_columns(x, columns)
+        return sums_of_columns(x, columns, threshold)
 
     monkeypatch.setattr(masked_products, "sums_of_columns", counted)
     return found
