@@ -1,10 +1,12 @@
 """Products of few tokens on a CPU, in C++ that torch compiles if there is a compiler: they copy no weight.
 
-    y[t] = Σ_i x̃[t, i] W[i]                          over the rows i of W for which some x̃[t, i] ≠ 0       `sums_of_columns`
-    y[k] = W[e_k] x_k + b[e_k],   or Σ_k g_k y[k]    of the matrices e_k among stacked ones       `products_of_matrices`
+    y[t] = Σ_i x̃[t, i] W[i]                          over the rows i of W for which some x̃[t, i] ≠ 0      `sums_of_columns`
+    y[t, k] = W[e] x[t] + b[e]                       e = e[t, k] among stacked matrices                  `products_of_matrices`
+    y[t] = Σ_k g[t, k] (W[e] x[t, k] + b[e])         with weights                                        `products_of_matrices`
 
 x̃ is x without the entries below a threshold. The sums add eight rows at a time, which are read faster than one after the other (0.7
-of the speed); the products read one row after the other, twice as fast as several at a time. `omp` splits the outputs.
+of the speed). The products read one row of a matrix after the other, twice as fast as several at a time, and use it for up to four
+rows of x. `omp` splits the outputs.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import ctypes
 import functools
 import itertools
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -114,32 +116,53 @@ static inline float sum_of(Numbers found) {
   return sum;
 }
 
-template <typename T>
-static inline float dot(const T* row, const T* x, int64_t inputs) {
-  Numbers sums = {};
-  int64_t i = 0;
-  for (; i + 16 <= inputs; i += 16) sums += numbers(x + i) * numbers(row + i);
-  float found = sum_of(sums);
-  for (; i < inputs; ++i) found += number(x + i) * number(row + i);
-  return found;
+template <int ROWS, typename T>
+void add_products(float* const* sums, int64_t size, const T* matrix, const T* bias, const T* const* x, int64_t inputs,
+                  const float* gates) {
+  for (int64_t o = 0; o < size; ++o) {
+    const T* weight = matrix + o * inputs;
+    Numbers found[ROWS] = {};
+    int64_t i = 0;
+    for (; i + 16 <= inputs; i += 16) {
+      const Numbers read = numbers(weight + i);
+      for (int r = 0; r < ROWS; ++r) found[r] += read * numbers(x[r] + i);
+    }
+    for (int r = 0; r < ROWS; ++r) {
+      float product = sum_of(found[r]) + (bias ? number(bias + o) : 0);
+      for (int64_t rest = i; rest < inputs; ++rest) product += number(weight + rest) * number(x[r] + rest);
+      sums[r][o] += gates[r] * product;
+    }
+  }
 }
 
 template <typename T>
-void products(const T* x, int64_t step, const T* weight, const T* bias, const int64_t* matrices, const float* gates, T* y,
-              int64_t count, int64_t outputs, int64_t inputs, int threads) {
+void products(const T* x, const T* weight, const T* bias, const int64_t* chosen, const float* gates, T* y, int64_t tokens,
+              int64_t each, int64_t matrices, int64_t outputs, int64_t inputs, int threads) {
+  const int64_t results = gates ? tokens : tokens * each;
+  auto add = {add_products<1, T>, add_products<2, T>, add_products<3, T>, add_products<4, T>};
   #pragma omp parallel for num_threads(threads)
   for (int thread = 0; thread < threads; ++thread) {
     const int64_t first = outputs * thread / threads, size = outputs * (thread + 1) / threads - first;
-    std::vector<float> sums(gates ? size : 0, 0.0f);
-    for (int64_t k = 0; k < count; ++k) {
-      const int64_t start = matrices[k] * outputs + first;
-      for (int64_t o = 0; o < size; ++o) {
-        const float value = dot(weight + (start + o) * inputs, x + k * step, inputs) + (bias ? number(bias + start + o) : 0);
-        if (gates) sums[o] += gates[k] * value;
-        else write(y + k * outputs + first + o, value);
+    std::vector<float> sums(results * size, 0.0f);
+    for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+      const int64_t start = matrix * outputs + first;
+      const T* rows[4];
+      float *targets[4], factors[4];
+      int count = 0;
+      for (int64_t k = 0; k <= tokens * each; ++k) {
+        if (k < tokens * each && chosen[k] == matrix) {
+          rows[count] = x + (gates ? k : k / each) * inputs;
+          targets[count] = &sums[(gates ? k / each : k) * size];
+          factors[count++] = gates ? gates[k] : 1;
+        }
+        if (count == 4 || (count && k == tokens * each)) {
+          add.begin()[count - 1](targets, size, weight + start * inputs, bias ? bias + start : nullptr, rows, inputs, factors);
+          count = 0;
+        }
       }
     }
-    for (int64_t o = 0; gates && o < size; ++o) write(y + first + o, sums[o]);
+    for (int64_t t = 0; t < results; ++t)
+      for (int64_t o = 0; o < size; ++o) write(y + t * outputs + first + o, sums[t * size + o]);
   }
 }
 
@@ -149,9 +172,10 @@ void products(const T* x, int64_t step, const T* weight, const T* bias, const in
     auto sums = {sums_of_columns<1, T>, sums_of_columns<2, T>, sums_of_columns<3, T>, sums_of_columns<4, T>}; \
     sums.begin()[tokens - 1](x, least, columns, y, inputs, outputs, threads); \
   } \
-  extern "C" void products_in_##TYPE(const T* x, int64_t step, const T* weight, const T* bias, const int64_t* matrices, \
-                                     const float* gates, T* y, int64_t count, int64_t outputs, int64_t inputs, int threads) { \
-    products(x, step, weight, bias, matrices, gates, y, count, outputs, inputs, threads); \
+  extern "C" void products_in_##TYPE(const T* x, const T* weight, const T* bias, const int64_t* chosen, const float* gates, \
+                                     T* y, int64_t tokens, int64_t each, int64_t matrices, int64_t outputs, int64_t inputs, \
+                                     int threads) { \
+    products(x, weight, bias, chosen, gates, y, tokens, each, matrices, outputs, inputs, threads); \
   }
 FOR(float32, float)
 FOR(bfloat16, uint16_t)
@@ -164,7 +188,7 @@ def compiled_functions() -> dict[tuple[str, torch.dtype], Callable[..., None]]:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     arguments = {
         "sums": [ctypes.c_int, *[pointer] * 4, *[number] * 2, ctypes.c_int],
-        "products": [pointer, number, *[pointer] * 5, *[number] * 3, ctypes.c_int],
+        "products": [*[pointer] * 6, *[number] * 5, ctypes.c_int],
     }
     found: dict[tuple[str, torch.dtype], Callable[..., None]] = {}
     try:
@@ -217,25 +241,20 @@ def shaped_sums(x: Tensor, columns: Tensor, threshold: Tensor) -> Tensor:
 
 
 def products_of_matrices(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, matrices: Sequence[int], gates: Sequence[float] | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, gates: Tensor | None = None
 ) -> Tensor | None:
-    """Return the products of one row, (in), with each of the `matrices`, or of each of several, (matrices, in): (matrices, out).
+    """Return the products of each token with its K matrices, (tokens, K) of them: (tokens, in) to (tokens·K, out).
 
-    With `gates` return their weighted sum: (out). None if they cannot be compiled. `weight` (…, out, in), `bias` (…, out).
+    With `gates`, (tokens, K), return the sums of those of a row for each token and matrix: (tokens·K, in) to (tokens, out). None if
+    there is no compiled code. `weight` (matrices, out, in), `bias` (matrices, out). Each matrix is read once for four tokens.
     """
-    compiled = compiled_functions().get(("products", rows.dtype))
-    if compiled is None:
+    compiled = compiled_functions().get(("products", x.dtype))
+    if compiled is None or not weight.is_contiguous() or not (bias is None or bias.is_contiguous()):
         return None
-    count, (outputs, inputs) = len(matrices), weight.shape[1:]
-    rows, y = rows.contiguous(), weight.new_empty((count, outputs) if gates is None else outputs)
-    compiled(
-        rows.data_ptr(),
-        0 if rows.dim() == 1 else inputs,
-        weight.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        (ctypes.c_int64 * count)(*matrices),
-        None if gates is None else (ctypes.c_float * count)(*gates),
-        y.data_ptr(),
-        *(count, outputs, inputs, torch.get_num_threads()),
-    )
+    x, chosen = x.contiguous(), chosen.contiguous()
+    (tokens, each), (matrices, outputs, inputs) = chosen.shape, weight.shape
+    gates = None if gates is None else gates.float().contiguous()
+    y = weight.new_empty(tokens * each if gates is None else tokens, outputs)
+    pointers = [None if tensor is None else tensor.data_ptr() for tensor in (x, weight, bias, chosen, gates, y)]
+    compiled(*pointers, tokens, each, matrices, outputs, inputs, torch.get_num_threads())
     return y

@@ -28,7 +28,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
 from retrofit.passes.compiled_products import products_of_matrices
@@ -38,6 +37,7 @@ from retrofit.sdk.data import calibration_from
 from retrofit.sdk.modules import (
     FeedForwardBlock,
     TensorShare,
+    child_modules,
     cond,
     is_by_unit,
     is_exporting,
@@ -49,8 +49,8 @@ from retrofit.sdk.modules import (
 ROUTER_SPREAD = 0.02  # standard deviation of the router's random weights
 OWN = (None, "eager", "grouped_mm")  # transformers' names for what is computed here
 ROW = 16  # bytes; grouped kernels need rows of a multiple of it
-SMALLEST = 1 << 16  # entries of a matrix from which its products are compiled
-SINGLE = 4  # bytes of a number in single precision, of which torch has fast products of a matrix and a vector
+SMALLEST = 1 << 16  # entries of a matrix from which its products with few tokens are compiled
+EACH = {torch.float32: 16, torch.bfloat16: 4}  # tokens of an expert, on average, up to which these are faster than grouped products
 
 
 class Router(nn.Linear):
@@ -70,12 +70,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 class ExpertMatrices(nn.Module):
-    """One matrix of every expert, `weight` (E, out, in) and `bias` (E, out) or None.
-
-    If retrofit is installed, the products of few rows on a CPU are compiled (`compiled_products`).
-    """
-
-    compiled_products: ClassVar[Callable[..., Tensor | None] | None] = None
+    """One matrix of every expert, `weight` (E, out, in) and `bias` (E, out) or None."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
         super().__init__()
@@ -83,16 +78,12 @@ class ExpertMatrices(nn.Module):
         self.bias: nn.Parameter | None
         self.register_parameter("bias", bias)
 
-    def forward(
-        self, rows: Tensor, expert: Tensor | Sequence[int], ends: Tensor | None, gates: Sequence[float] | None = None
-    ) -> Tensor:
+    def forward(self, rows: Tensor, expert: Tensor, ends: Tensor | None) -> Tensor:
         """Return each row times the matrix of its expert, plus its bias: (rows, in) to (rows, out).
 
         `ends` is the index after the last row of each expert, for rows sorted by expert. None is for few rows: their matrices are
-        gathered, or, if the experts are numbers, read in place (`read_in_place`), summed with the weights `gates` if there are any.
+        gathered.
         """
-        if not isinstance(expert, Tensor):
-            return self.read_in_place(rows, expert, gates)
         weight, bias = self.weight, self.bias  # read once, because adapters compute them at each access
         weight = weight.to(rows.dtype)  # type: ignore[assignment]
         if ends is not None:
@@ -102,33 +93,6 @@ class ExpertMatrices(nn.Module):
         else:
             y = torch.bmm(weight.index_select(0, expert), rows.unsqueeze(-1)).squeeze(-1)
         return y if bias is None else y + bias.to(y.dtype).index_select(0, expert)
-
-    def read_in_place(self, rows: Tensor, experts: Sequence[int], gates: Sequence[float] | None) -> Tensor:
-        """Return the products of one row, (in), with every expert's matrix, or of each of several, (experts, in): (experts, out).
-
-        With `gates` return their weighted sum: (out). In decoding each operation takes as long as a small product, so they are few.
-        """
-        weight, bias = self.weight, self.bias
-        if self.compiled_products is not None:
-            y = self.compiled_products(rows, weight, bias, experts, gates)
-            if y is not None:
-                return y
-        pairs = [(rows, e) for e in experts] if rows.dim() == 1 else [*zip(rows.unbind(), experts, strict=True)]
-        if rows.element_size() < SINGLE:
-            y = torch.stack([F.linear(row, weight[e], None if bias is None else bias[e]) for row, e in pairs])
-            return y if gates is None else torch.tensor(gates).matmul(y.float()).to(rows.dtype)
-        if gates is None:
-            return torch.stack(
-                [torch.mv(weight[e], row) if bias is None else torch.addmv(bias[e], weight[e], row) for row, e in pairs]
-            )
-        y = torch.mv(weight[experts[0]], pairs[0][0])
-        y = y if gates[0] == 1.0 else y.mul_(gates[0])
-        for (row, e), gate in zip(pairs[1:], gates[1:], strict=True):
-            y.addmv_(weight[e], row, alpha=gate)
-        if bias is not None:
-            for e, gate in zip(experts, gates, strict=True):
-                y.add_(bias[e], alpha=gate)
-        return y
 
     def of_every_expert(self, rows: Tensor) -> Tensor:
         """Return `rows` for every expert, (rows, in) or (E, rows, in), times its matrix plus its bias: (E, rows, out)."""
@@ -147,9 +111,13 @@ class MixtureOfExperts(nn.Module):
 
     With `order`, the dense hidden units in the order of the slices, there are `slices`, and one expert of each is selected.
 
+    If retrofit is installed, few tokens on a CPU read their experts in place (`combine_in_place`).
+
     If `config.experts_implementation` names a function of transformers' `ExpertsInterface` not among `OWN`, that function computes
     the experts (`ExpertsView`).
     """
+
+    combine_in_place: ClassVar[Callable[..., Tensor] | None] = None
 
     def __init__(
         self,
@@ -183,38 +151,8 @@ class MixtureOfExperts(nn.Module):
         nn.init.normal_(self.router.weight, std=ROUTER_SPREAD)
 
     def forward(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
-        if self.reads_in_place(x):
-            return self.compute_in_place(x, hidden)
         gates, selected = self.route(x)
         return self.combine(x.reshape(-1, self.width), gates, selected, hidden).view(x.shape)
-
-    def reads_in_place(self, x: Tensor) -> bool:
-        """Return whether x has so few tokens that experts are read in place: on a CPU, without gradients or tracing."""
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.training or x.device.type != "cpu":
-            return False
-        few = 0 < x.numel() * self.sent <= self.stacked * self.width and x.dtype == self.down.weight.dtype
-        if not few or type(x) is not Tensor or torch.is_autocast_enabled("cpu") or torch.jit.is_tracing():
-            return False
-        traced = bool(torch._C._len_torch_dispatch_stack()) and get_proxy_mode() is not None
-        return not traced and self.plugged_function() is None
-
-    def compute_in_place(self, x: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
-        """Return y of a few tokens from views of their experts' matrices, without sorting or copying."""
-        slices, experts, tokens = self.slices, self.experts, x.numel() // self.width
-        logits = self.router(x).view(tokens, slices, experts)
-        if self.order is not None or (self.k == 1 and self.renormalize):
-            selected = logits.topk(self.k, dim=-1).indices
-            gates = [[1.0] * self.sent] * tokens
-        else:
-            weights, selected = logits.softmax(-1).topk(self.k, dim=-1)
-            weights = weights / weights.sum(-1, keepdim=True) if self.renormalize else weights
-            gates = weights.view(tokens, self.sent).tolist()
-        chosen = selected.view(tokens, self.sent).tolist()
-        if slices > 1:
-            chosen = [[e + place * experts for place, e in enumerate(of_token)] for of_token in chosen]  # with slices K is 1
-        rows = (x.view(-1),) if tokens == 1 else x.reshape(tokens, self.width).unbind()
-        y = [self.run_experts(row, numbers, None, hidden, of_row) for row, numbers, of_row in zip(rows, chosen, gates, strict=True)]
-        return (y[0] if tokens == 1 else torch.stack(y)).view(x.shape)
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gates and experts of each token: (tokens, g·K), float32 and indices; above an expert's capacity the gate is 0.
@@ -266,6 +204,8 @@ class MixtureOfExperts(nn.Module):
             )
         if (plugged := self.plugged_function()) is not None:
             return plugged(ExpertsView(self, hidden), x, selected, gates)  # type: ignore[no-any-return]
+        if self.combine_in_place is not None and self.reads_in_place(x, selected):
+            return self.combine_in_place(x, gates, selected, hidden)
         if selected.numel() <= self.stacked:  # no more products than matrices
             return self.combine_gathered(x, gates, selected, hidden)
         if not self.trains_grouped(x):
@@ -274,6 +214,25 @@ class MixtureOfExperts(nn.Module):
         ends = torch.searchsorted(expert, torch.arange(self.stacked, device=expert.device), right=True).to(torch.int32)
         y = self.run_experts(x.index_select(0, order // selected.shape[1]), expert, ends, hidden)
         return self.weigh(y.index_select(0, torch.argsort(order)), gates)
+
+    def reads_in_place(self, x: Tensor, selected: Tensor) -> bool:
+        """Return whether x may be few tokens on a CPU whose experts nothing adapts, hooks, traces or differentiates.
+
+        Compiled code for any number of tokens chooses at each call; for few, it gathers matrices in loops that copy none.
+        """
+        if self.training or torch.is_grad_enabled() or x.device.type != "cpu" or self.units * self.width < SMALLEST:
+            return False
+        children = child_modules(self)
+        for name in (*self.into, "down"):
+            each: Any = children[name]
+            if type(each) is not ExpertMatrices or each._forward_hooks or each._forward_pre_hooks or each.weight.dtype != x.dtype:
+                return False
+        if torch.compiler.is_compiling():
+            from torch.fx.experimental.symbolic_shapes import statically_known_true  # deferred: slow to import
+
+            return x.dtype in EACH and not statically_known_true(selected.numel() <= self.stacked)
+        observed = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack() or torch.jit.is_tracing()
+        return not observed and type(x) is Tensor and x.dtype in EACH and is_few(selected, self.down.weight)
 
     def trains_grouped(self, x: Tensor) -> bool:
         """Return whether grouped products of x have gradients if these are wanted; compiled code has kernels for bfloat16 only."""
@@ -313,17 +272,10 @@ class MixtureOfExperts(nn.Module):
         """Return the sum over the experts of each token, weighted by the gates: (tokens · g·K, d) to (tokens, d)."""
         return (y.view(*gates.shape, self.width) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
 
-    def run_experts(
-        self,
-        rows: Tensor,
-        expert: Tensor | Sequence[int],
-        ends: Tensor | None,
-        hidden: Callable[..., Tensor],
-        gates: Sequence[float] | None = None,
-    ) -> Tensor:
-        """Return the output of each row's expert; `ends` and `gates` as in `ExpertMatrices`."""
+    def run_experts(self, rows: Tensor, expert: Tensor, ends: Tensor | None, hidden: Callable[..., Tensor]) -> Tensor:
+        """Return the output of each row's expert; `ends` as in `ExpertMatrices`."""
         z = [getattr(self, name)(rows, expert, ends) for name in self.into]
-        return self.down(hidden(*self.units_of(z)), expert, ends, gates)  # type: ignore[no-any-return]
+        return self.down(hidden(*self.units_of(z)), expert, ends)  # type: ignore[no-any-return]
 
     def units_of(self, z: Sequence[Tensor]) -> list[Tensor]:
         """Return the inputs of the hidden function, from the outputs of the matrices: (…, units) each."""
@@ -432,21 +384,71 @@ def share_of_experts(block: MoEBlock, part: int, parts: int) -> list[TensorShare
     return shares
 
 
-def compiled_products(
-    _: ExpertMatrices, rows: Tensor, weight: Tensor, bias: Tensor | None, experts: Sequence[int], gates: Sequence[float] | None
-) -> Tensor | None:
-    """Return the result of `read_in_place` from compiled code; None for small weights, and if a mode of torch observes products."""
-    if weight.numel() < SMALLEST * len(weight) or weight.dtype != rows.dtype or not weight.is_contiguous():
-        return None
-    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
-        return None
-    return products_of_matrices(rows, weight, bias, experts, gates)
+# ── Few tokens on a CPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_few(selected: Tensor, weight: Tensor) -> bool:
+    """Return whether compiled products (`compiled_products.py`) of the selected experts are faster than grouped ones."""
+    return 0 < selected.numel() <= EACH[weight.dtype] * len(weight)
+
+
+def combine_in_place(moe: MixtureOfExperts, x: Tensor, gates: Tensor, selected: Tensor, hidden: Callable[..., Tensor]) -> Tensor:
+    """Return the result of `combine`. Compiled code for any number of tokens chooses at each call how to compute products."""
+    compiling = torch.compiler.is_compiling()
+    products = torch.ops.retrofit.products_of_experts if compiling else products_of_experts
+    sums = torch.ops.retrofit.sums_of_experts if compiling else sums_of_experts
+    into: list[Any] = [moe.get_submodule(name) for name in moe.into]
+    units = hidden(*moe.units_of([products(x, each.weight, each.bias, selected) for each in into]))
+    return sums(units, moe.down.weight, moe.down.bias, selected, gates)  # type: ignore[no-any-return]
+
+
+def products_of_experts(x: Tensor, weight: Tensor, bias: Tensor | None, selected: Tensor) -> Tensor:
+    """Return each token times the matrices of its experts, plus their biases: (tokens, in), (tokens, K) to (tokens·K, out)."""
+    y = products_of_matrices(x, weight, bias, selected) if is_few(selected, weight) else None
+    return y if y is not None else grouped_by_expert(x.repeat_interleave(selected.shape[1], 0), weight, bias, selected)
+
+
+def sums_of_experts(x: Tensor, weight: Tensor, bias: Tensor | None, selected: Tensor, gates: Tensor) -> Tensor:
+    """Return the same for a row of each token and expert, summed with the gates: (tokens·K, in), (tokens, K) to (tokens, out)."""
+    if is_few(selected, weight) and (y := products_of_matrices(x, weight, bias, selected, gates)) is not None:
+        return y
+    y = grouped_by_expert(x, weight, bias, selected)
+    return (y.view(*selected.shape, -1) * gates.unsqueeze(-1)).sum(1).to(y.dtype)
+
+
+def grouped_by_expert(rows: Tensor, weight: Tensor, bias: Tensor | None, selected: Tensor) -> Tensor:
+    """Return each row times the matrix of its expert, plus its bias: (rows, in) to (rows, out), without copying matrices."""
+    expert, order = torch.sort(selected.flatten(), stable=True)
+    if len(expert) <= len(weight):
+        y = torch.stack([F.linear(rows[row], weight[e]) for e, row in zip(expert.tolist(), order.tolist(), strict=True)])
+    else:
+        ends = torch.searchsorted(expert, torch.arange(len(weight), device=expert.device), right=True).to(torch.int32)
+        y = grouped_product(rows.index_select(0, order), weight.transpose(1, 2), ends)
+    y = y if bias is None else y + bias.index_select(0, expert)
+    return y.index_select(0, torch.argsort(order))
+
+
+OPERATIONS = torch.library.Library("retrofit", "FRAGMENT")
+OPERATIONS.define("products_of_experts(Tensor x, Tensor weight, Tensor? bias, Tensor selected) -> Tensor")
+OPERATIONS.define("sums_of_experts(Tensor x, Tensor weight, Tensor? bias, Tensor selected, Tensor gates) -> Tensor")
+OPERATIONS.impl("products_of_experts", products_of_experts, "CPU")
+OPERATIONS.impl("sums_of_experts", sums_of_experts, "CPU")
+
+
+@torch.library.register_fake("retrofit::products_of_experts", lib=OPERATIONS)
+def shaped_products(x: Tensor, weight: Tensor, bias: Tensor | None, selected: Tensor) -> Tensor:
+    return x.new_empty(selected.shape[0] * selected.shape[1], weight.shape[1])
+
+
+@torch.library.register_fake("retrofit::sums_of_experts", lib=OPERATIONS)
+def shaped_sums(x: Tensor, weight: Tensor, bias: Tensor | None, selected: Tensor, gates: Tensor) -> Tensor:
+    return x.new_empty(selected.shape[0], weight.shape[1])
 
 
 def use_installed() -> None:
-    """Let processes divide the experts' units, and few tokens use compiled code; a bundle has definitions of modules only."""
+    """Let processes divide the experts' units, and few tokens read experts in place; a bundle has definitions of modules only."""
     MoEBlock.keep_share = share_of_experts
-    ExpertMatrices.compiled_products = compiled_products
+    MixtureOfExperts.combine_in_place = combine_in_place
 
 
 use_installed()

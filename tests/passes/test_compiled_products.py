@@ -36,33 +36,32 @@ def test_sums_of_columns_of_any_width_in_any_number_of_threads(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 70)),
-    matrices=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    counts=st.tuples(st.integers(1, 11), st.integers(1, 3)),
     threads=st.sampled_from([1, 2, 5]),
     has_bias=st.booleans(),
-    is_one_row=st.booleans(),
-    has_gates=st.booleans(),
 )
 def test_products_of_some_of_the_matrices(
     dtype: torch.dtype,
     sizes: tuple[int, int],
-    matrices: list[int],
+    counts: tuple[int, int],
     threads: int,
     has_bias: bool,
-    is_one_row: bool,
-    has_gates: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    outputs, inputs = sizes
+    (outputs, inputs), (tokens, each) = sizes, counts
     draw = torch.Generator().manual_seed(outputs)
     weight = torch.randn(5, outputs, inputs, generator=draw).to(dtype)
     bias = torch.randn(5, outputs, generator=draw).to(dtype) if has_bias else None
-    rows = torch.randn(len(matrices), 2 * inputs, generator=draw).to(dtype)[:, ::2]
-    gates = torch.rand(len(matrices), generator=draw).tolist() if has_gates else None
-    given_rows = rows[0] if is_one_row else rows
-    expected = torch.stack([weight[e].double() @ rows[0 if is_one_row else k].double() for k, e in enumerate(matrices)])
-    expected = expected if bias is None else expected + bias.double()[matrices]
-    expected = expected if gates is None else torch.tensor(gates).double() @ expected
-    found = products_of_matrices(given_rows, weight, bias, matrices, gates)
-    assert found is not None
-    torch.testing.assert_close(found, expected.to(dtype), **{**CLOSE[dtype], "atol": 10 * CLOSE[dtype]["atol"]})
+    chosen = torch.randint(5, (tokens, each), generator=draw)
+    x = torch.randn(tokens, each, 2 * inputs, generator=draw).to(dtype)[:, :, ::2]
+    gates = torch.randn(tokens, each, generator=draw)
+    expected = torch.einsum("tkoi,tki->tko", weight[chosen].double(), x.double())
+    expected = expected if bias is None else expected + bias[chosen].double()
+    close = {"rtol": CLOSE[dtype]["rtol"], "atol": CLOSE[dtype]["atol"] * 10}
+    summed = products_of_matrices(x.flatten(0, 1), weight, bias, chosen, gates)
+    torch.testing.assert_close(summed, (expected * gates.unsqueeze(-1)).sum(1).to(dtype), **close)
+    of_first = torch.einsum("tkoi,ti->tko", weight[chosen].double(), x[:, 0].double())
+    of_first = of_first if bias is None else of_first + bias[chosen].double()
+    found = products_of_matrices(x[:, 0], weight, bias, chosen)
+    torch.testing.assert_close(found, of_first.flatten(0, 1).to(dtype), **close)

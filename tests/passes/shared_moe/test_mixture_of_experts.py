@@ -244,25 +244,58 @@ def test_products_of_every_size(size: tuple[int, int], dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("form", [{"gated": "two", "bias": True}, {"gated": "turns", "k": 2, "renormalize": False}, {"k": 1}])
 def test_few_tokens_use_compiled_products(form: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless a mode of torch is there to see every product, as that of masked experts is."""
+    """Unless a mode of torch is there to see every product, as that of masked experts is, or a product is hooked."""
     moe, hidden = make(**form)
     moe.to(dtype).eval()
-    x = torch.randn(1, D).to(dtype)
     calls: list[int] = []
 
     def counted(rows: Tensor, *others: Any) -> Tensor | None:
-        calls.append(rows.dim())
+        calls.append(len(rows))
         return products_of_matrices(rows, *others)
 
     monkeypatch.setattr(mixture_of_experts, "products_of_matrices", counted)
     monkeypatch.setattr(mixture_of_experts, "SMALLEST", 1)
-    with torch.no_grad():
-        y = moe(x, hidden)
-        assert len(calls) == len(moe.into) + 1
-        with MaskedProducts([]):
-            torch.testing.assert_close(y, moe(x, hidden))
-    assert len(calls) == len(moe.into) + 1
-    torch.testing.assert_close(y, moe(x, hidden), rtol=2e-2, atol=2e-2)  # with gradients
+    for tokens in (1, 2, 7, 16 * moe.stacked + 1):
+        x = torch.randn(1, tokens, D).to(dtype)
+        expected = (len(moe.into) + 1) * (tokens * moe.k <= mixture_of_experts.EACH[dtype] * moe.stacked)
+        with torch.no_grad():
+            y = moe(x, hidden)
+            assert len(calls) == expected
+            with MaskedProducts([]):
+                torch.testing.assert_close(y, moe(x, hidden), rtol=2e-2, atol=2e-2)
+            handle = moe.down.register_forward_hook(lambda module, args, y: y)
+            torch.testing.assert_close(y, moe(x, hidden), rtol=2e-2, atol=2e-2)
+            handle.remove()
+        torch.testing.assert_close(y, moe(x, hidden), rtol=2e-2, atol=2e-2)  # with gradients
+        assert len(calls) == expected
+        calls.clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("has_compiler", [True, False])
+@pytest.mark.parametrize("form", [{"gated": "two", "bias": True}, {"gated": "turns", "k": 2, "renormalize": False}])
+def test_compiled_code_for_any_number_of_tokens_reads_experts_in_place(
+    form: dict[str, Any], has_compiler: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moe, hidden = make(**form)
+    moe.eval()
+    gathered = copy.deepcopy(moe)
+    monkeypatch.setattr(mixture_of_experts, "SMALLEST", 1)
+    if not has_compiler:
+        monkeypatch.setattr(mixture_of_experts, "products_of_matrices", lambda *_: None)
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend=backend)
+    monkeypatch.setattr(gathered, "combine_in_place", None)
+    for tokens in (2, 5, 16 * moe.stacked + 1):
+        x = torch.randn(tokens, D)
+        torch.testing.assert_close(compiled(x, hidden), gathered(x, hidden))
+        torch.testing.assert_close(moe(x, hidden), gathered(x, hidden))
+    assert len(graphs) == 1 and "ops.retrofit.products_of_experts" in graphs[0]
 
 
 @pytest.mark.first(1)
