@@ -160,8 +160,8 @@ MUTANTS = [
     ),
     mixture(
         "the experts' results are put back by the sorting order, not by its inverse",
-        "y.index_select(0, torch.argsort(order))",
-        "y.index_select(0, order)",
+        "self.weigh(y.index_select(0, torch.argsort(order)), gates)",
+        "self.weigh(y.index_select(0, order), gates)",
         trials=SHARED,
     ),
     mixture(
@@ -214,11 +214,11 @@ MUTANTS = [
         trials=SLICED,
     ),
     mixture(
-        "a few tokens: each has the expert of another row",
-        "        chosen = selected.view(tokens, self.sent).tolist()\n",
-        "        chosen = selected.flip(1).view(tokens, self.sent).tolist()\n",
+        "a few tokens: each has the experts in another order",
+        "products_of_matrices(x, weight, bias, selected) if",
+        "products_of_matrices(x, weight, bias, selected.flip(1)) if",
         trials=SLICED,
-        test="tests/passes/shared_moe/test_slicing.py::test_outputs_gradients_and_balance_are_those_of_a_loop",
+        test="tests/passes/shared_moe/test_mixture_of_experts.py::test_few_tokens_use_compiled_products",
     ),
     slicing(
         "the bias of y is added for every slice",

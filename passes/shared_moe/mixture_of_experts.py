@@ -210,8 +210,7 @@ class MixtureOfExperts(nn.Module):
             return self.combine_gathered(x, gates, selected, hidden)
         if not self.trains_grouped(x):
             return self.combine_every(x, gates, selected, hidden)
-        expert, order = torch.sort(selected.flatten(), stable=True)  # rows sorted by expert, one grouped product for all
-        ends = torch.searchsorted(expert, torch.arange(self.stacked, device=expert.device), right=True).to(torch.int32)
+        expert, order, ends = by_expert(selected, self.stacked)  # one grouped product for all rows
         y = self.run_experts(x.index_select(0, order // selected.shape[1]), expert, ends, hidden)
         return self.weigh(y.index_select(0, torch.argsort(order)), gates)
 
@@ -325,6 +324,13 @@ class ExpertsView:
     _apply_gate = act_fn
 
 
+def by_expert(selected: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the selected experts sorted, their order, and the index after the last of each."""
+    expert, order = torch.sort(selected.flatten(), stable=True)
+    ends = torch.searchsorted(expert, torch.arange(experts, device=expert.device), right=True).to(torch.int32)
+    return expert, order, ends
+
+
 def grouped_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return rows times the matrix of their group, weight (E, in, out), by a kernel, or a loop if no kernel supports them."""
     from transformers.integrations.moe import _grouped_mm  # deferred: slow to import
@@ -418,11 +424,10 @@ def sums_of_experts(x: Tensor, weight: Tensor, bias: Tensor | None, selected: Te
 
 def grouped_by_expert(rows: Tensor, weight: Tensor, bias: Tensor | None, selected: Tensor) -> Tensor:
     """Return each row times the matrix of its expert, plus its bias: (rows, in) to (rows, out), without copying matrices."""
-    expert, order = torch.sort(selected.flatten(), stable=True)
+    expert, order, ends = by_expert(selected, len(weight))
     if len(expert) <= len(weight):
         y = torch.stack([F.linear(rows[row], weight[e]) for e, row in zip(expert.tolist(), order.tolist(), strict=True)])
     else:
-        ends = torch.searchsorted(expert, torch.arange(len(weight), device=expert.device), right=True).to(torch.int32)
         y = grouped_product(rows.index_select(0, order), weight.transpose(1, 2), ends)
     y = y if bias is None else y + bias.index_select(0, expert)
     return y.index_select(0, torch.argsort(order))
