@@ -222,10 +222,8 @@ class MixtureOfExperts(nn.Module):
         if self.training or torch.is_grad_enabled() or x.device.type != "cpu" or self.units * self.width < SMALLEST:
             return False
         children = child_modules(self)
-        for name in (*self.into, "down"):
-            each: Any = children[name]
-            if type(each) is not ExpertMatrices or each._forward_hooks or each._forward_pre_hooks or each.weight.dtype != x.dtype:
-                return False
+        if not all(is_plain(children[name], x) for name in (*self.into, "down")):
+            return False
         if torch.compiler.is_compiling():
             from torch.fx.experimental.symbolic_shapes import statically_known_true  # deferred: slow to import
 
@@ -391,6 +389,19 @@ def share_of_experts(block: MoEBlock, part: int, parts: int) -> list[TensorShare
 
 
 # ── Few tokens on a CPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_plain(matrices: Any, x: Tensor) -> bool:
+    """Return whether the module only multiplies, by weights of no other kind or place than x."""
+    if (
+        type(matrices) is not ExpertMatrices
+        or matrices._forward_hooks
+        or matrices._forward_pre_hooks
+        or "forward" in vars(matrices)
+    ):
+        return False
+    weight = matrices.weight
+    return type(weight) is nn.Parameter and weight.dtype == x.dtype and weight.device == x.device
 
 
 def is_few(selected: Tensor, weight: Tensor) -> bool:

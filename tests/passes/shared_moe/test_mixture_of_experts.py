@@ -271,6 +271,42 @@ def test_few_tokens_use_compiled_products(form: dict[str, Any], dtype: torch.dty
         calls.clear()
 
 
+class OtherWeight(nn.Parameter):
+    """A weight of a class of its own, as quantized ones are: its memory may hold anything."""
+
+
+def of_another_class(moe: MixtureOfExperts) -> None:
+    moe.down.weight = OtherWeight(moe.down.weight.detach())
+
+
+def with_another_forward(moe: MixtureOfExperts) -> None:
+    """As accelerate does: the weights are elsewhere until the module is called."""
+    weight, forward = moe.down.weight, moe.down.forward
+
+    def loaded(*args: Any) -> Tensor:
+        moe.down.weight = weight
+        try:
+            return forward(*args)
+        finally:
+            moe.down.weight = nn.Parameter(weight.detach().to("meta"))
+
+    moe.down.weight = nn.Parameter(weight.detach().to("meta"))
+    moe.down.forward = loaded  # type: ignore[method-assign]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [of_another_class, with_another_forward])
+def test_only_plain_weights_are_read_in_place(change: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixture_of_experts, "SMALLEST", 1)
+    moe, hidden = make(k=2, gated="two")
+    moe.eval()
+    x = torch.randn(3, D)
+    y = moe(x, hidden)
+    monkeypatch.setattr(mixture_of_experts, "products_of_experts", None)
+    change(moe)
+    torch.testing.assert_close(moe(x, hidden), y)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("has_compiler", [True, False])
 @pytest.mark.parametrize("form", [{"gated": "two", "bias": True}, {"gated": "turns", "k": 2, "renormalize": False}])
