@@ -153,11 +153,8 @@ def blocks(x: Tensor, matrix: Matrix) -> Tensor:
 def block(options: argparse.Namespace) -> None:
     """A token through a layer as wide as Llama's of so much."""
     for width in options.widths:
-        sizes = {"hidden_size": width, "intermediate_size": round(width * 2.6875), "num_attention_heads": width // 64}
-        config = transformers.LlamaConfig(vocab_size=512, num_hidden_layers=1, max_position_embeddings=256, **sizes)
         for dtype in (getattr(torch, name) for name in options.dtypes):
-            torch.manual_seed(0)
-            dense: Any = transformers.LlamaForCausalLM(config).to(dtype).eval()
+            dense = layer_model(width, dtype)
             ids = torch.randint(0, 512, (16, 64))
             for level in options.levels:
                 spec = f"activation-sparsity(level={level}, allocation=uniform)"
@@ -170,9 +167,17 @@ def block(options: argparse.Namespace) -> None:
                 )
 
 
-def token_through(model: Any) -> Callable[[], Any]:
-    place = torch.zeros(1, 1, dtype=torch.long)
-    x = model.model.embed_tokens(place)
+def layer_model(width: int, dtype: torch.dtype) -> Any:
+    """A Llama of one layer."""
+    sizes = {"hidden_size": width, "intermediate_size": round(width * 2.6875), "num_attention_heads": width // 64}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(vocab_size=512, num_hidden_layers=1, max_position_embeddings=256, **sizes)
+    return transformers.LlamaForCausalLM(config).to(dtype).eval()
+
+
+def token_through(model: Any, tokens: int = 1) -> Callable[[], Any]:
+    place = torch.zeros(tokens, 1, dtype=torch.long, device=model.device)
+    x = model.model.embed_tokens(torch.arange(tokens, device=model.device).unsqueeze(1))
     given = {"position_embeddings": model.model.rotary_emb(x, place), "position_ids": place}
     return lambda: model.model.layers[0](x, **given)
 

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from retrofit.anatomy.feed_forwards import FeedForward, Port, linear
 from retrofit.anatomy.weights import Matrix
-from retrofit.passes.sparse_ffn import indexed_rows
+from retrofit.passes import indexed_rows
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.surgery.row_major import RowMajor
 

@@ -230,16 +230,6 @@ def sum_of_columns(x: Tensor, columns: Tensor) -> Tensor:
     return sums if bags == 1 else sums.sum(0, keepdim=True)
 
 
-OPERATIONS = torch.library.Library("retrofit", "FRAGMENT")  # `custom_op` takes 8 µs a call, as long as half of a small product
-OPERATIONS.define("sums_of_columns(Tensor x, Tensor columns, Tensor threshold) -> Tensor")
-OPERATIONS.impl("sums_of_columns", sums_of_columns, "CPU")
-
-
-@torch.library.register_fake("retrofit::sums_of_columns", lib=OPERATIONS)
-def shaped_sums(x: Tensor, columns: Tensor, threshold: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], columns.shape[1])
-
-
 def products_of_matrices(
     x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, gates: Tensor | None = None
 ) -> Tensor | None:

@@ -18,6 +18,7 @@ from support.tiny_models import llama, t5
 
 import retrofit
 from retrofit.errors import VerificationError
+from retrofit.passes.activation_sparsity import masked_products
 from retrofit.rewriting import apply_reported
 from retrofit.surgery.row_tables import tables_of
 
@@ -103,6 +104,34 @@ def tensors(device: torch.device) -> None:
 
 def test_the_device_computes_as_the_cpu_does_and_mixes_with_nothing() -> None:
     elsewhere(tensors)
+
+
+def read_columns(device: torch.device) -> None:
+    """Few tokens read columns of a weight, by the function that stands for a GPU's kernel; training rearranges the weight."""
+    kind, found = device.type, list[int]()
+    masked_products.DTYPES[kind], masked_products.SMALLEST[kind], masked_products.FEW[kind] = (torch.float32,), 1, 2
+
+    def sums(x: torch.Tensor, columns: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+        assert columns.is_contiguous()
+        found.append(len(x))
+        return x.masked_fill(x.abs() < least, 0.0) @ columns
+
+    masked_products.thresholded_sums = sums  # type: ignore[assignment]
+    linear = torch.nn.Linear(24, 40)
+    here = masked_products.MaskedProjection(linear, (0, "input"), masked_products.ActivationMask(linear.weight)).eval()
+    here.mask.threshold.fill_(0.7)
+    there = copy.deepcopy(here).to(device)
+    with torch.no_grad():
+        for count in (1, 2, 3):
+            x = torch.randn(1, count, 24)
+            torch.testing.assert_close(there(x.to(device)).cpu(), here(x))
+    assert found == [1, 2] and there.layer.weight.t().is_contiguous()
+    there.train()(x.to(device)).sum().backward()
+    assert found == [1, 2] and there.layer.weight.is_contiguous() and torch.equal(there.layer.weight.cpu(), linear.weight)
+
+
+def test_masked_layers_read_columns() -> None:
+    elsewhere(read_columns)
 
 
 # ── Models on it ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,6 +21,7 @@ ONE_OF_EACH = (  # of the kinds of parts
     "machine",
     "yardstick: altup(k=2)",
     "rows",
+    "columns",
     "decode: sparse-ffn(sparsity=8, active=4), rows read",
     "compiled: dense, batch 1",
     "mixtures",
@@ -110,6 +111,7 @@ def test_parts_of_every_kind_run_at_tiny_sizes(gpu: Any, tmp_path: Path, capsys:
     assert read["called"] > 0 and read["graph differs"] < 1e-5
     assert results["compiled: dense, batch 1"]["differs"] < 1e-5 and results["compiled: dense, batch 1"]["graph breaks"] == 0
     assert results["checks: sum, float32"]["ok"] and "causality" in results["checks: sum, float32"]["checks"]
+    assert all(row["graph"]["columns"] > 0 and row["differs"] < 1e-5 for row in results["columns: layer d=64"].values() if row)
     one = results["yardstick: altup(k=2)"]
     assert (
         min(
@@ -123,6 +125,7 @@ def test_parts_of_every_kind_run_at_tiny_sizes(gpu: Any, tmp_path: Path, capsys:
     for title in (
         "The yardstick",
         "The kernels",
+        "Columns",
         "Reading rows",
         "Decoding",
         "Grouped products",

@@ -18,7 +18,7 @@ CALIBRATED = on("gpt2 llama", "sparse-ffn(sparsity=8)", "calibrated")
 layer = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/sparse_feed_forward.py")
 choice = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/unit_choice.py")
 gate = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/unit_choice.py")
-rows = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/indexed_rows.py")
+rows = functools.partial(Mutant, "sparse-ffn", "passes/indexed_rows.py")
 whole = functools.partial(Mutant, "sparse-ffn", "passes/sparse_ffn/sparse_ffn.py")
 fitted = functools.partial(
     Mutant,

@@ -227,7 +227,30 @@ def rows(results: Results) -> str:
     head = ["d", "", "dense, µs", "mask", "rows", "rows given", "dense, µs (graph)", "mask", "rows", "rows given", "the rule takes"]
     text = "One feed-forward of d and 4 d, bfloat16, its weights read from memory: as calls from Python, then as a CUDA graph."
     found = section("Reading rows", text, head, lines)
-    return "\n\n".join(one for one in (kernels_right(results), found) if one)
+    return "\n\n".join(one for one in (kernels_right(results), columns(results), found) if one)
+
+
+def columns(results: Results) -> str:
+    """A layer after activation-sparsity."""
+    lines = []
+    for size, cells in of(results, "columns: ").items():
+        for setting, row in cells.items():
+            if not isinstance(row, dict):
+                continue
+            parts = [size, setting]
+            for kind in ("called", "graph"):
+                one = row.get(kind, {})
+                parts += [
+                    number(scaled(one.get("dense"), 1e3)),
+                    *(times(one.get("dense"), one.get(way)) for way in ("mask", "columns")),
+                ]
+            lines.append([*parts, number(row.get("differs"), 1)])
+    head = ["", "", "dense, µs", "mask", "columns", "dense, µs (graph)", "mask", "columns", "‖columns − mask‖ / ‖mask‖"]
+    text = (
+        "A Llama layer after `activation-sparsity`, bfloat16: dense products of the masked inputs, and only the columns that these "
+        "need (two tokens: those that either needs); as calls from Python, then as a CUDA graph."
+    )
+    return section("Columns", text, head, lines)
 
 
 def kernels_right(results: Results) -> str:
@@ -236,8 +259,7 @@ def kernels_right(results: Results) -> str:
         [name, *(f"{one[kind]:.1e}" for kind in ("products", "sums", "allowed")), verdict_of(one)] for name, one in errors.items()
     ]
     text = (
-        "‖out − ref‖ / ‖ref‖ of the Triton kernels of `passes/sparse_ffn/triton_kernels.py`, against float64, the largest over "
-        "several shapes."
+        "‖out − ref‖ / ‖ref‖ of the Triton kernels of `passes/triton_kernels.py`, against float64, the largest over several shapes."
     )
     return section("The kernels", text, ["", "products", "sums", "allowed", ""], lines)
 

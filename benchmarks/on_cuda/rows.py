@@ -1,25 +1,31 @@
 """The kernels that read some rows of a matrix: whether they are right on the device, and from how many tokens on they lose.
 
 Four ways compute the same feed-forward: the dense products; the dense products and a mask; the rows that a controller chose; and
-those rows without the controller, given their indices, which is what the kernels alone can win.
+those rows without the controller, given their indices, which is what the kernels alone can win. A layer after activation-sparsity
+is computed in three: without thresholds, by dense products of the masked inputs, and from the columns that these need.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from activation_sparsity import layer_model, token_through
 from sparse_ffn import Dense, by_path, make_blocks
 from torch import Tensor
 from torch.nn import functional as F
 
+import retrofit
 from on_cuda.parts import Part, attempt
 from on_cuda.timing import captured, in_turns
-from retrofit.passes.sparse_ffn import indexed_rows, unit_choice
-from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums
+from retrofit.passes import indexed_rows
+from retrofit.passes.activation_sparsity import masked_products
+from retrofit.passes.indexed_rows import indexed_products, indexed_sums, thresholded_sums
+from retrofit.passes.sparse_ffn import unit_choice
 
 # ‖out − ref‖ / ‖ref‖ from which a kernel is not right
 WRONG = {
@@ -33,6 +39,8 @@ MANY = (600_000, 4096)  # a matrix of more than 2³¹ numbers
 SIZES = ((2048, 8192), (4096, 16384), (1024, 4096))  # d, d_ff
 CHOICES = ((8, 4), (2, 1), (8, 1), (64, 1))  # N, k
 TOKENS = (1, 2, 4, 8, 16, 64, 256)
+WIDTHS = (4096, 2048)  # of layers after activation-sparsity
+LEVELS = (0.5, 0.25)
 TILES = {  # of each kernel: what a program reads at a time, and its warps; the last: programs that keep the device busy
     "products": ((2, 1024, 4), (4, 1024, 4), (2, 512, 4), (2, 2048, 4), (16, 256, 4)),
     "sums": ((64, 128, 4), (32, 128, 4), (128, 128, 4), (128, 128, 8), (16, 256, 4)),
@@ -47,6 +55,8 @@ def parts(device: str, rehearsal: bool) -> list[Part]:
     sizes = ((32, 64),) if rehearsal else SIZES
     for size in sizes:
         found.append(Part(f"rows: crossover d={size[0]}", 12, lambda size=size: crossover(size, device, rehearsal)))
+    for width in (64,) if rehearsal else WIDTHS:
+        found.insert(2, Part(f"columns: layer d={width}", 15, lambda width=width: columns(width, device)))
     return [*found, Part("rows: tiles", 5, lambda: tiles(device, rehearsal))]
 
 
@@ -80,7 +90,12 @@ def errors(rows: Tensor, tokens: int, blocks: int, behind: int = 0) -> dict[str,
     poison(z, rows.dtype)
     mine = indexed_products(x, indices, rows)
     poison(y, torch.float32)
-    return {"products": relative(mine, z), "sums": relative(indexed_sums(h, indices, rows), y)}
+    found = {"products": relative(mine, z), "sums": relative(indexed_sums(h, indices, rows), y)}
+    if h.is_cuda and not behind:
+        least = h.abs().float().median().to(h.dtype)
+        kept = h.masked_fill(h.abs() < least, 0.0).double()
+        found["sums"] = max(found["sums"], relative(thresholded_sums(h, rows, least), kept @ rows[:blocks].double()))
+    return found
 
 
 def poison(like: Tensor, dtype: torch.dtype) -> None:
@@ -149,6 +164,39 @@ def per_block(ways: dict[str, Callable[[], None]], blocks: int, device: str) -> 
 def prefers_rows(block: Any, x: Tensor) -> bool:
     """What the pass itself chooses, on this device."""
     return bool(type(block).prefers_gather(block, x))
+
+
+# ── Columns of a layer's weights ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@torch.no_grad()
+def columns(width: int, device: str) -> dict[str, Any]:
+    """Milliseconds of a Llama layer for some tokens by level, as calls from Python and as a CUDA graph, and how far it is off."""
+    dense = layer_model(width, torch.bfloat16 if device == "cuda" else torch.float32).to(device)
+    ids = torch.randint(0, dense.config.vocab_size, (16, 64), device=device)
+    found: dict[str, Any] = {}
+    for level in LEVELS:
+        spec = f"activation-sparsity(level={level}, allocation=uniform)"
+        sparse = retrofit.apply(copy.deepcopy(dense), spec, calibration=ids, verify=False)
+        for tokens in (1, 2):
+            run = {"dense": token_through(dense, tokens), "columns": token_through(sparse, tokens)}
+            run["mask"] = functools.partial(densely, run["columns"], device)
+            row = {"called": attempt(lambda run=run: in_turns(run, device))}
+            graphs = {name: attempt(lambda way=way: captured(way, device)) for name, way in run.items()}
+            ready = {name: graph for name, graph in graphs.items() if callable(graph)}
+            row |= {"graph": attempt(lambda ready=ready: in_turns(ready, device))}
+            row |= {f"{name} as a graph": graph for name, graph in graphs.items() if not callable(graph)}
+            found[f"{level:.0%} zero, tokens={tokens}"] = {**row, "differs": relative(run["columns"](), run["mask"]().double())}
+    return found
+
+
+def densely(way: Callable[[], Tensor], device: str) -> Tensor:
+    """What a way computes, by dense products of the masked inputs."""
+    few, masked_products.FEW[device] = masked_products.FEW[device], 0
+    try:
+        return way()
+    finally:
+        masked_products.FEW[device] = few
 
 
 # ── How large a tile is best ─────────────────────────────────────────────────────────────────────────────────────────────────────

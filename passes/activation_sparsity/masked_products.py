@@ -14,10 +14,11 @@ A product with a sparse input reads only the columns of the weight for nonzero e
     y[t] = Σ_i x[t, i] W[:, i] + b          over the i for which x[t, i] ≠ 0
 
 A column is contiguous only if W is stored by columns. So the weight of a linear layer is rearranged in place when the layer is
-first called on a CPU in evaluation, without gradient and with a threshold: the parameter, its shape and its values stay the same,
-and there is no second copy. Training, and removing the mask, rearrange it by rows again. Few tokens read columns, compiled if there
-is a C++ compiler (`compiled_products.py`); more use the dense product (`FEW`). The dense product is also used in export, with
-gradients, on other devices, for packed weights, and for layers with hooks or of other classes.
+first called in evaluation, without gradient and with a threshold: the parameter, its shape and its values stay the same, and there
+is no second copy. Training, and removing the mask, rearrange it by rows again. Few tokens read columns, on a CPU compiled if there
+is a C++ compiler (`compiled_products.py`), on CUDA by a Triton kernel (`indexed_rows.py`); more use the dense product (`FEW`). The
+dense product is also used in export, with gradients, on other devices, for packed weights, and for layers with hooks or of other
+classes.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from retrofit.passes.compiled_products import compiled_functions, sums_of_columns
+from retrofit.passes.indexed_rows import HAS_TRITON, thresholded_sums
 from retrofit.sdk import ArgumentPlace, Wrapper, find_argument
 from retrofit.sdk.modules import child_modules, is_exporting, is_transposed, weights_are_mapped
 from retrofit.sdk.program import ADDED_PRODUCT, is_product, op_name
@@ -218,12 +220,14 @@ class Thresholds:
 # ── Products with sparse inputs ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-# Columns are faster than the dense product within these limits, at a level of 0.4 (benchmarks/activation_sparsity.py):
-SMALLEST = {torch.float32: 1 << 19, torch.bfloat16: 1 << 18}  # entries of a weight for each thread: a call costs as much
-SMALLEST_COMPILED = {torch.float32: 1 << 16, torch.bfloat16: 1 << 16}  # the same, summed by compiled code
-FEW = {torch.float32: 4, torch.bfloat16: 4}  # tokens
-# In bfloat16 two to four tokens take longer by columns (one by one or densely) than densely by rows, so batches keep the rows.
-OFTEN_BATCHED = (torch.bfloat16,)
+# Columns are faster than the dense product within these limits, at a level of 0.4 (benchmarks/activation_sparsity.py). On CUDA they
+# are estimates: another launch adds the parts of a sum, and four tokens need nearly every column.
+SMALLEST = {"cpu": 1 << 16, "cuda": 1 << 22}  # entries of a weight (on a CPU, for each thread): a call costs as much
+UNCOMPILED = {torch.float32: 1 << 19, torch.bfloat16: 1 << 18}  # the same on a CPU without a C++ compiler
+FEW = {"cpu": 4, "cuda": 2}  # tokens
+DTYPES = {"cpu": tuple(UNCOMPILED), "cuda": (torch.float32, torch.bfloat16, torch.float16) if HAS_TRITON else ()}
+# On a CPU two to four tokens in bfloat16 take longer by columns (one by one or densely) than densely by rows, so batches keep rows.
+OFTEN_BATCHED = ("cpu", torch.bfloat16)
 LOCK = threading.Lock()
 
 
@@ -236,32 +240,59 @@ def column_product(module: MaskedProjection, x: Tensor) -> Tensor | None:
         return None
     weight, bias = layer.weight, layer.bias
     columns = weight if transposed else weight.t()
+    compiling = torch.compiler.is_compiling()
     if not columns.is_contiguous():
         is_batch = x.dim() > 2 and x.shape[0] > 1
-        if torch.compiler.is_compiling() or (is_batch and x.dtype in OFTEN_BATCHED) or not lay_out(module):
+        if compiling or (is_batch and (x.device.type, x.dtype) == OFTEN_BATCHED) or not lay_out(module):
             return None
         columns = weight.t()
     inputs, outputs = columns.shape
-    if x.numel() > FEW[x.dtype] * inputs or not x.numel():
+    if is_many(x, FEW[x.device.type] * inputs):
         return None
-    tokens = x.reshape(-1, inputs)
     # Opaque to a compiler, because the number of zeros is known only at run time.
-    sums = torch.ops.retrofit.sums_of_columns if torch.compiler.is_compiling() else sums_of_columns
-    y = sums(tokens, columns, mask.least(x.dtype))
+    sums = torch.ops.retrofit.masked_product if compiling else masked_product
+    y = sums(x.reshape(-1, inputs), columns, mask.least(x.dtype))
     return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], outputs)
+
+
+def is_many(x: Tensor, most: int) -> bool:
+    """Return whether x has more numbers than `most`; in code compiled for any number of tokens, whether it surely has."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import statically_known_true  # deferred: slow to import
+
+        return statically_known_true(x.numel() > most)
+    return x.numel() > most
+
+
+def masked_product(x: Tensor, columns: Tensor, threshold: Tensor) -> Tensor:
+    """Return x̃ W, for few tokens from the columns of W that they need: (tokens, inputs) by (inputs, outputs)."""
+    if not 0 < len(x) <= FEW[x.device.type]:
+        return torch.where(x.abs() < threshold, 0.0, x) @ columns
+    return (sums_of_columns if x.device.type == "cpu" else thresholded_sums)(x, columns, threshold)
+
+
+OPERATIONS = torch.library.Library("retrofit", "FRAGMENT")  # `custom_op` takes 8 µs a call, as long as half of a small product
+OPERATIONS.define("masked_product(Tensor x, Tensor columns, Tensor threshold) -> Tensor")
+OPERATIONS.impl("masked_product", masked_product, "CPU")
+OPERATIONS.impl("masked_product", masked_product, "CUDA")
+
+
+@torch.library.register_fake("retrofit::masked_product", lib=OPERATIONS)
+def shaped_product(x: Tensor, columns: Tensor, threshold: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], columns.shape[1])
 
 
 def reads_columns(module: MaskedProjection, layer: Any, mask: Any, x: Tensor) -> bool:
     """Return whether the layer only multiplies, by a plain weight, and nothing traces, hooks or differentiates the call."""
-    weight = layer.weight
+    weight, device = layer.weight, x.device.type
     return not (
         module.training
         or torch.is_grad_enabled()
         or mask.centre is not None
         or mask.share == 0.0
-        or x.device.type != "cpu"
-        or weight.device.type != "cpu"
-        or weight.numel() < SMALLEST_COMPILED.get(x.dtype, math.inf)
+        or weight.device != x.device
+        or x.dtype not in DTYPES.get(device, ())
+        or weight.numel() < SMALLEST[device]
         or weight.dtype != x.dtype
         or type(weight) is not nn.Parameter
         or (type(x) is not Tensor and not torch.compiler.is_compiling())
@@ -272,7 +303,7 @@ def reads_columns(module: MaskedProjection, layer: Any, mask: Any, x: Tensor) ->
         or "forward" in vars(layer)
         or is_exporting()
         or torch.jit.is_tracing()
-        or torch.is_autocast_enabled("cpu")
+        or torch.is_autocast_enabled(device)
     )
 
 
@@ -287,22 +318,24 @@ def lay_out(module: MaskedProjection, *, at_once: bool = False) -> bool:
     layer: Any = child_modules(module)["layer"]
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
         return False
-    weight = layer.weight
-    if weight.device.type != "cpu" or weight.dtype not in FEW or not weight.is_contiguous():
+    weight, device = layer.weight, layer.weight.device.type
+    if weight.dtype not in DTYPES.get(device, ()) or not weight.is_contiguous() or weight.numel() < smallest(weight):
         return False
-    if weight.numel() < smallest(weight.dtype):
+    if at_once and (device, weight.dtype) == OFTEN_BATCHED:
         return False
-    if at_once and weight.dtype in OFTEN_BATCHED:
+    if weight.is_inference() or (weight.is_shared() and device == "cpu") or weights_are_mapped():
         return False
-    if weight.is_inference() or weight.is_shared() or weights_are_mapped() or not float(module.mask.threshold) > 0:
+    if (device == "cuda" and torch.cuda.is_current_stream_capturing()) or not float(module.mask.threshold) > 0:
         return False
     with LOCK:
         return weight.t().is_contiguous() or rearrange(weight, by_columns=True)
 
 
-def smallest(dtype: torch.dtype) -> int:
+def smallest(weight: Tensor) -> int:
     """Return the number of entries from which a weight is read by columns."""
-    return (SMALLEST_COMPILED if compiled_functions() else SMALLEST)[dtype] * torch.get_num_threads()
+    if weight.device.type != "cpu":
+        return SMALLEST[weight.device.type]
+    return (SMALLEST["cpu"] if compiled_functions() else UNCOMPILED[weight.dtype]) * torch.get_num_threads()
 
 
 def lay_out_by_rows(module: MaskedProjection) -> None:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from retrofit.passes.sparse_ffn.indexed_rows import indexed_products, indexed_sums, prefers_rows
+from retrofit.passes.indexed_rows import indexed_products, indexed_sums, prefers_rows
 from retrofit.passes.sparse_ffn.unit_choice import (
     MANY,
     chooses_in_kernel,

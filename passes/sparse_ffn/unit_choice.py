@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from retrofit.passes.sparse_ffn.indexed_rows import HAS_TRITON, added_parts, reads_tiles, tiled_sums
+from retrofit.passes.indexed_rows import HAS_TRITON, added_parts, reads_tiles, tiled_sums
 from retrofit.sdk import unfit
 from retrofit.sdk.anatomy import FeedForward
 from retrofit.sdk.modules import is_exporting
@@ -187,7 +187,7 @@ def comparisons(n: int) -> tuple[tuple[int, int], ...]:
 #
 # The k largest in each block of N of (x C1 C2 + c), or of given logits, in few launches: launches, not arithmetic, limit a step of
 # a decoder. `indexed_rows.tiled_sums` with all rows of C1 is the first product; then one kernel multiplies by C2 and chooses
-# (`triton_kernels.py`). For many tokens torch computes both products, and the kernel only chooses.
+# (`passes/triton_kernels.py`). For many tokens torch computes both products, and the kernel only chooses.
 
 MANY = 16  # tokens from which torch multiplies by C1 and C2
 CHOICE = (32, 128, 4)  # units (at least one block) and rows of C2 that a program reads at a time, and its warps
@@ -216,7 +216,7 @@ def chosen_of(logits: Tensor, n: int, k: int, mask: torch.dtype | None = None) -
 
 
 def choose(low: Tensor, c2: Tensor | None, bias: Tensor | None, n: int, k: int, mask: torch.dtype | None) -> Tensor:
-    from retrofit.passes.sparse_ffn.triton_kernels import tile_choice
+    from retrofit.passes.triton_kernels import tile_choice
 
     tokens, rank = low.shape
     units = rank if c2 is None else c2.shape[1]
@@ -284,7 +284,7 @@ def composed_masks(logits: Tensor, seed: Tensor, n: int, k: int, noise: float, h
 
 def launch_masked(h: Tensor, logits: Tensor, seed: Tensor, n: int, k: int, noise: float, hard: float) -> Tensor:
     """Return the masked h, computed by a kernel."""
-    from retrofit.passes.sparse_ffn.triton_kernels import tile_masked
+    from retrofit.passes.triton_kernels import tile_masked
 
     h, logits = h.contiguous(), logits.contiguous()
     y = torch.empty_like(h)
@@ -298,7 +298,7 @@ def launch_gradients(
     grad: Tensor, h: Tensor, logits: Tensor, seed: Tensor, n: int, k: int, noise: float, hard: float
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of h and the logits, computed by a kernel."""
-    from retrofit.passes.sparse_ffn.triton_kernels import tile_masked_gradients
+    from retrofit.passes.triton_kernels import tile_masked_gradients
 
     grad, h, logits = grad.contiguous(), h.contiguous(), logits.contiguous()
     made = torch.empty_like(h), torch.empty_like(logits)

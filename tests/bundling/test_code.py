@@ -90,7 +90,7 @@ def test_what_an_annotation_names_is_not_needed() -> None:
 
 
 def test_a_part_that_needs_a_package_that_may_be_missing_is_set_apart() -> None:
-    source = collected("retrofit.passes.sparse_ffn.indexed_rows:indexed_products")
+    source = collected("retrofit.passes.indexed_rows:indexed_products")
     text = source.write()
     assert "    import triton\n" in text and "except ImportError" in text
     products = run(source)["indexed_products"]

@@ -147,7 +147,7 @@ def test_masks_are_timed_with_their_thresholds_and_get_a_level_a_layer(monkeypat
         return 1.0 - 0.01 * sum(map(math.sqrt, thresholds))
 
     monkeypatch.setattr(measuring.Measurements, "share", share)
-    monkeypatch.setattr(masked_products, "SMALLEST", dict.fromkeys(masked_products.SMALLEST, 1))
+    monkeypatch.setitem(masked_products.SMALLEST, "cpu", 1)
     specs = [f"activation-sparsity(level={level}, allocation=uniform)" for level in (0.2, 0.4, 0.6, 0.8)]
     quick = planned(deep, "decode 1.12x", passes=specs)
     assert all(parameter.is_contiguous() for parameter in deep.parameters())

@@ -19,7 +19,7 @@ from retrofit.files.memory import mapped_weights
 from retrofit.passes import compiled_products
 from retrofit.passes.activation_sparsity import masked_products
 from retrofit.passes.activation_sparsity.activation_sparsity import MaskedProjection
-from retrofit.passes.activation_sparsity.masked_products import FEW, ActivationMask, lay_out
+from retrofit.passes.activation_sparsity.masked_products import FEW, UNCOMPILED, ActivationMask, lay_out
 from retrofit.passes.compiled_products import compiled_functions, sums_of_columns
 
 IN, OUT = 24, 40
@@ -27,13 +27,14 @@ CLOSE: dict[torch.dtype, dict[str, Any]] = {
     torch.float32: {"rtol": 1e-5, "atol": 1e-5},
     torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2},
 }
-DTYPES = pytest.mark.parametrize("dtype", list(FEW), ids=["float32", "bfloat16"])
+MOST = FEW["cpu"]
+DTYPES = pytest.mark.parametrize("dtype", list(UNCOMPILED), ids=["float32", "bfloat16"])
 
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(masked_products, "SMALLEST", dict.fromkeys(FEW, 1))
-    monkeypatch.setattr(masked_products, "SMALLEST_COMPILED", dict.fromkeys(FEW, 1))
+    monkeypatch.setitem(masked_products.SMALLEST, "cpu", 1)
+    monkeypatch.setattr(masked_products, "UNCOMPILED", dict.fromkeys(UNCOMPILED, 1))
     yield
     compiled_functions.cache_clear()  # of `no_compiler`
 
@@ -95,10 +96,10 @@ def test_few_tokens_read_columns(kind: str, dtype: torch.dtype, calls: list[int]
     layers = {"linear": nn.Linear(IN, OUT), "no bias": nn.Linear(IN, OUT, bias=False)}
     module = masked(layers.get(kind) or transformers.pytorch_utils.Conv1D(OUT, IN), dtype=dtype)
     before = copy.deepcopy(module.layer.weight)
-    for shape in ((1, 1), (1,), (1, FEW[dtype]), (FEW[dtype], 1), (1, FEW[dtype] + 1), (2, 9)):
+    for shape in ((1, 1), (1,), (1, MOST), (MOST, 1), (1, MOST + 1), (2, 9)):
         x = tokens(*shape, dtype=dtype)
         torch.testing.assert_close(module(x), expected(module, x), **CLOSE[dtype])
-    assert calls == [1, 1, FEW[dtype], FEW[dtype]]
+    assert calls == [1, 1, MOST, MOST]
     assert torch.equal(module.layer.weight, before) and module.layer.weight.shape == before.shape
 
 
@@ -121,7 +122,7 @@ def test_what_is_not_a_number_stays_that(dtype: torch.dtype, compiles: bool) -> 
 
 
 def test_without_a_compiler_only_larger_weights_are_read_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masked_products, "SMALLEST", dict.fromkeys(FEW, IN * OUT + 1))
+    monkeypatch.setattr(masked_products, "UNCOMPILED", dict.fromkeys(UNCOMPILED, IN * OUT + 1))
     assert lay_out(masked()) and compiled_functions()
     no_compiler(monkeypatch)
     assert not lay_out(masked())
@@ -236,7 +237,29 @@ def test_compiled_layers_read_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compile(module, fullgraph=True, backend=see)(tokens(1, 1))
     by_rows = masked()
     torch.compile(by_rows, fullgraph=True, backend=see)(tokens(1, 1))
-    assert ["sums_of_columns" in code for code in graphs] == [True, False] and by_rows.layer.weight.is_contiguous()
+    assert ["masked_product" in code for code in graphs] == [True, False] and by_rows.layer.weight.is_contiguous()
+
+
+@torch.no_grad()
+def test_a_graph_for_any_number_of_tokens_chooses_at_each_call(calls: list[int]) -> None:
+    module, graphs = masked(), []
+    module(tokens(1, 1))
+    calls.clear()
+
+    def see(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph.code)
+        return graph
+
+    compiled = torch.compile(module, fullgraph=True, backend=see, dynamic=True)
+    for count in (9, 2, MOST, MOST + 1):
+        x = tokens(count)
+        torch.testing.assert_close(compiled(x), expected(module, x), **CLOSE[torch.float32])
+    assert len(graphs) == 1 and calls == [2, MOST]
+
+
+def test_the_operation_is_as_torch_wants_it() -> None:
+    for count in (0, 1, MOST + 1):
+        torch.library.opcheck(torch.ops.retrofit.masked_product, (tokens(count), torch.randn(IN, OUT), torch.tensor(0.7)))
 
 
 # ── Whole models ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 
 import retrofit
 from retrofit.passes import SparseFFN
+from retrofit.passes.indexed_rows import ALWAYS, CACHED, FEW, PART, prefers_rows
 from retrofit.passes.sparse_ffn import sparse_feed_forward, unit_choice
-from retrofit.passes.sparse_ffn.indexed_rows import ALWAYS, CACHED, FEW, PART, prefers_rows
 from retrofit.passes.sparse_ffn.reference import relaxed
 from retrofit.passes.sparse_ffn.sparse_feed_forward import SparseFeedForward
 from retrofit.passes.sparse_ffn.unit_choice import (

@@ -1,4 +1,4 @@
-"""The Triton kernels of `indexed_rows` and `unit_choice`; importing this file needs Triton.
+"""The Triton kernels of `indexed_rows` and of sparse-ffn's `unit_choice`; importing this file needs Triton.
 
 A program keeps one sum for each element of its tile and reduces them once, at the end: the amount that it reads at a time limits
 its speed. Sums are float32, or float64 for float64 operands.
@@ -49,16 +49,21 @@ def tile_sums(  # type: ignore[no-untyped-def]
     indices,
     rows,
     y,
+    least,
     blocks,
     width,
     tokens,
     each,
     INDEXED: tl.constexpr,
+    MASKED: tl.constexpr,
     DOUBLE: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     TILE_COLUMNS: tl.constexpr,
 ):
-    """Compute y[p, t, c] = Σ_b h[t, b] rows[i, c] over the blocks b of part p, for a tile of columns c; i = indices[t, b] or b."""
+    """Compute y[p, t, c] = Σ_b h[t, b] rows[i, c] over the blocks b of part p, for a tile of columns c; i = indices[t, b] or b.
+
+    MASKED: only over blocks with |h[t, b]| ≥ `least`; no other rows are read.
+    """
     wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     column = tl.program_id(1) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
@@ -69,6 +74,9 @@ def tile_sums(  # type: ignore[no-untyped-def]
         valid = block < blocks
         row = tl.load(indices + token * blocks + block, mask=valid, other=0) if INDEXED else block.to(tl.int64)
         weight = tl.load(h + token * blocks + block, mask=valid, other=0.0).to(wide)
+        if MASKED:
+            is_small = tl.abs(weight) < tl.load(least).to(wide)
+            valid, weight = valid & ~is_small, tl.where(is_small, 0.0, weight)
         tile = tl.load(rows + row[:, None] * width + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
         sums += tile.to(wide) * weight[:, None]
     tl.store(y + (part * tokens + token) * width + column, tl.sum(sums, axis=0), mask=inside)
@@ -101,6 +109,9 @@ def tile_totals(  # type: ignore[no-untyped-def]
     if BIASED:
         total += tl.load(bias + column, mask=inside, other=0.0).to(wide)
     tl.store(y + token * width + column, total.to(y.dtype.element_ty), mask=inside)
+
+
+# ── The units of sparse-ffn ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @triton.jit

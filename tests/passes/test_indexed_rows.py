@@ -1,4 +1,4 @@
-"""Products with rows given by index, and the choice of units, against loops.
+"""Products with rows given by index or by a threshold, and the choice of units, against loops.
 
 The Triton kernels run in its interpreter and are built for absent GPUs.
 """
@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import retrofit
-from retrofit.passes import SparseFFN
-from retrofit.passes.sparse_ffn import indexed_rows, sparse_feed_forward, unit_choice
+from retrofit.passes import SparseFFN, indexed_rows
+from retrofit.passes.sparse_ffn import sparse_feed_forward, unit_choice
 from retrofit.passes.sparse_ffn.reference import relaxed
 
 DTYPES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -240,6 +240,7 @@ def interpreted() -> None:
             every = torch.arange(blocks).expand(tokens, blocks) if places is None else places
             total = sums(h, every, rows) + (0.0 if bias is None else bias.double())
             assert y.dtype == dtype and relative(y, total) < near
+        by_threshold(rows, h, near)
     assert len(parts) > 1
     for tokens, n, k in ((1, 8, 4), (3, 8, 1), (2, 6, 2), (1, 64, 1), (2, 64, 3), (1, 100, 1)):
         chosen(tokens, n, k)
@@ -249,6 +250,22 @@ def interpreted() -> None:
         for (dtype, near), (noise, hard) in itertools.product(MASKED.items(), ((0.5, 1.0), (0.5, 0.0), (0.0, 1.0))):
             masked(n, k, dtype, near, noise, hard)
     drawn()
+
+
+def by_threshold(rows: Tensor, h: Tensor, near: float) -> None:
+    """Rows of small entries are not read, even where they are no numbers; entries that are none are not small; twice the same."""
+    rows, h = rows[: h.shape[1]], h.clone()
+    for share in (0.0, 0.5, 1.0):
+        least = h.abs().flatten().float().quantile(share).to(h.dtype)
+        kept = h.masked_fill(h.abs() < least, 0.0)
+        unread = (kept == 0).all(0, keepdim=True).t()
+        assert bool(unread.any()) or share < 1
+        given = rows.masked_fill(unread, torch.nan)
+        y = indexed_rows.thresholded_sums(h, given, least)
+        assert y.dtype == h.dtype and relative(y, kept.double() @ rows.double()) < near
+        assert torch.equal(y, indexed_rows.thresholded_sums(h, given, least))
+    h[-1, 0] = torch.nan
+    assert bool(indexed_rows.thresholded_sums(h, rows, least)[-1].isnan().all())
 
 
 def chosen(tokens: int, n: int, k: int) -> None:
@@ -343,7 +360,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 def built(capability: int) -> None:
     """Every kernel in every dtype, with the constants of a small call of each kind."""
-    from retrofit.passes.sparse_ffn import triton_kernels as kernels
+    from retrofit.passes import triton_kernels as kernels
 
     height, columns, _ = indexed_rows.PRODUCTS
     tile = {"TILE_ROWS": height, "TILE_COLUMNS": columns}
@@ -351,7 +368,7 @@ def built(capability: int) -> None:
     for dtype, flag in itertools.product(("fp64", "fp32", "bf16", "fp16"), (False, True)):
         wide = {"DOUBLE": dtype == "fp64"}
         build(kernels.tile_products, dtype, {**tile, **wide, "BIASED": flag}, capability)
-        build(kernels.tile_sums, dtype, {**tile, **wide, "INDEXED": flag}, capability)
+        build(kernels.tile_sums, dtype, {**tile, **wide, "INDEXED": flag, "MASKED": not flag}, capability)
         build(kernels.tile_totals, dtype, {**totals, **wide, "BIASED": flag}, capability)
         for n, k in ((8, 4), (64, 1)):
             of = {"K": k, "PADDED": n, "TILE_BLOCKS": 64 // n, "TILE_RANK": unit_choice.CHOICE[1], "GIVEN": flag, "MASK": flag}
@@ -369,7 +386,7 @@ def build(kernel: Any, dtype: str, constants: dict[str, Any], capability: int) -
 
     summed = "*fp64" if constants.get("DOUBLE") else "*fp32"
     kinds = {"indices": "*i64", "parts": summed, "low": summed}
-    names = ("x", "h", "rows", "bias", "z", "c2", "out", "logits", "grad", "grad_h", "grad_logits")
+    names = ("x", "h", "rows", "least", "bias", "z", "c2", "out", "logits", "grad", "grad_h", "grad_logits")
     pointers = {**dict.fromkeys(names, f"*{dtype}"), **kinds, "y": f"*{dtype}", "seed": "*i64", "noise": "fp32", "hard": "fp32"}
     if "MASK" in constants:
         pointers |= {"out": f"*{dtype}" if constants["MASK"] else "*i64"}

@@ -1,5 +1,7 @@
 """Products with rows of a matrix given by index: z[t, b] = x[t] · rows[i[t, b]] and y[t] = Σ_b h[t, b] rows[i[t, b]].
 
+On CUDA also the sums over all rows b for which |h[t, b]| is not below a threshold: no index is computed, and no other row is read.
+
 A bias may be added; z has the biases of its rows. Without gradients rows are read in place. On a CPU the sum of rows is an
 embedding bag, and the products are the weight gradient of such a bag; for a single token they are faster on a copy of its rows, if
 the copy is small (`benchmarks/sparse_ffn.py --products`). On CUDA, where torch would read the rows one by one, Triton kernels read
@@ -97,7 +99,7 @@ def products_by_bag(x: Tensor, indices: Tensor, rows: Tensor) -> Tensor:
 
 def tiled_products(x: Tensor, indices: Tensor, rows: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `indexed_products`, computed by a kernel; a program computes a few products of one token."""
-    from retrofit.passes.sparse_ffn.triton_kernels import tile_products
+    from retrofit.passes.triton_kernels import tile_products
 
     x, indices, rows = x.contiguous(), indices.contiguous(), rows.contiguous()
     (tokens, blocks), width = indices.shape, rows.shape[1]
@@ -108,9 +110,12 @@ def tiled_products(x: Tensor, indices: Tensor, rows: Tensor, bias: Tensor | None
     return z
 
 
-def tiled_sums(h: Tensor, indices: Tensor | None, rows: Tensor) -> Tensor:
-    """Return the parts of `indexed_sums`, (parts, tokens, d), each the sum over some b; without indices, i[t, b] is b."""
-    from retrofit.passes.sparse_ffn.triton_kernels import tile_sums
+def tiled_sums(h: Tensor, indices: Tensor | None, rows: Tensor, least: Tensor | None = None) -> Tensor:
+    """Return the parts of `indexed_sums`, (parts, tokens, d), each the sum over some b; without indices, i[t, b] is b.
+
+    With `least`, a tensor with one number, only over b for which |h[t, b]| is not below it.
+    """
+    from retrofit.passes.triton_kernels import tile_sums
 
     h, rows = h.contiguous(), rows.contiguous()
     (tokens, blocks), width = h.shape, rows.shape[1]
@@ -121,14 +126,23 @@ def tiled_sums(h: Tensor, indices: Tensor | None, rows: Tensor) -> Tensor:
     parts = -(-blocks // each)
     y = torch.empty(parts, tokens, width, dtype=torch.float64 if is_double(h) else torch.float32, device=h.device)
     places = h if indices is None else indices.contiguous()
-    given = h, places, rows, y, blocks, width, tokens, each, indices is not None, is_double(h), height, columns
+    pointers = h, places, rows, y, h if least is None else least
+    given = *pointers, blocks, width, tokens, each, indices is not None, least is not None, is_double(h), height, columns
     tile_sums[tokens, across, parts](*given, num_warps=warps)
     return y
 
 
+def thresholded_sums(x: Tensor, rows: Tensor, least: Tensor) -> Tensor:
+    """Return Σ_b x[t, b] rows[b] over the b for which |x[t, b]| is not below `least`: (tokens, blocks) to (tokens, d), on CUDA.
+
+    Tokens whose sums are computed side by side read a row that several of them need from the cache.
+    """
+    return added_parts(tiled_sums(x, None, rows, least), None, x.dtype)
+
+
 def added_parts(parts: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return Σ_p parts[p] + bias, computed by a kernel: (parts, tokens, d) to (tokens, d)."""
-    from retrofit.passes.sparse_ffn.triton_kernels import tile_totals
+    from retrofit.passes.triton_kernels import tile_totals
 
     count, tokens, width = parts.shape
     height, columns = TOTALS
