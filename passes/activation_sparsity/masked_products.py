@@ -222,8 +222,8 @@ class Thresholds:
 
 # Columns are faster than the dense product within these limits, at a level of 0.4 (benchmarks/activation_sparsity.py). On CUDA they
 # are estimates: another launch adds the parts of a sum, and four tokens need nearly every column.
-SMALLEST = {"cpu": 1 << 16, "cuda": 1 << 22}  # entries of a weight (on a CPU, for each thread): a call costs as much
-UNCOMPILED = {torch.float32: 1 << 19, torch.bfloat16: 1 << 18}  # the same on a CPU without a C++ compiler
+SMALLEST = {"cpu": 1 << 16, "cuda": 1 << 22}  # entries of a weight: a call costs as much
+UNCOMPILED = {torch.float32: 1 << 19, torch.bfloat16: 1 << 18}  # for each thread, the same on a CPU without a C++ compiler
 FEW = {"cpu": 4, "cuda": 2}  # tokens
 DTYPES = {"cpu": tuple(UNCOMPILED), "cuda": (torch.float32, torch.bfloat16, torch.float16) if HAS_TRITON else ()}
 # On a CPU two to four tokens in bfloat16 take longer by columns (one by one or densely) than densely by rows, so batches keep rows.
@@ -333,9 +333,9 @@ def lay_out(module: MaskedProjection, *, at_once: bool = False) -> bool:
 
 def smallest(weight: Tensor) -> int:
     """Return the number of entries from which a weight is read by columns."""
-    if weight.device.type != "cpu":
-        return SMALLEST[weight.device.type]
-    return (SMALLEST["cpu"] if compiled_functions() else UNCOMPILED[weight.dtype]) * torch.get_num_threads()
+    if weight.device.type == "cpu" and not compiled_functions():
+        return UNCOMPILED[weight.dtype] * torch.get_num_threads()
+    return SMALLEST[weight.device.type]
 
 
 def lay_out_by_rows(module: MaskedProjection) -> None:

@@ -377,12 +377,13 @@ class KeptLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def keep_from_fusions(model: nn.Module, own: Iterable[nn.Linear] = ()) -> list[tuple[nn.Module, type[nn.Module]]]:
+def keep_from_fusions(model: nn.Module, own: Iterable[nn.Linear], packs: bool) -> list[tuple[nn.Module, type[nn.Module]]]:
     """Keep vLLM from replacing linear layers whose weights a pass may read or that are `own`, and from fusing wrapped ones.
 
     Return these layers and their classes, to be restored after vLLM has built the model: on a CPU vLLM's own layers lose their
     weights. vLLM fuses by the class of the module that calls the projections, and the names of its children: each module of
-    transformers with children that are neither transformers' nor torch's gets a class of its own.
+    transformers with children that are neither transformers' nor torch's gets a class of its own. If vLLM `packs` weights, it gets
+    layers whose wrapper reads the weight only to be faster: packed ones are, for several tokens.
     """
     kept: list[tuple[nn.Module, type[nn.Module]]] = []
 
@@ -395,8 +396,8 @@ def keep_from_fusions(model: nn.Module, own: Iterable[nn.Linear] = ()) -> list[t
         keep(linear)
     for module in list(model.modules()):
         parts: Iterable[nn.Module] = () if is_stock(module) else held_modules(module)
-        if isinstance(module, Wrapper) and module.opens_layer:
-            parts = module.layer.modules()
+        if isinstance(module, Wrapper) and (module.opens_layer or (packs and type(module).arrange is not Wrapper.arrange)):
+            parts = module.layer.modules() if module.opens_layer else ()
         for part in parts:
             keep(part)
         kind = type(module)
@@ -472,7 +473,8 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         division = None
         if (parts := parallel.tensor_parallel_size) > 1:
             division = Division(base, get_tensor_model_parallel_rank(), parts, vllm_config.model_config.get_head_size())
-        kept = keep_from_fusions(base, () if division is None else division.own)
+        packs = vllm_config.device_config.device_type == "cpu" and division is None
+        kept = keep_from_fusions(base, () if division is None else division.own, packs)
         kind = type(base)  # another model of this class may be compiled, and vLLM then calls the class without its hooks
         base.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, "__call__": nn.Module.__call__})
         if division is not None:
@@ -575,9 +577,7 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
                     yield name, value
 
         loaded |= super().load_weights(inside())
-        for names in self.ties:
-            if loaded & set(names):
-                loaded |= set(names)
+        loaded |= {name for names in self.ties if loaded & set(names) for name in names}
         missing = sorted({name for name, _ in persistent_tensors(self)} - loaded - self.given)
         if missing:
             raise CheckpointError(
@@ -589,6 +589,8 @@ class RetrofittedForCausalLM(VllmModelForTextGeneration, Base):
         for module in self.modules():
             if module._non_persistent_buffers_set and hasattr(module, "rebuild_buffers"):
                 module.rebuild_buffers()
+            if isinstance(module, Wrapper):
+                module.arrange()
         return loaded
 
 
