@@ -47,6 +47,7 @@ FITTED = (
     "sparse-loss(modules=2)",
     "shared-moe(experts=2,k=1)",
     "sequence-altup(k=2,layers=all)",
+    "activation-sparsity(level=0.4)",
 )
 
 
