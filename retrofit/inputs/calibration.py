@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, cat, nn
+from torch.utils._pytree import tree_flatten, tree_map
 
 from retrofit.inputs.example_inputs import named_inputs
 from retrofit.inputs.model_memory import set_aside
@@ -156,10 +157,10 @@ def sample_calibration(calibration: Calibration, tokens: int) -> Calibration:
 
 
 def windows_of_batch(batch: Window, rows: int = 1) -> Iterator[Window]:
-    """Yield a batch in parts of so many rows; values without rows are in all of them."""
+    """Yield a batch in parts of so many rows, of nested values too; values without rows are in all of them."""
     count, _ = extent_of(batch)
     for first in range(0, count, rows):
-        yield {name: value[first : first + rows] if has_rows(value, count) else value for name, value in batch.items()}
+        yield tree_map(lambda value, first=first: value[first : first + rows] if has_rows(value, count) else value, batch)
 
 
 def length_of(window: Window) -> int:
@@ -181,15 +182,15 @@ def evenly_spaced(x: Tensor, most: int) -> Tensor:
 def batched(windows: Iterable[Window], rows: int = 1) -> Iterator[Window]:
     """Yield windows of so many rows in batches of up to `BATCH`, in order; a batch ends when the shapes change."""
 
-    def shapes_of(window: Window) -> list[Any]:
-        return [(name, tuple(value.shape) if has_rows(value, rows) else id(value)) for name, value in window.items()]
+    def shapes_of(window: Window) -> tuple[Any, ...]:
+        values, structure = tree_flatten(window)
+        return structure, [tuple(value.shape) if has_rows(value, rows) else id(value) for value in values]
 
     for _, equal in itertools.groupby(windows, shapes_of):
         alike = list(equal)
         for first in range(0, len(alike), BATCH):
             part = alike[first : first + BATCH]
-            joined = {name: cat([window[name] for window in part]) for name, value in part[0].items() if has_rows(value, rows)}
-            yield {**part[0], **joined}
+            yield tree_map(lambda *values: cat(values) if has_rows(values[0], rows) else values[0], *part)
 
 
 def has_rows(value: Any, rows: int) -> bool:

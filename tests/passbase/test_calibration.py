@@ -272,3 +272,13 @@ def test_rows_that_a_model_takes_together_are_one_window() -> None:
     part.observe(Codebooks(), {"projection": (seen := Seen())})
     assert len(seen.rows) == 15
     assert calibration_from(llama(), IDS).rows == 1
+
+
+def test_nested_values_are_divided_by_rows_too() -> None:
+    rows = torch.arange(9.0).unsqueeze(1)
+    calibration = Calibration(({"x": rows, "states": {"shared": (rows.clone(), torch.tensor(3.0), "full")}},))
+    fitted, held_out = split_calibration(calibration, 1000)
+    assert [len(batch["x"]) for part in (fitted, held_out) for batch in part.batches] == [8, 1]
+    for batch in (*fitted.batches, *held_out.batches):
+        values, number, name = batch["states"]["shared"]
+        assert torch.equal(values, batch["x"]) and (float(number), name) == (3.0, "full")
