@@ -111,7 +111,7 @@ def test_parts_of_every_kind_run_at_tiny_sizes(gpu: Any, tmp_path: Path, capsys:
     assert read["called"] > 0 and read["graph differs"] < 1e-5
     assert results["compiled: dense, batch 1"]["differs"] < 1e-5 and results["compiled: dense, batch 1"]["graph breaks"] == 0
     assert results["checks: sum, float32"]["ok"] and "causality" in results["checks: sum, float32"]["checks"]
-    layers = [row for setting, row in results["columns: layer d=64"].items() if "zero" in setting]
+    layers = [row for setting, row in results["columns: layer d=256"].items() if "zero" in setting]
     assert len(layers) == 4 and all(row["graph"]["columns"] > 0 and row["differs"] < 1e-5 for row in layers)
     one = results["yardstick: altup(k=2)"]
     assert (

@@ -55,7 +55,7 @@ def parts(device: str, rehearsal: bool) -> list[Part]:
     sizes = ((32, 64),) if rehearsal else SIZES
     for size in sizes:
         found.append(Part(f"rows: crossover d={size[0]}", 12, lambda size=size: crossover(size, device, rehearsal)))
-    for width in (64,) if rehearsal else WIDTHS:
+    for width in (256,) if rehearsal else WIDTHS:
         found.insert(2, Part(f"columns: layer d={width}", 15, lambda width=width: columns(width, device)))
     return [*found, Part("rows: tiles", 5, lambda: tiles(device, rehearsal))]
 
