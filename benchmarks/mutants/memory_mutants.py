@@ -15,6 +15,7 @@ LSH = on(TWO_MODELS, "memory(lookup=lsh, buckets=8)")
 GATED = on(MODELS, "memory(form=gated, rank=3)")
 NGRAM_HASHES = on("gpt2", "memory(lookup=ngram, buckets=101)")
 VALUES = on("gpt2 llama gpt-neox", "memory(beside=values)")
+LATENT_VALUES = on("deepseek", "memory(beside=values)")
 LSH_RANK = on(TWO_MODELS, "memory(lookup=lsh, buckets=8, rank=2)")
 NGRAM = on(MODELS, "memory(lookup=ngram, ngrams=1-3, heads=2, buckets=40)")
 GATED_NGRAM = on(TWO_MODELS, "memory(lookup=ngram, ngrams=2-3, buckets=40, gate=context)")
@@ -290,9 +291,23 @@ MUTANTS = [
     ),
     values(
         "values: what they are added to is computed and then left out",
-        'y: Tensor = children["memory"](children["layer"](*args, **kwargs), x, self.ids)',
+        'y: Tensor = children["memory"](children["layer"](*args, **kwargs), x, self.tokens.read())',
         'y: Tensor = children["layer"](*args, **kwargs)',
         trials=VALUES,
+    ),
+    values(
+        "values: a cache of latents stores the ids of the tokens before",
+        "ids.clamp(max=self.most)",
+        "ids.roll(1, -1).clamp(max=self.most)",
+        trials=LATENT_VALUES,
+        test="tests/passes/memory/test_value_embeddings.py::test_decoding_with_a_cache_is_the_whole_forward[causal/deepseek_v3]",
+    ),
+    values(
+        "values: seven of the eight bits of an id's digit are read",
+        "ids >> shift & 255",
+        "ids >> shift & 127",
+        trials=LATENT_VALUES,
+        test="tests/passes/memory/test_value_embeddings.py::test_a_cache_of_latents_keeps_every_id",
     ),
     ngrams(
         "n-grams: the multipliers are not odd",

@@ -82,6 +82,13 @@ def models() -> dict[str, Callable[[], Any]]:
         given = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, **sizes, **experts}
         return built(transformers.MixtralConfig(**given), transformers.MixtralForCausalLM)
 
+    def deepseek() -> Any:
+        """Decoder whose cache contains latents, from which keys and values are computed."""
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "kv_lora_rank": 8}
+        heads = {"num_key_value_heads": 2, "q_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 8}
+        given = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "first_k_dense_replace": 2, **sizes, **heads}
+        return built(transformers.DeepseekV3Config(**given), transformers.DeepseekV3ForCausalLM)
+
     return {
         "gpt2": gpt2,
         "gpt2-4-layers": lambda: gpt2(n_layer=4),
@@ -96,4 +103,5 @@ def models() -> dict[str, Callable[[], Any]]:
         "gpt-neox": gpt_neox,
         "bart": bart,
         "mixtral": mixtral,
+        "deepseek": deepseek,
     }

@@ -437,7 +437,8 @@ class Memory(Pass[MemoryPlan]):
         memory: ExternalMemory
         if isinstance(place, ValuePlace):
             memory = values = ValueEmbedding(tables.rows, place.site, like, sparse=self.sparse)
-            place.install(edit, lambda attention: ValueAttention(attention, place.site.projection, values))
+            site = place.site
+            place.install(edit, lambda attention: ValueAttention(attention, site.projection, values, latent=site.latent))
         elif plan.ngrams is None or tables.source is None:
             memory = self.table(tables.rows, tables.width, like)
             place.install(edit, lambda layer: MemoryLayer(layer, memory, stream_in=into, stream_out=out))

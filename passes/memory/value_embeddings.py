@@ -2,8 +2,9 @@
 
     v_t ← v_t + g_t · table[i_t],   g_t = 2σ(W x_t[:32])          table: [n, values of all heads], W: [heads of values, 32]
 
-x is the input of the value projection. At the start the table and W are zero: the gates are 1 and nothing is added. A cache stores
-the sums as values and nothing else. Query heads that share values share the rows added to them.
+x is the input of the value projection: the stream, or the latent of multi-head latent attention (DeepSeek-V2, 2024). At the start
+the table and W are zero: the gates are 1 and nothing is added. A cache stores the sums as values; one of latents, from which all
+values are computed again in each call, also stores the ids. Query heads that share values share the rows added to them.
 
 The projection keeps its place, name and weight: each call runs a shallow copy of the attention, in which the rows are added to the
 projection's output, at the columns that are values (`ValueSite`).
@@ -16,7 +17,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +25,12 @@ from torch.nn import functional as F
 
 from retrofit.passes.memory.external_memory import TokenIdMemory
 from retrofit.passes.memory.memory_layer import TOKEN_IDS, reads_token_ids
-from retrofit.sdk import Anatomy, NearMiss, Stack, WrappedModule, Wrapper
+from retrofit.sdk import Anatomy, NearMiss, RetrofitError, Stack, WrappedModule, Wrapper
 from retrofit.sdk.anatomy import ValueSite, find_value_sites
-from retrofit.sdk.modules import call_with_substitutes, child_modules
+from retrofit.sdk.modules import cache_among, call_with_substitutes, child_modules
+
+if TYPE_CHECKING:
+    from transformers.cache_utils import Cache
 
 GATE_INPUTS = 32  # features of x that a gate reads; all if there are fewer
 
@@ -97,38 +101,93 @@ def value_formula(tables: Iterable[tuple[int, WrappedModule]]) -> tuple[int, str
     return total, f"V·d_v + h_v·{GATE_INPUTS} a table: {' + '.join(terms)} = {total:,}"
 
 
-class ValueProjection(Wrapper):
-    """Wraps an attention's value projection for one call of the attention and adds the rows of `ids` to its output."""
+class ValueTokens:
+    """The ids of the tokens that the value projection computes values of, in one call of the attention."""
 
-    def __init__(self, projection: nn.Module, memory: ValueEmbedding, ids: Tensor | None) -> None:
+    def __init__(self, ids: Tensor | None) -> None:
+        self.ids, self.were_read = ids, False
+
+    def read(self) -> Tensor | None:
+        self.were_read = True
+        return self.ids
+
+
+class CacheOfLatents:
+    """Stands for the model's cache in one call of an attention whose latents it may contain; it stores the ids with them.
+
+    Each id becomes digits of 8 bits, exact in 16-bit floats, in more features of what the attention stores, so every kind of cache
+    and every operation on it (reordering, cropping) works. Afterwards `tokens` are those of all latents in the cache. An attention
+    that stores keys and values has computed the values before, and stores nothing more.
+    """
+
+    def __init__(self, cache: Cache, tokens: ValueTokens, most: int) -> None:
+        self.cache, self.tokens, self.most = cache, tokens, most
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def update(self, latent: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store `latent`, (batch, 1, tokens, features), and `other`; return all that is stored of them.
+
+        Raises `RetrofitError` if the cache is quantized, because that rounds ids.
+        """
+        ids = self.tokens.ids
+        if self.tokens.were_read or ids is None:
+            return self.cache.update(latent, other, *args, **kwargs)
+        if any(hasattr(layer, "_dequantize") for layer in getattr(self.cache, "layers", ())):
+            raise RetrofitError(
+                "value embeddings cannot be called with a quantized cache",
+                why="the attention stores latents and their tokens' ids, and quantization rounds the ids",
+                remedy="use a dynamic or static cache",
+                code="quantized-cache",
+            )
+        ids, shifts = ids.clamp(max=self.most), range(0, self.most.bit_length(), 8)
+        digits = torch.stack([ids >> shift & 255 for shift in shifts], -1).unsqueeze(1)
+        stored, other = self.cache.update(torch.cat([latent, digits.to(latent)], -1), other, *args, **kwargs)
+        latent, digits = stored.split([latent.shape[-1], len(shifts)], -1)
+        self.tokens.ids = sum(digit.long() << shift for digit, shift in zip(digits.unbind(-1), shifts, strict=True))
+        return latent, other
+
+
+class ValueProjection(Wrapper):
+    """Wraps an attention's value projection for one call of the attention and adds the rows of `tokens` to its output."""
+
+    def __init__(self, projection: nn.Module, memory: ValueEmbedding, tokens: ValueTokens) -> None:
         super().__init__(projection)
-        self.memory, self.ids = memory, ids
+        self.memory, self.tokens = memory, tokens
         self.training = projection.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         children = child_modules(self)
         x = args[0] if args else next(iter(kwargs.values()))
-        y: Tensor = children["memory"](children["layer"](*args, **kwargs), x, self.ids)
+        y: Tensor = children["memory"](children["layer"](*args, **kwargs), x, self.tokens.read())
         return y
 
 
 class ValueAttention(Wrapper):
-    """Calls the attention `layer` with value embeddings, looked up by the keyword `token_ids`, in its projection at `path`."""
+    """Calls the attention `layer` with value embeddings, looked up by the keyword `token_ids`, in its projection at `path`.
+
+    If the projection reads a latent, the cache may contain latents.
+    """
 
     opens_layer = True
 
-    def __init__(self, layer: nn.Module, path: str, memory: ValueEmbedding) -> None:
+    def __init__(self, layer: nn.Module, path: str, memory: ValueEmbedding, *, latent: bool) -> None:
         super().__init__(layer)
-        self.memory, self.path, self.forwards_ids = memory, path, reads_token_ids(layer)
+        self.memory, self.path, self.latent, self.forwards_ids = memory, path, latent, reads_token_ids(layer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         keywords, children = dict(kwargs), child_modules(self)
         memory: Any = children["memory"]
-        ids = keywords.get(TOKEN_IDS)
+        tokens = ValueTokens(keywords.get(TOKEN_IDS))
         if not self.forwards_ids:
             keywords.pop(TOKEN_IDS, None)
+        if self.latent and (cache := cache_among(args, keywords)) is not None:
+            stand_in = CacheOfLatents(cache, tokens, memory.buckets)
+            args = tuple(stand_in if value is cache else value for value in args)
+            keywords = {name: stand_in if value is cache else value for name, value in keywords.items()}
 
         def with_rows(projection: nn.Module) -> nn.Module:
-            return ValueProjection(projection, memory, ids)
+            return ValueProjection(projection, memory, tokens)
 
         return call_with_substitutes(children["layer"], (self.path,), with_rows, args, keywords)

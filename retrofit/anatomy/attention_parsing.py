@@ -178,7 +178,8 @@ class AttentionParser:
             raise self.unfit(f"its values are made of {x}, and the stream's tokens are {tokens}", in_any_form=True)
         projection = module.path[len(owner.path) + 1 :]
         tokens_first = len(x) == 3 and x[:-1] != tokens
-        return ValueSite(owner.path, projection, len(places) // size, x[-1], blocks, start, width, tokens_first)
+        latent = any(other.node in self.region for other in nearest_products([product.source], self.flow))
+        return ValueSite(owner.path, projection, len(places) // size, x[-1], blocks, start, width, tokens_first, latent)
 
     def value_product(self) -> tuple[WeightProduct, Attention]:
         """Return the product by which a module computes the values, and an attention that reads them."""
@@ -192,11 +193,9 @@ class AttentionParser:
             names = ", ".join(sorted({product.parameter for product in products.values()})) or "none"
             raise self.unfit(f"its values are made by {len(products)} matrices ({names}), not one", GOES_LAST)
         (product,) = products.values()
-        where, inside = self.flow.call_of(product.node).path or "the model", set(self.region)
-        if product.node not in inside:
+        where = self.flow.call_of(product.node).path or "the model"
+        if product.node not in self.region:
             raise self.unfit("its values are made outside of it: another layer's, or another stream's", in_any_form=True)
-        if before := [other.parameter for other in nearest_products([product.source], self.flow) if other.node in inside]:
-            raise self.unfit(f"its values are computed from a latent, a product with {', '.join(before)}", in_any_form=True)
         if product.batched or not self.is_alone(product):
             raise self.unfit(f"the weight {product.parameter} is applied by the code of {where} itself", NO_OWNER)
         return product, self.cores[0]

@@ -24,7 +24,7 @@ from retrofit.anatomy.causality import mask_value, shown_keys
 from retrofit.anatomy.parts import Findings
 from retrofit.anatomy.weights import Matrix
 from retrofit.errors import CaptureError, DoesNotFitError
-from retrofit.program.aten_ops import CAST, LAYOUT, SELECTION, is_float, op, shape
+from retrofit.program.aten_ops import CAST, CLAMP, LAYOUT, LIKE, SELECTION, is_float, op, shape
 from retrofit.program.capture import capture, missing_masks
 from retrofit.program.dataflow import Dataflow
 from retrofit.program.program import Call, Key
@@ -131,6 +131,7 @@ class ValueSite:
     start: int
     width: int
     tokens_first: bool  # whether x is (length, batch, features) instead of (batch, length, features)
+    latent: bool  # whether x is computed by another projection of the attention, and the cache may contain x instead of values
 
     @property
     def columns(self) -> int:
@@ -149,7 +150,7 @@ def weights_by_letter(site: AttentionSite, model: nn.Module) -> dict[str, Tensor
     return weights
 
 
-MOVING = LAYOUT | CAST | SELECTION | {"getitem"}  # operations that only move elements
+MOVING = LAYOUT | CAST | CLAMP | SELECTION | {"getitem"}  # operations that leave elements in their columns, or only move them
 
 
 def column_letters(result: fx.Node, core: Attention, flow: Dataflow) -> list[str]:
@@ -166,7 +167,7 @@ def column_letters(result: fx.Node, core: Attention, flow: Dataflow) -> list[str
             numbers[node] = move(node, numbers | index_tensors(node, flow))
         if not isinstance(numbers[node], Tensor):
             continue
-        readers = [user for user in flow.uses[node] if op(user) not in MOVING or user.args[0] is not node]
+        readers = [user for user in flow.uses[node] if op(user) not in MOVING | LIKE or user.args[0] is not node]
         ends = [user for user in readers if user.op != "output"]
         letters = {letter for letter, operand in operands.items() if operand is node}
         letters |= {letter for end in ends for letter, operand in operands.items() if flow.reaches(end, operand)}
@@ -179,8 +180,8 @@ def column_letters(result: fx.Node, core: Attention, flow: Dataflow) -> list[str
 
 
 def move(node: fx.Node, numbers: dict[fx.Node, Any]) -> Any:
-    """Return the column numbers of a node that only moves elements, from those of its argument."""
-    if op(node) in CAST:
+    """Return the column numbers of a node in `MOVING`, from those of its argument."""
+    if op(node) in CAST | CLAMP:
         return numbers[node.args[0]]  # type: ignore[index]
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda part: numbers.get(part, part))
     operation = torch.ops.aten.reshape.default if op(node) == "view" else node.target  # the numbers may have other strides

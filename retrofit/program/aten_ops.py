@@ -22,7 +22,8 @@ SELECTION = frozenset(
     "slice select index index_select narrow pad constant_pad_nd roll flip unbind split split_with_sizes chunk".split()
 )
 JOIN = frozenset(("cat", "concat", "concatenate"))
-MASKING = frozenset("masked_fill where clamp clamp_min clamp_max nan_to_num".split())
+CLAMP = frozenset("clamp clamp_min clamp_max".split())
+MASKING = CLAMP | frozenset("masked_fill where nan_to_num".split())
 NORM = frozenset(
     "layer_norm native_layer_norm rms_norm _fused_rms_norm group_norm native_group_norm batch_norm instance_norm".split()
 )
