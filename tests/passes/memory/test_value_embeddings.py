@@ -45,7 +45,6 @@ FAMILIES: dict[str, tuple[str, int, list[int]]] = {
     "causal/falcon": ("self_attention.query_key_value", 1, every(1, 96, 80, 16)),  # one head of keys and values
     "causal/phi": ("self_attn.v_proj", 4, every(1, 64, 0, 64)),
     "causal/opt": ("self_attn.v_proj", 4, every(1, 64, 0, 64)),
-    "causal/dbrx": ("norm_attn_norm.attn.Wqkv", 2, every(1, 128, 96, 32)),  # clipped afterwards
     "causal/deepseek_v3": ("self_attn.kv_b_proj", 4, every(4, 24, 8, 16)),  # of a latent, (batch, 1, tokens, features)
     "masked/bert": ("attention.self.value", 4, every(1, 64, 0, 64)),
     "seq2seq/t5": ("SelfAttention.v", 4, every(1, 64, 0, 64)),
@@ -189,6 +188,23 @@ def test_values_that_are_keys_too_are_left_alone_with_the_reason() -> None:
 
     (planned,) = retrofit.plan_of(stack_of(Attention), VALUES).passes
     assert not planned.plan.sites and all("keys or queries" in miss.why for miss in planned.plan.near_misses)
+
+
+def test_clipped_queries_keys_and_values_are_told_apart() -> None:
+    class Attention(nn.Module):
+        """One matrix, whose results are clipped."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            parts = self.qkv(x).clamp(-2, 2).split(16, -1)
+            y = nn.functional.scaled_dot_product_attention(*(part.unflatten(-1, (2, 8)).transpose(1, 2) for part in parts))
+            return self.out(y.transpose(1, 2).flatten(-2))
+
+    model = retrofit.apply(stack_of(Attention), VALUES)
+    assert [(table.start, table.width, table.heads) for table in tables(model)] == [(32, 16, 2)] * 2
 
 
 def stack_of(attention: Callable[[], nn.Module]) -> nn.Module:
