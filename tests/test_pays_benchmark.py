@@ -123,6 +123,14 @@ def test_the_dense_loss_at_equal_time_is_between_two_runs(pays: Any, time: float
     assert pays.Figures("demo", values).ahead_in_time(arm) == pytest.approx(ahead)
 
 
+def test_a_seed_without_a_longer_dense_run_takes_what_that_brings_the_others(pays: Any) -> None:
+    dense, longer = pays.Arm(seeds=3), pays.Arm(longer=1.25, seeds=3)
+    ends = {(dense, 0): 1.0, (longer, 0): 0.9, (dense, 1): 1.2, (longer, 1): 1.0, (dense, 2): 1.1}
+    values = {pays.key_of("demo", arm, seed): {"spec": "", "steps": 1, "loss": loss} for (arm, seed), loss in ends.items()}
+    found = pays.Figures("demo", values).dense
+    assert found[0] == {1.0: 1.0, 1.25: 0.9} and found[2] == pytest.approx({1.0: 1.1, 1.25: 0.95})
+
+
 def test_the_page_compares_the_default_with_the_best(pays: Any) -> None:
     losses = {"": 1.0, pays.NGRAMS: 0.9, "memory(lookup=ngram, heads=2)": 0.88, "memory": 0.97}
     values: dict[str, Any] = {}

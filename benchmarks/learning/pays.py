@@ -123,10 +123,7 @@ EARLY = (
     *(ngrams(buckets="32768"), ngrams(buckets="65536")),
     *(Arm(ALTUP, seeds=3), Arm(VALUES, seeds=3), Arm(TOKEN_ID, seeds=3)),
 )
-MIDDLE = (
-    *(Arm(), ngrams(ngrams="3-6"), ngrams(), ngrams(ngrams="3-6", buckets="65536")),
-    *(Arm(longer=1.25), ngrams(ngrams="3-8", buckets="131072")),
-)
+MIDDLE = (Arm(seeds=3), ngrams(ngrams="3-6", seeds=3), ngrams(seeds=3), Arm(longer=1.25))
 SMOLLM2 = (
     Arm(seeds=3),
     Arm(NGRAMS, seeds=3),
@@ -343,12 +340,23 @@ class Figures:
 
     @property
     def dense(self) -> dict[int, dict[float, float]]:
-        """By seed: the dense model's loss after so many times the steps."""
+        """By seed: the dense model's loss after so many times the steps.
+
+        Where a seed was not trained for as long as another, the longer run is as far below its own as the others' on average.
+        """
         curves: dict[int, dict[float, float]] = {}
         for arm in ARMS[self.name]:
             for seed, run in self.runs(arm).items() if not arm.spec and arm.rate == 1 else ():
                 curves.setdefault(seed, {})[arm.longer] = run["loss"]
-        return curves
+        gains: dict[float, list[float]] = {}
+        for curve in curves.values():
+            for longer in curve if 1.0 in curve else ():
+                gains.setdefault(longer, []).append(curve[1.0] - curve[longer])
+        filled = {longer: statistics.mean(found) for longer, found in gains.items()}
+        return {
+            seed: {longer: curve[1.0] - gain for longer, gain in filled.items()} | curve if 1.0 in curve else curve
+            for seed, curve in curves.items()
+        }
 
     def ahead(self, arm: Arm, cost: float) -> list[float]:
         """How far each run ends below the dense model trained for so many times the steps; those with dense runs on both sides."""
@@ -410,7 +418,8 @@ Is a retrofit ahead of the dense model, trained on for the same time? Made by `b
   token, of whole files that no model was trained on.
 - **time**: of a training step over a dense one, the median of rounds in which the models took turns, with the quartiles.
 - **ahead**: how far the loss is below the dense model's after as many steps, and after as much time, interpolated between two dense
-  runs. Differences are taken seed by seed; ± is the standard error. Empty: no dense run took as long, or no time was measured."""
+  runs. Differences are taken seed by seed; a seed without a longer dense run takes what more steps bring the other seeds; ± is the
+  standard error. Empty: no dense run took as long, or no time was measured."""
 
 
 def table(figures: Figures) -> list[str]:
