@@ -231,6 +231,7 @@ class ActivationSparsity(Pass[ActivationSparsityPlan]):
         for site in plan.masked:
             module = edit.model.get_submodule(site.name)
             if isinstance(module, MaskedProjection):
+                module.release()  # the search may have laid it out, with a threshold that is zero now
                 lay_out(module, at_once=True)
             found = {path: levels[path] for path, _ in site.masks if path in levels}
             if found:

@@ -283,7 +283,10 @@ def shaped_product(x: Tensor, columns: Tensor, threshold: Tensor) -> Tensor:
 
 
 def reads_columns(module: MaskedProjection, layer: Any, mask: Any, x: Tensor) -> bool:
-    """Return whether the layer only multiplies, by a plain weight, and nothing traces, hooks or differentiates the call."""
+    """Return whether the layer only multiplies, by a plain weight, and nothing traces, observes, hooks or differentiates the call.
+
+    A mode that observes operations must see the comparison with the threshold, which is a choice.
+    """
     weight, device = layer.weight, x.device.type
     return not (
         module.training
@@ -304,6 +307,7 @@ def reads_columns(module: MaskedProjection, layer: Any, mask: Any, x: Tensor) ->
         or is_exporting()
         or torch.jit.is_tracing()
         or torch.is_autocast_enabled(device)
+        or (not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
     )
 
 

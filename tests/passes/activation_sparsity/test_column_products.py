@@ -16,6 +16,7 @@ from torch._inductor.codecache import CppCodeCache
 
 import retrofit
 from retrofit.files.memory import mapped_weights
+from retrofit.numerics.agreement import Choices
 from retrofit.passes import compiled_products
 from retrofit.passes.activation_sparsity import masked_products
 from retrofit.passes.activation_sparsity.activation_sparsity import MaskedProjection
@@ -119,6 +120,28 @@ def test_what_is_not_a_number_stays_that(dtype: torch.dtype, compiles: bool) -> 
     x = tokens(1, dtype=dtype)
     x[0, 3] = float("nan")
     assert bool(module(x).isnan().all())
+
+
+@torch.no_grad()
+def test_what_observes_operations_sees_the_choice(calls: list[int]) -> None:
+    """A check forces the choices of one arithmetic on another."""
+    module, x = masked(), tokens(1)
+    with Choices() as seen:
+        found = module(x)
+    assert calls == [] and [choice.tolist() for choice in seen.made] == [(x.abs() < module.mask.threshold).tolist()]
+    torch.testing.assert_close(module(x), found)
+    assert calls == [1]
+
+
+def test_what_a_search_laid_out_is_by_rows_where_no_threshold_is_left() -> None:
+    """As in a model that is loaded: products of many tokens then round alike."""
+    data = {"input_ids": torch.arange(64).view(4, 16) % tiny_models.VOCABULARY}
+    model = retrofit.apply(tiny_models.llama(), "activation-sparsity(level=0.05)", calibration=[data], verify=False)
+    layers = [
+        (float(module.mask.threshold) > 0, module.layer) for module in model.modules() if isinstance(module, MaskedProjection)
+    ]
+    assert {above for above, _ in layers} == {True, False}
+    assert all(layer.weight.t().is_contiguous() == above for above, layer in layers)
 
 
 def test_without_a_compiler_only_larger_weights_are_read_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
