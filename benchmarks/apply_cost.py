@@ -203,6 +203,7 @@ APPROXIMATE = (
     "shared-moe --groups 15",
     "sequence-altup --k 2 --layers 1-2",
 )
+CALIBRATED = ("activation-sparsity --level 0.25", "activation-sparsity --loss 0.02")  # they need a text
 REFUSED = (  # the first three by options and files' headers, the others by the anatomy
     "sparse-ffn --sparsity 7 smol",
     "altup --k 2 --pass altup --k 4 smol",
@@ -222,7 +223,10 @@ def command_lines() -> list[str]:
         *(f"apply --pass {one} smol -o {one.split()[0]} --force" for one in EXACT),
         "apply --checks quick --pass altup --k 2 smol -o quick --force",
         *(f"apply --pass {one} smol -o {one.split()[0]}-start --force" for one in APPROXIMATE),
-        *(f"apply --pass {one} --calibrate text.txt smol -o {one.split()[0]}-fitted --force" for one in APPROXIMATE),
+        *(
+            f"apply --pass {one} --calibrate text.txt smol -o {one.split()[0]}-fitted --force"
+            for one in (*APPROXIMATE, *CALIBRATED)
+        ),
         'plan smol --calibrate text.txt --target "decode 1.1x" --minutes 6 -o plan.json --force',
         "verify altup --against smol",
         "compare smol altup --data text.txt",
